@@ -1,0 +1,57 @@
+"""Batch: the one thing that travels from data to kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""Target of a position that predicts nothing (the convention of ``torch.nn.functional.cross_entropy``)."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Documents laid end to end in ``batch_size`` packs of ``max_seq_length`` tokens, T tokens in all.
+
+    Attributes:
+        input_ids: int64 ``[T]``.
+        targets: int64 ``[T]``, already shifted: ``targets[t]`` is what position t must predict; ``IGNORED`` where
+            nothing is, always so at a document's last token.
+        position_ids: int64 ``[T]``, from zero in each document.
+        cu_seqlens: int32 ``[N + 1]``: document n is ``cu_seqlens[n]:cu_seqlens[n + 1]``. The tail of a pack is made of
+            filler documents without targets, unused entries repeat T, so the shapes never change in a run.
+        max_seqlen: bound on the length of any document, filler included; on the host, bucketed.
+        weights: optional float32 ``[T]``, what each target's loss is multiplied by.
+        segments: tensors that an objective adds, by name.
+    """
+
+    input_ids: Tensor
+    targets: Tensor
+    position_ids: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
+    weights: Tensor | None = None
+    segments: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return self.input_ids.numel()
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, move: Callable[[Tensor], Tensor]) -> Batch:
+        return replace(
+            self,
+            input_ids=move(self.input_ids),
+            targets=move(self.targets),
+            position_ids=move(self.position_ids),
+            cu_seqlens=move(self.cu_seqlens),
+            weights=None if self.weights is None else move(self.weights),
+            segments={name: move(tensor) for name, tensor in self.segments.items()},
+        )

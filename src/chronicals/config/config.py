@@ -1,0 +1,196 @@
+"""ChronicalsConfig: everything about a run except its model and its data, checked when it is made."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+import pydantic
+import yaml
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+
+class ConfigurationError(ValueError):
+    """A field has a value that is wrong or cannot be honoured here; the message names field, value and remedy."""
+
+
+def explain(cls: type, error: pydantic.ValidationError) -> ConfigurationError:
+    """One line per wrong field: its name, the value it was given, what is allowed, and the nearest name if unknown."""
+    known = [field.name for field in dataclasses.fields(cls)]
+    lines = []
+    for detail in error.errors():
+        name = str(detail["loc"][0]) if detail["loc"] else cls.__name__
+        if detail["type"] == "missing":
+            lines.append(f"{name}: required, and was not given")
+        elif detail["type"] == "unexpected_keyword_argument":
+            near = difflib.get_close_matches(name, known, n=1)
+            lines.append(f"{name}: no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
+        else:
+            lines.append(f"{name}={detail['input']!r}: {detail['msg']}")
+    return ConfigurationError("; ".join(lines))
+
+
+T = TypeVar("T", bound=type)
+
+
+def remembers_what_was_set(cls: T) -> T:
+    """Keep the names of the fields the user passed, so that 'permitted by default' and 'asked for' can be told apart."""
+    validated: Callable[..., None] = cls.__init__
+
+    @functools.wraps(validated)
+    def __init__(self: Any, **fields: Any) -> None:
+        try:
+            validated(self, **fields)
+        except pydantic.ValidationError as error:
+            raise explain(cls, error) from None
+        object.__setattr__(self, "explicit", frozenset(fields))
+        self.check()
+
+    cls.__init__ = __init__
+    return cls
+
+
+NOT_YET: dict[str, tuple[Any, str]] = {
+    "use_fp8": (False, "FP8 linear layers are not part of this version; leave use_fp8 at False"),
+    "use_8bit_optimizer": (False, "the 8-bit optimizer is not part of this version; leave use_8bit_optimizer at False"),
+    "optimizer_state_dtype": ("fp32", "only fp32 optimizer states are part of this version"),
+    "activation_offload": (False, "activation offload is not part of this version; use_gradient_checkpointing saves memory"),
+}
+"""Fields of the published interface that this version cannot honour: the one value accepted, and what to do instead."""
+
+Positive = Annotated[int, Field(gt=0)]
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+@remembers_what_was_set
+@dataclass(kw_only=True, config=pydantic.ConfigDict(extra="forbid", validate_default=True))
+class ChronicalsConfig:
+    """What a training run does, apart from its model and data.
+
+    The ``use_*`` switches that are on by default *permit*: card, model and memory decide what runs, and the first
+    lines of the log say what and why. A switch that was set explicitly and cannot be honoured raises.
+
+    Raises:
+        ConfigurationError: a field is unknown, of the wrong type, out of range, or not available in this version.
+    """
+
+    learning_rate: float = Field(default=2e-4, gt=0, description="Peak learning rate")
+    batch_size: Positive = Field(default=4, description="Packs in one forward pass, on each GPU")
+    max_seq_length: Positive = Field(default=2048, description="Tokens in a pack; longer rows are cut or split")
+    gradient_accumulation_steps: Positive = Field(default=4, description="Forward passes in one optimizer step")
+    max_steps: Positive = Field(default=1000, description="Optimizer steps; not together with num_epochs")
+    num_epochs: Positive | None = Field(default=None, description="Passes over the data instead of a number of steps")
+    warmup_steps: int = Field(default=100, ge=0, description="Steps of rising learning rate (default: at most a tenth)")
+    lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        default="cosine", description="Learning rate after the warm-up; wsd is warm-up, stable, decay"
+    )
+    min_lr_ratio: Share = Field(default=0.0, description="Final learning rate as a share of the peak")
+    wsd_decay_ratio: Annotated[float, Field(gt=0.0, le=1.0)] = Field(
+        default=0.2, description="Share of the steps in which wsd decays"
+    )
+
+    use_flash_attention: bool = Field(default=True, description="Permit a FlashAttention backend")
+    use_fused_kernels: bool = Field(default=True, description="Permit the loss without whole logits, and fused kernels")
+    use_sequence_packing: bool = Field(default=True, description="Several documents in a pack; off: one in each")
+    use_gradient_checkpointing: bool = Field(default=True, description="Permit recomputation where memory needs it")
+    use_torch_compile: bool = Field(default=True, description="Permit compilation of the decoder layers, on CUDA")
+
+    use_lora: bool = Field(default=False, description="Train low-rank adapters instead of the weights")
+    lora_rank: Positive = Field(default=64, description="Rank of the adapters")
+    lora_alpha: float = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
+    lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
+    lora_target_modules: list[str] | str | None = Field(
+        default=None, description="Linear layers to adapt: names, or a regular expression (default: all but the head)"
+    )
+    use_rslora: bool = Field(default=False, description="Scale adapters by alpha / sqrt(rank)")
+    use_lora_plus: bool = Field(default=True, description="With LoRA: matrix B learns faster than A")
+    lora_plus_ratio: float = Field(default=16.0, ge=1, description="How many times faster B learns")
+
+    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices")
+    adam_beta1: Share = Field(default=0.9, description="Decay of the first moment")
+    adam_beta2: Share = Field(default=0.999, description="Decay of the second moment")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this norm")
+    use_8bit_optimizer: bool = Field(default=False, description="8-bit optimizer states")
+    optimizer_state_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="Type of the optimizer states")
+    activation_offload: bool = Field(default=False, description="Keep activations in host memory")
+    mixed_precision: Literal["bf16", "fp16", "fp32"] = Field(default="bf16", description="Type of the products")
+    use_fp8: bool = Field(default=False, description="FP8 linear layers")
+
+    objective: Literal["sft", "pretraining"] = Field(
+        default="sft", description="sft trains what the rows mark (answers, completions); pretraining every token"
+    )
+    max_documents: Positive | None = Field(default=None, description="Most documents in a pack (default: as they fit)")
+    validation_split: Share = Field(default=0.0, description="Share of the rows held out when no such data is given")
+    eval_steps: Positive | None = Field(default=None, description="Evaluate every so many steps (default: at the end)")
+    early_stopping_patience: Positive | None = Field(
+        default=None, description="Stop after so many evaluations without a better loss"
+    )
+    max_masked_rows: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
+        default=0.5, description="Error when a larger share of the rows has nothing to train on"
+    )
+    save_steps: Positive | None = Field(default=500, description="Checkpoint every so many steps; one always at the end")
+    save_total_limit: Positive = Field(default=2, description="Checkpoints kept")
+    output_dir: Path = Field(default=Path("chronicals-output"), description="Where the run is written")
+    cache_dir: Path | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
+
+    explicit = frozenset[str]()
+    """Names of the fields that were passed."""
+
+    def check(self) -> None:
+        """What concerns more than one field."""
+        if {"max_steps", "num_epochs"} <= self.explicit and self.num_epochs is not None:
+            raise ConfigurationError(f"num_epochs={self.num_epochs} and max_steps={self.max_steps}: give one of the two")
+        if "warmup_steps" in self.explicit and self.num_epochs is None and self.warmup_steps > self.max_steps:
+            raise ConfigurationError(
+                f"warmup_steps={self.warmup_steps} exceeds max_steps={self.max_steps}: the peak would never be reached"
+            )
+        for name, (accepted, remedy) in NOT_YET.items():
+            if getattr(self, name) != accepted:
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: {remedy}")
+        if self.early_stopping_patience is not None and self.eval_steps is None:
+            raise ConfigurationError("early_stopping_patience needs eval_steps: without evaluations nothing can stop")
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with other values; what was explicit stays so."""
+        kept = {name: getattr(self, name) for name in self.explicit}
+        return type(self)(**{**kept, **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as plain JSON values."""
+        return pydantic.TypeAdapter(type(self)).dump_python(self, mode="json")
+
+    def to_yaml(self, path: str | Path) -> None:
+        """Write the fields that were set; what was left to its default stays so when read again."""
+        chosen = {name: value for name, value in self.to_dict().items() if name in self.explicit}
+        Path(path).write_text(yaml.safe_dump(chosen, sort_keys=False))
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
+        """Read a YAML mapping of fields; ``overrides`` win.
+
+        Raises:
+            ConfigurationError: the file is missing, is not a mapping, or holds a wrong field.
+        """
+        path = Path(path)
+        try:
+            fields = yaml.safe_load(path.read_text())
+        except OSError as error:
+            raise ConfigurationError(f"{path}: cannot be read ({error.strerror})") from error
+        except yaml.YAMLError as error:
+            raise ConfigurationError(f"{path}: not YAML: {error}") from error
+        if not isinstance(fields, dict):
+            raise ConfigurationError(f"{path}: expected 'field: value' lines, found {type(fields).__name__}")
+        for name in ("learning_rate", "adam_epsilon"):  # YAML 1.1 reads 2e-4 as text
+            if isinstance(fields.get(name), str):
+                try:
+                    fields[name] = float(fields[name])
+                except ValueError:
+                    raise ConfigurationError(f"{name}={fields[name]!r}: expected a number") from None
+        return cls(**{**fields, **overrides})

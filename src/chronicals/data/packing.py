@@ -1,0 +1,245 @@
+"""Packing: which documents share a row of ``max_seq_length`` tokens.
+
+Best-fit decreasing (Johnson, 1973): longest documents first, each into the fullest pack that still holds it. Lengths
+are small integers, so packs are kept by the room they have left, and a bitmap finds the smallest sufficient room: O(n)
+for n documents plus a short scan each. The plan runs in numba without the GIL.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """Which documents go into which pack.
+
+    Attributes:
+        documents: int64 ``[n]``, indices of all documents, pack after pack.
+        offsets: int64 ``[packs + 1]``: pack p holds ``documents[offsets[p]:offsets[p + 1]]``.
+        tokens: documents' tokens in all packs.
+        max_seq_length: width of a pack.
+    """
+
+    documents: np.ndarray
+    offsets: np.ndarray
+    tokens: int
+    max_seq_length: int
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, pack: int) -> np.ndarray:
+        return self.documents[self.offsets[pack] : self.offsets[pack + 1]]
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        return (self[pack] for pack in range(len(self)))
+
+    @property
+    def max_documents(self) -> int:
+        """Documents in the pack that has the most."""
+        return int(np.diff(self.offsets).max(initial=0))
+
+    @property
+    def fill(self) -> float:
+        """Share of the positions that hold a document's token."""
+        return self.tokens / max(len(self) * self.max_seq_length, 1)
+
+
+def plan_packs(lengths: Sequence[int] | np.ndarray, max_seq_length: int, max_documents: int | None = None) -> PackPlan:
+    """Best-fit decreasing packing.
+
+    Args:
+        lengths: tokens of each document, 1 to ``max_seq_length``.
+        max_seq_length: width of a pack.
+        max_documents: most documents in a pack; no limit by default.
+
+    Raises:
+        ValueError: a length is out of range, or ``max_documents`` is below 1.
+    """
+    sizes = np.ascontiguousarray(lengths, dtype=np.int64)
+    if sizes.size and (sizes.min() < 1 or sizes.max() > max_seq_length):
+        wrong = int(np.flatnonzero((sizes < 1) | (sizes > max_seq_length))[0])
+        raise ValueError(f"lengths[{wrong}]={sizes[wrong]}: must be between 1 and max_seq_length={max_seq_length}")
+    if max_documents is not None and max_documents < 1:
+        raise ValueError(f"max_documents={max_documents}: a pack must hold at least one document")
+    documents, offsets = _best_fit_decreasing(sizes, max_seq_length, max_documents or max(sizes.size, 1))
+    return PackPlan(documents, offsets, int(sizes.sum()), max_seq_length)
+
+
+@numba.njit(cache=True, nogil=True)
+def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> int:
+    """First set bit at or after ``start`` of a two-level bitmap, or -1."""
+    word = start >> 6
+    bits = words[word] & (~np.uint64(0) << np.uint64(start & 63))
+    if not bits:
+        word += 1
+        upper = word >> 6
+        if upper >= summary.size:
+            return -1
+        marks = summary[upper] & (~np.uint64(0) << np.uint64(word & 63))
+        while not marks:
+            upper += 1
+            if upper >= summary.size:
+                return -1
+            marks = summary[upper]
+        word = (upper << 6) + _trailing_zeros(marks)
+        bits = words[word]
+    return (word << 6) + _trailing_zeros(bits)
+
+
+@numba.njit(cache=True, nogil=True, inline="always")
+def _trailing_zeros(bits: np.uint64) -> int:
+    count = 0
+    for shift in (32, 16, 8, 4, 2, 1):
+        if not bits & ((np.uint64(1) << np.uint64(shift)) - np.uint64(1)):
+            bits >>= np.uint64(shift)
+            count += shift
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def _best_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    n = sizes.size
+    order = _longest_first(sizes, width)
+    head = np.full(width + 1, -1, np.int64)  # head[room]: a pack with that room left, chained by `below`
+    below = np.empty(n, np.int64)
+    held = np.zeros(n, np.int64)
+    words = np.zeros((width >> 6) + 2, np.uint64)
+    summary = np.zeros((words.size >> 6) + 1, np.uint64)
+    pack_of = np.empty(n, np.int64)
+    packs = 0
+    for document in order:
+        size = sizes[document]
+        room = _lowest_set_at_least(words, summary, size)
+        if room < 0:
+            pack, room = packs, width
+            packs += 1
+        else:
+            pack = head[room]
+            head[room] = below[pack]
+            if head[room] < 0:
+                words[room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
+                if not words[room >> 6]:
+                    summary[room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
+        pack_of[document] = pack
+        held[pack] += 1
+        left = room - size
+        if left > 0 and held[pack] < limit:
+            below[pack] = head[left]
+            head[left] = pack
+            words[left >> 6] |= np.uint64(1) << np.uint64(left & 63)
+            summary[left >> 12] |= np.uint64(1) << np.uint64((left >> 6) & 63)
+    offsets = np.zeros(packs + 1, np.int64)
+    offsets[1:] = np.cumsum(held[:packs])
+    place = offsets[:-1].copy()
+    documents = np.empty(n, np.int64)
+    for document in order:
+        pack = pack_of[document]
+        documents[place[pack]] = document
+        place[pack] += 1
+    return documents, offsets
+
+
+@numba.njit(cache=True, nogil=True)
+def _longest_first(sizes: np.ndarray, width: int) -> np.ndarray:
+    """Indices by decreasing size, equal sizes in their first order (counting sort)."""
+    start = np.zeros(width + 2, np.int64)
+    for size in sizes:
+        start[width - size + 1] += 1
+    start = np.cumsum(start)
+    order = np.empty(sizes.size, np.int64)
+    for document in range(sizes.size):
+        slot = width - sizes[document]
+        order[start[slot]] = document
+        start[slot] += 1
+    return order
+
+
+class SequencePacker:
+    """Packs tokenised rows into rows of exactly ``max_seq_length`` tokens, for loops that are not ours.
+
+    Args:
+        max_seq_length: width of a packed row; longer documents are cut there, counted and warned about.
+        padding_token_id: what fills the tail of a row.
+    """
+
+    PADDING = -1
+    """``sequence_ids`` of positions that hold no document; documents count from 0 in each row."""
+
+    def __init__(self, max_seq_length: int, padding_token_id: int = 0):
+        if max_seq_length < 1:
+            raise ValueError(f"max_seq_length={max_seq_length}: must be at least 1")
+        self.max_seq_length = max_seq_length
+        self.padding_token_id = padding_token_id
+        self.original_tokens = 0
+        self.packed_tokens = 0
+        self.truncated_documents = 0
+
+    @property
+    def efficiency(self) -> float:
+        """Documents' tokens as a share of the positions in the packed rows, after the last ``pack``."""
+        return self.original_tokens / self.packed_tokens if self.packed_tokens else 0.0
+
+    def pack(self, dataset: Iterable[Mapping[str, Any]]) -> list[dict[str, list[int]]]:
+        """Rows of ``input_ids``, ``labels``, ``position_ids`` and ``sequence_ids``, each ``max_seq_length`` long.
+
+        Args:
+            dataset: rows with ``input_ids`` and optionally ``labels`` (aligned, not shifted, -100 where nothing is
+                trained). The first label of every document becomes -100: nothing precedes it.
+
+        Raises:
+            ValueError: a row is empty, or its labels are not as long as its ids.
+        """
+        ids, labels = [], []
+        for number, row in enumerate(dataset):
+            tokens, marks = list(row["input_ids"]), list(row.get("labels", row["input_ids"]))
+            if not tokens or len(tokens) != len(marks):
+                raise ValueError(f"row {number}: {len(tokens)} input_ids and {len(marks)} labels; need equal, non-zero counts")
+            self.truncated_documents += len(tokens) > self.max_seq_length
+            ids.append(tokens[: self.max_seq_length])
+            labels.append([-100, *marks[1 : self.max_seq_length]])
+        if self.truncated_documents:
+            logger.warning("%d documents were cut at max_seq_length=%d", self.truncated_documents, self.max_seq_length)
+        plan = plan_packs([len(tokens) for tokens in ids], self.max_seq_length)
+        self.original_tokens = plan.tokens
+        self.packed_tokens = len(plan) * self.max_seq_length
+        return [self._row([(ids[n], labels[n]) for n in pack]) for pack in plan]
+
+    def _row(self, documents: list[tuple[list[int], list[int]]]) -> dict[str, list[int]]:
+        row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "sequence_ids": []}
+        for number, (tokens, marks) in enumerate(documents):
+            row["input_ids"] += tokens
+            row["labels"] += marks
+            row["position_ids"] += range(len(tokens))
+            row["sequence_ids"] += [number] * len(tokens)
+        tail = self.max_seq_length - len(row["input_ids"])
+        row["input_ids"] += [self.padding_token_id] * tail
+        row["labels"] += [-100] * tail
+        row["position_ids"] += range(tail)
+        row["sequence_ids"] += [self.PADDING] * tail
+        return row
+
+    def create_attention_mask(self, sequence_ids: Tensor | Sequence[Sequence[int]], causal: bool = True) -> Tensor:
+        """bool ``[B, 1, S, S]`` from ``sequence_ids`` ``[B, S]``; True where the row's position may attend to the column's.
+
+        A position attends to its own document, with ``causal`` no further than itself. Padding attends to itself alone,
+        so that no row of the softmax is empty; nothing attends to padding.
+        """
+        ids = torch.as_tensor(sequence_ids)
+        if ids.ndim == 1:
+            ids = ids[None]
+        allowed = (ids[:, :, None] == ids[:, None, :]) & (ids != self.PADDING)[:, None, :]
+        if causal:
+            allowed = allowed.tril()
+        return (allowed | torch.eye(ids.shape[1], dtype=torch.bool, device=ids.device))[:, None]

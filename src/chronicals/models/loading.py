@@ -1,0 +1,47 @@
+"""Loading models and tokenizers; safetensors only, no remote code unless the user asks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
+"""Type the weights are kept in; fp16 products run over fp32 weights, whose small updates fp16 would lose."""
+
+
+def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
+    """A tokenizer from a folder or hub name.
+
+    Raises:
+        ValueError: there is none, with the reason.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={str(name)!r}: no tokenizer could be loaded: {error}") from error
+
+
+def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """A causal language model from a folder or hub name, on the card if there is one.
+
+    Raises:
+        ValueError: it cannot be loaded, with the reason.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={str(name)!r}: cannot be loaded: {error}") from error
+    return model
+
+
+def input_device(model: Any) -> torch.device:
+    """The device that token ids must be on."""
+    return model.get_input_embeddings().weight.device

@@ -1,0 +1,150 @@
+"""Presenting a Batch to a Hugging Face model: hidden states come back flat, one row a token.
+
+Where the class is proved to respect documents, the Batch goes in packed, with transformers' own arguments
+(``position_ids``, ``cu_seq_lens_q/k``, ``max_length_q/k``) and our attention behind its attention interface. Otherwise
+its documents become padded rows with a mask: slower, the same result.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers.modeling_utils import AttentionInterface
+
+from chronicals.attention import document_attention
+from chronicals.batch import Batch
+from chronicals.models.head import Head, UnknownHead, read_head
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = "chronicals_documents"
+"""Name under which document attention is registered with transformers; without a mask function, so no mask is built."""
+
+
+def _documents_only(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
+    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} does not pass document bounds on to its attention")
+    if dropout:
+        raise ValueError(f"attention dropout {dropout} is not supported; set attention_dropout=0 in the model's configuration")
+    out = document_attention(
+        *(x[0].transpose(0, 1) for x in (query, key, value)), cu_seq_lens_q, max_length_q,
+        scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
+    )  # fmt: skip
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION, _documents_only)
+
+
+@dataclass
+class PresentedModel:
+    """A model together with the way it takes a Batch.
+
+    Attributes:
+        model: the Hugging Face model.
+        packed: True where it takes documents end to end.
+        head: its head as tensors, or None where the model's own logits must be used.
+    """
+
+    model: Any
+    packed: bool
+    head: Head | None
+
+    def hidden_states(self, batch: Batch) -> Tensor:
+        """``[T, D]`` before the head."""
+        decoder = self.model.get_decoder()
+        return self._flat(batch, lambda **inputs: decoder(**inputs).last_hidden_state)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """``[T, V]`` from the model itself."""
+        return self._flat(batch, lambda **inputs: self.model(**inputs).logits)
+
+    def _flat(self, batch: Batch, call: Callable[..., Tensor]) -> Tensor:
+        if self.packed:
+            return call(**packed_arguments(batch))[0]
+        rows, places = padded_arguments(batch)
+        states = call(**rows)
+        flat = states.new_zeros(len(batch), states.shape[-1])
+        return flat.index_put((places,), states[rows["attention_mask"].bool()])
+
+    @contextmanager
+    def attending_documents(self) -> Any:
+        """Within: the model's attention takes document bounds. Afterwards it is as before, ready to generate."""
+        before = self.model.config._attn_implementation
+        if self.packed:
+            self.model.set_attn_implementation(ATTENTION)
+        try:
+            yield self
+        finally:
+            if self.packed:
+                self.model.set_attn_implementation(before)
+
+
+def packed_arguments(batch: Batch) -> dict[str, Any]:
+    return {
+        "input_ids": batch.input_ids[None],
+        "position_ids": batch.position_ids[None],
+        "cu_seq_lens_q": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens,
+        "max_length_q": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen,
+        "use_cache": False,
+    }
+
+
+def padded_arguments(batch: Batch) -> tuple[dict[str, Any], Tensor]:
+    """Documents that have a target as right-padded rows, and the place of each of their tokens in the Batch."""
+    bounds = batch.cu_seqlens.tolist()
+    spans = [(a, b) for a, b in zip(bounds, bounds[1:]) if b > a and bool((batch.targets[a:b] >= 0).any())]
+    spans = spans or [(bounds[0], bounds[1])]
+    ids = pad_sequence([batch.input_ids[a:b] for a, b in spans], batch_first=True)
+    lengths = torch.tensor([b - a for a, b in spans], device=ids.device)
+    mask = (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+    places = torch.cat([torch.arange(a, b, device=ids.device) for a, b in spans])
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}, places
+
+
+def present(model: Any, packing: bool = True, fused_head: bool = True) -> PresentedModel:
+    """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
+
+    Args:
+        packing: False always takes padded rows.
+        fused_head: False always takes the model's own logits.
+    """
+    from chronicals.models.packability import prove_packability
+
+    proof = prove_packability(model)
+    head = None
+    if fused_head and proof.head_proved:
+        try:
+            head = read_head(model)
+        except UnknownHead as error:
+            logger.warning("%s: the model's own logits are used, which takes more memory", error)
+    elif fused_head:
+        logger.warning("the head of %s could not be proved: its own logits are used", type(model).__name__)
+    packed = packing and proof.packed
+    if packing and not packed:
+        logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, proof.reason)
+    return PresentedModel(model, packed, head)
