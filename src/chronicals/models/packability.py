@@ -70,7 +70,10 @@ _PROVED: dict[tuple[type, str], Packability] = {}
 
 def prove_packability(model: Any) -> Packability:
     """Build the twin of ``model`` (whose own tensors are not touched) and compare; cached."""
-    config = twin_config(model.config)
+    try:
+        config = twin_config(model.config)
+    except (AttributeError, TypeError, ValueError) as error:
+        return Packability(False, False, f"its configuration cannot be made small ({error})")
     key = (type(model), config.to_json_string(use_diff=False))
     if key not in _PROVED:
         with torch.random.fork_rng(devices=[]):

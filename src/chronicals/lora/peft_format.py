@@ -1,0 +1,92 @@
+"""Adapters on disk as PEFT writes them: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from chronicals.lora.apply import adapters, apply_lora
+from chronicals.lora.config import LoRAConfig
+
+PREFIX = "base_model.model."
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+
+
+def save_adapter(model: Any, folder: str | Path, base_model: str | None = None) -> None:
+    """Write the adapters of ``model`` so that PEFT (and vLLM) load them.
+
+    Args:
+        base_model: folder or hub name of the model they belong to.
+    """
+    config: LoRAConfig = model.chronicals_lora
+    paths = dict(adapters(model))
+    described = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_model or model.config._name_or_path or None,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.use_rslora,
+        "target_modules": sorted(paths),
+        "fan_in_fan_out": any(type(layer.base_layer).__name__ == "Conv1D" for layer in paths.values()),
+        "bias": "none",
+        "inference_mode": True,
+    }
+    tensors = {}
+    for path, layer in paths.items():
+        tensors[f"{PREFIX}{path}.lora_A.weight"] = layer.lora_A.detach().contiguous()
+        tensors[f"{PREFIX}{path}.lora_B.weight"] = layer.lora_B.detach().contiguous()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / CONFIG_FILE).write_text(json.dumps(described, indent=2))
+    save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def load_adapter(model: Any, folder: str | Path) -> Any:
+    """Attach the adapters in ``folder``, ours or PEFT's, to a model that has none; or refill those it has.
+
+    Raises:
+        ValueError: the folder holds something else than plain LoRA, or its tensors do not fit the model.
+    """
+    folder = Path(folder)
+    try:
+        described = json.loads((folder / CONFIG_FILE).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
+    _refuse_what_is_not_plain_lora(folder, described)
+    if next(adapters(model), None) is None:
+        apply_lora(
+            model,
+            LoRAConfig(
+                rank=described["r"],
+                alpha=described["lora_alpha"],
+                dropout=described.get("lora_dropout", 0.0),
+                target_modules=described["target_modules"],
+                use_rslora=described.get("use_rslora", False),
+            ),
+        )
+    tensors = load_file(folder / WEIGHTS_FILE)
+    with torch.no_grad():
+        for path, layer in adapters(model):
+            for name in ("lora_A", "lora_B"):
+                own, stored = getattr(layer, name), tensors.pop(f"{PREFIX}{path}.{name}.weight", None)
+                if stored is None or stored.shape != own.shape:
+                    raise ValueError(f"{folder}: {path}.{name} is missing or not {tuple(own.shape)}: of another model?")
+                own.copy_(stored)
+    if tensors:
+        raise ValueError(f"{folder}: holds {len(tensors)} tensors that fit nothing, the first is {next(iter(tensors))}")
+    return model
+
+
+def _refuse_what_is_not_plain_lora(folder: Path, described: dict[str, Any]) -> None:
+    if described.get("peft_type") != "LORA":
+        raise ValueError(f"{folder}: peft_type={described.get('peft_type')!r}: only LORA adapters can be loaded")
+    for field in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "target_parameters"):
+        if described.get(field):
+            raise ValueError(f"{folder}: {field}={described[field]!r} is not supported in this version")
+    if described.get("bias", "none") != "none" or described.get("lora_bias"):
+        raise ValueError(f"{folder}: adapters with a trained bias are not supported in this version")

@@ -1,0 +1,15 @@
+"""Optimizers and learning-rate schedules."""
+
+from chronicals.optimizers.adamw import FusedAdamW
+from chronicals.optimizers.lora_plus import create_lora_plus_optimizer
+from chronicals.optimizers.master import join_master, split_master
+from chronicals.optimizers.schedules import SCHEDULES, learning_rate_factor
+
+__all__ = [
+    "SCHEDULES",
+    "FusedAdamW",
+    "create_lora_plus_optimizer",
+    "join_master",
+    "learning_rate_factor",
+    "split_master",
+]

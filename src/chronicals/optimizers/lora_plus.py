@@ -1,0 +1,30 @@
+"""LoRA+ (Hayou, Ghosh and Yu, 2024, section 4): matrix B of an adapter learns ``lr_ratio`` times faster than A."""
+
+from typing import Any
+
+from torch import nn
+
+from chronicals.optimizers.adamw import FusedAdamW
+
+
+def create_lora_plus_optimizer(
+    model: nn.Module, base_lr: float, lr_ratio: float = 16.0, weight_decay: float = 0.0, **options: Any
+) -> FusedAdamW:
+    """``FusedAdamW`` over the trainable parameters of ``model``, those named ``lora_B`` in a group of their own.
+
+    Args:
+        base_lr: learning rate of every parameter but the B matrices.
+        lr_ratio: the B matrices learn at ``base_lr * lr_ratio``.
+        weight_decay: of both groups.
+        options: further arguments of ``FusedAdamW``.
+
+    Raises:
+        ValueError: the model has no trainable parameter named ``lora_B``.
+    """
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    fast = [parameter for name, parameter in named if "lora_B" in name.split(".")]
+    rest = [parameter for name, parameter in named if "lora_B" not in name.split(".")]
+    if not fast:
+        raise ValueError("lr_ratio has nothing to act on: the model has no trainable lora_B; call apply_lora first")
+    groups = [{"params": rest, "lr": base_lr}, {"params": fast, "lr": base_lr * lr_ratio}]
+    return FusedAdamW(groups, lr=base_lr, weight_decay=weight_decay, **options)
