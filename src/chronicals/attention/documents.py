@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+# torch ≥ 2.12 wants to be told of grouped heads; 2.11 has no such argument and takes them as they are.
+GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def document_attention(
@@ -52,12 +57,8 @@ def choose_backend(device: torch.device, dtype: torch.dtype, softcap: bool = Fal
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, *_: object
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
     left = -1 if window is None else window - 1
-    # torch ≥ 2.12 wants to be told of grouped heads; 2.11 has no such argument and takes them as they are.
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **grouped)
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **GROUPED_HEADS)
     assert isinstance(out, Tensor)
     return out
 

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class TokenStore:
     kinds: list[str]
     max_id: int
     _batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(repr=False)
+    _index: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -57,10 +58,22 @@ class TokenStore:
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (int32) and mask (uint8) of a document, as views of the file."""
-        batch, row = divmod(int(index), ROWS_A_BATCH)
+        batch, row = divmod(int(index if self._index is None else self._index[index]), ROWS_A_BATCH)
         offsets, ids, trained = self._batches[batch]
         span = slice(offsets[row], offsets[row + 1])
         return ids[span], trained[span]
+
+    def subset(self, indices: np.ndarray) -> TokenStore:
+        """A store of some of the documents, over the same file."""
+        return replace(self, lengths=self.lengths[indices], targets=self.targets[indices], _index=indices)
+
+    def split(self, share: float, seed: int) -> tuple[TokenStore, TokenStore]:
+        """The documents in two, by seed: those to train on, and ``share`` of them (at least one) held out."""
+        order = np.random.default_rng([seed, 1 << 32]).permutation(len(self))
+        held = max(1, round(share * len(self)))
+        if held >= len(self):
+            raise DataError(f"validation_split={share}: leaves none of {len(self)} documents to train on")
+        return self.subset(np.sort(order[held:])), self.subset(np.sort(order[:held]))
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:

@@ -160,7 +160,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_z *= 1 - (z / softcap).square()
             narrow = d_z.to(hidden.dtype)
             if d_hidden is not None:
-                d_hidden[rows] = narrow @ narrow_weight
+                d_hidden[rows] = (narrow @ narrow_weight).to(d_hidden.dtype)  # autocast may have narrowed it
             if d_weight is not None:
                 d_weight += narrow.t() @ some
             if d_bias is not None:

@@ -1,0 +1,121 @@
+"""Asking a trained model exactly as it was taught: the same tokenisation, and the stop token that was trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.data import Tokenizer, stop_token_ids
+from chronicals.data.template import Message
+from chronicals.lora import load_adapter
+from chronicals.lora.peft_format import CONFIG_FILE
+from chronicals.models import input_device, load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that can be asked.
+
+    Attributes:
+        model, tokenizer: of transformers.
+        kinds: the kinds of row it was trained on; empty for a model from elsewhere.
+    """
+
+    model: Any
+    tokenizer: Any
+    kinds: tuple[str, ...]
+
+    @property
+    def chats(self) -> bool:
+        """Whether to ask through the chat template: it was trained on chats, or has a template and another origin."""
+        return "chat" in self.kinds or (not self.kinds and self.tokenizer.chat_template is not None)
+
+
+def load_trained(folder: str | Path, base_model: str | None = None, trust_remote_code: bool = False) -> Trained:
+    """Load a model, an adapter, a checkpoint, or the folder of a whole run.
+
+    Args:
+        folder: any of them, or a hub name.
+        base_model: the model of an adapter, where the adapter does not say.
+
+    Raises:
+        ValueError: it cannot be loaded, with what to do.
+    """
+    path = _model_folder(Path(folder))
+    dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
+    if path is None:
+        return Trained(_on_card(load_model(folder, dtype, trust_remote_code)), load_tokenizer(folder, trust_remote_code), ())
+    about = path / "chronicals.json"
+    kinds = tuple(json.loads(about.read_text()).get("kinds", ())) if about.exists() else ()
+    if (path / CONFIG_FILE).exists():
+        base = base_model or json.loads((path / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+        if not base:
+            raise ValueError(f"{path}: an adapter that does not say which model it belongs to; give base_model")
+        model = load_adapter(load_model(base, dtype, trust_remote_code), path)
+    else:
+        model = load_model(path, dtype, trust_remote_code)
+    return Trained(_on_card(model), load_tokenizer(path, trust_remote_code), kinds)
+
+
+def answer(
+    trained: Trained, question: str | list[Message], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0
+) -> str:
+    """The model's answer, without its stop token.
+
+    Args:
+        question: a text, or the messages of a conversation so far.
+        temperature: 0 always takes the likeliest token.
+    """
+    tokenizer = Tokenizer(trained.tokenizer)
+    if trained.chats:
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else question
+        ids = tokenizer.render(messages, generation=True)
+    else:
+        text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
+        ids = tokenizer.prompt(text)
+    produced = generate(trained.model, trained.tokenizer, ids, max_new_tokens, temperature, seed)
+    return trained.tokenizer.decode(produced, skip_special_tokens=True).strip()
+
+
+@torch.no_grad()
+def generate(
+    model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0
+) -> list[int]:
+    """Token ids that follow ``ids``, the stop token included where one was reached."""
+    stops = stop_token_ids(tokenizer)
+    inputs = torch.tensor([ids], device=input_device(model))
+    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
+    devices = [inputs.device] if inputs.device.type == "cuda" else []
+    training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(seed)
+        out = model.generate(
+            inputs,
+            attention_mask=torch.ones_like(inputs),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=stops or None,
+            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
+            **sampling,
+        )
+    model.train(training)
+    return out[0, len(ids) :].tolist()
+
+
+def _model_folder(folder: Path) -> Path | None:
+    """Where the weights are: the folder itself, ``model`` in it, or in its newest checkpoint. None: not a folder."""
+    if not folder.is_dir():
+        return None
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
+    for path in (folder, folder / "model", *(checkpoint / "model" for checkpoint in checkpoints)):
+        if (path / "config.json").exists() or (path / CONFIG_FILE).exists():
+            return path
+    raise ValueError(f"{folder}: holds neither a model, an adapter, nor a run of chronicals")
+
+
+def _on_card(model: Any) -> Any:
+    return model.to("cuda") if torch.cuda.is_available() else model

@@ -1,0 +1,5 @@
+"""Policies for activations."""
+
+from chronicals.memory.recompute import enable_gradient_checkpointing, needs_recomputation
+
+__all__ = ["enable_gradient_checkpointing", "needs_recomputation"]

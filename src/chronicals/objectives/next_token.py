@@ -1,0 +1,64 @@
+"""Next-token prediction: supervised fine-tuning and pretraining.
+
+    loss = − (1 / n) Σ_t log p(y_t | x_≤t)        over the n positions whose target y_t is trained
+
+n counts the whole optimizer step, never a micro-batch (Radford et al., 2018, equation 1, as a mean).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chronicals.batch import IGNORED, Batch
+from chronicals.data.loader import Counts
+from chronicals.kernels import linear_cross_entropy
+from chronicals.models import PresentedModel
+from chronicals.objectives.terms import Term, Terms
+
+ROWS = 4096
+"""Rows of logits that exist at a time."""
+
+
+class NextToken:
+    """Cross-entropy of every trained target, summed; through the head without whole logits where it is understood."""
+
+    def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        if model.head is None:
+            losses = F.cross_entropy(model.logits(batch).float(), batch.targets, reduction="none", ignore_index=IGNORED)
+            total = (losses if batch.weights is None else losses * batch.weights).sum()
+        else:
+            head = model.head
+            total = linear_cross_entropy(
+                model.hidden_states(batch),
+                head.weight,
+                batch.targets,
+                bias=head.bias,
+                scale=head.scale,
+                softcap=head.softcap,
+                weights=batch.weights,
+                chunk_size=ROWS,
+            )
+        return {"cross_entropy": Term(total)}
+
+    def counts(self, step: Counts) -> Mapping[str, int]:
+        return {"cross_entropy": step.targets}
+
+    @torch.no_grad()
+    def score(self, model: PresentedModel, batch: Batch) -> Mapping[str, Tensor]:
+        """Sums of ``cross_entropy`` and of ``correct`` (targets that are the likeliest token)."""
+        states = model.logits(batch) if model.head is None else model.hidden_states(batch)
+        sums = {name: torch.zeros((), device=states.device) for name in ("cross_entropy", "correct")}
+        for rows, targets in zip(states.split(ROWS), batch.targets.split(ROWS)):
+            logits = rows.float()
+            if model.head is not None:
+                bias = None if model.head.bias is None else model.head.bias.to(rows.dtype)
+                logits = F.linear(rows, model.head.weight.to(rows.dtype), bias).float() * model.head.scale
+                if model.head.softcap is not None:
+                    logits = model.head.softcap * torch.tanh(logits / model.head.softcap)
+            sums["cross_entropy"] += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+            sums["correct"] += (logits.argmax(-1) == targets).sum()
+        return sums

@@ -1,0 +1,19 @@
+"""The loop, its step, checkpoints, callbacks and the report."""
+
+from chronicals.memory import enable_gradient_checkpointing
+from chronicals.training.callbacks import Callback
+from chronicals.training.checkpoint import CheckpointError
+from chronicals.training.evaluation import Evaluation, evaluate
+from chronicals.training.trainer import ChronicalsTrainer, Interrupted, TrainingError, TrainingResult
+
+__all__ = [
+    "Callback",
+    "CheckpointError",
+    "ChronicalsTrainer",
+    "Evaluation",
+    "Interrupted",
+    "TrainingError",
+    "TrainingResult",
+    "enable_gradient_checkpointing",
+    "evaluate",
+]

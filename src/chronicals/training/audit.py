@@ -1,0 +1,118 @@
+"""The first-step audit: of what was asked to train, how much is attached, got a gradient, and moved."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.optimizers import FusedAdamW
+
+logger = logging.getLogger(__name__)
+
+SMALL = 1 << 16
+"""Tensors up to this many elements are compared whole, larger ones by the sum of their bit patterns."""
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """Numbers of parameters.
+
+    Attributes:
+        total: in the model.
+        asked: to be trained.
+        attached: of those, held by the optimizer.
+        with_gradient: of those, in tensors with a gradient that is not zero.
+        moved: of those, in tensors that the first step changed.
+        waiting: of those attached, A matrices of adapters: B starts at zero, so A learns from the second step on.
+        idle: names of the other asked-for tensors without a gradient.
+    """
+
+    total: int
+    asked: int
+    attached: int
+    with_gradient: int
+    moved: int
+    waiting: int
+    idle: tuple[str, ...]
+
+    @property
+    def share(self) -> float:
+        """Trainable share of all parameters."""
+        return self.asked / self.total
+
+    def __str__(self) -> str:
+        return (
+            f"trainable {self.asked:,} of {self.total:,} parameters ({self.share:.2%}): attached {self.attached:,}, "
+            f"with gradient {self.with_gradient:,}, moved {self.moved:,}"
+            + (f", {self.waiting:,} in A matrices that wait for their B" if self.waiting else "")
+        )
+
+    def check(self) -> None:
+        """Raise if any of the shares is zero; name what got no gradient.
+
+        Raises:
+            RuntimeError: nothing is asked for, attached, has a gradient, or moved.
+        """
+        for name, remedy in {
+            "asked": "no parameter requires a gradient; unfreeze some or use LoRA",
+            "attached": "the optimizer holds none of the trainable parameters",
+            "with_gradient": "every gradient is zero; the loss does not depend on what is trained",
+            "moved": "the first step changed nothing; learning_rate may be too small for the weights",
+        }.items():
+            if not getattr(self, name):
+                raise RuntimeError(f"nothing is trained: {self}. {remedy[0].upper()}{remedy[1:]}")
+        if self.idle:
+            some = ", ".join(self.idle[:5]) + (" …" if len(self.idle) > 5 else "")
+            logger.warning("%d trainable tensors got no gradient in the first step: %s", len(self.idle), some)
+
+
+class FirstStepAudit:
+    """Watches one step: ``see_gradients`` between backward and update, ``coverage`` after it.
+
+    The step may wait for the device: it is the first.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: FusedAdamW):
+        self.model, self.optimizer = model, optimizer
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self.asked = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self.attached = {name: p for name, p in self.asked.items() if id(p) in held}
+        self.before = {name: self._mark(p) for name, p in self.attached.items()}
+        self.with_gradient: dict[str, Tensor] = {}
+
+    def see_gradients(self) -> None:
+        self.with_gradient = {
+            name: p for name, p in self.attached.items() if p.grad is not None and bool(p.grad.count_nonzero())
+        }
+
+    def coverage(self) -> Coverage:
+        moved = [p for name, p in self.attached.items() if not torch.equal(self.before[name], self._mark(p))]
+        idle = set(self.asked) - set(self.with_gradient)
+        waiting = {name for name in idle if name.endswith("lora_A") and name[:-1] + "B" in self.with_gradient}
+        return Coverage(
+            total=sum(p.numel() for p in self.model.parameters()),
+            asked=_count(self.asked.values()),
+            attached=_count(self.attached.values()),
+            with_gradient=_count(self.with_gradient.values()),
+            moved=_count(moved),
+            waiting=_count(self.asked[name] for name in waiting),
+            idle=tuple(sorted(idle - waiting)),
+        )
+
+    def _mark(self, parameter: Tensor) -> Tensor:
+        """What changes when the weight, or the lower half of its master, does."""
+        parts = [parameter.detach()]
+        if "low" in self.optimizer.state.get(parameter, {}):
+            parts.append(self.optimizer.state[parameter]["low"])
+        patterns = [part.reshape(-1).view(torch.int16).clone() for part in parts]
+        if parameter.numel() > SMALL:
+            patterns = [pattern.sum(dtype=torch.int64)[None] for pattern in patterns]
+        return torch.cat(patterns)
+
+
+def _count(parameters: Iterable[Tensor]) -> int:
+    return sum(p.numel() for p in parameters)

@@ -1,0 +1,136 @@
+"""What happens around the loop: files, a progress bar, TensorBoard. A callback has four methods."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chronicals.training.evaluation import Evaluation
+from chronicals.training.metrics import StepMetrics
+
+if TYPE_CHECKING:
+    from chronicals.training.trainer import Run
+
+logger = logging.getLogger(__name__)
+
+
+class Callback:
+    """Override what you need; every method is called on the first rank only."""
+
+    def run_began(self, run: Run) -> None:
+        """Before the first step; ``run`` knows total steps, first step and folders."""
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        """When a step's metrics have arrived."""
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        """After an evaluation on held-out data."""
+
+    def run_ended(self, run: Run) -> None:
+        """After the last step, also when the run was interrupted or failed."""
+
+
+class MetricsFile(Callback):
+    """``metrics.jsonl``: a line a step and a line an evaluation; cut back to the checkpoint on resume."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def run_began(self, run: Run) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_metrics(self.path) if line["step"] <= run.step]
+        aside = self.path.with_suffix(".aside")
+        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        os.replace(aside, self.path)
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        self._append(metrics.to_dict())
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self._append({"step": step, **{f"eval_{name}": value for name, value in evaluation.to_dict().items()}})
+
+    def _append(self, line: dict) -> None:
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """The lines of a ``metrics.jsonl``; a torn last line is left out."""
+    lines = []
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            logger.warning("%s: a line is torn and left out: %.40s", path, text)
+    return lines
+
+
+class ProgressBar(Callback):
+    """A bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+        self.console = Console(stderr=True)
+        self.bar = Progress(
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"), BarColumn(24), TextColumn("{task.description}"),
+            TimeRemainingColumn(), console=self.console,
+        )  # fmt: skip
+
+    def run_began(self, run: Run) -> None:
+        self.total, self.share = run.total_steps, run.trainable_share
+        self.task = self.bar.add_task("", total=run.total_steps, completed=run.step)
+        if self.console.is_terminal:
+            self.bar.start()
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        words = (
+            f"loss {metrics.loss:.4f} · grad norm {metrics.grad_norm:.3f} · {metrics.tokens_per_second:,.0f} tokens/s"
+            f" · {self.share:.2%} trained" + (f" · {metrics.memory_gib:.1f} GiB" if metrics.memory_gib else "")
+        )
+        self.bar.update(self.task, completed=metrics.step, description=words)
+        if not self.console.is_terminal and (metrics.step % max(self.total // 20, 1) == 0 or metrics.step == 1):
+            logger.info("step %d/%d · %s", metrics.step, self.total, words)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        logger.info(
+            "held-out after step %d: loss %.4f, perplexity %.2f, token accuracy %.1f%%",
+            step, evaluation.loss, evaluation.perplexity, 100 * evaluation.token_accuracy,
+        )  # fmt: skip
+
+    def run_ended(self, run: Run) -> None:
+        if self.console.is_terminal:
+            self.bar.stop()
+
+
+class TensorBoard(Callback):
+    """Scalars for TensorBoard, in ``folder``."""
+
+    @staticmethod
+    def installed() -> bool:
+        return importlib.util.find_spec("tensorboard") is not None
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def run_began(self, run: Run) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(self.folder, purge_step=run.step + 1)
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        for name, value in metrics.to_dict().items():
+            if name != "step":
+                self.writer.add_scalar(f"train/{name}", value, metrics.step)
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        for name, value in evaluation.to_dict().items():
+            self.writer.add_scalar(f"eval/{name}", value, step)
+
+    def run_ended(self, run: Run) -> None:
+        self.writer.close()

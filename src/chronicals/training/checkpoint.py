@@ -1,0 +1,222 @@
+"""Checkpoints that are whole or not there: safetensors and JSON, never pickle.
+
+A checkpoint is a folder ``step-00000100``: ``model/`` (Hugging Face weights, or a PEFT adapter, with the tokenizer),
+``optimizer.safetensors``, ``rng.safetensors``, ``state.json``, and ``manifest.json`` with the size and SHA-256 of every
+other file. It is written aside, each file synced, the manifest last, then the folder gets its name. What has a name but
+does not match its manifest was damaged later: it is named in the log and the one before it is used.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from chronicals.lora import adapters, load_adapter, save_adapter
+from chronicals.optimizers import FusedAdamW
+
+logger = logging.getLogger(__name__)
+
+MANIFEST, STATE, OPTIMIZER, RNG, MODEL = "manifest.json", "state.json", "optimizer.safetensors", "rng.safetensors", "model"
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or read; what was there before is intact."""
+
+
+def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Make ``target`` appear whole: ``fill`` writes into a folder aside, which is synced, described and renamed.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; nothing of the new folder stays, nothing else is touched.
+    """
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target.parent)
+        aside.mkdir()
+        fill(aside)
+        files = {str(path.relative_to(aside)): _describe(path) for path in sorted(aside.rglob("*")) if path.is_file()}
+        (aside / MANIFEST).write_text(json.dumps(files, indent=1))
+        _sync(aside / MANIFEST)
+        for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
+            _sync(folder)
+        replaced = aside.with_name(f".replaced-{aside.name[1:]}")
+        if target.exists():
+            os.rename(target, replaced)
+        os.rename(aside, target)
+        _sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if _is_full(error):
+            raise CheckpointError(
+                f"{target}: the disk is full ({shutil.disk_usage(target.parent).free / 2**20:.0f} MiB free); free some "
+                "or lower save_total_limit; the checkpoints written before are intact"
+            ) from error
+        if isinstance(error, OSError):
+            raise CheckpointError(f"{target}: cannot be written: {error}") from error
+        raise
+
+
+def check_folder(folder: Path) -> str | None:
+    """What is wrong with a folder that ``write_folder`` made, None if it is whole."""
+    try:
+        described = json.loads((folder / MANIFEST).read_text())
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    for name, expected in described.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected["size"] or _hash(path) != expected["sha256"]:
+            return f"{name} is damaged"
+    return None
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """Folders of checkpoints, newest first, whole or not."""
+    return sorted((output_dir / "checkpoints").glob("step-*"), reverse=True)
+
+
+def newest_valid(output_dir: Path) -> Path | None:
+    """The newest checkpoint that is whole; damaged ones are named in the log."""
+    for folder in checkpoints(output_dir):
+        damage = check_folder(folder)
+        if damage is None:
+            return folder
+        logger.error("%s: %s; the checkpoint before it is used", folder, damage)
+    return None
+
+
+def save_checkpoint(
+    output_dir: Path, step: int, model: Any, tokenizer: Any, optimizer: FusedAdamW, state: dict[str, Any], keep: int
+) -> Path:
+    """Write the checkpoint of ``step`` and remove all but the newest ``keep``."""
+    folder = output_dir / "checkpoints" / f"step-{step:08d}"
+
+    def fill(aside: Path) -> None:
+        save_model(aside / MODEL, model, tokenizer, state.get("about", {}))
+        save_file(_optimizer_tensors(model, optimizer), aside / OPTIMIZER)
+        save_file(_rng_tensors(), aside / RNG)
+        (aside / STATE).write_text(json.dumps({**state, "step": step}, indent=1))
+
+    write_folder(folder, fill)
+    for old in checkpoints(output_dir)[keep:]:
+        shutil.rmtree(old)
+    return folder
+
+
+def save_model(folder: Path, model: Any, tokenizer: Any, about: dict[str, Any]) -> None:
+    """The weights as Hugging Face or PEFT reads them, the tokenizer, and ``chronicals.json`` with what was trained."""
+    folder.mkdir(parents=True)
+    if next(adapters(model), None) is not None:
+        save_adapter(model, folder)
+    else:
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "chronicals.json").write_text(json.dumps(about, indent=1))
+
+
+def load_state(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / STATE).read_text())
+
+
+@torch.no_grad()
+def load_checkpoint(folder: Path, model: Any, optimizer: FusedAdamW) -> None:
+    """Put weights, optimizer states and random states back, bit for bit.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another model.
+    """
+    try:
+        if next(adapters(model), None) is not None:
+            load_adapter(model, folder / MODEL)
+        else:
+            _load_weights(folder / MODEL, model)
+        stored = load_file(folder / OPTIMIZER)
+        for name, parameter in _trained(model):
+            prefix = f"{name}:"
+            state = {key[len(prefix) :]: value for key, value in stored.items() if key.startswith(prefix)}
+            optimizer.load_state(parameter, state)
+    except (ValueError, KeyError, OSError) as error:
+        raise CheckpointError(f"{folder}: does not belong to this model: {error}") from error
+    _restore_rng(load_file(folder / RNG))
+
+
+def _load_weights(folder: Path, model: Any) -> None:
+    """Through ``from_pretrained``, which undoes whatever ``save_pretrained`` did to names and shapes."""
+    dtype = next(model.parameters()).dtype
+    stored = type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True).state_dict()
+    own = model.state_dict()
+    missing = set(own) - set(stored)
+    if missing:
+        raise ValueError(f"{len(missing)} tensors are missing, the first is {min(missing)}")
+    for name, tensor in own.items():
+        tensor.copy_(stored[name])
+
+
+def _trained(model: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def _optimizer_tensors(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor]:
+    return {
+        f"{name}:{part}": tensor.contiguous()
+        for name, parameter in _trained(model)
+        for part, tensor in optimizer.state_of(parameter).items()
+    }
+
+
+def _rng_tensors() -> dict[str, Tensor]:
+    tensors = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        tensors["cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def _restore_rng(tensors: dict[str, Tensor]) -> None:
+    torch.set_rng_state(tensors["cpu"])
+    if "cuda" in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors["cuda"])
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _hash(path)}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_full(error: BaseException) -> bool:
+    """safetensors reports a full disk as an error of its own, with the system's words in it."""
+    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "os error 28" in str(error)
+
+
+def _remove_leftovers(parent: Path) -> None:
+    """Folders aside whose process was killed."""
+    for folder in parent.glob(".*.*"):
+        process = folder.name.rpartition(".")[2]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            shutil.rmtree(folder, ignore_errors=True)

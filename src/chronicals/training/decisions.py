@@ -1,0 +1,57 @@
+"""What runs of all that is permitted, and why; said in the first lines of the log."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from chronicals.attention import choose_backend
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.memory import needs_recomputation
+from chronicals.models import PresentedModel, input_device
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether a permitted thing runs, and the reason."""
+
+    field: str
+    runs: bool
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {'on' if self.runs else 'off'}, {self.reason}"
+
+
+def decide(config: ChronicalsConfig, presented: PresentedModel) -> dict[str, Decision]:
+    """For every ``use_*`` switch whether it runs.
+
+    Raises:
+        ConfigurationError: a switch that was set cannot be honoured.
+    """
+    model, device = presented.model, input_device(presented.model)
+    tokens = config.batch_size * config.max_seq_length
+    product_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
+    flash = presented.packed and choose_backend(device, product_type) == "flash"
+    recompute, estimate = needs_recomputation(model, tokens)
+    on_card = device.type == "cuda"
+    possible = {
+        "use_flash_attention": (flash, "variable-length FlashAttention" if flash else "needs a card, bf16 or fp16, and packs"),
+        "use_fused_kernels": (presented.head is not None, "loss without whole logits" if presented.head else "the head is not understood"),
+        "use_sequence_packing": (presented.packed, "proved on a twin" if presented.packed else "documents become padded rows"),
+        "use_gradient_checkpointing": (recompute, estimate),
+        "use_torch_compile": (on_card and presented.packed, "decoder layers" if on_card else "compiled on CUDA only"),
+    }  # fmt: skip
+    return {field: _decide(config, model, field, *can) for field, can in possible.items()}
+
+
+def _decide(config: ChronicalsConfig, model: Any, field: str, runs: bool, reason: str) -> Decision:
+    if not getattr(config, field):
+        return Decision(field, False, "turned off")
+    if field not in config.explicit or runs:
+        return Decision(field, runs, reason)
+    if field == "use_gradient_checkpointing":
+        return Decision(field, True, "asked for")
+    raise ConfigurationError(f"{field}=True cannot be honoured here: {reason}; leave it out or set it to False")

@@ -1,0 +1,55 @@
+"""Held-out loss, perplexity and token accuracy."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+import torch
+
+from chronicals.data import BatchStream
+from chronicals.distributed import Ranks
+from chronicals.models import PresentedModel
+from chronicals.objectives import Objective
+from chronicals.training.precision import Precision
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Means over every trained target of a data set.
+
+    Attributes:
+        loss: cross-entropy in nats.
+        perplexity: its exponential.
+        token_accuracy: share of targets that are the likeliest token.
+        targets: how many there were.
+    """
+
+    loss: float
+    perplexity: float
+    token_accuracy: float
+    targets: int
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+@torch.no_grad()
+def evaluate(
+    model: PresentedModel, objective: Objective, stream: BatchStream, precision: Precision, ranks: Ranks | None = None
+) -> Evaluation:
+    """Score every document of ``stream`` once, without dropout; the model returns to the mode it was in."""
+    ranks = ranks or Ranks()
+    training = model.model.training
+    model.model.eval()
+    sums = torch.zeros(2, device=precision.device, dtype=torch.float64)
+    targets = 0
+    for step in stream.steps(count=stream.steps_in_all):
+        targets += step.counts.targets
+        for batch in step.batches:
+            with precision.autocast():
+                scores = objective.score(model, batch.to(precision.device, non_blocking=True))
+            sums += torch.stack([scores["cross_entropy"], scores["correct"]]).double()
+    model.model.train(training)
+    loss, accuracy = (ranks.sum(sums) / max(targets, 1)).tolist()
+    return Evaluation(loss, math.exp(min(loss, 700.0)), accuracy, targets)

@@ -1,0 +1,89 @@
+"""Metrics of a step, copied back without waiting: they are read one step later."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One line of ``metrics.jsonl``.
+
+    Attributes:
+        step: number of the step, from 1.
+        loss: mean over the step's targets.
+        grad_norm: before clipping.
+        learning_rate: of the first group.
+        tokens: documents' tokens in the step; filler is not counted.
+        targets: trained targets in the step.
+        fill: share of positions that hold a document's token.
+        tokens_per_second: ``tokens`` over the time since the step before.
+        epoch: passes over the data so far.
+        skipped: True if the gradient was not finite and nothing was changed.
+        memory_gib: most device memory held so far; 0 without a card.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens: int
+    targets: int
+    fill: float
+    tokens_per_second: float
+    epoch: float
+    skipped: bool
+    memory_gib: float
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+class Moment:
+    """A point in the device's work (a card's own clock, or ours for the CPU)."""
+
+    def __init__(self, device: torch.device):
+        self.event = None
+        if device.type == "cuda":
+            self.event = torch.cuda.Event(enable_timing=True)
+            self.event.record(torch.cuda.current_stream(device))
+        self.clock = time.perf_counter()
+
+    def seconds_since(self, earlier: Moment) -> float:
+        """Both must have been reached."""
+        if self.event is None or earlier.event is None:
+            return self.clock - earlier.clock
+        return earlier.event.elapsed_time(self.event) / 1000
+
+
+class PendingMetrics:
+    """Scalars of a step that began at ``began``, on their way from the device."""
+
+    def __init__(self, scalars: dict[str, Tensor], began: Moment, **known: float):
+        self.names, self.known, self.began = list(scalars), known, began
+        stacked = torch.stack([scalar.float() for scalar in scalars.values()])
+        self.device = stacked.device
+        on_card = self.device.type == "cuda"
+        self.values = torch.empty_like(stacked, device="cpu", pin_memory=on_card)
+        self.values.copy_(stacked, non_blocking=on_card)
+        self.moment = Moment(self.device)
+
+    def arrive(self) -> StepMetrics:
+        """Wait until the step is done."""
+        memory = 0.0
+        if self.moment.event is not None:
+            self.moment.event.synchronize()
+            memory = torch.cuda.max_memory_allocated(self.device) / 2**30
+        got = dict(zip(self.names, self.values.tolist()))
+        return StepMetrics(
+            loss=got["loss"],
+            grad_norm=got["grad_norm"],
+            skipped=not got["applied"],
+            tokens_per_second=self.known["tokens"] / max(self.moment.seconds_since(self.began), 1e-9),
+            memory_gib=memory,
+            **self.known,  # type: ignore[arg-type]
+        )

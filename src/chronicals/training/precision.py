@@ -1,0 +1,64 @@
+"""Number types of a run: what weights are kept in, what products are made in, and the scale of an fp16 loss."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.optimizers import FusedAdamW
+
+START_SCALE = 2.0**16
+GROWTH_INTERVAL = 2000
+
+
+class Precision:
+    """``bf16``: bf16 weights with an exact fp32 master. ``fp16``: fp16 products over fp32 weights, with loss scaling
+    (Micikevicius et al., 2018, section 3.2). ``fp32``: all of it.
+
+    The scale and its counter are tensors: an overflow halves the scale and, ``GROWTH_INTERVAL`` good steps later, it
+    doubles again, without the host being asked.
+    """
+
+    def __init__(self, mode: str, device: torch.device):
+        self.mode, self.device = mode, device
+        self.scale = torch.tensor(START_SCALE if mode == "fp16" else 1.0, device=device)
+        self.good_steps = torch.zeros((), device=device)
+
+    def prepare(self, model: Any, optimizer: FusedAdamW) -> None:
+        """Bring the weights into their type, in place; trained fp32 values are kept exactly in bf16's master."""
+        frozen = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.mode]
+        adapted = hasattr(model, "chronicals_lora")
+        for parameter in model.parameters():
+            if not parameter.is_floating_point():
+                continue
+            value = parameter.data
+            if not parameter.requires_grad:
+                parameter.data = value.to(frozen)
+            elif self.mode == "bf16" and not adapted:
+                parameter.data = value.to(torch.bfloat16)
+                optimizer.set_master(parameter, value.float())
+            else:
+                parameter.data = value.float()
+
+    def autocast(self) -> AbstractContextManager:
+        if self.mode == "fp16":
+            return torch.autocast(self.device.type, dtype=torch.float16)
+        return nullcontext()
+
+    def update(self, finite: Tensor) -> None:
+        """Adapt the scale to whether the step was finite."""
+        if self.mode == "fp16":
+            self.good_steps = torch.where(finite, self.good_steps + 1, 0.0)
+            grown = self.good_steps >= GROWTH_INTERVAL
+            self.scale = torch.where(finite, torch.where(grown, self.scale * 2, self.scale), self.scale / 2)
+            self.good_steps = torch.where(grown, 0.0, self.good_steps)
+
+    def state(self) -> dict[str, float]:
+        return {"scale": float(self.scale), "good_steps": float(self.good_steps)}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        self.scale.fill_(state["scale"])
+        self.good_steps.fill_(state["good_steps"])
