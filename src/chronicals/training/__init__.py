@@ -2,9 +2,9 @@
 
 from chronicals.memory import enable_gradient_checkpointing
 from chronicals.training.callbacks import Callback
-from chronicals.training.checkpoint import CheckpointError
+from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation, evaluate
-from chronicals.training.trainer import ChronicalsTrainer, Interrupted, TrainingError, TrainingResult
+from chronicals.training.trainer import ChronicalsTrainer, TrainingResult
 
 __all__ = [
     "Callback",

@@ -91,7 +91,7 @@ class ProgressBar(Callback):
     def step_done(self, metrics: StepMetrics) -> None:
         words = (
             f"loss {metrics.loss:.4f} · grad norm {metrics.grad_norm:.3f} · {metrics.tokens_per_second:,.0f} tokens/s"
-            f" · {self.share:.2%} trained" + (f" · {metrics.memory_gib:.1f} GiB" if metrics.memory_gib else "")
+            f" · {100 * self.share:.3g}% trained" + (f" · {metrics.memory_gib:.1f} GiB" if metrics.memory_gib else "")
         )
         self.bar.update(self.task, completed=metrics.step, description=words)
         if not self.console.is_terminal and (metrics.step % max(self.total // 20, 1) == 0 or metrics.step == 1):

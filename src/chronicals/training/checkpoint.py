@@ -24,14 +24,11 @@ from torch import Tensor
 
 from chronicals.lora import adapters, load_adapter, save_adapter
 from chronicals.optimizers import FusedAdamW
+from chronicals.training.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 MANIFEST, STATE, OPTIMIZER, RNG, MODEL = "manifest.json", "state.json", "optimizer.safetensors", "rng.safetensors", "model"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; what was there before is intact."""
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:

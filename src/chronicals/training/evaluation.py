@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from chronicals.data import BatchStream
+from chronicals.config import ChronicalsConfig
+from chronicals.data import BatchStream, Tokenizer, TokenStore
 from chronicals.distributed import Ranks
-from chronicals.models import PresentedModel
-from chronicals.objectives import Objective
+from chronicals.models import PresentedModel, input_device, present
+from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.training.precision import Precision
 
 
@@ -53,3 +56,17 @@ def evaluate(
     model.model.train(training)
     loss, accuracy = (ranks.sum(sums) / max(targets, 1)).tolist()
     return Evaluation(loss, math.exp(min(loss, 700.0)), accuracy, targets)
+
+
+def evaluate_file(model: Any, tokenizer: Any, data: str | Path, config: ChronicalsConfig) -> Evaluation:
+    """Score a file with a model as it is, through the path of training.
+
+    Raises:
+        DataError: the file cannot be read, or nothing in it is trained.
+    """
+    store = TokenStore.build(data, Tokenizer(tokenizer, config.objective), config.max_seq_length, config.cache_dir)
+    store.report.check(str(data), config.max_masked_rows)
+    stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=1, shuffle=False)
+    device = input_device(model)
+    with present(model, fused_head=config.use_fused_kernels).attending_documents() as presented:
+        return evaluate(presented, OBJECTIVES[config.objective](), stream, Precision("fp32", device))

@@ -26,6 +26,7 @@ from chronicals.training import checkpoint
 from chronicals.training.audit import Coverage, FirstStepAudit
 from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, TensorBoard, read_metrics
 from chronicals.training.decisions import Decision, decide
+from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation, evaluate
 from chronicals.training.metrics import Moment, PendingMetrics, StepMetrics
 from chronicals.training.precision import Precision
@@ -38,14 +39,6 @@ Source = str | Path | Iterable[Record]
 
 MAX_SKIPPED = 20
 """Steps in a row that may be skipped for a gradient that is not finite, while the fp16 loss scale adapts."""
-
-
-class TrainingError(RuntimeError):
-    """Training went wrong in a way that going on would hide; the last checkpoint is intact."""
-
-
-class Interrupted(KeyboardInterrupt):
-    """Stopped from outside after a checkpoint was written; the message says how to go on."""
 
 
 @dataclass
@@ -352,7 +345,7 @@ class ChronicalsTrainer:
     def _refuse_to_overwrite(self, resume: bool) -> None:
         found = checkpoint.checkpoints(self.output_dir)
         if found and not resume:
-            raise checkpoint.CheckpointError(
+            raise CheckpointError(
                 f"output_dir={str(self.output_dir)!r} holds a run ({found[0].name}): {self._how_to_resume()}, or choose "
                 "another output_dir"
             )
@@ -367,7 +360,7 @@ class ChronicalsTrainer:
             return
         state = checkpoint.load_state(folder)
         if state["data"] != store.key:
-            raise checkpoint.CheckpointError(
+            raise CheckpointError(
                 f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
                 "what the run began with, or choose another output_dir"
             )

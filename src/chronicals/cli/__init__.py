@@ -1,0 +1,5 @@
+"""The command line: a file a command; parses, calls, prints."""
+
+from chronicals.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,63 @@
+"""``chronicals``: the commands together, and how errors are shown."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+from rich.markup import escape
+
+from chronicals.cli.doctor import doctor
+from chronicals.cli.evaluate import evaluate
+from chronicals.cli.generate import generate
+from chronicals.cli.quickstart import quickstart
+from chronicals.cli.train import train
+
+app = typer.Typer(
+    name="chronicals",
+    help="Fine-tune large language models, and see that they really trained. Begin with 'chronicals quickstart'.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+
+@app.callback()
+def begin() -> None:
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()  # ours is the one to watch
+
+
+for command in (quickstart, train, evaluate, generate, doctor):
+    app.command()(command)
+
+
+def main() -> None:
+    """Entry point: an error a user can mend is one paragraph and exit code 1; Ctrl-C after a checkpoint is 130."""
+    logging.basicConfig(
+        level=logging.INFO,
+        format="%(message)s",
+        handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_time=False, show_level=False)],
+    )
+    _quieten()
+    try:
+        app()
+    except (ValueError, RuntimeError) as error:
+        from chronicals.training.errors import Interrupted, TrainingFailure
+
+        if not isinstance(error, (ValueError, TrainingFailure)):
+            raise
+        stopped = isinstance(error, Interrupted)
+        word = "[bold]stopped[/]" if stopped else "[bold red]error[/]"
+        Console(stderr=True).print(f"{word} {escape(str(error))}", soft_wrap=True)
+        sys.exit(130 if stopped else 1)
+
+
+def _quieten() -> None:
+    """Libraries that narrate their imports and their file writing do so only at warnings."""
+    for name in ("httpx", "httpcore", "matplotlib", "fontTools", "transformers", "numba"):
+        logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,0 +1,48 @@
+"""``chronicals quickstart``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def quickstart(
+    folder: Annotated[Path, typer.Option(help="Where to write it all; must not exist yet")] = Path("chronicals-quickstart"),
+    seed: Annotated[int, typer.Option(help="Seed of model, split and order")] = 42,
+    again: Annotated[bool, typer.Option("--again", help="Delete what an earlier quickstart left in the folder")] = True,
+) -> None:
+    """Train a small model on this machine, now: no arguments, no download, CPU or GPU.
+
+    The data are the documentation strings of Python's standard library as questions and answers, the tokenizer is
+    trained on them, and the model answers two questions before and after: one it was trained on, one held out.
+    """
+    import shutil
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from chronicals.config import ConfigurationError
+    from chronicals.training.quickstart import run_quickstart
+
+    console = Console()
+    if folder.exists():
+        if not again or not (folder / "untrained").exists():
+            raise ConfigurationError(f"folder={str(folder)!r}: exists; choose another with --folder, or delete it")
+        shutil.rmtree(folder)
+    done = run_quickstart(folder, seed)
+    table = Table("held out", "before", "after", title=f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters")
+    table.add_row("loss", f"{done.before.loss:.3f}", f"{done.after.loss:.3f}")
+    table.add_row("perplexity", f"{done.before.perplexity:,.1f}", f"{done.after.perplexity:,.1f}")
+    table.add_row("token accuracy", f"{done.before.token_accuracy:.1%}", f"{done.after.token_accuracy:.1%}")
+    console.print(table)
+    for reply, origin in zip(done.answers, ("trained on", "held out")):
+        console.print(f"\n[bold]{reply.question}[/] [dim]({origin})[/]")
+        for word, text in (("before", reply.before), ("after", reply.after), ("documented", reply.documented)):
+            console.print(f"[dim]{word:>10}[/]", end="  ")
+            console.print(" ".join(text.split()) or "(nothing)", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\n[bold]report[/] {done.result.report}\n[bold]model[/]  {done.result.model_dir}")
+    console.print("\nnext, on your own data:")
+    console.print("  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora", soft_wrap=True)
+    console.print(f"or talk to this one:\n  chronicals generate {folder}")

@@ -1,0 +1,52 @@
+"""``chronicals train``."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chronicals.cli.options import with_recipe_flags
+
+
+@with_recipe_flags
+def train(
+    recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Stop after the report on the data")] = False,
+    preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
+    **flags: Any,
+) -> None:
+    """Train a model: `chronicals train --model DIR_OR_HUB --data FILE`, or `chronicals train recipe.yaml`.
+
+    A flag overrides the field of the recipe. Without `--max-steps` and `--num-epochs` there is one epoch. What is
+    written to `--output-dir`: `model/` (or the adapter), `checkpoints/`, `metrics.jsonl`, `report.html`.
+    """
+    from rich.console import Console
+
+    from chronicals.config import PRESETS, ConfigurationError, Recipe
+    from chronicals.data import TokenStore, Tokenizer
+    from chronicals.models import load_model, load_tokenizer
+    from chronicals.models.loading import DTYPES
+    from chronicals.training import ChronicalsTrainer
+
+    if preset is not None and preset not in PRESETS:
+        raise ConfigurationError(f"preset={preset!r}: no such preset; there are {', '.join(PRESETS)}")
+    fields = {**(PRESETS[preset] if preset else {}), **flags}
+    plan = Recipe.from_yaml(recipe, **fields) if recipe else Recipe(**fields)
+    config, console = plan.config(), Console()
+    tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
+    if check:
+        store = TokenStore.build(plan.data, Tokenizer(tokenizer, config.objective), config.max_seq_length, config.cache_dir)
+        console.print("\n".join(store.report.lines()))
+        store.report.check(plan.data, config.max_masked_rows)
+        return
+    model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)
+    result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume)
+    console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
+    if result.evaluation:
+        console.print(f"[bold]held out[/] {dataclasses.asdict(result.evaluation)}")
+    console.print(f"[bold]model[/]  {result.model_dir}\n[bold]report[/] {result.report}")
+    console.print(f"next: chronicals generate {config.output_dir}")

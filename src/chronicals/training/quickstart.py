@@ -1,0 +1,139 @@
+"""The whole road in one go, from text that is on every machine to a model that answers; no download."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from chronicals.config import ChronicalsConfig
+from chronicals.data.standard_library import questions_and_answers
+from chronicals.data.tokenizer_training import train_tokenizer
+from chronicals.generation import answer, load_trained
+from chronicals.models import load_model, load_tokenizer
+from chronicals.training.evaluation import Evaluation, evaluate_file
+from chronicals.training.trainer import ChronicalsTrainer, TrainingResult
+
+HELD_OUT = 0.05
+
+
+@dataclass(frozen=True)
+class Size:
+    """What is trained, by what there is to train on."""
+
+    width: int
+    layers: int
+    vocab_size: int
+    epochs: int
+    learning_rate: float
+    mixed_precision: str
+
+
+CPU = Size(width=256, layers=4, vocab_size=2048, epochs=6, learning_rate=2e-3, mixed_precision="fp32")
+CARD = Size(width=512, layers=8, vocab_size=4096, epochs=20, learning_rate=1e-3, mixed_precision="bf16")
+
+
+@dataclass(frozen=True)
+class Answer:
+    question: str
+    before: str
+    after: str
+    documented: str
+
+
+@dataclass(frozen=True)
+class Quickstart:
+    """What the road led to."""
+
+    rows: int
+    parameters: int
+    before: Evaluation
+    after: Evaluation
+    answers: list[Answer]
+    result: TrainingResult
+
+
+def run_quickstart(folder: Path, seed: int = 42) -> Quickstart:
+    """Write data and an untrained model to ``folder``, train it there, and ask it before and after.
+
+    The steps are those of ``chronicals train`` on files of one's own: a JSONL file, a model folder, a configuration.
+    """
+    size = CARD if torch.cuda.is_available() else CPU
+    train_rows, held_rows = _split(questions_and_answers(), seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    data, held = (_write_rows(folder / name, rows) for name, rows in (("train.jsonl", train_rows), ("held-out.jsonl", held_rows)))
+    untrained = folder / "untrained"
+    parameters = _write_model(untrained, train_rows, size, seed)
+
+    config = ChronicalsConfig(
+        learning_rate=size.learning_rate,
+        batch_size=2,
+        gradient_accumulation_steps=1,
+        max_seq_length=1024,
+        num_epochs=size.epochs,
+        mixed_precision=size.mixed_precision,
+        adam_beta2=0.98,
+        weight_decay=0.1,
+        seed=seed,
+        output_dir=folder,
+        cache_dir=folder / "tokens",
+    )
+    model, tokenizer = load_model(untrained, torch.float32), load_tokenizer(untrained)
+    before = evaluate_file(model, tokenizer, held, config)
+    result = ChronicalsTrainer(model, tokenizer, config).train(data, held)
+    assert result.evaluation is not None
+    questions = [train_rows[len(train_rows) // 2], held_rows[0]]
+    return Quickstart(
+        len(train_rows) + len(held_rows), parameters, before, result.evaluation,
+        _ask(questions, untrained, result.model_dir), result,
+    )  # fmt: skip
+
+
+def _split(rows: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
+    order = np.random.default_rng(seed).permutation(len(rows))
+    held = round(HELD_OUT * len(rows))
+    return [rows[n] for n in order[held:]], [rows[n] for n in order[:held]]
+
+
+def _write_rows(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _write_model(folder: Path, rows: list[dict], size: Size, seed: int) -> int:
+    """An untrained Llama and a tokenizer trained on the rows; returns the number of parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    tokenizer = train_tokenizer((m["content"] for row in rows for m in row["messages"]), size.vocab_size)
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=size.width,
+            intermediate_size=size.width * 3,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.width // 64,
+            num_key_value_heads=size.width // 64,
+            vocab_size=len(tokenizer),
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _ask(rows: list[dict], before: Path, after: Path) -> list[Answer]:
+    untrained, trained = load_trained(before), load_trained(after)
+    answers = []
+    for row in rows:
+        question, documented = (message["content"] for message in row["messages"])
+        replies = [answer(model, question, max_new_tokens=80) for model in (untrained, trained)]
+        answers.append(Answer(question, *replies, documented))
+    return answers

@@ -1,0 +1,107 @@
+"""Every kernel against its definition in fp64, on this machine, with fresh random inputs.
+
+The error of a kernel in its own type is set beside the error of the plain operation in that type: it may be at most
+``ALLOWED`` times as large, or a rounding of the type where that is larger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+from torch import Tensor
+
+from chronicals.attention import choose_backend, document_attention
+from chronicals.attention.documents import attention_reference
+from chronicals.kernels import fused_qk_rope, fused_rmsnorm, fused_swiglu, linear_cross_entropy
+from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.qk_rope import qk_rope_reference
+from chronicals.kernels.rmsnorm import rmsnorm_reference
+from chronicals.kernels.swiglu import swiglu_reference
+
+ALLOWED = 1.5
+LENGTHS = (17, 1, 31)
+
+Function = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Relative Frobenius errors against fp64, of outputs and gradients together."""
+
+    name: str
+    runs_as: str
+    error: float
+    plain_error: float
+    passed: bool
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+
+def self_test() -> list[SelfTest]:
+    """Test everything that would run here."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16
+    tokens, width, vocabulary, heads = sum(LENGTHS), 64, 301, 4
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, device=device, dtype=dtype)
+
+    targets = torch.randint(0, vocabulary, (tokens,), device=device)
+    targets[::3] = -100
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
+    angles = torch.rand(tokens, 8, device=device, dtype=torch.float64) * 6
+    cos, sin = (torch.cat((table, table), -1) for table in (angles.cos(), angles.sin()))
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return document_attention(q, k, v, bounds, max(LENGTHS))
+
+    def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(device)
+        seen = (document[:, None] == document[None]).tril()
+        swapped = (x.transpose(0, 1) for x in (q, k, v))
+        return attention_reference(*swapped, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
+
+    def rope(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
+        return lambda q, k: torch.cat([x.flatten() for x in function(q, k, cos.to(q.dtype), sin.to(q.dtype))])
+
+    qkv = random(tokens, heads, 16), random(tokens, 2, 16), random(tokens, 2, 16)
+    gate, up = random(tokens, width), random(tokens, width)
+    hidden, weight = random(tokens, width), random(vocabulary, width) * 0.1
+    cases: list[tuple[str, Function, Function, tuple[Tensor, ...]]] = [
+        ("rmsnorm", lambda x, w: fused_rmsnorm(x, w), lambda x, w: rmsnorm_reference(x, w, 1e-6), (gate, random(width))),
+        ("swiglu", fused_swiglu, swiglu_reference, (gate, up)),
+        ("qk_rope", rope(fused_qk_rope), rope(qk_rope_reference), qkv[:2]),
+        (
+            "linear_cross_entropy",
+            lambda h, w: linear_cross_entropy(h, w, targets, chunk_size=16),
+            lambda h, w: linear_cross_entropy_reference(h, w, targets),
+            (hidden, weight),
+        ),
+        ("attention", attention, plain_attention, qkv),
+    ]
+    runs_as = dict.fromkeys((case[0] for case in cases), "torch") | {"attention": choose_backend(device, dtype)}
+    return [_compare(name, runs_as[name], ours, plain, inputs) for name, ours, plain, inputs in cases]
+
+
+def _compare(name: str, runs_as: str, ours: Function, plain: Function, inputs: tuple[Tensor, ...]) -> SelfTest:
+    exact_inputs = tuple(x.double() for x in inputs)
+    upstream = torch.randn_like(plain(*exact_inputs))
+    exact = _outputs(plain, exact_inputs, upstream)
+    error, plain_error = (_distance(_outputs(function, inputs, upstream), exact) for function in (ours, plain))
+    limit = max(ALLOWED * plain_error, 2 * torch.finfo(inputs[0].dtype).eps)
+    return SelfTest(name, runs_as, error, plain_error, error <= limit)
+
+
+def _outputs(function: Function, inputs: tuple[Tensor, ...], upstream: Tensor) -> Tensor:
+    """Result and gradients of all inputs, each normalised to weigh the same, end to end in fp64."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    gradients = torch.autograd.grad(out, leaves, upstream.to(out.dtype))
+    return torch.cat([x.detach().double().flatten() / x.numel() ** 0.5 for x in (out, *gradients)])
+
+
+def _distance(got: Tensor, exact: Tensor) -> float:
+    return float((got - exact).norm() / exact.norm())

@@ -1,0 +1,43 @@
+"""Fresh seeds for every test, printed when it fails; tests marked gpu are skipped without a card, visibly."""
+
+import random
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=None, help="repeat a run's random inputs")
+
+
+def pytest_configure(config):
+    config.run_seed = config.getoption("--seed") or random.SystemRandom().randrange(2**31)
+
+
+def pytest_report_header(config):
+    card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "none (tests marked gpu are skipped)"
+    return [f"seed: {config.run_seed} (repeat with --seed)", f"card: {card}"]
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed(request):
+    """Seeds python, numpy and torch from the run's seed and the test's name; also given to the test."""
+    value = (request.config.run_seed + zlib.crc32(request.node.nodeid.encode())) % 2**31
+    random.seed(value)
+    np.random.seed(value)
+    torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture
+def device():
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
