@@ -1,0 +1,122 @@
+"""Equivalence classes of whole runs: each must give one trajectory of loss and gradient norm."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import runs
+import tiny
+import torch
+
+TESTS = Path(__file__).parent.parent
+EXACT = 2e-6
+"""Relative: fp32 sums in another order."""
+
+
+def assert_one_trajectory(left, right, tolerance=EXACT):
+    left, right = np.array(left), np.array(right)
+    assert left.shape == right.shape
+    deviation = (left[:, 1:] - right[:, 1:]) / right[:, 1:]
+    # Rounding grows along a run: each step may add its own.
+    allowed = tolerance * (1 + left[:, :1])
+    assert (np.abs(deviation) <= allowed).all(), np.abs(deviation).max(0)
+    # One-sided drift: the mean must be far within what single steps may deviate.
+    assert (np.abs(deviation.mean(0)) <= 0.7 * allowed.max()).all()
+
+
+@pytest.fixture(scope="module", params=[{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}], ids=["full", "lora"])
+def reference(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reference")
+    runs.train(folder, batch_size=2, gradient_accumulation_steps=4, max_steps=8, **request.param)
+    return runs.trajectory(folder), request.param
+
+
+@pytest.mark.parametrize("batch, accumulation", [(1, 8), (8, 1)])
+def test_batch_times_accumulation(reference, tmp_path, batch, accumulation):
+    expected, changes = reference
+    runs.train(tmp_path, batch_size=batch, gradient_accumulation_steps=accumulation, max_steps=8, **changes)
+    assert_one_trajectory(runs.trajectory(tmp_path), expected)
+
+
+@pytest.mark.parametrize("batch, accumulation", [(2, 2), (4, 1)])
+def test_two_ranks(reference, tmp_path, batch, accumulation):
+    expected, changes = reference
+    program = (
+        "import sys, runs, torch, pathlib; torch.set_num_threads(1);"
+        f"runs.train(pathlib.Path({str(tmp_path)!r}), batch_size={batch}, gradient_accumulation_steps={accumulation}, "
+        f"max_steps=8, **{changes!r})"
+    )
+    script = tmp_path / "ranked.py"
+    script.write_text(program)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert_one_trajectory(runs.trajectory(tmp_path), expected)
+
+
+def test_packed_and_alone(tmp_path):
+    """Documents packed together train as the same documents in packs of their own.
+
+    Both runs take whole epochs as single steps, so that a step holds the same documents.
+    """
+    rows = tiny.chat_rows(24)
+    packed, alone = tmp_path / "packed", tmp_path / "alone"
+    packs = packs_of(rows, tmp_path)
+    assert packs < len(rows) // 2
+    runs.train(packed, rows=rows, batch_size=packs, gradient_accumulation_steps=1, max_steps=5)
+    runs.train(
+        alone, rows=rows, batch_size=len(rows), gradient_accumulation_steps=1, max_steps=5, use_sequence_packing=False
+    )
+    assert_one_trajectory(runs.trajectory(packed), runs.trajectory(alone))
+
+
+def packs_of(rows, folder):
+    from chronicals.data import create_dataloader
+
+    return len(create_dataloader(rows, tiny.tokenizer(), runs.config(folder)).plan)
+
+
+def test_fused_and_plain_head(tmp_path):
+    runs.train(tmp_path / "fused")
+    runs.train(tmp_path / "plain", use_fused_kernels=False)
+    assert_one_trajectory(runs.trajectory(tmp_path / "fused"), runs.trajectory(tmp_path / "plain"))
+
+
+def test_recomputed_and_kept(tmp_path):
+    runs.train(tmp_path / "kept")
+    runs.train(tmp_path / "recomputed", use_gradient_checkpointing=True)
+    assert runs.trajectory(tmp_path / "kept") == runs.trajectory(tmp_path / "recomputed")
+
+
+def test_bf16_follows_fp32(tmp_path):
+    """The exact master keeps bf16 weights on the fp32 trajectory up to the rounding of products."""
+    runs.train(tmp_path / "fp32", max_steps=20)
+    runs.train(tmp_path / "bf16", max_steps=20, mixed_precision="bf16")
+    full, half = (np.array(runs.trajectory(tmp_path / kind)) for kind in ("fp32", "bf16"))
+    deviation = (half[:, 1] - full[:, 1]) / full[:, 1]
+    assert np.abs(deviation).max() < 4 * torch.finfo(torch.bfloat16).eps
+    assert abs(deviation.mean()) < torch.finfo(torch.bfloat16).eps
+
+
+def test_resumed_and_uninterrupted(tmp_path):
+    from chronicals.training import Callback, Interrupted
+
+    class StopAt(Callback):
+        def step_done(self, metrics):
+            if metrics.step == 3:
+                import signal
+
+                os.kill(os.getpid(), signal.SIGINT)
+
+    changes = {"max_steps": 9, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}
+    runs.train(tmp_path / "whole", **changes)
+    with pytest.raises(Interrupted, match="--resume"):
+        runs.train(tmp_path / "parts", callbacks=[StopAt()], **changes)
+    runs.train(tmp_path / "parts", resume=True, **changes)
+    assert runs.trajectory(tmp_path / "parts") == runs.trajectory(tmp_path / "whole")
+    left, right = runs.weights(tmp_path / "parts"), runs.weights(tmp_path / "whole")
+    assert all(torch.equal(left[name], right[name]) for name in right)

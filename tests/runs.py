@@ -1,0 +1,50 @@
+"""Short training runs that several tests share."""
+
+from pathlib import Path
+from typing import Any
+
+import tiny
+import torch
+
+from chronicals.config import ChronicalsConfig
+from chronicals.training import ChronicalsTrainer, TrainingResult
+from chronicals.training.callbacks import read_metrics
+
+
+def config(folder: Path, **changes: Any) -> ChronicalsConfig:
+    return ChronicalsConfig(
+        **{
+            "learning_rate": 3e-3,
+            "batch_size": 2,
+            "gradient_accumulation_steps": 2,
+            "max_seq_length": 128,
+            "max_steps": 6,
+            "mixed_precision": "fp32",
+            "output_dir": folder / "run",
+            "cache_dir": folder / "tokens",
+            **changes,
+        }
+    )
+
+
+def train(
+    folder: Path, rows: Any = None, model: Any = None, resume: bool = False, callbacks: Any = (), eval_rows: Any = None,
+    **changes: Any,
+) -> TrainingResult:  # fmt: skip
+    """Train a tiny Llama; ``changes`` are fields of the configuration."""
+    trainer = ChronicalsTrainer(model or tiny.llama(), tiny.tokenizer(), config(folder, **changes), callbacks=callbacks)
+    return trainer.train(rows or tiny.chat_rows(), eval_rows, resume=resume)
+
+
+def trajectory(folder: Path) -> list[tuple[int, float, float]]:
+    """Step, loss and gradient norm of each step of a run."""
+    lines = read_metrics(folder / "run" / "metrics.jsonl")
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    """What the run ended with."""
+    from safetensors.torch import load_file
+
+    (path,) = (folder / "run" / "model").glob("*.safetensors")
+    return load_file(path)

@@ -1,0 +1,98 @@
+"""The house as drawn: who may import whom, read from the code; and the face stays light."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "chronicals"
+
+FLOORS = [
+    {"cli", "ui", "tuning"},
+    {"benchmark", "export", "verification", "planning"},
+    {"training"},
+    {"objectives", "generation", "distributed"},
+    {"patching"},
+    {"lora", "moe"},
+    {"models"},
+    {"attention", "quantization", "optimizers", "memory"},
+    {"kernels"},
+]
+LEAVES = ["data", "config", "batch"]
+"""All may use these; each may use those after it."""
+
+
+def imports(path: Path) -> set[str]:
+    """Rooms of ours that a file imports, for types or at run time, at the top or in a function."""
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("chronicals."):
+            rooms.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            rooms |= {name.name.split(".")[1] for name in node.names if name.name.startswith("chronicals.")}
+    return rooms
+
+
+def floor(room: str) -> int:
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def allowed(room: str, other: str) -> bool:
+    if room == other:
+        return True
+    if other in LEAVES:
+        return room not in LEAVES or LEAVES.index(other) > LEAVES.index(room)
+    if room in LEAVES:
+        return False
+    if room == "kernels":
+        return False
+    return floor(other) > floor(room)
+
+
+FILES = [path for path in SOURCE.rglob("*.py") if path.name != "__init__.py" or path.parent != SOURCE]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_run_down(path):
+    room = path.relative_to(SOURCE).parts[0].removesuffix(".py")
+    wrong = sorted(other for other in imports(path) if not allowed(room, other))
+    assert not wrong, f"{room} imports {wrong}"
+
+
+def test_kernels_know_nothing_else_of_ours():
+    for path in (SOURCE / "kernels").glob("*.py"):
+        assert imports(path) <= {"kernels"}, path
+
+
+def test_the_test_finds_a_wrong_import():
+    assert not allowed("kernels", "models")
+    assert not allowed("data", "training")
+    assert not allowed("objectives", "generation")
+    assert allowed("training", "kernels")
+
+
+def test_the_face_is_light_and_complete():
+    program = (
+        "import sys, chronicals; assert 'torch' not in sys.modules and 'transformers' not in sys.modules; "
+        "import chronicals as c; [getattr(c, name) for name in c.__all__]; print(*c.__all__)"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert {"ChronicalsConfig", "ChronicalsTrainer", "apply_lora"} <= set(out.split())
+
+
+def test_unknown_name_says_what_there_is():
+    import chronicals
+
+    with pytest.raises(AttributeError, match="ChronicalsTrainer"):
+        _ = chronicals.Trainer
+
+
+def test_no_pickle_no_remote_code():
+    """Nothing of ours reads or writes pickle, and remote code is never switched on by default."""
+    for path in FILES:
+        text = path.read_text()
+        assert "pickle" not in text.replace("never pickle", ""), path
+        assert "torch.load" not in text and "torch.save" not in text, path
+        assert "trust_remote_code=True" not in text, path
