@@ -1,0 +1,82 @@
+"""A training run that kills itself with SIGKILL at its k-th event; run in a process of its own.
+
+Events are what a kill could come between: micro-batches, syncs of files, renames, removals, lines of metrics. So a kill
+falls in the middle of an accumulation, while a checkpoint is written, between manifest and rename, at an epoch's end.
+"""
+
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+KINDS = ("micro-batch", "sync", "rename", "replace", "remove")
+CHANGES = {
+    "full": {},
+    "lora": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2},
+    "bf16": {"mixed_precision": "bf16"},
+}
+
+
+def run(folder: str, variant: str, resume: bool, kill_at: int | None, events_file: str | None) -> None:
+    import runs
+    import tiny
+    import torch
+
+    from chronicals.objectives import NextToken
+
+    torch.set_num_threads(1)
+    events: list[str] = []
+
+    def counted(kind, function):
+        def wrapper(*arguments, **named):
+            events.append(kind)
+            if len(events) == kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*arguments, **named)
+
+        return wrapper
+
+    NextToken.__call__ = counted("micro-batch", NextToken.__call__)
+    os.fsync, os.rename, os.replace = counted("sync", os.fsync), counted("rename", os.rename), counted("replace", os.replace)
+    shutil.rmtree = counted("remove", shutil.rmtree)
+    runs.train(
+        Path(folder), rows=tiny.chat_rows(30), resume=resume, save_steps=2, save_total_limit=2,
+        batch_size=1, gradient_accumulation_steps=2, num_epochs=2, max_seq_length=96, validation_split=0.1, eval_steps=3,
+        **_without_steps(CHANGES[variant]),
+    )  # fmt: skip
+    if events_file:
+        Path(events_file).write_text("\n".join(events))
+
+
+def _without_steps(changes):
+    import runs
+
+    original = runs.config
+
+    def by_epochs(folder, **fields):
+        from chronicals.config import ChronicalsConfig
+
+        base = original(folder)
+        kept = {name: getattr(base, name) for name in base.explicit if name != "max_steps"}
+        return ChronicalsConfig(**{**kept, **fields})
+
+    runs.config = by_epochs
+    return changes
+
+
+def in_a_process(*arguments) -> int:
+    """Exit code of ``run`` in a fresh process; -9 if it was killed."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "transformers", "chronicals.training", "killed_run"])
+    process = context.Process(target=_quiet_run, args=arguments)
+    process.start()
+    process.join(120)
+    assert process.exitcode is not None, "the run hangs"
+    return process.exitcode
+
+
+def _quiet_run(*arguments) -> None:
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    run(*arguments)
