@@ -5,8 +5,8 @@ import random
 
 import numpy as np
 import pytest
-import tiny
 
+import tiny
 from chronicals.data import DataError, read_records
 from chronicals.data.sources import kind_of
 
@@ -19,7 +19,7 @@ def lines(path, *texts):
 @pytest.mark.parametrize("suffix", [".jsonl", ".ndjson"])
 @pytest.mark.parametrize("ascii_only", [True, False])
 def test_json_lines_come_back_in_order_with_their_line(tmp_path, suffix, ascii_only):
-    alphabet = "ab \n\t\"\\é\u2028\u0085中🙂"
+    alphabet = 'ab \n\t"\\é\u2028\u0085中🙂'
     rows = [{"text": "".join(random.choices(alphabet, k=random.randrange(30))), "n": n} for n in range(50)]
     path = lines(tmp_path / f"rows{suffix}", *(json.dumps(row, ensure_ascii=ascii_only) for row in rows))
     assert list(read_records(path)) == [(f"{path}:{number}", row) for number, row in enumerate(rows, 1)]

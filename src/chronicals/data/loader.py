@@ -108,7 +108,9 @@ class BatchStream:
         return None if self.epochs is None else -(-len(self.plan) * self.epochs // self.packs_a_step)
 
     def epoch_at(self, position: int) -> float:
-        return position / len(self.plan)
+        """Passes over the data after so many packs."""
+        passes = position / len(self.plan)
+        return passes if self.epochs is None else min(passes, float(self.epochs))
 
     def __len__(self) -> int:
         """Micro-batches of this rank in the epochs asked for (one if endless)."""

@@ -201,6 +201,7 @@ class SequencePacker:
         Raises:
             ValueError: a row is empty, or its labels are not as long as its ids.
         """
+        self.truncated_documents = 0
         ids, labels = [], []
         for number, row in enumerate(dataset):
             tokens, marks = list(row["input_ids"]), list(row.get("labels", row["input_ids"]))

@@ -30,7 +30,7 @@ def kind_of(record: Record, where: str) -> str:
         raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}")
     for kind, fields in KINDS.items():
         if all(name in record for name in fields):
-            return kind
+            return "chat" if kind == "completion" and isinstance(record["prompt"], list) else kind
     raise DataError(
         f"{where}: unknown kind of row with fields {sorted(record)}; expected 'messages', 'prompt' and 'completion', "
         "'text', or 'input_ids'"

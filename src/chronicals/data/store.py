@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import time
+import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -65,7 +66,12 @@ class TokenStore:
 
     def subset(self, indices: np.ndarray) -> TokenStore:
         """A store of some of the documents, over the same file."""
-        return replace(self, lengths=self.lengths[indices], targets=self.targets[indices], _index=indices)
+        return replace(
+            self,
+            lengths=self.lengths[indices],
+            targets=self.targets[indices],
+            _index=indices if self._index is None else self._index[indices],
+        )
 
     def split(self, share: float, seed: int) -> tuple[TokenStore, TokenStore]:
         """The documents in two, by seed: those to train on, and ``share`` of them (at least one) held out."""
@@ -131,7 +137,7 @@ def _key(source: str | Path | list[Record], tokenizer: Tokenizer, max_seq_length
     digest = hashlib.sha256(f"{FORMAT} {max_seq_length} {tokenizer.fingerprint()}".encode())
     if isinstance(source, list):
         for record in source:
-            digest.update(json.dumps(record, sort_keys=True, default=repr).encode())
+            digest.update(json.dumps(record, default=_as_list).encode())
     elif Path(source).is_file():
         digest.update(Path(source).suffix.encode())
         with open(source, "rb") as content:
@@ -142,9 +148,15 @@ def _key(source: str | Path | list[Record], tokenizer: Tokenizer, max_seq_length
     return digest.hexdigest()[:32]
 
 
+def _as_list(value: Any) -> Any:
+    """What JSON does not know: arrays whole (``repr`` would leave out their middle)."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
 def _write(path: Path, source: Any, tokenizer: Tokenizer, max_seq_length: int) -> None:
     """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
-    aside = path.with_name(f".{path.stem}.{os.getpid()}")
+    aside = path.with_name(f".{path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
+    aside_description = aside.with_name(f"{aside.name}.json")
     report, kinds, max_id = DataReport(), set[str](), -1
     try:
         with open(aside, "wb") as raw:
@@ -156,12 +168,12 @@ def _write(path: Path, source: Any, tokenizer: Tokenizer, max_seq_length: int) -
             raw.flush()
             os.fsync(raw.fileno())
         description = {"report": report.to_dict(), "kinds": sorted(kinds), "max_id": max_id}
-        aside_description = aside.with_suffix(".json")
         aside_description.write_text(json.dumps(description, indent=1))
         os.replace(aside_description, path.with_suffix(".json"))
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
+        aside_description.unlink(missing_ok=True)
 
 
 def _record_batch(rows: list[Tokens]) -> pa.RecordBatch:

@@ -55,7 +55,11 @@ class Tokenizer:
     def fingerprint(self) -> str:
         """Changes whenever this path could turn a row into other tokens."""
         inner = self.tokenizer
-        vocabulary = inner.backend_tokenizer.to_str() if getattr(inner, "is_fast", False) else sorted(inner.get_vocab().items())
+        if getattr(inner, "is_fast", False):
+            vocabulary = json.loads(inner.backend_tokenizer.to_str())
+            vocabulary.update(padding=None, truncation=None)  # left by whoever called it last
+        else:
+            vocabulary = sorted(inner.get_vocab().items())
         state = [vocabulary, inner.chat_template, inner.special_tokens_map, self.objective]
         return hashlib.sha256(json.dumps(state, default=str, sort_keys=True).encode()).hexdigest()
 
@@ -91,6 +95,10 @@ class Tokenizer:
             while after and content not in self.tokenizer.decode(ids[after - 1 :], skip_special_tokens=False):
                 after -= 1
             stops = [token for token in ids[after:] if token in special] if after else []
+            if not after:
+                raise TemplateError(
+                    "the chat template does not render the content of an assistant's message given as text"
+                )
             if not stops:
                 raise TemplateError(
                     "the chat template writes no special token after an assistant's answer, so the model would never "
@@ -100,11 +108,14 @@ class Tokenizer:
         return self._stop
 
     def _chat(self, record: Record, where: str) -> Tokens:
-        messages, tools = _check_messages(record["messages"], where), record.get("tools")
+        prompt = record["messages"] if "messages" in record else record["prompt"]
+        answered = 0 if "messages" in record else len(prompt)
+        messages = _check_messages(prompt if "messages" in record else [*prompt, *record["completion"]], where)
+        tools = record.get("tools")
         ids = self.render(messages, tools, where=where)
         trained = [False] * len(ids)
         for turn, message in enumerate(messages):
-            if message["role"] == "assistant":
+            if message["role"] == "assistant" and turn >= answered:
                 start, end = self._trained_span(messages, turn, tools, ids, where)
                 trained[start:end] = [True] * (end - start)
         return ids, trained
@@ -118,22 +129,37 @@ class Tokenizer:
                 f"{where}: message {turn + 1}: what the chat template asks the model to continue is not how it renders "
                 "the answered conversation, so training would not match generation; this template cannot be used"
             )
-        until = self.render(messages[: turn + 1], tools, where=where)
-        stop, end = self.stop_token(), _common_prefix(until, ids)
-        while end > len(before) and ids[end - 1] != stop:
-            end -= 1
+        stop = self.stop_token()
+        # Where the last answer is rendered otherwise (Qwen3), another message in the next one's place shows the end.
+        other = [*messages[: turn + 1], *({**m, "content": "?!"} for m in messages[turn + 1 : turn + 2])]
+        for seen in (messages[: turn + 1], other):
+            end = _common_prefix(self.render(seen, tools, where=where), ids)
+            while end > len(before) and ids[end - 1] != stop:
+                end -= 1
+            if end > len(before):
+                break
         if end == len(before):
             raise TemplateError(
                 f"{where}: message {turn + 1}: the stop token {self.tokenizer.convert_ids_to_tokens(stop)!r} does not "
                 "close this assistant turn; this template cannot be used with this conversation"
             )
+        said = self.tokenizer.decode(ids[len(before) : end], skip_special_tokens=False)
+        for text in _parts_of(messages[turn]):
+            if text not in said:
+                raise TemplateError(
+                    f"{where}: message {turn + 1}: the chat template does not render {text[:40]!r} in this "
+                    "assistant turn, so it would not be trained; this template cannot be used with this conversation"
+                )
         return len(before), end
 
     # --- everything else -----------------------------------------------------------------------------------------
 
     def prompt(self, text: str) -> list[int]:
         """Ids of a plain prompt as the model sees it in training and in generation."""
-        return list(self.tokenizer(text)["input_ids"])
+        ids = list(self.tokenizer(text)["input_ids"])
+        if ids[:1] == ids[1:2] == [self.tokenizer.bos_token_id]:
+            ids = ids[1:]
+        return _without_end(ids, self.tokenizer.eos_token_id)
 
     def _end(self, where: str) -> int:
         if self.tokenizer.eos_token_id is None:
@@ -141,21 +167,23 @@ class Tokenizer:
         return self.tokenizer.eos_token_id
 
     def _completion(self, record: Record, where: str) -> Tokens:
-        prompt, completion = record["prompt"], record["completion"]
-        if isinstance(prompt, list) and isinstance(completion, list):
-            return self._chat({**record, "messages": [*prompt, *completion]}, where)
-        before = _without_end(self.prompt(_check_text(prompt, "prompt", where)), self.tokenizer.eos_token_id)
-        text = _check_text(completion, "completion", where)
-        after = [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self._end(where)]
+        end = self._end(where)
+        before = self.prompt(_check_text(record["prompt"], "prompt", where))
+        text = _check_text(record["completion"], "completion", where)
+        after = [*_without_end(self.tokenizer(text, add_special_tokens=False)["input_ids"], end), end]
         return before + after, [False] * len(before) + [True] * len(after)
 
     def _text(self, record: Record, where: str) -> Tokens:
         end = self._end(where)
-        ids = [*_without_end(self.prompt(_check_text(record["text"], "text", where)), end), end]
+        ids = [*self.prompt(_check_text(record["text"], "text", where)), end]
         return ids, [True] * len(ids)
 
     def _tokens(self, record: Record, where: str) -> Tokens:
-        ids, labels = list(record["input_ids"]), record.get("labels")
+        ids, labels = record["input_ids"], record.get("labels")
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+            raise DataError(f"{where}: input_ids must be a list of token ids")
+        labels = labels.tolist() if hasattr(labels, "tolist") else labels
         if labels is None:
             return ids, [True] * len(ids)
         if len(labels) != len(ids):
@@ -190,13 +218,26 @@ def _common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
 
 
 def _without_end(ids: list[int], end: int | None) -> list[int]:
-    return ids[:-1] if ids and ids[-1] == end else ids
+    while ids and ids[-1] == end:
+        ids = ids[:-1]
+    return ids
 
 
 def _check_text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{where}: {name} must be text, this is {type(value).__name__}")
+    if any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise DataError(f"{where}: {name} holds half of a surrogate pair, which is no text")
     return value
+
+
+def _parts_of(message: Message) -> list[str]:
+    """Texts that must be in what is trained of an assistant's message."""
+    content = message.get("content") or ""
+    return [
+        content.split("</think>")[-1].strip(),
+        *(str(call.get("function", call).get("name", "")) for call in message.get("tool_calls") or []),
+    ]
 
 
 def _check_messages(messages: Any, where: str) -> list[Message]:
@@ -207,4 +248,8 @@ def _check_messages(messages: Any, where: str) -> list[Message]:
             raise DataError(f"{where}: message {number} must be an object with 'role' and 'content'")
         if "content" not in message and "tool_calls" not in message:
             raise DataError(f"{where}: message {number} ({message['role']}) has no content")
+        if not isinstance(message.get("content"), (str, type(None))):
+            raise DataError(
+                f"{where}: message {number} ({message['role']}): content must be text; lists are not supported"
+            )
     return messages

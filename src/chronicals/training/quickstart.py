@@ -56,12 +56,12 @@ class Quickstart:
     result: TrainingResult
 
 
-def run_quickstart(folder: Path, seed: int = 42) -> Quickstart:
+def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Quickstart:
     """Write data and an untrained model to ``folder``, train it there, and ask it before and after.
 
     The steps are those of ``chronicals train`` on files of one's own: a JSONL file, a model folder, a configuration.
     """
-    size = CARD if torch.cuda.is_available() else CPU
+    size = size or (CARD if torch.cuda.is_available() else CPU)
     train_rows, held_rows = _split(questions_and_answers(), seed)
     folder.mkdir(parents=True, exist_ok=True)
     data, held = (_write_rows(folder / name, rows) for name, rows in (("train.jsonl", train_rows), ("held-out.jsonl", held_rows)))

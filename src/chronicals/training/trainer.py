@@ -303,13 +303,15 @@ class ChronicalsTrainer:
 
     def _optimizer(self, precision: Precision) -> FusedAdamW:
         config = self.config
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigurationError("the model has no parameter that requires a gradient; unfreeze some or set use_lora=True")
         options: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
         if hasattr(self.model, "chronicals_lora") and config.use_lora_plus:
             optimizer = create_lora_plus_optimizer(
                 self.model, config.learning_rate, config.lora_plus_ratio, config.weight_decay, **options
             )
         else:
-            trained = [p for p in self.model.parameters() if p.requires_grad]
             groups = [
                 {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
                 {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
@@ -319,9 +321,8 @@ class ChronicalsTrainer:
             group["peak"] = group["lr"]
         precision.prepare(self.model, optimizer)
         if config.gradient_accumulation_steps > 1 or self.ranks.count > 1:
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    parameter.grad_dtype = torch.float32
+            for parameter in trained:
+                parameter.grad_dtype = torch.float32
         return optimizer
 
     def _set_learning_rate(self, optimizer: FusedAdamW, run: Run) -> float:

@@ -1,0 +1,298 @@
+"""document_attention against attention with one dense mask over all documents at once."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chronicals.attention import BACKENDS, choose_backend, document_attention
+from comparison import assert_as_exact_as_plain
+
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def dense_mask(cu, window=None) -> Tensor:
+    """``[T, T]``: a token sees its own document, there itself and what is before it, within the window."""
+    place = torch.arange(int(cu[-1]), device=cu.device)
+    document = torch.searchsorted(cu.long(), place, right=True)
+    back = place[:, None] - place[None]
+    seen = (document[:, None] == document[None]) & (back >= 0)
+    return seen if window is None else seen & (back < window)
+
+
+def dense(q, k, v, cu, scale=None, window=None, softcap=None, sinks=None) -> Tensor:
+    """``[T, H, D]`` from all T × T scores, by the definition."""
+    heads, seen = q.shape[1], dense_mask(cu, window)
+    of_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
+    scores = torch.einsum("ihd,jhd->hij", q, k[:, of_head]).to(torch.promote_types(q.dtype, torch.float32))
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    weights = torch.where(seen, torch.exp(scores - scores.detach().amax((1, 2), keepdim=True)), 0.0)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks.to(scores.dtype)[:, None, None] - scores.detach().amax((1, 2), keepdim=True))
+    return torch.einsum("hij,jhd->ihd", (weights / total).to(v.dtype), v[:, of_head])
+
+
+def bounds(lengths, device="cpu") -> Tensor:
+    return torch.tensor([0, *lengths], device=device).cumsum(0).to(device=device, dtype=torch.int32)
+
+
+def torchs(q, k, v, cu, scale=None, window=None) -> Tensor:
+    """The same from torch's own operation, which knows neither softcap nor sinks."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    seen = dense_mask(cu, window)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
+
+
+def random_lengths(documents=5, longest=60) -> list[int]:
+    """1 and the longest are among them, and two documents are empty, one of them the last."""
+    lengths = [1, longest, *torch.randint(1, longest + 1, (documents - 2,)).tolist()]
+    order = torch.randperm(documents).tolist()
+    lengths = [lengths[n] for n in order]
+    return [*lengths[:3], 0, *lengths[3:], 0]
+
+
+def qkv(tokens, heads=4, groups=2, width=16, dtype=torch.float32, device="cpu", sinks=False):
+    def draw():
+        shapes = [(tokens, heads, width), (tokens, groups, width), (tokens, groups, width)] + [(heads,)] * sinks
+        return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+
+    return draw
+
+
+def compare(lengths, draw, backend="per-document", **options):
+    cu = bounds(lengths)
+
+    def ours(q, k, v, sinks=None):
+        here = cu.to(q.device)
+        return document_attention(q, k, v, here, max(lengths), sinks=sinks, backend=backend, **options)
+
+    def exact(q, k, v, sinks=None):
+        return dense(q, k, v, cu.to(q.device), sinks=sinks, **options)
+
+    def plain(q, k, v):
+        return torchs(q, k, v, cu.to(q.device), options.get("scale"), options.get("window"))
+
+    has_torchs = options.get("softcap") is None and len(draw()) == 3
+    assert_as_exact_as_plain(ours, plain if has_torchs else exact, draw, exact=exact)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 2, 7, 59, 60, 1000])
+def test_every_mask(window, softcap, sinks, dtype):
+    lengths = random_lengths()
+    compare(lengths, qkv(sum(lengths), dtype=dtype, sinks=sinks), window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("heads, groups", [(1, 1), (3, 3), (4, 2), (8, 1), (6, 2)])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_grouped_heads(heads, groups, softcap, dtype):
+    lengths = random_lengths(4, 40)
+    compare(lengths, qkv(sum(lengths), heads, groups, dtype=dtype), softcap=softcap)
+
+
+@pytest.mark.parametrize("width", [1, 5, 64])
+def test_head_widths(width):
+    lengths = random_lengths(4, 30)
+    compare(lengths, qkv(sum(lengths), width=width))
+
+
+@pytest.mark.parametrize("lengths", [[60], [0, 0, 5, 0, 2], [59, 1], [1, 59], [2] * 9], ids=str)
+def test_few_and_empty_documents(lengths):
+    compare(lengths, qkv(sum(lengths)), window=5)
+    compare(lengths, qkv(sum(lengths)))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("lengths, window", [([1], None), ([1] * 9, None), ([1] * 9, 3), ([20, 0, 7], 1)], ids=str)
+def test_a_token_that_sees_itself_alone(lengths, window, softcap, dtype):
+    """Its output is its value, the gradient too, and query and key have none."""
+    q, k, v = (x.requires_grad_() for x in qkv(sum(lengths), dtype=dtype)())
+    out = document_attention(q, k, v, bounds(lengths), max(lengths), window=window, softcap=softcap)
+    assert torch.equal(out, v.repeat_interleave(2, 1))
+    upstream = torch.randn_like(out)
+    out.backward(upstream)
+    expected = upstream.view(sum(lengths), 2, 2, 16).sum(2)
+    torch.testing.assert_close(v.grad, expected, rtol=torch.finfo(dtype).eps, atol=0)
+    rounding = torch.finfo(dtype).eps * upstream.norm() * v.norm() / sum(lengths) ** 0.5
+    assert q.grad.norm() <= rounding and k.grad.norm() <= rounding
+
+
+def test_a_token_alone_beside_a_sink():
+    lengths = [1, 1, 4]
+    compare(lengths, qkv(sum(lengths), sinks=True))
+    compare(lengths, qkv(sum(lengths), sinks=True), window=1)
+
+
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_scale(softcap):
+    lengths = random_lengths(4, 30)
+    compare(lengths, qkv(sum(lengths)), scale=0.4, softcap=softcap)
+
+
+def test_non_contiguous():
+    """As the model gives them: heads before tokens, out of one merged product."""
+    lengths = random_lengths(4, 30)
+
+    def draw():
+        merged = torch.randn(sum(lengths), 8 * 16)
+        q, k, v = (part.view(sum(lengths), -1, 16) for part in merged.split([4 * 16, 2 * 16, 2 * 16], -1))
+        k = torch.randn(2, sum(lengths), 16).transpose(0, 1)
+        assert not q.is_contiguous() and not k.is_contiguous() and not v.is_contiguous()
+        return q, k, v
+
+    compare(lengths, draw)
+
+
+def run(draw, lengths, options):
+    """Output and gradients, document by document."""
+    leaves = [x.clone().requires_grad_() for x in draw]
+    sinks = leaves[3] if len(leaves) > 3 else None
+    out = document_attention(*leaves[:3], bounds(lengths), max(lengths), sinks=sinks, **options)
+    return out, leaves
+
+
+OPTIONS = [{}, {"window": 4}, {"softcap": 1.5}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_permuting_documents_permutes_the_result_and_nothing_else(options):
+    lengths = random_lengths()
+    tokens = torch.arange(sum(lengths)).split(lengths)
+    order = torch.randperm(len(lengths)).tolist()
+    moved = torch.cat([tokens[n] for n in order])
+    assert not torch.equal(moved, torch.arange(sum(lengths)))
+    draw = qkv(sum(lengths))()
+    upstream = torch.randn(sum(lengths), 4, 16)
+
+    here, leaves = run(draw, lengths, options)
+    here.backward(upstream)
+    there, permuted = run([x[moved] for x in draw], [lengths[n] for n in order], options)
+    there.backward(upstream[moved])
+    assert torch.equal(here[moved], there)
+    for a, b in zip(leaves, permuted, strict=True):
+        assert a.grad.any() and torch.equal(a.grad[moved], b.grad)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_document_hears_nothing_of_its_neighbours(options):
+    """Other tokens elsewhere change no bit of it, and its output has no gradient elsewhere."""
+    lengths = [9, 17, 4]
+    middle = slice(9, 26)
+    draw = qkv(sum(lengths))()
+    changed = [x.clone() for x in draw]
+    for x in changed:
+        x[:9], x[26:] = 7.0, torch.randn(4, *x.shape[1:])
+    here, leaves = run(draw, lengths, options)
+    there, _ = run(changed, lengths, options)
+    assert torch.equal(here[middle], there[middle])
+    assert not torch.equal(here[:9], there[:9])
+    here[middle].sum().backward()
+    for leaf in leaves[2:]:
+        assert leaf.grad[middle].any() and not leaf.grad[:9].any() and not leaf.grad[26:].any()
+
+
+def test_the_future_is_not_seen():
+    draw = qkv(20)()
+    changed = [x.clone() for x in draw]
+    for x in changed:
+        x[12:] += 1
+    here, there = run(draw, [20], {})[0], run(changed, [20], {})[0]
+    assert torch.equal(here[:12], there[:12]) and not torch.equal(here[12], there[12])
+
+
+def test_the_bound_on_lengths_changes_nothing():
+    lengths = [9, 17, 4]
+    q, k, v = qkv(sum(lengths))()
+    tight, wide = (document_attention(q, k, v, bounds(lengths), bound) for bound in (17, 4096))
+    assert torch.equal(tight, wide)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, softcap, sinks, expected",
+    [
+        ((8, 0), torch.bfloat16, False, False, "flash"),
+        ((9, 0), torch.float16, False, False, "flash"),
+        ((9, 0), torch.bfloat16, True, False, "per-document"),
+        ((9, 0), torch.bfloat16, False, True, "per-document"),
+        ((9, 0), torch.float32, False, False, "per-document"),
+        ((7, 5), torch.float16, False, False, "per-document"),
+    ],
+)
+def test_choice_of_backend(monkeypatch, capability, dtype, softcap, sinks, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert choose_backend(torch.device("cuda"), dtype, softcap, sinks) == expected
+    assert choose_backend(torch.device("cpu"), dtype, softcap, sinks) == "per-document"
+
+
+def test_the_chosen_backend_is_what_runs(monkeypatch):
+    monkeypatch.setitem(BACKENDS, "per-document", lambda *_: "per-document")
+    monkeypatch.setitem(BACKENDS, "flash", lambda *_: "flash")
+    inputs = *qkv(5)(), bounds([5]), 5
+    assert document_attention(*inputs) == "per-document"
+    assert document_attention(*inputs, backend="flash") == "flash"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (8, 1)])
+@pytest.mark.parametrize("window", [None, 2, 37, 1000])
+def test_flash(window, heads, groups, width):
+    lengths = random_lengths(9, 150)
+    draw = qkv(sum(lengths), heads, groups, width, torch.bfloat16, "cuda")
+    compare(lengths, draw, backend="flash", window=window)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [None, 0.05])
+def test_flash_hears_nothing_of_neighbours(scale):
+    lengths = [70, 0, 200, 33]
+    q, k, v = qkv(sum(lengths), width=64, dtype=torch.bfloat16, device="cuda")()
+    cu = bounds(lengths, "cuda")
+    together = document_attention(q, k, v, cu, 200, scale=scale, backend="flash")
+    for start, end in zip(cu.tolist(), cu.tolist()[1:]):
+        if start == end:
+            continue
+        part = slice(start, end)
+        alone = document_attention(
+            q[part], k[part], v[part], bounds([end - start], "cuda"), end - start, scale=scale, backend="flash"
+        )
+        torch.testing.assert_close(together[part], alone, rtol=0, atol=2**-8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_per_document_on_a_card(sinks, softcap, dtype):
+    lengths = random_lengths()
+    compare(lengths, qkv(sum(lengths), dtype=dtype, device="cuda", sinks=sinks), window=7, softcap=softcap)
+
+
+FAULTS = {
+    "bounds dropped": lambda cu, w, c, s: (cu[[0, -1]], w, c, s),
+    "window one too wide": lambda cu, w, c, s: (cu, w + 1, c, s),
+    "no softcap": lambda cu, w, c, s: (cu, w, None, s),
+    "no sinks": lambda cu, w, c, s: (cu, w, c, s * 0 - 1e9),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_mask_is_noticed(fault, monkeypatch):
+    right, lengths = BACKENDS["per-document"], [9, 17, 4]
+    draw = qkv(sum(lengths), sinks=True)
+    compare(lengths, draw, window=6, softcap=1.5)
+
+    def wrong(q, k, v, cu, longest, scale, window, softcap, sinks):
+        cu, *rest = FAULTS[fault](cu, window, softcap, sinks)
+        return right(q, k, v, cu, longest, scale, *rest)
+
+    monkeypatch.setitem(BACKENDS, "per-document", wrong)
+    with pytest.raises(AssertionError, match=r"tensor \d: .* error"):
+        compare(lengths, draw, window=6, softcap=1.5)

@@ -1,0 +1,148 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+import yaml
+
+SOURCE = Path(__file__).parent.parent.parent / "src"
+
+
+def chronicals(*arguments, folder, **options):
+    command = [sys.executable, "-c", "from chronicals.cli import main; main()", *map(str, arguments)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, **options)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A model folder, a data file and a recipe."""
+    folder = tmp_path_factory.mktemp("place")
+    tiny.llama().save_pretrained(folder / "base")
+    tiny.tokenizer().save_pretrained(folder / "base")
+    (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(40)))
+    recipe = {
+        "model": "base", "data": "data.jsonl", "max_seq_length": 128, "batch_size": 1, "gradient_accumulation_steps": 2,
+        "mixed_precision": "fp32", "learning_rate": "3e-3", "output_dir": "out", "cache_dir": "tokens", "max_steps": 50,
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+    done = chronicals("train", "recipe.yaml", "--max-steps", 4, "--use-lora", "--lora-rank", 4, folder=place)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_train_with_a_recipe_and_flags(place, trained):
+    assert "generate out" in trained.stdout
+    state = json.loads(next((place / "out" / "checkpoints").glob("*/state.json")).read_text())
+    assert state["step"] == 4 and state["config"]["lora_rank"] == 4 and state["config"]["learning_rate"] == 3e-3
+    assert (place / "out" / "model" / "adapter_model.safetensors").exists()
+
+
+def test_model_and_data_are_enough(place):
+    done = chronicals("train", "--model", "base", "--data", "data.jsonl", folder=place)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (place / "chronicals-output" / "metrics.jsonl").read_text().splitlines()]
+    assert lines[-1]["epoch"] == 1.0
+    assert sum(line["epoch"] == 1.0 for line in lines) == 1
+
+
+def test_evaluate_prints_a_table_and_json(place, trained):
+    done = chronicals("evaluate", "out", "--data", "data.jsonl", "--output", "figures.json", folder=place)
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    assert figures == json.loads((place / "figures.json").read_text())
+    assert figures["targets"] > 100 and 0 < figures["loss"] < 7 and "perplexity" in done.stderr
+
+
+def test_generate_once_and_in_a_chat(place, trained):
+    once = chronicals("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5, folder=place)
+    assert once.returncode == 0, once.stderr
+    chat = chronicals("generate", "out", "--max-new-tokens", 3, folder=place, input="what is 3?\nand 4?\n\n")
+    assert chat.returncode == 0, chat.stderr
+    assert chat.stdout.count("you") >= 3
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["train", "--model", "nowhere", "--data", "data.jsonl"], "nowhere"),
+        (["train", "--model", "base", "--data", "missing.jsonl", "--output-dir", "new"], "missing.jsonl: no such file"),
+        (["train", "--model", "base", "--data", "data.jsonl", "--use-fp8"], "use_fp8"),
+        (["train", "--data", "data.jsonl"], "model: required"),
+        (["train", "recipe.yaml", "--preset", "turbo"], "memory-lean"),
+        (["train", "recipe.yaml", "--lora-rank", "0"], "lora_rank=0"),
+        (["generate", "tokens"], "neither a model"),
+        (["train", "recipe.yaml", "--use-lora"], "resume"),
+    ],
+)
+def test_errors_say_what_to_do(place, trained, arguments, message):
+    done = chronicals(*arguments, folder=place)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unknown_field_names_the_nearest(place):
+    (place / "typo.yaml").write_text("model: base\ndata: data.jsonl\nlearning_rat: 1.0\n")
+    done = chronicals("train", "typo.yaml", folder=place)
+    assert done.returncode == 1 and "did you mean 'learning_rate'" in done.stderr
+
+
+def test_a_line_that_does_not_parse_is_named(place):
+    (place / "bad.jsonl").write_text((place / "data.jsonl").read_text() + '{"messages": [\n')
+    done = chronicals("train", "--model", "base", "--data", "bad.jsonl", "--output-dir", "bad", folder=place)
+    assert done.returncode == 1 and "bad.jsonl:41" in done.stderr
+
+
+def test_check_stops_after_the_report(place):
+    done = chronicals("train", "recipe.yaml", "--check", "--output-dir", "never", folder=place)
+    assert done.returncode == 0 and "40 rows" in done.stdout
+    assert not (place / "never").exists()
+
+
+def test_ctrl_c_saves_and_says_how_to_resume(place):
+    command = [sys.executable, "-c", "from chronicals.cli import main; main()", "train", "recipe.yaml"]
+    arguments = ["--output-dir", "stopped", "--max-steps", "100000"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE)}
+    process = subprocess.Popen([*command, *arguments], cwd=place, env=environment, stderr=subprocess.PIPE, text=True)
+    metrics = place / "stopped" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.exists() and metrics.read_text().count("\n") > 3:
+            break
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "--resume --output-dir stopped" in " ".join(stderr.split())
+    (checkpoint,) = (place / "stopped" / "checkpoints").iterdir()
+    assert (checkpoint / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "quickstart", "evaluate", "generate", "doctor"])
+def test_help_teaches(command, tmp_path):
+    done = chronicals(command, "--help", folder=tmp_path)
+    assert done.returncode == 0 and "Usage" in done.stdout
+    if command == "train":
+        assert "--gradient-accumulation-steps" in done.stdout and "Peak learning rate" in done.stdout
+
+
+def test_quickstart_small(tmp_path):
+    """The road of ``quickstart`` with a smaller model and one epoch."""
+    from chronicals.training.quickstart import Size, run_quickstart
+
+    size = Size(width=64, layers=2, vocab_size=600, epochs=1, learning_rate=3e-3, mixed_precision="fp32")
+    done = run_quickstart(tmp_path / "quick", size=size)
+    assert done.rows > 2000
+    assert done.after.loss < 0.8 * done.before.loss
+    assert len(done.answers) == 2 and all(answer.before != answer.after for answer in done.answers)
+    assert done.result.report.exists()

@@ -1,0 +1,290 @@
+"""ChronicalsConfig: its defaults, its errors, and what it remembers."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+
+PUBLISHED = {
+    "learning_rate": 2e-4,
+    "batch_size": 4,
+    "max_seq_length": 2048,
+    "gradient_accumulation_steps": 4,
+    "max_steps": 1000,
+    "warmup_steps": 100,
+    "use_flash_attention": True,
+    "use_fused_kernels": True,
+    "use_sequence_packing": True,
+    "use_gradient_checkpointing": True,
+    "use_torch_compile": True,
+    "use_lora": False,
+    "lora_rank": 64,
+    "lora_alpha": 16,
+    "lora_dropout": 0.05,
+    "lora_target_modules": None,
+    "use_lora_plus": True,
+    "lora_plus_ratio": 16.0,
+    "use_8bit_optimizer": False,
+    "optimizer_state_dtype": "fp32",
+    "activation_offload": False,
+    "mixed_precision": "bf16",
+    "use_fp8": False,
+}
+"""The fields and defaults that users were promised."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_defaults(name):
+    value = getattr(ChronicalsConfig(), name)
+    assert value == PUBLISHED[name]
+    assert isinstance(value, bool) == isinstance(PUBLISHED[name], bool)
+
+
+def test_defaults_are_valid_when_written_out():
+    """Every default is a value that may be given (but for the number of epochs, which excludes max_steps)."""
+    config = ChronicalsConfig()
+    fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    again = ChronicalsConfig(**fields)
+    assert again == config
+    assert again.explicit == set(fields) and config.explicit == frozenset()
+
+
+def test_every_field_explains_itself():
+    fields = ChronicalsConfig.__pydantic_fields__
+    assert set(fields) == {field.name for field in dataclasses.fields(ChronicalsConfig)}
+    assert not [name for name, field in fields.items() if not field.description]
+
+
+@pytest.mark.parametrize(
+    "wrong, near",
+    [("learnin_rate", "learning_rate"), ("batchsize", "batch_size"), ("use_flash_attn", "use_flash_attention")],
+)
+def test_unknown_field_names_the_nearest(wrong, near):
+    with pytest.raises(ConfigurationError, match=f"^{wrong}: no such field; did you mean '{near}'\\?$"):
+        ChronicalsConfig(**{wrong: 1})
+
+
+def test_unknown_field_like_nothing():
+    with pytest.raises(ConfigurationError, match=r"^zzzz: no such field$"):
+        ChronicalsConfig(zzzz=1)
+
+
+WRONG = [
+    ("learning_rate", 0),
+    ("learning_rate", -1e-4),
+    ("learning_rate", "fast"),
+    ("learning_rate", None),
+    ("learning_rate", float("nan")),
+    ("batch_size", 0),
+    ("batch_size", 2.5),
+    ("batch_size", "four"),
+    ("max_seq_length", -1),
+    ("max_steps", 0),
+    ("max_steps", None),
+    ("num_epochs", 0),
+    ("num_epochs", 1.5),
+    ("warmup_steps", -1),
+    ("lr_scheduler", "exponential"),
+    ("min_lr_ratio", 1.0),
+    ("wsd_decay_ratio", 0.0),
+    ("use_lora", "maybe"),
+    ("use_lora", 2),
+    ("lora_rank", 0),
+    ("lora_alpha", 0),
+    ("lora_dropout", 1.0),
+    ("lora_dropout", -0.1),
+    ("lora_target_modules", 3),
+    ("lora_plus_ratio", 0.5),
+    ("weight_decay", -0.1),
+    ("adam_beta2", 1.0),
+    ("adam_epsilon", 0.0),
+    ("max_grad_norm", 0),
+    ("optimizer_state_dtype", "int8"),
+    ("mixed_precision", "fp8"),
+    ("objective", "dpo"),
+    ("validation_split", 1.0),
+    ("save_steps", 0),
+    ("seed", -1),
+    ("seed", 2**63),
+]
+
+
+@pytest.mark.parametrize("name, value", WRONG)
+def test_wrong_values_name_field_and_value(name, value):
+    with pytest.raises(ConfigurationError) as error:
+        ChronicalsConfig(**{name: value})
+    message = str(error.value)
+    assert message.startswith(f"{name}="), message
+    assert repr(value) in message
+    assert len(message) > len(f"{name}={value!r}: ") + 5, "nothing is said about what is allowed"
+
+
+def test_a_wrong_entry_of_a_list_is_named():
+    with pytest.raises(ConfigurationError, match=r"^lora_target_modules=1: "):
+        ChronicalsConfig(lora_target_modules=["q_proj", 1])
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    with pytest.raises(ConfigurationError) as error:
+        ChronicalsConfig(batch_size=0, lora_rnk=3, learning_rate=-1)
+    assert all(part in str(error.value) for part in ("batch_size=0", "did you mean 'lora_rank'?", "learning_rate=-1"))
+
+
+def test_a_configuration_error_is_a_value_error():
+    assert issubclass(ConfigurationError, ValueError)
+
+
+def test_positional_arguments_are_refused():
+    with pytest.raises(TypeError):
+        ChronicalsConfig(2e-4)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [("use_fp8", True), ("use_8bit_optimizer", True), ("optimizer_state_dtype", "bf16"), ("activation_offload", True)],
+)
+def test_what_this_version_cannot_honour_raises(name, value):
+    with pytest.raises(ConfigurationError, match=f"^{name}={value!r}: .{{10,}}"):
+        ChronicalsConfig(**{name: value})
+
+
+def test_steps_and_epochs_exclude_each_other():
+    with pytest.raises(ConfigurationError, match="num_epochs=2 and max_steps=50: give one of the two"):
+        ChronicalsConfig(max_steps=50, num_epochs=2)
+    with pytest.raises(ConfigurationError, match="give one of the two"):  # also where it is the default's value
+        ChronicalsConfig(max_steps=1000, num_epochs=2)
+    assert ChronicalsConfig(num_epochs=2).num_epochs == 2
+    assert ChronicalsConfig(max_steps=50, num_epochs=None).max_steps == 50
+
+
+def test_a_warm_up_longer_than_the_run():
+    with pytest.raises(ConfigurationError, match="warmup_steps=51 exceeds max_steps=50"):
+        ChronicalsConfig(warmup_steps=51, max_steps=50)
+    assert ChronicalsConfig(warmup_steps=50, max_steps=50).warmup_steps == 50
+    assert ChronicalsConfig(max_steps=50).warmup_steps == 100  # a default is fitted to the run later
+    assert ChronicalsConfig(warmup_steps=5000, num_epochs=3).warmup_steps == 5000  # the steps are not known yet
+
+
+def test_patience_needs_evaluations():
+    with pytest.raises(ConfigurationError, match="early_stopping_patience needs eval_steps"):
+        ChronicalsConfig(early_stopping_patience=3)
+    assert ChronicalsConfig(early_stopping_patience=3, eval_steps=10).early_stopping_patience == 3
+
+
+# --- what was set --------------------------------------------------------------------------------------------------
+
+
+def test_explicit():
+    assert ChronicalsConfig().explicit == frozenset()
+    assert ChronicalsConfig(use_lora=False, max_steps=1000).explicit == {"use_lora", "max_steps"}
+
+
+def test_explicit_is_each_ones_own():
+    first, second = ChronicalsConfig(seed=1), ChronicalsConfig(batch_size=2)
+    assert (first.explicit, second.explicit) == ({"seed"}, {"batch_size"})
+    assert ChronicalsConfig().explicit == frozenset() == ChronicalsConfig.explicit
+
+
+def test_replace_keeps_what_was_explicit():
+    config = ChronicalsConfig(use_flash_attention=True, seed=7)
+    other = config.replace(batch_size=2, seed=8)
+    assert type(other) is ChronicalsConfig
+    assert other.explicit == {"use_flash_attention", "seed", "batch_size"}
+    assert (other.batch_size, other.seed, config.batch_size, config.seed) == (2, 8, 4, 7)
+    assert config.replace() == config and config.replace().explicit == config.explicit
+
+
+def test_replace_checks():
+    with pytest.raises(ConfigurationError, match="batch_size=0"):
+        ChronicalsConfig().replace(batch_size=0)
+    with pytest.raises(ConfigurationError, match="did you mean 'batch_size'"):
+        ChronicalsConfig().replace(batch_sise=1)
+    with pytest.raises(ConfigurationError, match="give one of the two"):
+        ChronicalsConfig(max_steps=5).replace(num_epochs=1)
+
+
+# --- YAML ----------------------------------------------------------------------------------------------------------
+
+FULL = {
+    "learning_rate": 3e-5,
+    "batch_size": 2,
+    "num_epochs": 3,
+    "use_lora": True,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "mixed_precision": "fp32",
+    "adam_epsilon": 1e-7,
+    "cache_dir": Path("some/where"),
+    "output_dir": Path("run 1"),
+    "save_steps": None,
+    "lr_scheduler": "wsd",
+}
+
+
+@pytest.mark.parametrize("fields", [{}, {"seed": 3}, FULL, {"lora_target_modules": ".*[qv]_proj"}], ids=str)
+def test_yaml_round_trip(tmp_path, fields):
+    config = ChronicalsConfig(**fields)
+    config.to_yaml(tmp_path / "config.yaml")
+    again = ChronicalsConfig.from_yaml(tmp_path / "config.yaml")
+    assert again == config and again.explicit == config.explicit == set(fields)
+
+
+@pytest.mark.parametrize("text", ["2e-4", "2.0e-4", "0.0002", "'2e-4'", "2E-4"])
+@pytest.mark.parametrize("name", ["learning_rate", "adam_epsilon", "weight_decay", "min_lr_ratio"])
+def test_yaml_reads_every_way_to_write_a_number(tmp_path, text, name):
+    """YAML 1.1 takes 2e-4 for text."""
+    (tmp_path / "c.yaml").write_text(f"{name}: {text}\n")
+    value = getattr(ChronicalsConfig.from_yaml(tmp_path / "c.yaml"), name)
+    assert type(value) is float and value == 2e-4
+
+
+def test_yaml_overrides_win(tmp_path):
+    (tmp_path / "c.yaml").write_text("seed: 1\nbatch_size: 2\n")
+    config = ChronicalsConfig.from_yaml(tmp_path / "c.yaml", seed=5, max_steps=9)
+    assert (config.seed, config.batch_size, config.max_steps) == (5, 2, 9)
+    assert config.explicit == {"seed", "batch_size", "max_steps"}
+
+
+BAD_YAML = {
+    "fast": ("learning_rate: fast", "learning_rate='fast': expected a number"),
+    "range": ("batch_size: 0", "batch_size=0: "),
+    "unknown": ("batchsize: 1", "batchsize: no such field; did you mean 'batch_size'"),
+    "list": ("- 1\n- 2", "expected 'field: value' lines, found list"),
+    "text": ("hello", "expected 'field: value' lines, found str"),
+    "empty": ("", "expected 'field: value' lines, found NoneType"),
+    "syntax": ("a: [1", "not YAML"),
+    "number as a name": ("1: 2", "1: no such field"),
+    "switch as a name": ("on: 2", "no such field"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_YAML)
+def test_bad_yaml_is_a_configuration_error(tmp_path, case):
+    text, message = BAD_YAML[case]
+    (tmp_path / "c.yaml").write_text(text)
+    with pytest.raises(ConfigurationError) as error:
+        ChronicalsConfig.from_yaml(tmp_path / "c.yaml")
+    assert message in str(error.value)
+
+
+def test_a_missing_file_is_a_configuration_error(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"nothing\.yaml: cannot be read"):
+        ChronicalsConfig.from_yaml(tmp_path / "nothing.yaml")
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        ChronicalsConfig.from_yaml(tmp_path)
+
+
+def test_a_file_that_is_not_text_is_a_configuration_error(tmp_path):
+    (tmp_path / "c.yaml").write_bytes(b"\xff\xfe\x00\x80")
+    with pytest.raises(ConfigurationError, match=r"c\.yaml"):
+        ChronicalsConfig.from_yaml(tmp_path / "c.yaml")
+
+
+def test_to_dict_is_plain_and_whole(tmp_path):
+    config = ChronicalsConfig(output_dir=tmp_path, lora_target_modules=["a"])
+    fields = json.loads(json.dumps(config.to_dict()))
+    assert set(fields) == {field.name for field in dataclasses.fields(config)}
+    assert fields["output_dir"] == str(tmp_path) and fields["lora_target_modules"] == ["a"]
+    assert ChronicalsConfig(**fields) == config

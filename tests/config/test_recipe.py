@@ -1,0 +1,68 @@
+import pytest
+
+from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
+
+GIVEN = {"model": "some/model", "data": "rows.jsonl"}
+
+
+def test_one_epoch_by_default():
+    config = Recipe(**GIVEN).config()
+    assert type(config) is ChronicalsConfig
+    assert config.num_epochs == 1 and config.explicit == {"num_epochs"}
+
+
+def test_steps_or_epochs_that_were_given_stay():
+    assert Recipe(**GIVEN, num_epochs=3).config().num_epochs == 3
+    config = Recipe(**GIVEN, max_steps=7).config()
+    assert (config.max_steps, config.num_epochs) == (7, None)
+
+
+def test_the_configuration_has_what_was_set_and_nothing_else():
+    recipe = Recipe(**GIVEN, validation_data="held.jsonl", trust_remote_code=True, use_lora=True, seed=9, max_steps=3)
+    config = recipe.config()
+    assert config == ChronicalsConfig(use_lora=True, seed=9, max_steps=3)
+    assert config.explicit == {"use_lora", "seed", "max_steps"}
+    assert not hasattr(config, "model")
+
+
+def test_defaults():
+    recipe = Recipe(**GIVEN)
+    assert (recipe.validation_data, recipe.trust_remote_code) == (None, False)
+
+
+@pytest.mark.parametrize("missing", GIVEN)
+def test_model_and_data_are_required(missing):
+    fields = {name: value for name, value in GIVEN.items() if name != missing}
+    with pytest.raises(ConfigurationError, match=f"^{missing}: required, and was not given$"):
+        Recipe(**fields)
+
+
+def test_errors_are_those_of_the_configuration():
+    with pytest.raises(ConfigurationError, match="modle: no such field; did you mean 'model'"):
+        Recipe(**GIVEN, modle="x")
+    with pytest.raises(ConfigurationError, match="batch_size=0: "):
+        Recipe(**GIVEN, batch_size=0)
+    with pytest.raises(ConfigurationError, match="use_fp8=True: "):
+        Recipe(**GIVEN, use_fp8=True)
+    with pytest.raises(ConfigurationError, match="give one of the two"):
+        Recipe(**GIVEN, max_steps=5, num_epochs=2)
+
+
+def test_yaml_round_trip(tmp_path):
+    recipe = Recipe(**GIVEN, learning_rate=1e-5, lora_target_modules=["q_proj"], trust_remote_code=True)
+    recipe.to_yaml(tmp_path / "recipe.yaml")
+    again = Recipe.from_yaml(tmp_path / "recipe.yaml")
+    assert again == recipe and again.explicit == recipe.explicit
+    assert again.config() == recipe.config()
+
+
+def test_yaml_numbers_and_overrides(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: m\ndata: d\nlearning_rate: 2e-4\n")
+    recipe = Recipe.from_yaml(tmp_path / "recipe.yaml", data="other", num_epochs=2)
+    assert (recipe.model, recipe.data, recipe.learning_rate, recipe.num_epochs) == ("m", "other", 2e-4, 2)
+    assert recipe.config().num_epochs == 2
+
+
+def test_replace_keeps_the_kind():
+    recipe = Recipe(**GIVEN).replace(seed=3)
+    assert type(recipe) is Recipe and recipe.seed == 3 and recipe.explicit == {*GIVEN, "seed"}

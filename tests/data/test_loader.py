@@ -1,0 +1,418 @@
+"""Batches hold every document as it was stored, once an epoch, in an order that only seed and position decide."""
+
+import dataclasses
+import itertools
+import random
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import tiny
+from chronicals.batch import IGNORED, Batch
+from chronicals.config import ChronicalsConfig
+from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, create_dataloader
+from chronicals.data.loader import Counts
+
+FILLER = 1_000_000
+"""The padding token; no document holds it."""
+
+SHARINGS = [(1, 8, 1), (2, 4, 1), (8, 1, 1), (2, 2, 2), (1, 2, 4), (4, 1, 2)]
+"""Batch size, accumulation and ranks with one product."""
+
+
+def config(width=64, batch=2, accumulation=2, **changes):
+    return ChronicalsConfig(
+        max_seq_length=width, batch_size=batch, gradient_accumulation_steps=accumulation, seed=11, **changes
+    )
+
+
+@pytest.fixture
+def make_store(tmp_path):
+    """Documents n that begin with token n, with random lengths and a random part trained."""
+
+    def make(count=60, longest=40):
+        rows = []
+        for n in range(count):
+            ids = [n, *(random.randrange(FILLER) for _ in range(random.randint(1, longest - 1)))]
+            labels = [token if random.random() < 0.6 else IGNORED for token in ids]
+            labels[random.randrange(1, len(ids))] = IGNORED
+            place = random.randrange(1, len(ids))
+            labels[place] = ids[place]
+            rows.append({"input_ids": ids, "labels": labels})
+        return TokenStore.build(rows, Tokenizer(tiny.tokenizer()), longest, tmp_path)
+
+    return make
+
+
+def streams(store, settings, ranks=1, **options):
+    return [BatchStream(store, settings, FILLER, rank=rank, ranks=ranks, **options) for rank in range(ranks)]
+
+
+def pieces(batch):
+    """What lies between the bounds, filler included: ids, targets, positions."""
+    bounds = batch.cu_seqlens.tolist()
+    columns = (batch.input_ids.tolist(), batch.targets.tolist(), batch.position_ids.tolist())
+    return [tuple(column[a:b] for column in columns) for a, b in itertools.pairwise(bounds) if b > a]
+
+
+def documents(batch):
+    """Numbers of the documents of a batch, in order."""
+    return [ids[0] for ids, _, _ in pieces(batch) if ids[0] != FILLER]
+
+
+def of_step(steps):
+    """Numbers of the documents of a step, given each rank's share."""
+    return [n for step in steps for batch in step.batches for n in documents(batch)]
+
+
+def same(left, right):
+    fields = ("input_ids", "targets", "position_ids", "cu_seqlens")
+    return left.max_seqlen == right.max_seqlen and all(torch.equal(getattr(left, f), getattr(right, f)) for f in fields)
+
+
+def same_steps(left, right):
+    return len(left) == len(right) and all(
+        (a.counts, a.position, len(a.batches)) == (b.counts, b.position, len(b.batches))
+        and all(same(x, y) for x, y in zip(a.batches, b.batches))
+        for a, b in zip(left, right)
+    )
+
+
+# --- one Batch -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_documents", [None, 3])
+@pytest.mark.parametrize(("width", "longest"), [(3, 3), (13, 12), (64, 40), (97, 20), (250, 10)])
+def test_every_piece_of_a_batch_is_a_document_or_filler(make_store, width, longest, max_documents):
+    store = make_store(60, longest)
+    stream = BatchStream(store, config(width, batch=3, max_documents=max_documents), FILLER, epochs=2)
+    for batch in stream:
+        assert batch.cu_seqlens.dtype == torch.int32
+        assert {t.dtype for t in (batch.input_ids, batch.targets, batch.position_ids)} == {torch.int64}
+        bounds = batch.cu_seqlens
+        assert bounds[0] == 0
+        assert bounds[-1] == len(batch) == 3 * width
+        assert (bounds.diff() >= 0).all()
+        assert 1 <= bounds.diff().max() <= batch.max_seqlen <= width
+        held = [0, 0, 0]
+        at = 0
+        for ids, targets, positions in pieces(batch):
+            assert positions == list(range(len(ids)))
+            assert at // width == (at + len(ids) - 1) // width, "a piece crosses from one pack into the next"
+            if ids[0] == FILLER:
+                assert set(ids) == {FILLER}
+                assert set(targets) == {IGNORED}
+            else:
+                tokens, trained = store.document(ids[0])
+                assert ids == tokens.tolist()
+                shifted = [token if kept else IGNORED for token, kept in zip(ids[1:], trained[1:])]
+                assert targets == [*shifted, IGNORED]
+                held[at // width] += 1
+            at += len(ids)
+        assert at == 3 * width
+        assert max_documents is None or max(held) <= max_documents
+
+
+@pytest.mark.parametrize(("width", "longest"), [(3, 3), (13, 12), (64, 40), (97, 20)])
+def test_shapes_never_change(make_store, width, longest):
+    store = make_store(45, longest)
+    stream = BatchStream(store, config(width), FILLER, epochs=3)
+    batches = [batch for step in stream.steps(count=stream.steps_in_all + 2) for batch in step.batches]
+    names = ("input_ids", "targets", "position_ids", "cu_seqlens")
+    assert len({tuple(getattr(batch, name).shape for name in names) for batch in batches}) == 1
+    assert {batch.max_seqlen for batch in batches} <= {-(-width // share) for share in (8, 4, 2, 1)}
+    assert not any(documents(batch) for batch in batches[-4:]), "packs past the end are part of this"
+    assert all(batch.weights is None and not batch.segments for batch in batches)
+
+
+def test_the_bound_on_lengths_is_the_smallest_that_holds(make_store):
+    store = make_store(60, 33)
+    for batch in BatchStream(store, config(64, batch=1), FILLER, epochs=1):
+        longest = max((len(store.document(n)[0]) for n in documents(batch)), default=1)
+        assert batch.max_seqlen == min(bound for bound in (8, 16, 32, 64) if bound >= longest)
+
+
+def test_without_packing_a_pack_holds_one_document(make_store):
+    store = make_store(30, 20)
+    settings = config(64, batch=3, accumulation=1, use_sequence_packing=False)
+    stream = BatchStream(store, settings, FILLER, epochs=1)
+    assert len(stream) == 10
+    seen = []
+    for batch in stream:
+        starts = [bound for bound in batch.cu_seqlens.tolist() if bound < len(batch)]
+        at = [start for start in starts if batch.input_ids[start] != FILLER]
+        assert at == [0, 64, 128]
+        seen += documents(batch)
+    assert sorted(seen) == list(range(30))
+
+
+@pytest.mark.gpu
+def test_pinned_batches_are_pinned_and_the_same(make_store):
+    store = make_store()
+    plain, pinned = (list(BatchStream(store, config(), FILLER, epochs=1, pin=pin)) for pin in (False, True))
+    assert all(same(a, b) for a, b in zip(plain, pinned))
+    assert all(batch.input_ids.is_pinned() and batch.cu_seqlens.is_pinned() for batch in pinned)
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "accumulation", "ranks"), SHARINGS)
+def test_counts_are_of_the_whole_step(make_store, batch, accumulation, ranks):
+    store = make_store(70, 30)
+    everyone = streams(store, config(40, batch, accumulation), ranks, epochs=2)
+    total = 0
+    for shares in zip(*(stream.steps(count=everyone[0].steps_in_all + 1) for stream in everyone), strict=True):
+        batches = [b for step in shares for b in step.batches]
+        assert [len(step.batches) for step in shares] == [accumulation] * ranks
+        counts = Counts(
+            targets=sum(int((b.targets != IGNORED).sum()) for b in batches),
+            tokens=sum(int((b.input_ids != FILLER).sum()) for b in batches),
+            documents=sum(len(documents(b)) for b in batches),
+            slots=sum(len(b) for b in batches),
+        )
+        assert [step.counts for step in shares] == [counts] * ranks
+        total += counts.targets
+    assert total == 2 * store.targets.sum()
+
+
+def test_a_step_holds_the_same_documents_however_it_is_shared(make_store):
+    store = make_store(150, 30)
+    found = []
+    for batch, accumulation, ranks in SHARINGS:
+        everyone = streams(store, config(40, batch, accumulation), ranks, epochs=2)
+        assert {stream.packs_a_step for stream in everyone} == {8}
+        steps = list(zip(*(stream.steps(count=stream.steps_in_all) for stream in everyone), strict=True))
+        found.append([(sorted(of_step(shares)), shares[0].counts, shares[0].position) for shares in steps])
+    assert all(other == found[0] for other in found[1:])
+    assert len(found[0]) > 4
+    assert len({str(documents) for documents, _, _ in found[0]}) == len(found[0])
+
+
+def test_ranks_and_micro_batches_take_the_packs_in_turn(make_store):
+    """Micro-batch m of rank r holds packs (m · ranks + r) · batch_size and on, so a step is one run of the stream."""
+    store = make_store(100, 30)
+    (alone,) = streams(store, config(40, 1, 8))
+    order = [documents(b) for step in alone.steps(count=2) for b in step.batches]
+    for batch, accumulation, ranks in SHARINGS:
+        everyone = streams(store, config(40, batch, accumulation), ranks)
+        shares = list(zip(*(stream.steps(count=2) for stream in everyone), strict=True))
+        taken = [
+            documents(shares[step][rank].batches[micro])
+            for step in range(2)
+            for micro in range(accumulation)
+            for rank in range(ranks)
+        ]
+        assert [n for pack in taken for n in pack] == [n for pack in order for n in pack]
+
+
+@pytest.mark.parametrize(("batch", "accumulation", "ranks"), SHARINGS)
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_every_document_comes_once_an_epoch(make_store, batch, accumulation, ranks, epochs):
+    store = make_store(90, 30)
+    everyone = streams(store, config(40, batch, accumulation), ranks, epochs=epochs)
+    steps = list(zip(*(stream.steps(count=stream.steps_in_all) for stream in everyone), strict=True))
+    seen = [n for shares in steps for n in of_step(shares)]
+    assert sorted(seen) == sorted(list(range(90)) * epochs)
+    assert of_step(steps[-1]), "the last step is not for nothing"
+
+
+def test_epochs_are_whole_one_after_another_and_differ_in_order(make_store):
+    store = make_store(90, 30)
+    (stream,) = streams(store, config(40, 1, 1), epochs=4)
+    packs = [tuple(documents(batch)) for batch in stream]
+    length = len(stream.plan)
+    epochs = [packs[start : start + length] for start in range(0, 4 * length, length)]
+    assert all(sorted(n for pack in epoch for n in pack) == list(range(90)) for epoch in epochs)
+    assert all(sorted(epoch) == sorted(epochs[0]) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_past_the_last_epoch_packs_are_empty_and_count_nothing(make_store):
+    store = make_store(30, 30)
+    (stream,) = streams(store, config(40, 2, 3), epochs=2)
+    packs, last = 2 * len(stream.plan), stream.steps_in_all
+    steps = list(stream.steps(count=last + 3))
+    assert (last - 1) * 6 < packs <= last * 6
+    assert sum(step.counts.documents for step in steps[:last]) == 60
+    for step in steps[last:]:
+        assert step.counts == Counts(targets=0, tokens=0, documents=0, slots=240)
+        for batch in step.batches:
+            assert (batch.input_ids == FILLER).all()
+            assert (batch.targets == IGNORED).all()
+            assert batch.cu_seqlens[-1] == 80
+    assert [step.position for step in steps] == [6 * (n + 1) for n in range(last + 3)]
+
+
+def test_an_endless_stream_goes_on(make_store):
+    store = make_store(20, 30)
+    (stream,) = streams(store, config(40, 1, 1))
+    assert stream.steps_in_all is None
+    assert len(stream) == stream.steps_an_epoch == len(stream.plan)
+    steps = list(stream.steps(count=5 * len(stream.plan)))
+    assert sorted(of_step(steps)) == sorted(list(range(20)) * 5)
+    assert stream.epoch_at(steps[-1].position) == 5
+
+
+# --- determinism -----------------------------------------------------------------------------------------------------
+
+
+def test_steps_from_a_position_are_the_tail_of_all_steps(make_store):
+    store = make_store(60, 30)
+    (stream,) = streams(store, config(40, 2, 2), epochs=3)
+    steps = list(stream.steps(count=stream.steps_in_all + 1))
+    for done in (0, 1, stream.steps_an_epoch, len(steps) - 1):
+        position = steps[done - 1].position if done else 0
+        (fresh,) = streams(store, config(40, 2, 2), epochs=3)
+        assert same_steps(list(fresh.steps(position, len(steps) - done)), steps[done:])
+        assert same_steps(list(stream.steps(position, len(steps) - done)), steps[done:])
+
+
+def test_a_stream_may_be_read_again_and_twice_at_once(make_store):
+    (stream,) = streams(make_store(40, 30), config(40), epochs=2)
+    first, second = list(stream), list(stream)
+    together = list(zip(stream, stream, strict=True))
+    assert all(same(a, b) and same(a, x) and same(a, y) for a, b, (x, y) in zip(first, second, together, strict=True))
+
+
+def test_the_order_is_a_function_of_the_seed(make_store):
+    store = make_store(60, 30)
+    orders = []
+    for seed in (1, 2, 1):
+        (stream,) = streams(store, config(40).replace(seed=seed), epochs=1)
+        orders.append([documents(batch) for batch in stream])
+    assert orders[0] == orders[2] != orders[1]
+    assert sorted(n for batch in orders[0] for n in batch) == sorted(n for batch in orders[1] for n in batch)
+
+
+def test_without_shuffling_packs_come_as_planned_in_every_epoch(make_store):
+    store = make_store(60, 30)
+    (stream,) = streams(store, config(40, 1, 1), epochs=2, shuffle=False)
+    assert [documents(batch) for batch in stream] == [pack.tolist() for pack in stream.plan] * 2
+
+
+def test_a_part_of_a_store_gives_its_documents_alone(make_store):
+    store = make_store(60, 30)
+    train, validation = store.split(0.3, seed=5)
+    found = [
+        {n for batch in streams(part, config(40), epochs=1)[0] for n in documents(batch)}
+        for part in (train, validation)
+    ]
+    assert [len(part) for part in found] == [42, 18]
+    assert found[0] | found[1] == set(range(60))
+
+
+# --- the background thread -------------------------------------------------------------------------------------------
+
+
+def builders():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_an_error_of_the_worker_reaches_the_consumer(make_store):
+    store = make_store(60, 30)
+    (whole,) = streams(store, config(40, 1, 1), epochs=1)
+    good = list(whole.steps(count=10))
+    lost = documents(good[-1].batches[0])[0]
+
+    def document(index, read=store.document):
+        if index == lost:
+            raise OSError("the disk is gone")
+        return read(index)
+
+    broken = dataclasses.replace(store)
+    broken.document = document
+    (stream,) = streams(broken, config(40, 1, 1), epochs=1)
+    got = []
+    with pytest.raises(OSError, match="the disk is gone"):
+        for step in stream.steps(count=20):
+            got.append(step)
+    assert same_steps(got, good[:9])
+    assert not builders()
+
+
+def test_a_store_without_its_content_raises_in_the_consumer(make_store):
+    store = dataclasses.replace(make_store(), _batches=[])
+    with pytest.raises(IndexError):
+        next(iter(BatchStream(store, config(), FILLER, epochs=1)))
+    assert not builders()
+
+
+def test_a_consumer_that_stops_early_leaves_no_thread(make_store):
+    (stream,) = streams(make_store(), config())
+    steps = stream.steps()
+    next(steps)
+    assert builders()
+    steps.close()
+    assert not builders()
+
+
+# --- create_dataloader -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epochs", [None, 3])
+def test_a_dataloader_yields_batches_and_has_a_length(tmp_path, epochs):
+    rows, tokenizer = tiny.chat_rows(60), tiny.tokenizer()
+    loader = create_dataloader(rows, tokenizer, config(96, cache_dir=tmp_path, num_epochs=epochs))
+    batches = list(loader)
+    assert len(batches) == len(loader) == -(-len(loader.plan) * (epochs or 1) // 4) * 2
+    assert all(isinstance(batch, Batch) and len(batch) == 2 * 96 for batch in batches)
+    texts = []
+    for batch in batches:
+        for ids, targets, _ in pieces(batch):
+            if set(targets) != {IGNORED}:
+                trained = tokenizer.decode([token for token in targets if token != IGNORED])
+                texts.append((tokenizer.decode(ids), trained))
+    expected = [
+        (tokenizer.apply_chat_template(row["messages"], tokenize=False), f"{row['messages'][1]['content']}<|im_end|>")
+        for row in rows
+    ]
+    assert sorted(texts) == sorted(expected * (epochs or 1))
+    assert list(tmp_path.glob("*.arrow")) == [loader.store.path]
+
+
+def test_a_dataloader_fills_with_the_padding_token(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.pad_token = "<|im_start|>"
+    batch = next(iter(create_dataloader([{"input_ids": [9, 8, 7]}], tokenizer, config(16, 1, 1, cache_dir=tmp_path))))
+    assert batch.input_ids.tolist() == [9, 8, 7, *[tokenizer.pad_token_id] * 13]
+    assert batch.targets.tolist() == [8, 7, *[IGNORED] * 14]
+
+
+@pytest.mark.parametrize("make", [list, iter, "file", "dataset"])
+def test_a_dataloader_takes_whatever_holds_rows(tmp_path, make):
+    rows = [{"text": f"the answer to {n}"} for n in range(12)]
+    if make == "file":
+        source = tmp_path / "rows.txt"
+        source.write_text("the answer to 7")
+    elif make == "dataset":
+        source = pytest.importorskip("datasets").Dataset.from_list(rows)
+    else:
+        source = make(rows)
+    loader = create_dataloader(source, tiny.tokenizer(), config(64, cache_dir=tmp_path / "cache"))
+    assert loader.store.report.rows == len(loader.store) == (1 if make == "file" else 12)
+
+
+@pytest.mark.parametrize(
+    ("rows", "reason"),
+    [
+        ([], "dataset: holds no rows"),
+        ([{"input_ids": [1, 2], "labels": [-100, -100]}] * 3, "dataset: nothing to train on in any of 3 rows"),
+        ([{"input_ids": [1, 2], "labels": [-100, n]} for n in (2, -100, -100)], "dataset: 2 of 3 rows have nothing"),
+        ([{"question": "a"}], "row 1: unknown kind of row"),
+    ],
+)
+def test_a_dataloader_refuses_what_cannot_be_trained(tmp_path, rows, reason):
+    with pytest.raises(DataError, match=reason):
+        create_dataloader(rows, tiny.tokenizer(), config(16, cache_dir=tmp_path))
+
+
+def test_objective_and_share_of_masked_rows_come_from_the_configuration(tmp_path):
+    rows = [{"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}] * 3
+    loader = create_dataloader(rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, objective="pretraining"))
+    assert np.array_equal(loader.store.targets, [2, 2, 2])
+    rows[1] = {"input_ids": [1, 2, 3]}
+    loader = create_dataloader(rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, max_masked_rows=0.7))
+    assert np.array_equal(loader.store.targets, [2])

@@ -1,0 +1,445 @@
+"""A store gives back what was tokenised, is made once for the same content, and is whole or not there."""
+
+import itertools
+import json
+import random
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+import chronicals
+import tiny
+from chronicals.data import DataError, Tokenizer, TokenStore
+from chronicals.data import store as store_module
+
+WIDTH = 64
+
+
+def tokenizer(objective="sft"):
+    return Tokenizer(tiny.tokenizer(), objective)
+
+
+def token_rows(count, longest=12):
+    """Documents that share no token, each with at least one target and its first token trained or not."""
+    rows, start = [], 1
+    for _ in range(count):
+        ids = list(range(start, start + random.randint(2, longest)))
+        start = ids[-1] + 1
+        labels = [random.choice([token, -100]) for token in ids]
+        labels[-1] = ids[-1]
+        rows.append({"input_ids": ids, "labels": labels})
+    return rows
+
+
+def documents(store):
+    return [tuple(column.tolist() for column in store.document(n)) for n in range(len(store))]
+
+
+def expected(rows):
+    return [(row["input_ids"], [int(label != -100) for label in row["labels"]]) for row in rows]
+
+
+def refuse(*_):
+    raise AssertionError("tokenised again")
+
+
+# --- content ---------------------------------------------------------------------------------------------------------
+
+
+def test_documents_come_back_exactly(tmp_path):
+    rows = token_rows(50)
+    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    assert documents(store) == expected(rows)
+    ids, trained = store.document(7)
+    assert (ids.dtype, trained.dtype) == (np.int32, np.uint8)
+    assert store.lengths.tolist() == [len(row["input_ids"]) for row in rows]
+    assert store.targets.tolist() == [sum(label != -100 for label in row["labels"][1:]) for row in rows]
+    assert store.max_id == rows[-1]["input_ids"][-1]
+    assert store.kinds == ["tokens"]
+    assert len(store) == 50
+
+
+def test_every_kind_of_row_comes_back_as_it_was_encoded(tmp_path):
+    rows = [*tiny.chat_rows(5), {"text": "hello world"}, {"prompt": "what", "completion": "forty"}, *token_rows(3)]
+    random.shuffle(rows)
+    encoded = [tokenizer().encode(row, "row") for row in rows]
+    store = TokenStore.build(rows, tokenizer(), 200, tmp_path)
+    assert documents(store) == [(ids, [int(flag) for flag in trained]) for ids, trained in encoded]
+    assert store.kinds == ["chat", "completion", "text", "tokens"]
+    assert store.max_id == max(max(ids) for ids, _ in encoded)
+
+
+def test_a_conversation_as_prompt_and_completion_counts_as_chat(tmp_path):
+    """So that the trained model is asked through the template it was trained with."""
+    (row,) = tiny.chat_rows(1)
+    rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]}]
+    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    assert documents(store) == documents(TokenStore.build([row], tokenizer(), WIDTH, tmp_path))
+    assert store.kinds == ["chat"]
+
+
+@pytest.mark.parametrize("count", [6, 7, 8, 40, 49])
+def test_more_documents_than_a_batch_of_the_file_holds(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(store_module, "ROWS_A_BATCH", 7)
+    rows = token_rows(count)
+    rows.insert(random.randrange(count), {"input_ids": [9, 9], "labels": [-100, -100]})
+    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    with pa.memory_map(str(store.path)) as source:
+        assert pa.ipc.open_file(source).num_record_batches == -(-count // 7)
+    assert documents(store) == expected([row for row in rows if row["input_ids"] != [9, 9]])
+    assert store.report.masked == 1
+    assert store.targets.sum() == store.report.targets
+
+
+def test_the_report_counts_what_is_stored(tmp_path):
+    rows = [*tiny.chat_rows(20), *token_rows(10, 100), *({"text": "the answer " * n} for n in range(1, 60, 7))]
+    store = TokenStore.build(rows, tokenizer(), 48, tmp_path)
+    report = store.report
+    masks = [trained for _, trained in documents(store)]
+    assert report.rows == len(rows)
+    assert report.documents == len(store)
+    assert report.tokens == store.lengths.sum() == sum(map(len, masks))
+    assert report.targets == store.targets.sum() == sum(sum(mask[1:]) for mask in masks)
+    assert report.split == sum("text" in row and len(tokenizer().encode(row, "row")[0]) > 48 for row in rows) > 0
+    assert report.truncated > 0
+    assert store.lengths.max() == 48
+
+
+# --- too long --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [2, 9, 10, 11, 19, 20, 28, 29, 101])
+@pytest.mark.parametrize("width", [2, 3, 10])
+def test_a_long_row_of_pretraining_keeps_every_target_once(tmp_path, width, length):
+    ids = random.sample(range(1000), length)
+    store = TokenStore.build([{"input_ids": ids}], tokenizer("pretraining"), width, tmp_path)
+    pairs = [pair for piece, _ in documents(store) for pair in itertools.pairwise(piece)]
+    assert pairs == list(itertools.pairwise(ids))
+    assert store.lengths.min() >= 2
+    assert store.lengths.max() == min(width, length)
+    assert store.targets.tolist() == (store.lengths - 1).tolist()
+    report = store.report
+    assert (report.split, report.truncated, report.masked, report.targets) == (length > width, 0, 0, length - 1)
+
+
+@pytest.mark.parametrize("width", [2, 17, 64])
+def test_a_long_text_keeps_every_target_once(tmp_path, width):
+    row = {"text": " ".join(random.choices(tiny.TEXTS, k=30))}
+    ids, _ = tokenizer().encode(row, "row")
+    store = TokenStore.build([row], tokenizer(), width, tmp_path)
+    assert [target for piece, _ in documents(store) for target in piece[1:]] == ids[1:]
+    assert all(trained == [1] * len(trained) for _, trained in documents(store))
+    assert store.lengths.max() <= width
+    assert (store.report.split, store.report.truncated, store.report.masked, store.report.rows) == (1, 0, 0, 1)
+    assert store.report.documents == len(store) == -(-(len(ids) - 1) // (width - 1))
+
+
+@pytest.mark.parametrize(
+    ("missing", "truncated", "stop_cut"),
+    [(0, 0, 0), (1, 1, 0), (2, 1, 1), (4, 1, 1)],
+    ids=["fits", "newline cut", "stop cut", "answer cut"],
+)
+def test_a_long_conversation_is_cut_and_counted(tmp_path, missing, truncated, stop_cut):
+    """ChatML ends with a newline that is not trained, after the stop token."""
+    (row,) = tiny.chat_rows(1)
+    ids, trained = tokenizer().encode(row, "row")
+    width = len(ids) - missing
+    store = TokenStore.build([row], tokenizer(), width, tmp_path)
+    assert documents(store) == [(ids[:width], [int(flag) for flag in trained[:width]])]
+    report = store.report
+    assert (report.truncated, report.stop_cut, report.split, report.masked) == (truncated, stop_cut, 0, 0)
+    assert ("stop token cut" in report.examples, "truncated" in report.examples) == (bool(stop_cut), bool(truncated))
+
+
+def test_a_conversation_whose_answer_is_cut_away_is_left_out(tmp_path):
+    (row,) = tiny.chat_rows(1)
+    _, trained = tokenizer().encode(row, "row")
+    store = TokenStore.build([row, *token_rows(1, 2)], tokenizer(), trained.index(True), tmp_path)
+    assert len(store) == 1
+    assert store.report.masked_causes == {"without a trained token left after the cut at max_seq_length": 1}
+    assert (store.report.rows, store.report.truncated, store.report.stop_cut, store.report.masked) == (2, 1, 1, 1)
+
+
+# --- the key ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_content_is_opened_and_not_tokenised_again(tmp_path, monkeypatch):
+    rows = tiny.chat_rows(10)
+    first = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    written = first.path.stat()
+    monkeypatch.setattr(Tokenizer, "encode", refuse)
+    again = TokenStore.build((dict(row) for row in rows), tokenizer(), WIDTH, tmp_path)
+    assert again.path == first.path
+    assert (again.path.stat().st_mtime_ns, again.path.stat().st_ino) == (written.st_mtime_ns, written.st_ino)
+    assert documents(again) == documents(first)
+    assert (again.report, again.kinds, again.max_id) == (first.report, first.kinds, first.max_id)
+    assert again.key == first.key
+    assert len(list(tmp_path.glob("*.arrow"))) == 1
+
+
+def test_a_file_is_known_by_its_content_wherever_it_lies(tmp_path, monkeypatch):
+    text = '{"text": "hello world"}\n{"text": "the answer"}\n'
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(text)
+    first = TokenStore.build(tmp_path / "a.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
+    monkeypatch.setattr(Tokenizer, "encode", refuse)
+    assert TokenStore.build(str(tmp_path / "b.jsonl"), tokenizer(), WIDTH, tmp_path / "cache").path == first.path
+
+
+def test_a_file_that_changed_is_tokenised_again(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "hello world"}\n')
+    first = TokenStore.build(path, tokenizer(), WIDTH, tmp_path / "cache")
+    path.write_text('{"text": "hello worlds"}\n')
+    second = TokenStore.build(path, tokenizer(), WIDTH, tmp_path / "cache")
+    assert second.key != first.key
+    assert documents(second) != documents(first)
+
+
+def test_the_key_changes_with_whatever_changes_the_tokens(tmp_path):
+    rows = tiny.chat_rows(3)
+    other_rows = tiny.chat_rows(3)
+    other_rows[2]["messages"][0]["content"] += "?"
+    other_template, other_end, more_tokens = tiny.tokenizer(), tiny.tokenizer(), tiny.tokenizer()
+    other_template.chat_template = other_template.chat_template.replace("<|im_end|>\n", "<|im_end|>")
+    other_end.eos_token = "<|im_end|>"
+    more_tokens.add_tokens(["answer"])
+    builds = {
+        "as it is": (rows, tokenizer(), WIDTH),
+        "data": (other_rows, tokenizer(), WIDTH),
+        "order": (rows[::-1], tokenizer(), WIDTH),
+        "fewer rows": (rows[:2], tokenizer(), WIDTH),
+        "width": (rows, tokenizer(), WIDTH + 1),
+        "objective": (rows, tokenizer("pretraining"), WIDTH),
+        "template": (rows, Tokenizer(other_template), WIDTH),
+        "end of text": (rows, Tokenizer(other_end), WIDTH),
+        "vocabulary": (rows, Tokenizer(more_tokens), WIDTH),
+    }
+    keys = {name: TokenStore.build(*build, tmp_path).key for name, build in builds.items()}
+    assert len(set(keys.values())) == len(builds), keys
+    assert len(list(tmp_path.glob("*.arrow"))) == len(builds)
+
+
+@pytest.mark.parametrize("as_array", [np.array, torch.tensor], ids=["numpy", "torch"])
+def test_the_key_changes_with_one_token_of_a_long_array(tmp_path, as_array):
+    ids = list(range(5000))
+    first = TokenStore.build([{"input_ids": as_array(ids)}], tokenizer(), 8192, tmp_path)
+    ids[2500] = 7
+    second = TokenStore.build([{"input_ids": as_array(ids)}], tokenizer(), 8192, tmp_path)
+    assert second.document(0)[0].tolist() == ids
+    assert second.key != first.key
+
+
+def test_the_key_changes_with_the_order_in_which_a_template_writes_fields(tmp_path):
+    inner = tiny.tokenizer()
+    inner.chat_template = "{{ tools | tojson }}" + inner.chat_template
+    (row,) = tiny.chat_rows(1)
+    first, second = ({**row, "tools": [tool]} for tool in ({"a": "x", "b": "y"}, {"b": "y", "a": "x"}))
+    rendered = [Tokenizer(inner).encode(row, "row")[0] for row in (first, second)]
+    assert rendered[0] != rendered[1]
+    for row, ids in zip((first, second), rendered):
+        assert TokenStore.build([row], Tokenizer(inner), 200, tmp_path).document(0)[0].tolist() == ids
+
+
+@pytest.mark.parametrize("row", [{"text": "hello world"}, tiny.chat_rows(1)[0]], ids=["text", "chat"])
+def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
+    """Ranks that only open stores must look for the names that the building rank gives, second store included."""
+    inner = tiny.tokenizer()
+    before = Tokenizer(inner).fingerprint()
+    inner(["a", "b c d"], padding=True, truncation=True, max_length=5)
+    padded = Tokenizer(inner).fingerprint()
+    ids = TokenStore.build([row], Tokenizer(inner), 200, tmp_path).document(0)[0].tolist()
+    assert ids == tokenizer().encode(row, "row")[0]
+    assert Tokenizer(inner).fingerprint() == padded == before
+
+
+# --- whole or not there ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 10, 29])
+def test_a_row_that_fails_leaves_no_file_behind(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(store_module, "ROWS_A_BATCH", 7)
+    rows = token_rows(30)
+    rows[place] = {"input_ids": [1, 2], "labels": [5, 5]}
+    with pytest.raises(DataError, match=rf"^row {place + 1}: labels\[0\]"):
+        TokenStore.build(rows, tokenizer(), WIDTH, tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
+    rows[place] = {"input_ids": [1, 2], "labels": [1, 2]}
+    assert documents(TokenStore.build(rows, tokenizer(), WIDTH, tmp_path / "cache")) == expected(rows)
+
+
+def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, monkeypatch):
+    rows = token_rows(5)
+    monkeypatch.setattr(Tokenizer, "encode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_makes_no_folder(tmp_path):
+    with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
+        TokenStore.build(tmp_path / "absent.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+BUILDER = """
+    import sys, time
+    from pathlib import Path
+    import tiny
+    from chronicals.data import Tokenizer, TokenStore
+
+    me, other, cache = sys.argv[1], sys.argv[2], Path(sys.argv[3])
+    encode, tokenizer = Tokenizer.encode, Tokenizer(tiny.tokenizer())
+
+    def together(self, record, where):
+        (cache / f"begun-{source.stem}-{me}").touch()
+        until = time.monotonic() + 60
+        while not (cache / f"begun-{source.stem}-{other}").exists():
+            assert time.monotonic() < until, "the other process does not build"
+            time.sleep(0.0005)
+        return encode(self, record, where)
+
+    Tokenizer.encode = together
+    for source in sorted(cache.glob("rows-*.jsonl")):
+        store = TokenStore.build(source, tokenizer, 64, cache / "stores")
+        print(source.name, store.key, len(store), int(sum(store.document(n)[0].sum() for n in range(len(store)))))
+"""
+
+
+def test_two_processes_that_build_the_same_stores_end_with_one_of_each(tmp_path):
+    sources = [tmp_path / f"rows-{number}.jsonl" for number in range(5)]
+    for number, source in enumerate(sources):
+        rows = [{"prompt": f"what is {n}?", "completion": f"forty {n + number}"} for n in range(200)]
+        source.write_text("\n".join(map(json.dumps, rows)))
+    paths = [str(Path(chronicals.__file__).parents[1]), str(Path(tiny.__file__).parent)]
+    script = f"import sys; sys.path[:0] = {paths}\n{textwrap.dedent(BUILDER)}"
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", script, me, other, str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for me, other in (("one", "two"), ("two", "one"))
+    ]
+    while any(process.poll() is None for process in running):
+        if any(process.poll() for process in running):  # the other would wait for it
+            for process in running:
+                process.kill()
+        time.sleep(0.02)
+    finished = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [0, 0], "\n".join(errors for _, errors in finished)
+    assert len(list(tmp_path.glob("begun-rows-*-one"))) == len(list(tmp_path.glob("begun-rows-*-two"))) == 5
+    assert finished[0][0] == finished[1][0]
+    names = []
+    for source, line in zip(sources, finished[0][0].splitlines(), strict=True):
+        name, key, count, _ = line.split()
+        assert (name, count) == (source.name, "200")
+        store = TokenStore.open(tmp_path / "stores" / f"{key}.arrow")
+        fresh = TokenStore.build(source, tokenizer(), 64, tmp_path / "alone")
+        assert store.key == fresh.key
+        assert documents(store) == documents(fresh)
+        assert store.report == fresh.report
+        names += [f"{key}.arrow", f"{key}.json"]
+    assert sorted(path.name for path in (tmp_path / "stores").iterdir()) == sorted(names)
+
+
+def test_another_process_may_finish_the_same_store_at_any_moment(tmp_path, monkeypatch):
+    """Whatever file is about to get its name: another process gives its own that name just before."""
+    rows, replace = token_rows(5), store_module.os.replace
+    for moment in range(2):
+        cache, renamed = tmp_path / str(moment), []
+
+        def replace_late(source, target, cache=cache, renamed=renamed, moment=moment):
+            renamed.append(target)
+            if len(renamed) == moment + 1:
+                with monkeypatch.context() as other:
+                    other.setattr(store_module.os, "getpid", lambda: -1)
+                    other.setattr(store_module.os, "replace", replace)
+                    TokenStore.build(rows, tokenizer(), WIDTH, cache)
+            replace(source, target)
+
+        monkeypatch.setattr(store_module.os, "replace", replace_late)
+        store = TokenStore.build(rows, tokenizer(), WIDTH, cache)
+        monkeypatch.setattr(store_module.os, "replace", replace)
+        assert len(renamed) == 2
+        assert documents(store) == expected(rows)
+        assert sorted(path.suffix for path in cache.iterdir()) == [".arrow", ".json"]
+
+
+def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch):
+    rows = token_rows(5)
+    elsewhere = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path / "elsewhere")
+    (tmp_path / "here").mkdir()
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            for suffix in (".json", ".arrow"):
+                there = elsewhere.path.with_suffix(suffix)
+                (tmp_path / "here" / there.name).write_bytes(there.read_bytes())
+
+    monkeypatch.setattr(store_module.time, "sleep", sleep)
+    monkeypatch.setattr(Tokenizer, "encode", refuse)
+    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path / "here", builder=False)
+    assert len(waits) == 3
+    assert documents(store) == expected(rows)
+
+
+# --- parts of a store ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("count", "share", "held"), [(40, 0.25, 10), (7, 0.01, 1), (2, 0.5, 1), (33, 0.5, 16)])
+def test_a_split_is_disjoint_and_complete(tmp_path, count, share, held):
+    rows = token_rows(count)
+    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    train, validation = store.split(share, seed=3)
+    assert (len(train), len(validation)) == (count - held, held)
+    assert sorted(documents(train) + documents(validation)) == sorted(expected(rows))
+    for part in (train, validation):
+        assert part.lengths.tolist() == [len(ids) for ids, _ in documents(part)]
+        assert part.targets.tolist() == [sum(trained[1:]) for _, trained in documents(part)]
+
+
+def test_a_split_is_a_function_of_the_seed(tmp_path):
+    store = TokenStore.build(token_rows(60), tokenizer(), WIDTH, tmp_path)
+    again = TokenStore.open(store.path)
+    held = [documents(store.split(0.5, seed)[1]) for seed in range(5)]
+    assert held == [documents(again.split(0.5, seed)[1]) for seed in range(5)]
+    assert len({str(part) for part in held}) == 5
+
+
+@pytest.mark.parametrize(("count", "share"), [(1, 0.1), (2, 0.9), (10, 0.99)])
+def test_a_split_that_leaves_nothing_is_refused(tmp_path, count, share):
+    store = TokenStore.build(token_rows(count), tokenizer(), WIDTH, tmp_path)
+    with pytest.raises(DataError, match=f"validation_split={share}: leaves none of {count} documents"):
+        store.split(share, seed=0)
+
+
+def test_a_subset_holds_the_documents_asked_for(tmp_path):
+    rows = token_rows(30)
+    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    chosen = np.array(random.sample(range(30), 12))
+    part = store.subset(chosen)
+    assert documents(part) == [expected(rows)[n] for n in chosen]
+    assert np.array_equal(part.lengths, store.lengths[chosen])
+    assert np.array_equal(part.targets, store.targets[chosen])
+    assert documents(store) == expected(rows)
+
+
+def test_a_subset_of_a_subset_counts_within_it(tmp_path):
+    rows = token_rows(30)
+    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    outer, inner = np.array(random.sample(range(30), 12)), np.array(random.sample(range(12), 5))
+    part = store.subset(outer).subset(inner)
+    assert documents(part) == [expected(rows)[n] for n in outer[inner]]
+    train, validation = store.subset(outer).split(0.25, seed=0)
+    assert sorted(documents(train) + documents(validation)) == sorted(expected(rows)[n] for n in outer)

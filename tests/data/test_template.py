@@ -1,0 +1,570 @@
+"""What is trained, read back as text: every answer with its stop token and nothing else, for every template taken."""
+
+import copy
+import functools
+import importlib.util
+import itertools
+import random
+import re
+import string
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+from tokenizers.processors import TemplateProcessing
+
+import tiny
+from chronicals.data import DataError, TemplateError, Tokenizer, TokenStore, stop_token_ids
+from chronicals.data.tokenizer_training import train_tokenizer
+
+ZEPHYR = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + eos_token }}"
+    "{% else %}{{ raise_exception('no system message') }}{% endif %}{% endfor %}"
+)
+ENDLESS = (
+    "{% for m in messages %}{{ m['role'] + ':\n' + m['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+OTHER_PROMPT = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>model\n' }}{% endif %}"
+)
+END_ONLY_AT_LAST = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% if loop.last and m['role'] == 'assistant' %}{{ '<|im_end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+TAKEN = {
+    "cohere": ("", "<|END_OF_TURN_TOKEN|>"),
+    "cohere2": ("", "<|END_RESPONSE|>"),
+    "diffusion_gemma": ("", "<turn|>"),
+    "gemma": ("", "<end_of_turn>"),
+    "gemma3": ("", "<end_of_turn>"),
+    "gemma4": ("", "<turn|>"),
+    "gemma4_v2": ("", "<turn|>"),
+    "gemma4_v3": ("", "<turn|>"),
+    "gemma4_v4": ("", "<turn|>"),
+    "gemma4_v5": ("", "<turn|>"),
+    "gptoss": ("<|channel|>final<|message|>", "<|return|>"),
+    "lfm2": ("", "<|im_end|>"),
+    "lfm2_2_5": ("", "<|im_end|>"),
+    "lfm2_2_5_v2": ("", "<|im_end|>"),
+    "lfm2_2_5_vl": ("", "<|im_end|>"),
+    "lfm2_v2": ("", "<|im_end|>"),
+    "llama3": ("", "<|eot_id|>"),
+    "llama3_1": ("", "<|eot_id|>"),
+    "llama3_2": ("", "<|eot_id|>"),
+    "muse_glimmer": (" to=user<|message|>", "<|eot|>"),
+    "phi3": ("", "<|end|>"),
+    "phi3_5": ("", "<|end|>"),
+    "qwen2_5": ("", "<|im_end|>"),
+    "qwen2_5_vl": ("", "<|im_end|>"),
+    "qwen3": ("<think>\n\n</think>\n\n", "<|im_end|>"),
+    "qwen3_5_nothink": ("", "<|im_end|>"),
+    "qwen3_5_think": ("\n</think>\n\n", "<|im_end|>"),
+    "qwen3_6": ("\n</think>\n\n", "<|im_end|>"),
+    "qwen3_8": ("\n</think>\n\n", "<|im_end|>"),
+    "qwen3_instruct_2507": ("", "<|im_end|>"),
+    "qwen3_vl": ("", "<|im_end|>"),
+}
+"""Templates of trl that are taken: what the model itself writes before its answer, and its stop token."""
+
+OTHERWISE_CONTINUED = "asks the model to continue is not how it renders"
+REFUSED = {
+    "deepseek_r1_distill": OTHERWISE_CONTINUED,
+    "deepseekv3": OTHERWISE_CONTINUED,
+    "glm4moe": "writes no special token after an assistant's answer",
+    "nemotron_3_5_lightning": OTHERWISE_CONTINUED,
+    "nemotron_3_nano": OTHERWISE_CONTINUED,
+    "nemotron_3_super": OTHERWISE_CONTINUED,
+    "nemotron_3_ultra": OTHERWISE_CONTINUED,
+}
+"""Templates of trl that are refused for any conversation, and the reason given."""
+
+PARTS_ONLY = ["idefics3", "llava_next", "smolvlm"]
+"""Templates that render contents only as lists of parts."""
+
+REFUSED_IN_PART = {
+    ("gemma", "system"): "System role not supported",
+    ("gptoss", "turns"): r"'<\|return\|>' does not close this assistant turn",
+    ("qwen3_5_nothink", "turns"): OTHERWISE_CONTINUED,
+    ("qwen3_5_think", "turns"): OTHERWISE_CONTINUED,
+    ("qwen3_6", "turns"): OTHERWISE_CONTINUED,
+}
+"""Templates that are taken but for one kind of conversation."""
+
+
+def shipped(name):
+    trl = importlib.util.find_spec("trl")
+    if trl is None:
+        pytest.skip("trl is not installed")
+    path = Path(trl.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja"
+    if not path.exists():
+        pytest.skip(f"this trl has no {path.name}")
+    return path.read_text()
+
+
+@functools.cache
+def base_tokenizer():
+    return train_tokenizer([*tiny.TEXTS, "b: a", "user: assistant: system\nmodel\n"] * 20, vocab_size=400)
+
+
+SPECIAL = re.compile(
+    r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>]{1,40}\uff5c>|<\|\w+>|<\w+\|>"
+    r"|</?(?:start_of_turn|end_of_turn|end_of_utterance|image|s)>"
+)
+ADDED = re.compile(r"</?(?:think|tool_call|tool_response)>")
+
+
+def with_template(template, **named):
+    """A tokenizer that has the template and its special tokens."""
+    tokenizer = copy.deepcopy(base_tokenizer())
+    for pattern, special in ((SPECIAL, True), (ADDED, False)):
+        found = sorted(set(pattern.findall(template)))
+        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in found], special)
+    tokenizer.add_special_tokens({"bos_token": "<bos>", **named})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def spans(ids, trained):
+    """The runs of trained tokens."""
+    assert len(ids) == len(trained)
+    edges = np.flatnonzero(np.diff([0, *map(int, trained), 0]))
+    return [ids[start:end] for start, end in edges.reshape(-1, 2)]
+
+
+def trained_texts(tokenizer, record):
+    ids, trained = Tokenizer(tokenizer).encode(record, "row 1")
+    return [tokenizer.decode(span, skip_special_tokens=False) for span in spans(ids, trained)]
+
+
+def saying():
+    """A random text; templates strip its ends, so those are letters."""
+    middle = "".join(random.choices(string.ascii_letters + string.digits + "   \n\n.:é🙂", k=random.randrange(40)))
+    return f"{random.choice(string.ascii_letters)}{middle}{random.choice(string.ascii_letters)}"
+
+
+def conversation(kind):
+    turns = 1 if kind in ("single", "system") else random.randint(2, 5)
+    system = [{"role": "system", "content": saying()}] if kind == "system" else []
+    return [*system, *({"role": role, "content": saying()} for _ in range(turns) for role in ("user", "assistant"))]
+
+
+def answers(messages):
+    return [message["content"] for message in messages if message["role"] == "assistant"]
+
+
+# --- conversations ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["single", "turns", "system"])
+def test_chatml_trains_answers_and_their_stop(kind):
+    for _ in range(20):
+        messages = conversation(kind)
+        assert trained_texts(tiny.tokenizer(), {"messages": messages}) == [f"{a}<|im_end|>" for a in answers(messages)]
+
+
+@pytest.mark.parametrize("kind", ["single", "turns"])
+@pytest.mark.parametrize(("template", "opening"), [(ZEPHYR, ""), (MISTRAL, " ")], ids=["zephyr", "mistral"])
+def test_a_stop_that_is_eos_and_padding_is_trained(template, opening, kind):
+    tokenizer = with_template(template, eos_token="</s>", pad_token="</s>")
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    messages = conversation(kind)
+    assert trained_texts(tokenizer, {"messages": messages}) == [f"{opening}{a}</s>" for a in answers(messages)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [pair for pair in itertools.product(TAKEN, ["single", "turns", "system"]) if pair != ("qwen3", "turns")],
+)
+def test_templates_of_trl_train_answers_and_their_stop(name, kind):
+    """Except for Qwen3's earlier answers, which have a test of their own."""
+    tokenizer = with_template(shipped(name))
+    opening, stop = TAKEN[name]
+    for _ in range(3):
+        messages = conversation(kind)
+        if (name, kind) in REFUSED_IN_PART:
+            with pytest.raises(TemplateError, match=REFUSED_IN_PART[name, kind]):
+                Tokenizer(tokenizer).encode({"messages": messages}, "row 1")
+        else:
+            expected = [f"{opening}{answer}{stop}" for answer in answers(messages)]
+            assert trained_texts(tokenizer, {"messages": messages}) == expected
+
+
+@pytest.mark.parametrize("kind", ["single", "turns"])
+@pytest.mark.parametrize("name", REFUSED)
+def test_templates_of_trl_that_cannot_be_masked_are_refused(name, kind):
+    with pytest.raises(TemplateError, match=REFUSED[name]):
+        Tokenizer(with_template(shipped(name))).encode({"messages": conversation(kind)}, "row 1")
+
+
+def test_earlier_answers_of_qwen3_are_trained_as_rendered_or_refused_for_a_true_reason():
+    """Earlier answers lose their empty <think> block, but <|im_end|> closes every one of them."""
+    tokenizer = with_template(shipped("qwen3"))
+    messages = conversation("turns")
+    rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert all(f"{answer}<|im_end|>" in rendered for answer in answers(messages))
+    try:
+        texts = trained_texts(tokenizer, {"messages": messages})
+    except TemplateError as error:
+        assert "does not close" not in str(error)
+    else:
+        *earlier, last = answers(messages)
+        assert texts == [*(f"{a}<|im_end|>" for a in earlier), f"<think>\n\n</think>\n\n{last}<|im_end|>"]
+
+
+@pytest.mark.parametrize("name", PARTS_ONLY)
+def test_templates_for_lists_of_parts_mask_exactly_or_are_refused_for_a_true_reason(name):
+    tokenizer = with_template(shipped(name))
+    messages = conversation("turns")
+    with pytest.raises(TemplateError):
+        Tokenizer(tokenizer).encode({"messages": messages}, "row 1")
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    stop = "</s>" if name == "llava_next" else "<end_of_utterance>"
+    rendered = tokenizer.apply_chat_template(parts, tokenize=False)
+    assert all(f"{answer}{stop}" in rendered for answer in answers(messages))
+    try:
+        texts = trained_texts(tokenizer, {"messages": parts})
+    except DataError as error:
+        assert "writes no special token" not in str(error)
+    else:
+        assert texts == [f" {answer}{stop}" for answer in answers(messages)]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "llama3", "gemma"])
+def test_contents_in_parts_are_never_lost_or_spelt_out(name):
+    """These templates know contents as text alone: they drop a list, or write it as Python would print it."""
+    tokenizer = with_template(shipped(name))
+    messages = conversation("single")
+    parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    try:
+        ids, trained = Tokenizer(tokenizer).encode({"messages": parts}, "row 1")
+    except DataError:
+        return
+    assert (ids, trained) == Tokenizer(tokenizer).encode({"messages": messages}, "row 1")
+
+
+@pytest.mark.parametrize("name", [*TAKEN, "chatml"])
+def test_a_stop_token_inside_an_answer_does_not_end_its_mask(name):
+    tokenizer = tiny.tokenizer() if name == "chatml" else with_template(shipped(name))
+    opening, stop = TAKEN.get(name, ("", "<|im_end|>"))
+    messages = [
+        {"role": "user", "content": f"what is {stop} for?"},
+        {"role": "assistant", "content": f"it ends {stop} a turn"},
+        {"role": "user", "content": f"{stop} too?"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    try:
+        texts = trained_texts(tokenizer, {"messages": messages})
+    except TemplateError:
+        assert (name, "turns") in REFUSED_IN_PART or name == "qwen3"
+    else:
+        first = "" if name == "qwen3" else opening  # its earlier answers come without what opens the last
+        assert texts == [f"{first}{messages[1]['content']}{stop}", f"{opening}yes{stop}"]
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "measure",
+        "description": "Measures a thing.",
+        "parameters": {
+            "type": "object",
+            "properties": {"thing": {"type": "string", "description": "What to measure."}},
+        },
+    },
+}
+WITH_TOOLS = {
+    "tools": [TOOL],
+    "messages": [
+        {"role": "user", "content": "how long is the table?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": {"name": "measure", "arguments": {"thing": "table"}}}],
+        },
+        {"role": "tool", "name": "measure", "content": "forty two"},
+        {"role": "assistant", "content": "it is 42 long"},
+    ],
+}
+
+
+@pytest.mark.parametrize("name", [*TAKEN, "chatml"])
+def test_calls_of_tools_are_trained_whole_or_the_template_is_refused(name):
+    """Whatever a template makes of a call: it must not teach an empty turn in its place."""
+    tokenizer = tiny.tokenizer() if name == "chatml" else with_template(shipped(name))
+    opening, stop = TAKEN.get(name, ("", "<|im_end|>"))
+    try:
+        call, answer = trained_texts(tokenizer, WITH_TOOLS)
+    except TemplateError:
+        return
+    assert "measure" in call
+    assert "table" in call
+    assert call.endswith(stop)
+    assert "forty two" not in call
+    assert answer == f"{opening}it is 42 long{stop}"
+
+
+def test_an_answer_that_merges_with_its_opening_is_refused():
+    tokenizer = train_tokenizer(["a\n\n\n"] * 20, vocab_size=300)
+    whole, opening = (tokenizer(text)["input_ids"] for text in ("\n\n\nb", "\n"))
+    assert whole[:1] != opening
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\n\nb"}]
+    with pytest.raises(TemplateError, match=r"row 1: message 2: .*would not match generation"):
+        Tokenizer(tokenizer).encode({"messages": messages}, "row 1")
+
+
+def test_an_empty_answer_trains_its_stop():
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]
+    assert trained_texts(tiny.tokenizer(), {"messages": messages}) == ["<|im_end|>"]
+
+
+def test_a_conversation_without_an_answer_trains_nothing():
+    assert trained_texts(tiny.tokenizer(), {"messages": [{"role": "user", "content": "a"}]}) == []
+
+
+def test_the_ids_are_what_the_template_renders_and_generation_continues_them():
+    tokenizer = Tokenizer(tiny.tokenizer())
+    messages = conversation("turns")
+    ids, trained = tokenizer.encode({"messages": messages}, "row 1")
+    text = tokenizer.tokenizer.apply_chat_template(messages, tokenize=False)
+    assert ids == tokenizer.tokenizer(text, add_special_tokens=False)["input_ids"]
+    prompt = tokenizer.render(messages[:-1], generation=True)
+    assert ids[: len(prompt)] == prompt
+    assert trained[len(prompt)]
+    assert not trained[len(prompt) - 1]
+
+
+def test_a_conversation_must_not_begin_with_the_assistant():
+    messages = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    with pytest.raises(TemplateError, match=r"^rows\.jsonl:3: the conversation begins with the assistant"):
+        Tokenizer(tiny.tokenizer()).encode({"messages": messages}, "rows.jsonl:3")
+
+
+def test_a_tokenizer_without_a_template_says_what_to_do():
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    with pytest.raises(TemplateError, match=r"^row 1: .*no chat template; set tokenizer\.chat_template.*completion"):
+        Tokenizer(tokenizer).encode(tiny.chat_rows(1)[0], "row 1")
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (ENDLESS, "writes no special token after an assistant's answer, so the model would never learn to stop"),
+        (OTHER_PROMPT, OTHERWISE_CONTINUED),
+        (END_ONLY_AT_LAST, r"message 2: the stop token '<\|im_end\|>' does not close this assistant turn"),
+    ],
+    ids=["endless", "other prompt", "end only at last"],
+)
+def test_templates_that_cannot_be_masked_are_refused_by_reason(template, reason):
+    with pytest.raises(TemplateError, match=reason):
+        Tokenizer(with_template(template)).encode({"messages": conversation("turns")}, "row 1")
+
+
+def test_what_the_template_raises_is_passed_on_with_the_row():
+    with pytest.raises(TemplateError, match=r"^row 9: the chat template refuses the conversation: no system message"):
+        Tokenizer(with_template(MISTRAL, eos_token="</s>")).encode({"messages": conversation("system")}, "row 9")
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ("a", "must be a list"),
+        ([], "at least one message"),
+        (None, "must be a list"),
+        (["a"], "message 1 must be an object"),
+        ([{"role": "user", "content": "a"}, {"content": "a"}], "message 2 must be an object with 'role'"),
+        ([{"role": "user", "content": "a"}, {"role": "assistant"}], r"message 2 \(assistant\) has no content"),
+    ],
+)
+def test_malformed_messages_are_named(messages, reason):
+    with pytest.raises(DataError, match=f"^row 5: .*{reason}"):
+        Tokenizer(tiny.tokenizer()).encode({"messages": messages}, "row 5")
+
+
+# --- prompts, completions and texts ----------------------------------------------------------------------------------
+
+
+def marking(before="", after=""):
+    """A tokenizer that puts special tokens around every text, as those of Llama and T5 do."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    marks = [(text, tokenizer.convert_tokens_to_ids(text)) for text in (before, after) if text]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{before} $A {after}".strip(), special_tokens=marks
+    )
+    assert tokenizer("a")["input_ids"] == [
+        *(tokenizer.convert_tokens_to_ids([before]) if before else []),
+        *tokenizer("a", add_special_tokens=False)["input_ids"],
+        *(tokenizer.convert_tokens_to_ids([after]) if after else []),
+    ]
+    return tokenizer
+
+
+MARKS = [("", ""), ("<bos>", ""), ("<bos>", "<|endoftext|>"), ("", "<|endoftext|>")]
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_a_completion_and_its_end_are_trained_and_its_prompt_is_not(marks):
+    tokenizer = marking(*marks)
+    prompt, completion = saying(), saying()
+    ids, trained = Tokenizer(tokenizer).encode({"prompt": prompt, "completion": completion}, "row 1")
+    (span,) = spans(ids, trained)
+    assert tokenizer.decode(span, skip_special_tokens=False) == f"{completion}<|endoftext|>"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{marks[0]}{prompt}{completion}<|endoftext|>"
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_a_prompt_is_tokenised_as_it_will_be_asked(marks):
+    tokenizer = Tokenizer(marking(*marks))
+    prompt = saying()
+    ids, trained = tokenizer.encode({"prompt": prompt, "completion": saying()}, "row 1")
+    assert ids[: trained.index(True)] == tokenizer.prompt(prompt)
+
+
+def test_a_completion_that_brings_its_own_end_has_one():
+    tokenizer = tiny.tokenizer()
+    row = {"prompt": "a", "completion": "b<|endoftext|>"}
+    assert trained_texts(tokenizer, row) == ["b<|endoftext|>"]
+
+
+def test_a_conversation_as_prompt_and_completion_trains_the_completion_alone():
+    messages = conversation("turns")
+    row = {"prompt": messages[:-1], "completion": messages[-1:]}
+    ids, _ = Tokenizer(tiny.tokenizer()).encode(row, "row 1")
+    assert ids == Tokenizer(tiny.tokenizer()).encode({"messages": messages}, "row 1")[0]
+    assert trained_texts(tiny.tokenizer(), row) == [f"{messages[-1]['content']}<|im_end|>"]
+
+
+@pytest.mark.parametrize("end", ["", "<|endoftext|>"])
+@pytest.mark.parametrize("marks", MARKS)
+def test_a_text_is_trained_whole_and_ends_once(marks, end):
+    tokenizer, text = marking(*marks), saying()
+    ids, trained = Tokenizer(tokenizer).encode({"text": text + end}, "row 1")
+    assert tokenizer.decode(ids, skip_special_tokens=False) == f"{marks[0]}{text}<|endoftext|>"
+    assert trained == [True] * len(ids)
+
+
+@pytest.mark.parametrize("row", [{"text": "<bos>hello"}, {"prompt": "<bos>hello", "completion": "b"}])
+def test_a_text_that_brings_its_own_beginning_has_one(row):
+    tokenizer = marking("<bos>")
+    ids, _ = Tokenizer(tokenizer).encode(row, "row 1")
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids[0] == tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize("row", [{"text": "a"}, {"prompt": "a", "completion": "b"}])
+def test_a_tokenizer_without_an_end_of_text_is_refused(row):
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(DataError, match=r"^row 1: the tokenizer has no eos_token"):
+        Tokenizer(tokenizer).encode(row, "row 1")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": None}, "text must be text, this is NoneType"),
+        ({"text": ["a"]}, "text must be text, this is list"),
+        ({"prompt": 3, "completion": "a"}, "prompt must be text, this is int"),
+        ({"prompt": "a", "completion": None}, "completion must be text, this is NoneType"),
+    ],
+)
+def test_fields_that_are_no_text_are_named(row, reason):
+    with pytest.raises(DataError, match=f"^row 2: {reason}"):
+        Tokenizer(tiny.tokenizer()).encode(row, "row 2")
+
+
+@pytest.mark.parametrize("row", [{"text": "a\ud800b"}, {"prompt": "a", "completion": "\udfff"}])
+def test_text_that_no_tokenizer_takes_is_a_data_error(row):
+    """JSON may hold half of a surrogate pair."""
+    with pytest.raises(DataError, match=r"^row 2: "):
+        Tokenizer(tiny.tokenizer()).encode(row, "row 2")
+
+
+# --- token ids -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [list, np.array])
+def test_labels_are_the_mask_of_token_ids(make):
+    ids = [random.randrange(300) for _ in range(30)]
+    mask = [random.random() < 0.5 for _ in ids]
+    labels = make([token if kept else -100 for token, kept in zip(ids, mask)])
+    got, trained = Tokenizer(tiny.tokenizer()).encode({"input_ids": make(ids), "labels": labels}, "row 1")
+    assert list(got) == ids
+    assert list(trained) == mask
+
+
+@pytest.mark.parametrize("row", [{"input_ids": [3, 1, 2]}, {"input_ids": [3, 1, 2], "labels": None}])
+def test_token_ids_without_labels_are_trained_whole(row):
+    assert Tokenizer(tiny.tokenizer()).encode(row, "row 1") == ([3, 1, 2], [True] * 3)
+
+
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        ([1, 2], "3 input_ids but 2 labels; they must be aligned"),
+        ([2, 3, -100], r"labels\[0\]=2 is neither -100 nor input_ids\[0\]=1"),
+        ([1, 2, 0], r"labels\[2\]=0 is neither"),
+    ],
+)
+def test_labels_that_are_not_aligned_are_refused(labels, reason):
+    with pytest.raises(DataError, match=f"^row 6: {reason}"):
+        Tokenizer(tiny.tokenizer()).encode({"input_ids": [1, 2, 3], "labels": labels}, "row 6")
+
+
+@pytest.mark.parametrize("ids", [None, "hello", [1, None], [1, "2"], [1.5, 2.0], [[1, 2]], [1, -5], [1, 2**31]])
+def test_what_is_no_list_of_token_ids_is_a_data_error(ids, tmp_path):
+    with pytest.raises(DataError, match=r"row 2: "):
+        TokenStore.build([{"input_ids": [1, 2]}, {"input_ids": ids}], Tokenizer(tiny.tokenizer()), 8, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# --- objectives and stops --------------------------------------------------------------------------------------------
+
+EVERY_KIND = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
+    {"prompt": "a", "completion": "b"},
+    {"text": "a"},
+    {"input_ids": [1, 2, 3], "labels": [-100, 2, -100]},
+]
+
+
+@pytest.mark.parametrize("row", EVERY_KIND)
+def test_pretraining_trains_every_token_of_every_kind(row):
+    ids, trained = Tokenizer(tiny.tokenizer(), "pretraining").encode(row, "row 1")
+    assert ids == Tokenizer(tiny.tokenizer()).encode(row, "row 1")[0]
+    assert trained == [True] * len(ids)
+
+
+def named(tokenizer, ids):
+    return tokenizer.convert_ids_to_tokens(ids)
+
+
+def test_generation_stops_where_training_did_and_at_the_end_of_text():
+    tokenizer = tiny.tokenizer()
+    assert named(tokenizer, stop_token_ids(tokenizer)) == ["<|im_end|>", "<|endoftext|>"]
+    tokenizer.eos_token = None
+    assert named(tokenizer, stop_token_ids(tokenizer)) == ["<|im_end|>"]
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    assert named(tokenizer, stop_token_ids(tokenizer)) == ["<|endoftext|>"]
+    tokenizer = with_template(ZEPHYR, eos_token="</s>", pad_token="</s>")
+    assert named(tokenizer, stop_token_ids(tokenizer)) == ["</s>"]
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_the_stop_token_of_a_template_is_where_its_answers_end(name):
+    tokenizer = with_template(shipped(name))
+    assert named(tokenizer, stop_token_ids(tokenizer)) == [TAKEN[name][1], "<|endoftext|>"]
+    ids, trained = Tokenizer(tokenizer).encode({"messages": conversation("single")}, "row 1")
+    assert spans(ids, trained)[0][-1] == stop_token_ids(tokenizer)[0]

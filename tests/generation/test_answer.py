@@ -1,0 +1,74 @@
+import json
+
+import pytest
+import runs
+import tiny
+import torch
+
+from chronicals.data import Tokenizer, stop_token_ids
+from chronicals.generation import answer, generate, load_trained
+from chronicals.training.evaluation import evaluate_file
+
+QUESTION, ANSWER = "what is the answer to everything?", "the answer to everything is forty two"
+
+
+@pytest.fixture(scope="module", params=["full", "lora"])
+def overfitted(request, tmp_path_factory):
+    """A model that has learned one answer by heart, its stop token included."""
+    folder = tmp_path_factory.mktemp("overfitted")
+    base = folder / "base"
+    tiny.llama().save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    from transformers import AutoModelForCausalLM
+
+    rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}] * 8
+    lora = {"use_lora": True, "lora_rank": 16, "lora_alpha": 32, "lora_dropout": 0.0, "learning_rate": 2e-3}
+    runs.train(
+        folder, rows=rows, model=AutoModelForCausalLM.from_pretrained(base), max_steps=80, batch_size=1,
+        gradient_accumulation_steps=1, **(lora if request.param == "lora" else {}),
+    )  # fmt: skip
+    return folder / "run"
+
+
+@pytest.mark.parametrize("place", ["", "model", "checkpoints/step-00000080"])
+def test_answers_and_stops(overfitted, place):
+    trained = load_trained(overfitted / place)
+    assert trained.chats
+    assert answer(trained, QUESTION, max_new_tokens=200) == ANSWER
+    ids = Tokenizer(trained.tokenizer).render([{"role": "user", "content": QUESTION}], generation=True)
+    produced = generate(trained.model, trained.tokenizer, ids, max_new_tokens=200)
+    assert produced[-1] == Tokenizer(trained.tokenizer).stop_token()
+    assert produced.count(produced[-1]) == 1
+
+
+def test_the_stop_token_is_in_the_generation_config(overfitted):
+    path = overfitted / "model" / "generation_config.json"
+    if not path.exists():
+        pytest.skip("an adapter has none")
+    stops = json.loads(path.read_text())["eos_token_id"]
+    assert set(stop_token_ids(tiny.tokenizer())) <= set(stops)
+
+
+def test_generation_is_repeatable_and_leaves_the_random_state(overfitted):
+    trained = load_trained(overfitted)
+    state = torch.get_rng_state()
+    first = answer(trained, "hello", max_new_tokens=20, temperature=1.5, seed=3)
+    assert torch.equal(state, torch.get_rng_state())
+    assert first == answer(trained, "hello", max_new_tokens=20, temperature=1.5, seed=3)
+
+
+def test_evaluation_tokenises_as_training_did(overfitted, tmp_path):
+    file = tmp_path / "same.jsonl"
+    rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}]
+    file.write_text(json.dumps(rows[0]) + "\n")
+    trained = load_trained(overfitted)
+    evaluation = evaluate_file(trained.model, trained.tokenizer, file, runs.config(tmp_path))
+    about = json.loads((overfitted / "model" / "chronicals.json").read_text())
+    assert about["tokenization"] == Tokenizer(trained.tokenizer).fingerprint()
+    assert evaluation.token_accuracy == 1.0
+    assert evaluation.loss == pytest.approx(runs.trajectory(overfitted.parent)[-1][1], rel=0.05)
+
+
+def test_a_folder_without_a_model(tmp_path):
+    with pytest.raises(ValueError, match="neither a model"):
+        load_trained(tmp_path)

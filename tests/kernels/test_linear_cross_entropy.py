@@ -1,0 +1,388 @@
+"""linear_cross_entropy and fused_cross_entropy against log-softmax by the book and torch's own cross_entropy."""
+
+import itertools
+import math
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from mutants import mutant
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chronicals.kernels import fused_cross_entropy, linear_cross_entropy
+from comparison import assert_as_exact_as_plain
+
+TYPES = [torch.float32, torch.bfloat16]
+module = sys.modules["chronicals.kernels.linear_cross_entropy"]  # the package has a function of that name
+ROWS, WIDTH, VOCABULARY = 23, 19, 101
+WEIGHT = 0.3  # logits of a standard deviation near 1.3
+IGNORED = -100
+
+
+def plain(hidden, weight, targets, bias=None, eighths=None, scale=1.0, softcap=None) -> Tensor:
+    """All logits at once, by the definition; ``eighths`` are token weights as whole numbers."""
+    z = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
+    z = z.to(torch.promote_types(z.dtype, torch.float32)) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    chances = torch.log_softmax(z, -1).gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    losses = torch.where(targets == IGNORED, 0.0, -chances)
+    return (losses if eighths is None else losses * eighths / 8).sum()
+
+
+def fused(function=linear_cross_entropy, chunk_size=7, scale=1.0, softcap=None):
+    def call(hidden, weight, targets, bias=None, eighths=None):
+        return function(
+            hidden, weight, targets, bias=bias, scale=scale, softcap=softcap, chunk_size=chunk_size,
+            weights=None if eighths is None else eighths / 8,
+        )  # fmt: skip
+
+    return call
+
+
+def draw_targets(rows, device, ignored=0.3):
+    targets = torch.randint(0, VOCABULARY, (rows,), device=device)
+    targets[torch.rand(rows, device=device) < ignored] = IGNORED
+    return targets
+
+
+def inputs(dtype, device, rows=ROWS, bias=False, weighted=False, ignored=0.3):
+    def draw():
+        drawn = [
+            torch.randn(rows, WIDTH, device=device).to(dtype),
+            (torch.randn(VOCABULARY, WIDTH, device=device) * WEIGHT).to(dtype),
+            draw_targets(rows, device, ignored),
+        ]
+        if bias:
+            drawn.append(torch.randn(VOCABULARY, device=device).to(dtype))
+        if weighted:
+            drawn.append(torch.randint(0, 24, (rows,), device=device))
+        return drawn
+
+    return draw
+
+
+def compare(draw, bias=False, weighted=False, scale=1.0, softcap=None, **options):
+    def arrange(function):
+        def call(hidden, weight, targets, *rest):
+            rest = list(rest)
+            b = rest.pop(0) if bias else None
+            return function(hidden, weight, targets, b, rest.pop(0) if weighted else None)
+
+        return call
+
+    def definition(*tensors):
+        return plain(*tensors, scale=scale, softcap=softcap)
+
+    assert_as_exact_as_plain(arrange(fused(scale=scale, softcap=softcap, **options)), arrange(definition), draw)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("scale", [1.0, 0.25, -1.5])
+def test_every_option(scale, softcap, weighted, bias, dtype, device):
+    draw = inputs(dtype, device, bias=bias, weighted=weighted)
+    compare(draw, bias=bias, weighted=weighted, scale=scale, softcap=softcap)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("chunk_size", [1, 2, 7, ROWS - 1, ROWS, 4096])
+@pytest.mark.parametrize("rows", [1, 2, ROWS])
+def test_every_chunk_size(rows, chunk_size, dtype, device):
+    compare(inputs(dtype, device, rows=rows), chunk_size=chunk_size)
+
+
+def test_no_target_ignored(device):
+    compare(inputs(torch.float32, device, ignored=0.0))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_non_contiguous(dtype, device):
+    def draw():
+        hidden = torch.randn(WIDTH, 2 * ROWS, device=device).to(dtype).t()[::2]
+        weight = (torch.randn(WIDTH, VOCABULARY, device=device) * WEIGHT).to(dtype).t()
+        targets = torch.stack((draw_targets(ROWS, device), draw_targets(ROWS, device)), 1)[:, 0]
+        bias = torch.randn(VOCABULARY, 2, device=device).to(dtype)[:, 0]
+        eighths = torch.randint(0, 24, (2 * ROWS,), device=device)[::2]
+        assert not any(x.is_contiguous() for x in (hidden, weight, targets, bias, eighths))
+        return hidden, weight, targets, bias, eighths
+
+    compare(draw, bias=True, weighted=True, scale=0.5, softcap=4.0)
+
+
+@pytest.mark.parametrize("ignored", ["all", "no rows"])
+def test_nothing_to_train_on(ignored, device):
+    rows = 0 if ignored == "no rows" else ROWS
+    hidden, weight, targets = inputs(torch.float32, device, rows=rows, ignored=1.1)()
+    hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
+    loss = linear_cross_entropy(hidden, weight, targets, softcap=3.0, weights=torch.ones(rows, device=device))
+    loss.backward()
+    assert loss.item() == 0
+    assert torch.equal(hidden.grad, torch.zeros_like(hidden))
+    assert torch.equal(weight.grad, torch.zeros_like(weight))
+    assert torch.isnan(fused_cross_entropy(hidden, weight, targets))
+    assert torch.equal(
+        fused_cross_entropy(hidden, weight, targets, reduction="none"), torch.zeros(rows, device=device)
+    )
+
+
+def test_ignored_rows_are_as_if_absent(device):
+    """Their hidden states get no gradient, and a loss over the others alone is the same."""
+    hidden, weight, targets = inputs(torch.float32, device)()
+    targets[0], targets[1] = IGNORED, 5
+    here = hidden.clone().requires_grad_()
+    linear_cross_entropy(here, weight, targets, chunk_size=4).backward()
+    kept = targets != IGNORED
+    there = hidden[kept].requires_grad_()
+    linear_cross_entropy(there, weight, targets[kept], chunk_size=4).backward()
+    assert not here.grad[~kept].any()
+    torch.testing.assert_close(here.grad[kept], there.grad, rtol=1e-5, atol=1e-6)
+
+
+def test_likely_targets_keep_their_small_losses(device):
+    """Where the model is sure and right, loss and gradient are small differences of large logits. The logits themselves
+    are exact here (whole numbers), so that only what is made of them counts."""
+
+    def draw():
+        weight = torch.randint(-3, 4, (VOCABULARY, WIDTH), device=device).float()
+        targets = torch.randint(0, VOCABULARY, (ROWS,), device=device)
+        return weight[targets] / 8, weight, targets
+
+    compare(draw)
+
+
+def test_far_logits_do_not_overflow(device):
+    hidden = torch.full((3, 2), 100.0, device=device, requires_grad=True)
+    weight = torch.tensor([[1e3, 0.0], [0.0, 1e3], [-1e3, 0.0]], device=device, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.tensor([0, 1, 2], device=device))
+    loss.backward()
+    assert loss.item() == pytest.approx(2e5 + 3 * math.log(2), rel=1e-7)
+    assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+
+
+# --- fused_cross_entropy against torch ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("shape", [(ROWS,), (1,), (3, 5), (2, 1, 4)], ids=str)
+def test_reductions_equal_torch(shape, reduction, dtype, device):
+    """Upstream gradients are random: for ``none`` every token has its own."""
+
+    def draw():
+        rows = torch.Size(shape).numel()
+        targets = draw_targets(rows, device)
+        targets[0] = 3  # a mean over nothing is not a number
+        return (
+            torch.randn(*shape, WIDTH, device=device).to(dtype),
+            (torch.randn(VOCABULARY, WIDTH, device=device) * WEIGHT).to(dtype),
+            targets.view(shape),
+        )
+
+    def ours(hidden, weight, targets):
+        return fused_cross_entropy(hidden, weight, targets, chunk_size=4, reduction=reduction)
+
+    def torchs(hidden, weight, targets):
+        logits = (hidden @ weight.t()).flatten(0, -2)
+        losses = F.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten(), reduction=reduction
+        )
+        return losses.view(targets.shape) if reduction == "none" else losses
+
+    assert_as_exact_as_plain(ours, torchs, draw)
+
+
+def test_mean_is_the_default_and_float32(device):
+    hidden, weight, targets = inputs(torch.bfloat16, device)()
+    targets[0] = 3
+    loss = fused_cross_entropy(hidden, weight, targets)
+    assert loss.shape == () and loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(F.cross_entropy((hidden @ weight.t()).float(), targets).item(), rel=1e-5)
+    assert fused_cross_entropy(hidden, weight, targets, reduction="none").dtype == torch.float32
+
+
+def test_none_is_zero_where_ignored(device):
+    hidden, weight, targets = inputs(torch.float32, device)()
+    losses = fused_cross_entropy(hidden, weight, targets, reduction="none")
+    assert not losses[targets == IGNORED].any() and (losses[targets != IGNORED] > 0).all()
+
+
+def test_upstream_gradient_scales(device):
+    """Three times the loss has three times the gradient, of every input."""
+
+    def gradients(factor):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+        (linear_cross_entropy(*leaves[:2], targets, bias=leaves[2], chunk_size=5) * factor).backward()
+        return [x.grad for x in leaves]
+
+    hidden, weight, targets, bias = inputs(torch.float32, device, bias=True)()
+    for once, thrice in zip(gradients(1.0), gradients(-3.0), strict=True):
+        assert once.abs().max() > 0
+        torch.testing.assert_close(thrice, once * -3, rtol=1e-6, atol=0)
+
+
+# --- what is frozen, and what exists -------------------------------------------------------------------------------
+
+
+class Shapes(TorchDispatchMode):
+    """The shapes of all tensors that operations make, in the forward and the backward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.seen += [x.shape for x in torch.utils._pytree.tree_leaves(out) if isinstance(x, Tensor)]
+        return out
+
+
+def run_with_shapes(hidden, weight, targets, bias=None):
+    with Shapes() as shapes:
+        loss = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk_size=7)
+        if loss.requires_grad:
+            loss.backward()
+    return loss.detach(), shapes.seen
+
+
+@pytest.mark.parametrize("trained", list(itertools.product([True, False], repeat=3)), ids=str)
+def test_frozen_inputs(trained, device):
+    """What is frozen gets no gradient, and what is not gets the same as ever, bit for bit."""
+    drawn = inputs(torch.float32, device, bias=True)()
+    targets = drawn.pop(2)
+    every = [x.clone().requires_grad_() for x in drawn]
+    some = [x.clone().requires_grad_(flag) for x, flag in zip(drawn, trained)]
+    full, full_shapes = run_with_shapes(*every[:2], targets, every[2])
+    loss, shapes = run_with_shapes(*some[:2], targets, some[2])
+    assert torch.equal(loss, full)
+    for a, b, flag in zip(every, some, trained, strict=True):
+        assert (b.grad is not None) == flag
+        assert not flag or (torch.equal(a.grad, b.grad) and a.grad.any())
+    size_of_head = torch.Size((VOCABULARY, WIDTH))
+    assert size_of_head in full_shapes, "the count of shapes sees nothing"
+    if not trained[1]:  # the fp32 gradient of a frozen head must not even be allocated
+        assert size_of_head not in shapes
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("chunk_size", [1, 6, 13])
+def test_no_more_rows_of_logits_than_asked_for(chunk_size, reduction, device):
+    """Of all that is made, forward and backward, nothing as wide as the vocabulary has more rows than a chunk."""
+    rows, width, vocabulary = 61, 1, 211  # so narrow that the head itself is no larger than one row of logits
+    hidden = torch.randn(rows, width, device=device, requires_grad=True)
+    weight = torch.randn(vocabulary, width, device=device, requires_grad=True)
+    targets = torch.randint(0, vocabulary, (rows,), device=device)
+    with Shapes() as shapes:
+        loss = fused_cross_entropy(hidden, weight, targets, chunk_size=chunk_size, reduction=reduction)
+        loss.backward(torch.rand_like(loss))
+    assert weight.grad.any() and hidden.grad.any()
+    sizes = [shape.numel() for shape in shapes.seen if vocabulary in shape]
+    assert max(sizes) == chunk_size * vocabulary
+    assert max(shape.numel() for shape in shapes.seen) == chunk_size * vocabulary
+
+
+# --- errors --------------------------------------------------------------------------------------------------------
+
+GOOD = {"hidden": (5, 4), "weight": (11, 4), "targets": (5,)}
+WRONG = {
+    "narrow weight": {"weight": (11, 3)},
+    "weight of one dimension": {"weight": (11,)},
+    "weight of three dimensions": {"weight": (1, 11, 4)},
+    "too few targets": {"targets": (4,)},
+    "one target": {"targets": (1,)},
+    "targets of two dimensions": {"targets": (5, 1)},
+    "hidden of one dimension": {"hidden": (4,)},
+}
+
+
+def tensors(shapes):
+    shapes = {**GOOD, **shapes}
+    targets = torch.zeros(shapes["targets"], dtype=torch.long)
+    return torch.randn(shapes["hidden"]), torch.randn(shapes["weight"]), targets
+
+
+@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("function", [linear_cross_entropy, fused_cross_entropy])
+def test_shapes_that_do_not_fit_are_refused(function, case):
+    with pytest.raises(ValueError):
+        function(*tensors(WRONG[case]))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("chunk_size", [0, -1])
+def test_chunk_size_must_be_positive(chunk_size, reduction):
+    with pytest.raises(ValueError, match=f"chunk_size={chunk_size}"):
+        fused_cross_entropy(*tensors({}), chunk_size=chunk_size, reduction=reduction)
+
+
+@pytest.mark.parametrize("reduction", ["avg", "", None, "Mean"])
+def test_unknown_reduction_is_refused(reduction):
+    with pytest.raises(ValueError, match=r"reduction=.*expected 'mean', 'sum' or 'none'"):
+        fused_cross_entropy(*tensors({}), reduction=reduction)
+
+
+MISFITS = [("weights", (5, 1)), ("weights", (1,)), ("weights", (4,)), ("bias", (1,)), ("bias", (10,))]
+
+
+@pytest.mark.parametrize("name, shape", MISFITS)
+def test_token_weights_and_bias_that_do_not_fit_are_refused(name, shape):
+    """Broadcast, they would give another loss without a word."""
+    with pytest.raises(ValueError, match=name):
+        linear_cross_entropy(*tensors({}), **{name: torch.ones(shape)})
+
+
+@pytest.mark.parametrize("target", [-1, -99, 11])
+def test_targets_outside_the_vocabulary_are_refused(target):
+    """As torch refuses them; only -100 is ignored. On a card this is an assertion of the device."""
+    hidden, weight, targets = tensors({})
+    targets[2] = target
+    with pytest.raises((IndexError, ValueError, RuntimeError)):
+        F.cross_entropy(hidden @ weight.t(), targets)
+    with pytest.raises((IndexError, ValueError, RuntimeError)):
+        linear_cross_entropy(hidden, weight, targets)
+
+
+def test_compiled(device):
+    """As exact; on the CPU the choice of the trained rows breaks the graph."""
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    compare(inputs(torch.float32, device, bias=True, weighted=True), function=compiled, bias=True, weighted=True)
+
+
+def test_under_autocast(device):
+    """fp32 weights, products in bf16: as exact as torch's under the same autocast."""
+
+    def autocast(function):
+        def call(*tensors):
+            narrow = tensors[0].dtype == torch.float32
+            with torch.autocast(tensors[0].device.type, dtype=torch.bfloat16, enabled=narrow):
+                return function(*tensors)
+
+        return call
+
+    assert_as_exact_as_plain(autocast(fused()), autocast(plain), inputs(torch.float32, device))
+
+
+# --- planted faults ------------------------------------------------------------------------------------------------
+
+MUTATIONS = {
+    "no -1 at the target": ("torch.full_like(at_target, -1, dtype=wide)", "torch.full_like(at_target, 0, dtype=wide)"),
+    "no slope of the softcap": ("d_z *= 1 - (z / softcap).square()", "d_z *= 1"),
+    "no scale": ("d_z *= of_row[:, None] * scale", "d_z *= of_row[:, None]"),
+    "no token weights": ("d_z *= of_row[:, None] * scale", "d_z *= keep[:, None] * scale"),
+    "last chunk only": ("d_weight += narrow.t() @ some", "d_weight = (narrow.t() @ some).to(wide)"),
+    "no upstream gradient": ("(gradient * upstream).to(dtype)", "gradient.to(dtype)"),
+    "bias of one row": ("d_bias += d_z.sum(0)", "d_bias += d_z[0]"),
+}
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_a_wrong_backward_is_noticed(fault):
+    draw = inputs(torch.float32, "cpu", bias=True, weighted=True)
+    options = {"bias": True, "weighted": True, "scale": 0.5, "softcap": 3.0}
+    compare(draw, **options)
+    with pytest.raises(AssertionError, match=r"tensor [123]: .* error"):
+        compare(draw, function=mutant(module, *MUTATIONS[fault]).linear_cross_entropy, **options)

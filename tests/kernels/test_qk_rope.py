@@ -1,0 +1,291 @@
+"""fused_qk_rope against a rotation of complex numbers and against transformers' apply_rotary_pos_emb."""
+
+import pytest
+import torch
+from mutants import mutant
+from torch import Tensor
+
+import chronicals.kernels.qk_rope as module
+from chronicals.kernels import fused_qk_rope
+from comparison import assert_as_exact_as_plain
+
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def tables(*shape: int, dtype=torch.float32, device="cpu") -> tuple[Tensor, Tensor]:
+    """cos and sin of random angles, both halves alike, of the given shape."""
+    angles = torch.rand(*shape[:-1], shape[-1] // 2, dtype=torch.float64, device=device) * 7
+    return torch.cat((angles.cos(), angles.cos()), -1).to(dtype), torch.cat((angles.sin(), angles.sin()), -1).to(dtype)
+
+
+def exact(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """The halves as real and imaginary parts, times e^(i·angle)."""
+    half = cos.shape[-1] // 2
+    turn = torch.complex(cos.double()[..., :half], sin.double()[..., :half]).unsqueeze(heads)
+
+    def rotate(x: Tensor) -> Tensor:
+        z = torch.complex(x[..., :half], x[..., half : 2 * half]) * turn
+        return torch.cat((z.real, z.imag, x[..., 2 * half :]), -1)
+
+    return rotate(q), rotate(k)
+
+
+def plain(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """The two lines of transformers, on the channels that the tables cover, in the type of the tensors."""
+    cos, sin = (table.to(q.dtype).unsqueeze(heads) for table in (cos, sin))
+    half = cos.shape[-1] // 2
+
+    def rotate(x: Tensor) -> Tensor:
+        a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+        return torch.cat((torch.cat((a, b), -1) * cos + torch.cat((-b, a), -1) * sin, rest), -1)
+
+    return rotate(q), rotate(k)
+
+
+def compare(draw, cos, sin, heads, function=fused_qk_rope, **options):
+    cpu = cos.cpu(), sin.cpu()
+    assert_as_exact_as_plain(
+        lambda q, k: function(q, k, cos, sin, **options),
+        lambda q, k: plain(q, k, cos, sin, heads),
+        draw,
+        exact=lambda q, k: exact(q, k, *cpu, heads),
+    )
+
+
+def default_layout(b, h, k, s, d, dtype, device):
+    return lambda: (
+        torch.randn(b, h, s, d, device=device).to(dtype),
+        torch.randn(b, k, s, d, device=device).to(dtype),
+    )
+
+
+def packed_layout(t, h, k, d, dtype, device):
+    return lambda: (torch.randn(t, h, d, device=device).to(dtype), torch.randn(t, k, d, device=device).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rotated", [2, 6, 16, 64])
+@pytest.mark.parametrize("rows", [1, 13])
+def test_default_layout(rows, rotated, dtype, device):
+    cos, sin = tables(2, rows, rotated, dtype=dtype, device=device)
+    compare(default_layout(2, 4, 2, rows, max(rotated, 16), dtype, device), cos, sin, heads=1)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("rotated", [2, 6, 16, 64])
+@pytest.mark.parametrize("rows", [1, 13])
+def test_packed_layout(rows, rotated, dtype, device):
+    cos, sin = tables(rows, rotated, dtype=dtype, device=device)
+    compare(packed_layout(rows, 4, 2, max(rotated, 16), dtype, device), cos, sin, heads=-2)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_odd_head_width_with_partial_rotary(dtype, device):
+    cos, sin = tables(13, 6, dtype=dtype, device=device)
+    compare(packed_layout(13, 3, 1, 17, dtype, device), cos, sin, heads=-2)
+
+
+def test_one_table_for_the_whole_batch(device):
+    cos, sin = tables(1, 13, 16, device=device)
+    compare(default_layout(3, 4, 2, 13, 16, torch.float32, device), cos, sin, heads=1)
+
+
+def test_fp32_tables_for_bf16_heads(device):
+    """The tables are not rounded to bf16 first."""
+    cos, sin = tables(13, 16, device=device)
+    q, k = packed_layout(13, 4, 2, 16, torch.bfloat16, device)()
+    got, expected = fused_qk_rope(q, k, cos, sin), exact(q.double(), k.double(), cos, sin, -2)
+    for ours, e in zip(got, expected, strict=True):
+        assert ours.dtype == torch.bfloat16
+        # One rounding of the result; an element may fall on the other side of a tie.
+        assert ((ours.double() - e).abs() <= e.abs() * 2**-8 + 1e-6).all()
+
+
+@pytest.mark.parametrize("layout", ["transposed view", "sliced heads", "expanded tables"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_non_contiguous(layout, dtype, device):
+    cos, sin = tables(2, 13, 16, dtype=dtype, device=device)
+    if layout == "expanded tables":
+        cos, sin = (table[:1].expand(2, -1, -1) for table in (cos, sin))
+
+    def draw():
+        if layout == "transposed view":  # how every transformers model makes them
+            q, k = (torch.randn(2, 13, h, 16, device=device).to(dtype).transpose(1, 2) for h in (4, 2))
+        elif layout == "sliced heads":
+            merged = torch.randn(2, 6, 13, 32, device=device).to(dtype)
+            q, k = merged[:, :4, :, ::2], merged[:, 4:, :, 1::2]
+        else:
+            return default_layout(2, 4, 2, 13, 16, dtype, device)()
+        assert not q.is_contiguous() and not k.is_contiguous()
+        return q, k
+
+    compare(draw, cos, sin, heads=1)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_equals_transformers(packed, dtype, device):
+    from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+    cos, sin = tables(*(() if packed else (2,)), 13, 16, dtype=dtype, device=device)
+    draw = packed_layout(13, 4, 2, 16, dtype, device) if packed else default_layout(2, 4, 2, 13, 16, dtype, device)
+    assert_as_exact_as_plain(
+        lambda q, k: fused_qk_rope(q, k, cos, sin),
+        lambda q, k: apply_rotary_pos_emb(q, k, cos.to(q.device, q.dtype), sin.to(q.device, q.dtype)),
+        draw,
+    )
+
+
+def test_equals_the_tables_of_a_model(device):
+    """With the tables that a Llama makes, not ones we made."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+    rotary = LlamaRotaryEmbedding(LlamaConfig(hidden_size=64, num_attention_heads=4)).to(device)
+    q, k = default_layout(2, 4, 2, 13, 16, torch.float32, device)()
+    cos, sin = rotary(q, torch.randint(0, 1000, (2, 13), device=device))
+    for ours, theirs in zip(fused_qk_rope(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+def test_packed_equals_default():
+    q, k = default_layout(1, 4, 2, 13, 16, torch.float32, "cpu")()
+    cos, sin = tables(1, 13, 16)
+    apart = fused_qk_rope(q, k, cos, sin)
+    packed = fused_qk_rope(q[0].transpose(0, 1), k[0].transpose(0, 1), cos[0], sin[0])
+    for a, b in zip(apart, packed, strict=True):
+        assert torch.equal(a[0].transpose(0, 1), b)
+
+
+def test_scores_depend_on_distance_alone():
+    """q·k of positions (m, n) is that of (m + 100, n + 100): what rotary embedding is for."""
+    frequencies = 0.3 ** torch.arange(8, dtype=torch.float64)
+    q, k = default_layout(1, 1, 1, 13, 16, torch.float64, "cpu")()
+
+    def scores(first: int) -> Tensor:
+        angles = torch.outer(torch.arange(first, first + 13, dtype=torch.float64), frequencies).repeat(1, 2)[None]
+        rotated = fused_qk_rope(q, k, angles.cos(), angles.sin())
+        return rotated[0] @ rotated[1].transpose(-1, -2)
+
+    torch.testing.assert_close(scores(100), scores(0), rtol=0, atol=1e-12)
+    assert not torch.allclose(scores(0), q @ k.transpose(-1, -2))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("layout", ["contiguous", "transposed view", "partial", "packed"])
+def test_in_place_without_gradients(layout, dtype, device):
+    rotated = 6 if layout == "partial" else 16
+    if layout == "packed":
+        q, k = packed_layout(13, 4, 2, 16, dtype, device)()
+        cos, sin = tables(13, rotated, dtype=dtype, device=device)
+    else:
+        q, k = default_layout(2, 4, 2, 13, 16, dtype, device)()
+        cos, sin = tables(2, 13, rotated, dtype=dtype, device=device)
+    if layout == "transposed view":
+        q, k = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k))
+        assert not q.is_contiguous()
+    expected = fused_qk_rope(q, k, cos, sin)
+    assert not torch.equal(expected[0], q) and not torch.equal(expected[1], k)
+    storages = q.data_ptr(), k.data_ptr()
+    got = fused_qk_rope(q, k, cos, sin, in_place=True)
+    for out, given, storage, e in zip(got, (q, k), storages, expected, strict=True):
+        assert out.data_ptr() == given.data_ptr() == storage
+        assert torch.equal(out, e) and torch.equal(given, e)
+
+
+def test_not_in_place_leaves_the_inputs_alone(device):
+    q, k = default_layout(2, 4, 2, 13, 16, torch.float32, device)()
+    copies = q.clone(), k.clone()
+    out = fused_qk_rope(q, k, *tables(2, 13, 16, device=device))
+    assert torch.equal(q, copies[0]) and torch.equal(k, copies[1])
+    assert {x.untyped_storage().data_ptr() for x in out}.isdisjoint(x.untyped_storage().data_ptr() for x in (q, k))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed view", "one merged tensor"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_in_place_gradients(layout, dtype, device):
+    """In place and not give the same results and gradients; queries and keys of a model are views of products."""
+    cos, sin = tables(2, 13, 16, dtype=dtype, device=device)
+    leaf = torch.randn(2, 13, 6 * 16, device=device).to(dtype)
+    upstream = [torch.randn(2, h, 13, 16, device=device).to(dtype) for h in (4, 2)]
+
+    def run(in_place: bool) -> list[Tensor]:
+        x = leaf.clone().requires_grad_()
+        heads = (x * 2).view(2, 13, 6, 16).transpose(1, 2)
+        q, k = heads[:, :4], heads[:, 4:]
+        if layout == "contiguous":
+            q, k = q.contiguous(), k.contiguous()
+        elif layout == "transposed view":
+            q, k = ((x * 2).view(2, 13, 6, 16).transpose(1, 2)[:, part] for part in (slice(0, 4), slice(4, 6)))
+        given = q.data_ptr(), k.data_ptr()
+        out = fused_qk_rope(q, k, cos, sin, in_place=in_place)
+        assert ((out[0].data_ptr(), out[1].data_ptr()) == given) == in_place
+        torch.autograd.backward(out, upstream)
+        return [out[0].detach(), out[1].detach(), x.grad]
+
+    for expected, got in zip(run(False), run(True), strict=True):
+        assert torch.equal(expected, got)
+
+
+def test_in_place_on_a_leaf_is_refused(device):
+    """As torch does: a leaf's value would be lost."""
+    q, k = (x.requires_grad_() for x in default_layout(2, 4, 2, 13, 16, torch.float32, device)())
+    with pytest.raises(RuntimeError, match="leaf"):
+        fused_qk_rope(q, k, *tables(2, 13, 16, device=device), in_place=True)
+
+
+def test_only_one_result_used(device):
+    q, k = (x.requires_grad_() for x in default_layout(2, 4, 2, 13, 16, torch.float32, device)())
+    fused_qk_rope(q, k, *tables(2, 13, 16, device=device))[0].sum().backward()
+    assert q.grad.abs().sum() > 0
+    assert k.grad is None or not k.grad.any()
+
+
+WRONG = {
+    "tables of another length": ((2, 4, 5, 16), (2, 2, 5, 16), (2, 4, 16)),
+    "tables of one position": ((2, 4, 5, 16), (2, 2, 5, 16), (2, 1, 16)),
+    "tables of another batch": ((2, 4, 5, 16), (2, 2, 5, 16), (3, 5, 16)),
+    "packed tables of one position": ((5, 4, 16), (5, 2, 16), (1, 16)),
+    "packed tables of another length": ((5, 4, 16), (5, 2, 16), (4, 16)),
+    "packed tables for four dimensions": ((2, 4, 5, 16), (2, 2, 5, 16), (5, 16)),
+    "four-dimensional tables for packed": ((5, 4, 16), (5, 2, 16), (1, 5, 16)),
+    "odd tables": ((2, 4, 5, 16), (2, 2, 5, 16), (2, 5, 7)),
+    "tables wider than the head": ((2, 4, 5, 16), (2, 2, 5, 16), (2, 5, 18)),
+    "keys of another length": ((2, 4, 5, 16), (2, 2, 6, 16), (2, 5, 16)),
+    "one key for all": ((2, 4, 5, 16), (2, 2, 1, 16), (2, 5, 16)),
+    "keys of another batch": ((2, 4, 5, 16), (1, 2, 5, 16), (2, 5, 16)),
+    "narrower keys": ((2, 4, 5, 16), (2, 2, 5, 12), (2, 5, 16)),
+    "packed keys": ((2, 4, 5, 16), (5, 2, 16), (2, 5, 16)),
+    "two dimensions": ((5, 16), (5, 16), (16,)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_shapes_that_do_not_fit_are_refused(case):
+    q, k, table = (torch.randn(shape) for shape in WRONG[case])
+    with pytest.raises(ValueError):
+        fused_qk_rope(q, k, table, table)
+
+
+def test_unlike_tables_are_refused():
+    with pytest.raises(ValueError):
+        fused_qk_rope(torch.randn(5, 4, 16), torch.randn(5, 2, 16), torch.randn(5, 16), torch.randn(5, 8))
+
+
+def test_compiled(device):
+    """In one graph, and as exact."""
+    compiled = torch.compile(fused_qk_rope, backend="aot_eager", fullgraph=True)
+    cos, sin = tables(2, 13, 16, device=device)
+    compare(default_layout(2, 4, 2, 13, 16, torch.float32, device), cos, sin, heads=1, function=compiled)
+
+
+MUTATIONS = {"not inverted": ("cos, -sin)", "cos, sin)"), "cosine of the wrong sign": ("cos, -sin)", "-cos, -sin)")}
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_a_wrong_backward_is_noticed(fault):
+    cos, sin = tables(13, 16)
+    draw = packed_layout(13, 4, 2, 16, torch.float32, "cpu")
+    compare(draw, cos, sin, heads=-2)
+    with pytest.raises(AssertionError, match=r"tensor [23]: .* error"):
+        compare(draw, cos, sin, heads=-2, function=mutant(module, *MUTATIONS[fault]).fused_qk_rope)

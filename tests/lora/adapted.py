@@ -1,0 +1,43 @@
+"""Tiny models and fresh adapters for the tests of this folder."""
+
+from typing import Any
+
+import torch
+
+import tiny
+
+
+def gpt2(seed: int = 0) -> Any:
+    """A GPT-2, whose linear layers are Conv1D, in fp32."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 300, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+        return GPT2LMHeadModel(config).eval()
+
+
+def llama(seed: int = 0, **changes: Any) -> Any:
+    return tiny.llama(seed, **changes).eval()
+
+
+MODELS = {"llama": llama, "gpt2": gpt2}
+TARGETS = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_fc"]}
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 300, (2, 11))
+
+
+@torch.no_grad()
+def logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids).logits
+
+
+@torch.no_grad()
+def randomise(model: Any) -> None:
+    """Give every adapter values as if it had been trained: B is zero at first."""
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.normal_(std=0.2)

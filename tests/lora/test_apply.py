@@ -1,0 +1,201 @@
+"""apply_lora: what is adapted, what is frozen, and what the adapted model computes."""
+
+import re
+
+import pytest
+import torch
+from adapted import MODELS, TARGETS, gpt2, llama, logits, randomise, tokens
+from torch import nn
+
+import tiny
+from chronicals.lora import LoRAConfig, LoRALinear, adapters, apply_lora
+
+LLAMA = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
+LLAMA += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
+GPT2 = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+
+
+def in_both_layers(prefix, names):
+    return {f"{prefix}.{layer}.{name}" for layer in (0, 1) for name in names}
+
+
+def paths(model):
+    return {path for path, _ in adapters(model)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_identity_at_first(name):
+    """Bit for bit, in training too: B is zero."""
+    model, ids = MODELS[name](), tokens()
+    before = logits(model, ids)
+    assert apply_lora(model, LoRAConfig(rank=4, dropout=0.5)) is model
+    assert torch.equal(logits(model, ids), before)
+    assert torch.equal(logits(model.train(), ids), before)
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear"])
+@pytest.mark.parametrize(
+    "name, expected",
+    [("llama", in_both_layers("model.layers", LLAMA)), ("gpt2", in_both_layers("transformer.h", GPT2))],
+)
+def test_every_linear_layer_but_the_head(name, expected, targets):
+    model = apply_lora(MODELS[name](), LoRAConfig(rank=4, target_modules=targets))
+    assert paths(model) == expected
+    assert not isinstance(model.get_output_embeddings(), LoRALinear)
+
+
+@pytest.mark.parametrize(
+    "targets, expected",
+    [
+        (["q_proj"], in_both_layers("model.layers", LLAMA[:1])),
+        (["q_proj", "v_proj", "q_proj"], in_both_layers("model.layers", [LLAMA[0], LLAMA[2]])),
+        (["self_attn.o_proj"], in_both_layers("model.layers", [LLAMA[3]])),
+        (["model.layers.1.mlp.up_proj"], {"model.layers.1.mlp.up_proj"}),
+        (["1.mlp.up_proj", "k_proj"], {"model.layers.1.mlp.up_proj"} | in_both_layers("model.layers", [LLAMA[1]])),
+        (r".*\.0\..*(up|down)_proj", {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"}),
+        ("model.layers.1.self_attn.v_proj", {"model.layers.1.self_attn.v_proj"}),
+    ],
+    ids=str,
+)
+def test_targets_by_name_and_by_regular_expression(targets, expected):
+    assert paths(apply_lora(llama(), LoRAConfig(rank=4, target_modules=targets))) == expected
+
+
+ERRORS = {
+    "no such name": (["q_prj"], "'q_prj' matches no layer.*down_proj, gate_proj, k_proj, o_proj, q_proj"),
+    "one of two matches nothing": (["q_proj", "c_attn"], "'c_attn' matches no layer"),
+    "only the end of a name": (["proj"], "'proj' matches no layer"),
+    "no match of the expression": (r"layers\.0\.q_proj", "matches no layer, so nothing would be trained"),
+    "an empty list": ([], "matches no layer, so nothing would be trained"),
+    "the head": (["q_proj", "lm_head"], "'lm_head' is the output layer; only inner linear layers"),
+    "the head by expression": (".*head", "'lm_head' is the output layer; only inner linear layers"),
+    "an embedding": (["embed_tokens"], "embed_tokens' is Embedding; only inner linear layers"),
+    "a block": (["mlp"], "layers.0.mlp' is LlamaMLP; only inner linear layers"),
+    "a norm": (["input_layernorm"], "is LlamaRMSNorm; only inner linear layers"),
+}
+
+
+@pytest.mark.parametrize("case", ERRORS)
+def test_targets_that_cannot_be_adapted(case):
+    """The model is as it was: nothing frozen, nothing wrapped."""
+    targets, message = ERRORS[case]
+    model = llama()
+    with pytest.raises(ValueError, match=f"lora_target_modules.*{message}"):
+        apply_lora(model, LoRAConfig(rank=4, target_modules=targets))
+    assert all(p.requires_grad for p in model.parameters())
+    assert not paths(model) and not hasattr(model, "chronicals_lora")
+
+
+def test_a_second_time_is_refused():
+    model = apply_lora(llama(), LoRAConfig(rank=4, target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="has adapters already"):
+        apply_lora(model, LoRAConfig(rank=4, target_modules=["v_proj"]))
+    assert paths(model) == in_both_layers("model.layers", LLAMA[:1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_everything_else_is_frozen(name):
+    config = LoRAConfig(rank=4, target_modules=TARGETS[name])
+    model = apply_lora(MODELS[name](), config)
+    trainable = {n for n, p in model.named_parameters() if p.requires_grad}
+    assert trainable == {f"{path}.{matrix}" for path in paths(model) for matrix in ("lora_A", "lora_B")}
+    assert model.chronicals_lora is config
+    randomise(model)
+    model(input_ids=tokens()).logits.square().sum().backward()
+    for n, parameter in model.named_parameters():
+        assert (parameter.grad is not None and parameter.grad.any().item()) == (n in trainable), n
+
+
+def test_shapes_and_start_of_the_matrices():
+    model = apply_lora(gpt2(), LoRAConfig(rank=4, target_modules=["c_attn"]))
+    layer = model.transformer.h[0].attn.c_attn
+    assert layer.lora_A.shape == (4, 32) and layer.lora_B.shape == (96, 4)
+    assert not layer.lora_B.any() and layer.lora_A.abs().max() <= 1 / 32**0.5 and layer.lora_A.std() > 0.05
+    other = model.transformer.h[1].attn.c_attn
+    assert not torch.equal(layer.lora_A, other.lora_A)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_output_is_that_of_the_merged_weights(name, rslora):
+    """``W + alpha / rank · B A`` (or over the root of the rank), by hand, in the plain model."""
+    plain, ids, config = MODELS[name](), tokens(), LoRAConfig(4, 12, 0.3, TARGETS[name], rslora)
+    untouched = logits(plain, ids)
+    model = apply_lora(MODELS[name](), config).eval()
+    randomise(model)
+    scale = 12 / 4**0.5 if rslora else 12 / 4
+    with torch.no_grad():
+        for path, layer in adapters(model):
+            delta = scale * (layer.lora_B.double() @ layer.lora_A.double())
+            weight = plain.get_submodule(path).weight
+            weight += (delta if isinstance(plain.get_submodule(path), nn.Linear) else delta.t()).float()
+    expected, got = logits(plain, ids), logits(model, ids)
+    assert (expected - untouched).abs().max() > 0.1
+    assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_dropout_acts_in_training_alone():
+    """It is on the input of A: over many draws its mean is the layer without."""
+    config = LoRAConfig(rank=4, alpha=8, dropout=0.5)
+    layer = LoRALinear(nn.Linear(16, 5), config, 16, 5)
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        calm = [layer.eval()(x) for _ in range(2)]
+        wild = [layer.train()(x) for _ in range(4000)]
+    assert torch.equal(*calm)
+    by_hand = layer.base_layer(x) + 2 * (x @ layer.lora_A.t() @ layer.lora_B.t())
+    torch.testing.assert_close(calm[0], by_hand.detach(), rtol=1e-5, atol=1e-5)
+    stacked = torch.stack(wild)
+    assert (stacked[0] != stacked[1]).all()
+    spread = stacked.std(0) / 4000**0.5
+    assert ((stacked.mean(0) - calm[0]).abs() < 6 * spread).all()
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_mode_of_the_model_is_kept(training):
+    """A model that is not in training (as one is after from_pretrained) is not dropped out of when adapted."""
+    model = apply_lora(llama().train(training), LoRAConfig(rank=4, dropout=0.5))
+    assert {module.training for module in model.modules()} == {training}
+    randomise(model)
+    ids = tokens()
+    assert torch.equal(logits(model, ids), logits(model, ids)) != training
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_whole_model_in_training(rate):
+    model = apply_lora(tiny.llama(), LoRAConfig(rank=4, dropout=rate)).train()
+    randomise(model)
+    ids = tokens()
+    assert torch.equal(logits(model, ids), logits(model, ids)) == (rate == 0)
+    assert torch.equal(logits(model.eval(), ids), logits(model, ids))
+
+
+def test_bf16_base_with_fp32_adapters():
+    """The output has the type of the base; the adapter's own values keep theirs."""
+    base = nn.Linear(16, 5).bfloat16()
+    layer = LoRALinear(base, LoRAConfig(rank=4, alpha=4, dropout=0.0), 16, 5)
+    nn.init.normal_(layer.lora_B)
+    assert layer.lora_A.dtype == layer.lora_B.dtype == torch.float32
+    x = torch.randn(7, 16).bfloat16()
+    got = layer(x)
+    assert got.dtype == torch.bfloat16
+    with torch.no_grad():
+        low_rank = x.double() @ layer.lora_A.double().t() @ layer.lora_B.double().t()
+        exact = x.double() @ base.weight.double().t() + base.bias.double() + low_rank
+    assert (got.double() - exact).norm() <= 2**-6 * exact.norm()
+
+
+def test_base_weights_keep_their_identity():
+    """An adapter takes no copy, so a tied or shared weight stays one."""
+    model = llama()
+    weight = model.model.layers[0].mlp.up_proj.weight
+    apply_lora(model, LoRAConfig(rank=4))
+    assert model.model.layers[0].mlp.up_proj.base_layer.weight is weight
+
+
+def test_the_message_lists_what_there_is():
+    """The last parts of the paths, each once."""
+    with pytest.raises(ValueError) as error:
+        apply_lora(gpt2(), LoRAConfig(rank=4, target_modules=["q_proj"]))
+    assert re.search(r"linear layers here: c_attn, c_fc, c_proj$", str(error.value))

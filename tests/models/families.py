@@ -1,0 +1,140 @@
+"""Tiny models of many families with random weights, and Batches of random documents."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tiny
+from chronicals.batch import IGNORED, Batch
+from chronicals.config import ChronicalsConfig
+from chronicals.data import create_dataloader
+
+VOCABULARY = 61
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+JAMBA = {
+    "attn_layer_offset": 1,
+    "attn_layer_period": 2,
+    "expert_layer_offset": 1,
+    "expert_layer_period": 2,
+    "num_experts": 2,
+    "mamba_d_state": 4,
+    "mamba_dt_rank": 4,
+}
+IDS = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
+BLOOM = {"vocab_size": VOCABULARY, "hidden_size": 32, "n_layer": 2, "n_head": 4}
+GPT2 = {"vocab_size": VOCABULARY, "n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4}
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+# Some versions of transformers take SDPA for Gemma 2, which leaves its softcap out; eager is the definition.
+GEMMA2 = {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
+GEMMA2 |= {"attn_implementation": "eager"}
+MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
+GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "llama": ("Llama", {**SIZES}),
+    "qwen2": ("Qwen2", {**SIZES}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 8}),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 8}),
+    "gemma2": ("Gemma2", {**SIZES, **GEMMA2}),
+    "gemma3": ("Gemma3", {**SIZES, "head_dim": 8, "sliding_window": 4}),
+    "mistral": ("Mistral", {**SIZES, "sliding_window": 4}),
+    "gpt2": ("GPT2", {**GPT2, **IDS, **NO_DROPOUT}),
+    "phi": ("Phi", {**SIZES}),
+    "cohere": ("Cohere", {**SIZES, "logit_scale": 0.3}),
+    "granite": ("Granite", {**SIZES, "logits_scaling": 3.0, "embedding_multiplier": 2.0}),
+    "gpt_oss": ("GptOss", {**SIZES, **GPT_OSS}),
+    "mamba": ("Mamba", {**MAMBA, **IDS}),
+    "bloom": ("Bloom", {**BLOOM, **IDS}),
+    "jamba": ("Jamba", {**SIZES, **JAMBA}),
+}
+"""Name of the classes in transformers, and sizes."""
+
+PADDED = ["mamba", "bloom", "jamba"]
+PACKABLE = [name for name in FAMILIES if name not in (*PADDED, "gpt_oss")]
+"""gpt_oss can be packed too, but in fp32 its router may choose another expert for a rounding: it is proved only."""
+
+
+def configuration(family: str, **changes: Any) -> Any:
+    import transformers
+
+    name, sizes = FAMILIES[family]
+    kind = getattr(transformers, f"{name}TextConfig" if name == "Gemma3" else f"{name}Config")
+    return kind(**{**sizes, **changes})
+
+
+def build(family: str, random: bool = True, **changes: Any) -> Any:
+    """In training mode, in fp32, all parameters random: a norm of one or a bias of zero would hide what is left out."""
+    import transformers
+
+    name = FAMILIES[family][0]
+    cls = getattr(transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}ForCausalLM")
+    model = cls(configuration(family, **changes)).float().train()
+    return randomise(model) if random else model
+
+
+@torch.no_grad()
+def randomise(model: Any) -> Any:
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=parameter[0].numel() ** -0.5)
+        else:
+            parameter.uniform_(0.5, 1.5)
+    return model
+
+
+def random_rows(count: int = 12, longest: int = 40) -> list[dict]:
+    """Documents of 2 tokens to ``longest``; both ends are among them. No token is 0, which fills packs up."""
+    lengths = [2, longest, *torch.randint(2, longest + 1, (count - 2,)).tolist()]
+    return [{"input_ids": torch.randint(1, VOCABULARY, (length,)).tolist()} for length in lengths]
+
+
+def loaded_batches(rows: list[dict], folder: Any, width: int = 48) -> list[Batch]:
+    """Batches as a training run gets them."""
+    config = ChronicalsConfig(
+        max_seq_length=width, batch_size=2, gradient_accumulation_steps=1, num_epochs=1, cache_dir=folder
+    )
+    return list(create_dataloader(rows, tiny.tokenizer(), config))
+
+
+def documents(batch: Batch) -> list[slice]:
+    """Where the documents are that have something to predict: not the filler."""
+    bounds = batch.cu_seqlens.tolist()
+    spans = [slice(a, b) for a, b in itertools.pairwise(bounds) if b > a]
+    return [span for span in spans if (batch.targets[span] != IGNORED).any()]
+
+
+def hand_made_batch(pieces: list[Tensor]) -> Batch:
+    """The given documents end to end, every token a target but the first."""
+    targets = [torch.cat((piece[1:], torch.tensor([IGNORED]))) for piece in pieces]
+    positions = [torch.arange(len(piece)) for piece in pieces]
+    bounds = torch.tensor([0, *(len(piece) for piece in pieces)]).cumsum(0).to(torch.int32)
+    longest = max(len(piece) for piece in pieces)
+    return Batch(torch.cat(pieces), torch.cat(targets), torch.cat(positions), bounds, longest)
+
+
+def gradients(model: Any, call: Callable[[], Tensor]) -> dict[str, Tensor]:
+    """Of every parameter, from the number that ``call`` returns."""
+    model.zero_grad()
+    call().backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Largest difference relative to the largest value."""
+    return float((got - expected).detach().abs().max() / expected.detach().abs().max())

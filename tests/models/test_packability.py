@@ -1,0 +1,179 @@
+"""Which classes respect documents that lie end to end: the proof, and what it must not touch."""
+
+import pytest
+import torch
+from families import PACKABLE, PADDED, build, configuration, randomise
+
+from chronicals.models import present, prove_packability
+from chronicals.models.packability import twin_config
+
+
+@pytest.mark.parametrize("family", [*PACKABLE, "gpt_oss"])
+def test_packable_families_are_proved(family):
+    proof = prove_packability(build(family))
+    assert proof.packed and proof.head_proved, proof.reason
+    assert not proof.reason
+
+
+def test_the_proof_is_against_the_definition_whatever_the_version_takes_by_default():
+    """Some versions of transformers take SDPA for Gemma 2, which leaves its softcap out."""
+    proof = prove_packability(build("gemma2", attn_implementation=None, initializer_range=0.05))
+    assert proof.packed, proof.reason
+
+
+@pytest.mark.parametrize("family", PADDED)
+def test_recurrent_convolutional_and_alibi_families_are_refused(family):
+    proof = prove_packability(build(family))
+    assert not proof.packed and proof.head_proved
+    assert "packed documents change each other's hidden states" in proof.reason
+
+
+@pytest.mark.parametrize("family", ["llama", "mamba"])
+def test_the_reason_is_logged_by_name(family, caplog):
+    model = build(family)
+    present(model)
+    said = [record.message.split(":")[0] for record in caplog.records if record.name.startswith("chronicals")]
+    assert said == ([] if family == "llama" else ["MambaForCausalLM takes padded rows, not packs"])
+
+
+def test_the_models_own_tensors_and_the_random_state_are_not_touched():
+    model = build("llama", initializer_range=0.021)  # a configuration that is not proved yet
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state, implementation = torch.random.get_rng_state(), model.config._attn_implementation
+    assert prove_packability(model).packed
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert model.config._attn_implementation == implementation
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+SURROUNDINGS = {
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("number, surroundings", enumerate(SURROUNDINGS))
+def test_the_proof_does_not_depend_on_where_it_is_made(number, surroundings):
+    """It is kept for the whole process: one made in an evaluation must not hold for a training."""
+    model = build("llama", initializer_range=0.03 + number / 1000)
+    with SURROUNDINGS[surroundings]():
+        proof = prove_packability(model)
+    assert proof.packed and proof.head_proved, proof.reason
+
+
+def test_the_proof_does_not_depend_on_the_default_type():
+    model, usual = build("llama", initializer_range=0.04), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        proof = prove_packability(model)
+    finally:
+        torch.set_default_dtype(usual)
+    assert proof.packed and proof.head_proved, proof.reason
+
+
+def test_a_model_without_storage_can_be_proved():
+    with torch.device("meta"):
+        model = build("llama", random=False, hidden_size=8192, num_hidden_layers=80, intermediate_size=28672)
+    assert prove_packability(model).packed
+
+
+def test_a_proof_is_made_once(monkeypatch):
+    from chronicals.models import packability
+
+    model = build("qwen2", initializer_range=0.022)
+    first = prove_packability(model)
+
+    def never(*_):
+        raise AssertionError("proved again")
+
+    monkeypatch.setattr(packability, "_prove", never)
+    assert prove_packability(build("qwen2", initializer_range=0.022)) is first
+    with pytest.raises(AssertionError, match="proved again"):
+        prove_packability(build("qwen2", initializer_range=0.023))
+
+
+def test_the_twin_is_small_but_of_every_layer_type():
+    config = configuration("gemma3", num_hidden_layers=26, hidden_size=2304, vocab_size=262144, sliding_window=4096)
+    assert len(set(config.layer_types)) == 2
+    twin = twin_config(config)
+    assert set(twin.layer_types) == set(config.layer_types) and twin.num_hidden_layers == len(twin.layer_types) == 2
+    assert (twin.hidden_size, twin.vocab_size, twin.sliding_window) == (64, 97, 5)
+    assert (config.hidden_size, config.num_hidden_layers) == (2304, 26), "the model's own configuration is changed"
+
+
+def subclass(**methods):
+    """A class of its own made from Llama's."""
+    from transformers import LlamaForCausalLM
+
+    return type("Changed", (LlamaForCausalLM,), methods)
+
+
+def leaking_decoder(model, leak):
+    """``model`` with a decoder whose last hidden states hear of the token before, whosever that is."""
+    decoder = model.model
+    own = decoder.forward
+
+    def forward(**inputs):
+        out = own(**inputs)
+        out.last_hidden_state = out.last_hidden_state + leak * out.last_hidden_state.roll(1, 1)
+        return out
+
+    decoder.forward = forward
+
+
+@pytest.mark.parametrize("leak", [0.0, 1e-3, 1.0])
+def test_a_small_leak_between_neighbours_is_seen(leak):
+    def __init__(self, config):
+        super(cls, self).__init__(config)
+        leaking_decoder(self, leak)
+
+    cls = subclass(__init__=__init__)
+    proof = prove_packability(randomise(cls(configuration("llama"))))
+    assert proof.packed == (leak == 0)
+    assert ("change each other's" in proof.reason) == (leak != 0)
+
+
+def test_a_class_whose_attention_never_hears_of_bounds_is_refused():
+    """As one that swallows what it does not know."""
+
+    def __init__(self, config):
+        super(cls, self).__init__(config)
+        own = self.model.forward
+
+        def forward(input_ids, position_ids=None, use_cache=None, **_):
+            return own(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+
+        self.model.forward = forward
+
+    cls = subclass(__init__=__init__)
+    proof = prove_packability(randomise(cls(configuration("llama"))))
+    assert not proof.packed
+    assert "does not take document bounds" in proof.reason and "does not pass document bounds on" in proof.reason
+
+
+def test_a_head_that_does_more_than_it_says_is_not_understood(caplog):
+    def forward(self, **inputs):
+        out = super(cls, self).forward(**inputs)
+        out.logits = out.logits * 2
+        return out
+
+    cls = subclass(forward=forward)
+    model = randomise(cls(configuration("llama")))
+    proof = prove_packability(model)
+    assert proof.packed and not proof.head_proved
+    assert present(model).head is None
+    assert "the head of Changed could not be proved" in caplog.text
+
+
+def test_a_class_that_cannot_be_made_small_is_taken_padded(caplog):
+    def __init__(self, config):
+        if config.hidden_size != 32:
+            raise RuntimeError("only 32 will do")
+        super(cls, self).__init__(config)
+
+    cls = subclass(__init__=__init__)
+    model = cls(configuration("llama"))
+    assert "a small twin could not be run (RuntimeError: only 32 will do)" in prove_packability(model).reason
+    assert not present(model).packed and "only 32 will do" in caplog.text

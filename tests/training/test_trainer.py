@@ -1,0 +1,264 @@
+import json
+import logging
+import math
+
+import pytest
+import runs
+import tiny
+import torch
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.data import DataError
+from chronicals.objectives import NextToken
+from chronicals.objectives.terms import Term
+from chronicals.training import Callback, ChronicalsTrainer, TrainingError
+
+
+def test_loss_falls_and_everything_is_written(tmp_path):
+    result = runs.train(tmp_path, max_steps=30, validation_split=0.2, eval_steps=10)
+    steps = runs.trajectory(tmp_path)
+    assert [step for step, _, _ in steps] == list(range(1, 31))
+    assert steps[-1][1] < 0.6 * steps[0][1]
+    assert result.evaluation.loss < steps[0][1]
+    assert math.isclose(result.evaluation.perplexity, math.exp(result.evaluation.loss))
+    assert result.coverage.share == 1.0
+    page = result.report.read_text()
+    assert "data:image/svg+xml" in page and "held-out loss" in page
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "eval_loss" in line] == [10, 20, 30]
+    for line in lines:
+        if "loss" in line:
+            assert line["tokens"] < 2 * 2 * 128 and line["tokens_per_second"] > 0 and 0 < line["fill"] <= 1
+
+
+def test_the_model_can_be_loaded_by_transformers(tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = tiny.llama()
+    result = runs.train(tmp_path, model=model)
+    loaded = AutoModelForCausalLM.from_pretrained(result.model_dir)
+    ids = torch.tensor([[5, 9, 200]])
+    assert torch.equal(loaded(ids).logits, model(ids).logits)
+    assert AutoTokenizer.from_pretrained(result.model_dir).chat_template == tiny.tokenizer().chat_template
+
+
+def test_lora_is_written_for_peft_and_the_base_is_untouched(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = tiny.llama()
+    base = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = runs.train(tmp_path, model=model, use_lora=True, lora_rank=4, max_steps=10)
+    assert 0 < result.coverage.share < 0.5
+    loaded = peft.PeftModel.from_pretrained(tiny.llama(), result.model_dir)
+    ids = torch.tensor([[5, 9, 200, 31]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=1e-5, atol=1e-6)
+        assert not torch.allclose(tiny.llama()(ids).logits, model(ids).logits, rtol=1e-3, atol=1e-3)
+    for name, tensor in tiny.llama().state_dict().items():
+        assert torch.equal(tensor, base[name])
+
+
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_mixed_precision_learns(tmp_path, mode):
+    model = tiny.llama()
+    runs.train(tmp_path, model=model, mixed_precision=mode, max_steps=15)
+    steps = runs.trajectory(tmp_path)
+    assert steps[-1][1] < 0.85 * steps[0][1]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16 if mode == "bf16" else torch.float32}
+
+
+def overflowing(step_to_break, value=float("inf")):
+    """An objective whose loss overflows in one micro-batch of one step."""
+
+    class Overflowing(NextToken):
+        calls = 0
+
+        def __call__(self, model, batch):
+            terms = super().__call__(model, batch)
+            Overflowing.calls += 1
+            broken = (Overflowing.calls - 1) // 2 + 1 == step_to_break
+            return {name: Term(term.sum * value) for name, term in terms.items()} if broken else terms
+
+    return Overflowing()
+
+
+def test_fp16_overflow_skips_the_step_and_goes_on(tmp_path, caplog):
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, mixed_precision="fp16"))
+    trainer.objective = overflowing(3)
+    with caplog.at_level(logging.WARNING):
+        trainer.train(tiny.chat_rows())
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["skipped"] for line in lines] == [False, False, True, False, False, False]
+    assert "loss scale halved" in caplog.text
+    state = json.loads(next((tmp_path / "run" / "checkpoints").glob("*/state.json")).read_text())
+    assert state["precision"]["scale"] == 2.0**15
+    # The skipped step changed nothing: the next loss on like data is where the one before left off.
+    assert abs(lines[3]["loss"] - lines[1]["loss"]) < 0.35 * lines[1]["loss"]
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16"])
+def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path, mode):
+    model = tiny.llama()
+    trainer = ChronicalsTrainer(model, tiny.tokenizer(), runs.config(tmp_path, mixed_precision=mode))
+    trainer.objective = overflowing(3, float("nan"))
+    with pytest.raises(TrainingError, match=r"step 3.*not finite.*learning_rate"):
+        trainer.train(tiny.chat_rows())
+    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+
+
+def test_zero_gradients_stop_the_run(tmp_path):
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path))
+    trainer.objective = overflowing(1, 0.0)
+    with pytest.raises(TrainingError, match="Every gradient is zero"):
+        trainer.train(tiny.chat_rows())
+
+
+def test_zero_gradients_later_stop_the_run(tmp_path):
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path))
+    trainer.objective = overflowing(4, 0.0)
+    with pytest.raises(TrainingError, match="step 4: every gradient is zero"):
+        trainer.train(tiny.chat_rows())
+
+
+def test_nothing_to_train_is_an_error(tmp_path):
+    model = tiny.llama().requires_grad_(False)
+    with pytest.raises(ConfigurationError, match="requires a gradient"):
+        runs.train(tmp_path, model=model)
+
+
+def test_an_idle_tensor_is_named(tmp_path, caplog):
+    model = tiny.llama()
+    model.model.layers[1].mlp.idle = torch.nn.Linear(3, 3)
+    with caplog.at_level(logging.WARNING):
+        result = runs.train(tmp_path, model=model)
+    assert "model.layers.1.mlp.idle.weight" in result.coverage.idle
+    assert "model.layers.1.mlp.idle" in caplog.text
+    assert result.coverage.with_gradient == result.coverage.asked - 12
+
+
+def test_all_masked_data_is_an_error_before_the_first_step(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "hello"}]}] * 4
+    with pytest.raises(DataError, match="nothing to train on in any of 4 rows"):
+        runs.train(tmp_path, rows=rows)
+    assert not (tmp_path / "run").exists()
+
+
+def test_masked_after_truncation_is_named_by_cause(tmp_path):
+    long = [{"messages": [{"role": "user", "content": "x " * 400}, {"role": "assistant", "content": "yes"}]}] * 3
+    with pytest.raises(DataError, match="cut at max_seq_length"):
+        runs.train(tmp_path, rows=long)
+
+
+def test_token_outside_the_embedding(tmp_path):
+    with pytest.raises(DataError, match="resize_token_embeddings"):
+        runs.train(tmp_path, rows=[{"input_ids": [1, 2, 300]}])
+
+
+def test_early_stop(tmp_path):
+    result = runs.train(
+        tmp_path, max_steps=200, learning_rate=1e-1, validation_split=0.2, eval_steps=5, early_stopping_patience=2
+    )
+    assert result.steps < 200
+    assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_epochs(tmp_path):
+    from chronicals.data import create_dataloader
+
+    original = runs.config(tmp_path)
+    kept = {name: getattr(original, name) for name in original.explicit if name != "max_steps"}
+    config = ChronicalsConfig(**kept, num_epochs=3)
+    result = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config).train(tiny.chat_rows())
+    packs = len(create_dataloader(tiny.chat_rows(), tiny.tokenizer(), config).plan)
+    assert result.steps == math.ceil(3 * packs / 4)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    tokens = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), config).plan.tokens
+    assert sum(line["tokens"] for line in lines) == 3 * tokens
+
+
+@pytest.mark.parametrize("field", ["use_flash_attention", "use_torch_compile"])
+def test_a_switch_that_was_set_and_cannot_be_honoured_raises(tmp_path, field):
+    if torch.cuda.is_available():
+        pytest.skip("can be honoured on a card")
+    with pytest.raises(ConfigurationError, match=field):
+        runs.train(tmp_path, **{field: True})
+
+
+def test_what_runs_is_said_first(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        runs.train(tmp_path)
+    for field in ("use_flash_attention", "use_fused_kernels", "use_sequence_packing", "use_gradient_checkpointing"):
+        assert f"{field}: o" in caplog.text
+    assert "trainable 1" in caplog.text
+
+
+def test_callbacks_see_the_run(tmp_path):
+    class Log(Callback):
+        def __init__(self):
+            self.seen = []
+
+        def run_began(self, run):
+            self.seen.append(("began", run.total_steps))
+
+        def step_done(self, metrics):
+            self.seen.append(("step", metrics.step))
+
+        def evaluated(self, step, evaluation):
+            self.seen.append(("evaluated", step))
+
+        def run_ended(self, run):
+            self.seen.append(("ended", run.step))
+
+    log = Log()
+    runs.train(tmp_path, max_steps=2, validation_split=0.1, callbacks=[log])
+    assert log.seen == [("began", 2), ("step", 1), ("step", 2), ("evaluated", 2), ("ended", 2)]
+
+
+def test_tensorboard_has_the_curves(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    runs.train(tmp_path, max_steps=3)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.value for event in events.Scalars("train/loss")] == pytest.approx(
+        [loss for _, loss, _ in runs.trajectory(tmp_path)]
+    )
+
+
+def test_a_model_that_cannot_be_packed_trains_in_padded_rows(tmp_path, caplog):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    model = BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
+    with caplog.at_level(logging.WARNING):
+        runs.train(tmp_path, model=model, max_steps=15)
+    assert caplog.text.count("takes padded rows") == 1
+    steps = runs.trajectory(tmp_path)
+    assert steps[-1][1] < 0.9 * steps[0][1]
+
+
+def test_golden_losses(tmp_path):
+    """A refactor that is no computation must not move a bit of these (1e-6 on another torch or processor)."""
+    import platform
+    from pathlib import Path
+
+    recorded = json.loads((Path(__file__).parent / "golden.json").read_text())
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        runs.train(tmp_path, max_steps=5)
+    finally:
+        torch.set_num_threads(threads)
+    same = recorded["torch"] == torch.__version__ and recorded["processor"] == processor(platform)
+    got = [[loss, norm] for _, loss, norm in runs.trajectory(tmp_path)]
+    if same:
+        assert got == recorded["trajectory"]
+    else:
+        assert torch.allclose(torch.tensor(got), torch.tensor(recorded["trajectory"]), rtol=5e-6)
+
+
+def processor(platform):
+    try:
+        lines = open("/proc/cpuinfo").read().splitlines()  # noqa: SIM115
+        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
