@@ -117,9 +117,7 @@ def plain(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path) -> d
             part = {name: inputs[name][start : start + ROWS].cuda() for name in ("input_ids", "attention_mask")}
             width = int(part["attention_mask"].sum(1).max())
             part = {name: tensor[:, :width] for name, tensor in part.items()}
-            out = model(
-                **part, labels=labels[start : start + ROWS, :width].cuda(), num_items_in_batch=step.counts.targets
-            )
+            out = model(**part, labels=labels[start : start + ROWS, :width].cuda(), num_items_in_batch=step.counts.targets)
             out.loss.backward()
             total += out.loss.item()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
@@ -170,7 +168,12 @@ def main() -> None:
         },
         "commit": given.commit, "shape": SHAPE, "steps": given.steps, "documents": len(rows),
     }  # fmt: skip
-    arms = {"full": {}, "lora": {}, "full-eager": {"use_torch_compile": False}, "lora-eager": {"use_torch_compile": False}}
+    arms = {
+        "full": {},
+        "lora": {},
+        "full-eager": {"use_torch_compile": False},
+        "lora-eager": {"use_torch_compile": False},
+    }
     with tempfile.TemporaryDirectory() as scratch:
         for kind, changes in arms.items():
             steps = given.steps if not changes else min(60, given.steps)
@@ -185,7 +188,9 @@ def main() -> None:
 
 
 def print_table(results: dict, arms: dict) -> None:
-    print(f"{'':12} {'tokens/s':>10} {'lowest':>9} {'highest':>9} {'GiB':>6} {'fill':>6} {'trained':>8} {'grad norm':>10} {'loss':>15}")
+    print(
+        f"{'':12} {'tokens/s':>10} {'lowest':>9} {'highest':>9} {'GiB':>6} {'fill':>6} {'trained':>8} {'grad norm':>10} {'loss':>15}"
+    )
     for kind in arms:
         row, rate = results[kind], results[kind]["tokens_per_second"]
         print(

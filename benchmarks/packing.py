@@ -1,6 +1,6 @@
 """Packing plan: sequences per second and fill on lognormal lengths (median 400, σ 0.8, 1 to 2048), on the CPU.
 
-    python benchmarks/packing.py OUTPUT.json
+python benchmarks/packing.py OUTPUT.json
 """
 
 import json

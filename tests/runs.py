@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-import tiny
 import torch
 
+import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.training import ChronicalsTrainer, TrainingResult
 from chronicals.training.callbacks import read_metrics

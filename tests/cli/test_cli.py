@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
-import tiny
 import yaml
+
+import tiny
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 

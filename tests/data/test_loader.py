@@ -296,10 +296,7 @@ def test_without_shuffling_packs_come_as_planned_in_every_epoch(make_store):
 def test_a_part_of_a_store_gives_its_documents_alone(make_store):
     store = make_store(60, 30)
     train, validation = store.split(0.3, seed=5)
-    found = [
-        {n for batch in streams(part, config(40), epochs=1)[0] for n in documents(batch)}
-        for part in (train, validation)
-    ]
+    found = [{n for batch in streams(part, config(40), epochs=1)[0] for n in documents(batch)} for part in (train, validation)]
     assert [len(part) for part in found] == [42, 18]
     assert found[0] | found[1] == set(range(60))
 

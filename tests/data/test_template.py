@@ -399,9 +399,7 @@ def marking(before="", after=""):
     tokenizer = tiny.tokenizer()
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     marks = [(text, tokenizer.convert_tokens_to_ids(text)) for text in (before, after) if text]
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{before} $A {after}".strip(), special_tokens=marks
-    )
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{before} $A {after}".strip(), special_tokens=marks)
     assert tokenizer("a")["input_ids"] == [
         *(tokenizer.convert_tokens_to_ids([before]) if before else []),
         *tokenizer("a", add_special_tokens=False)["input_ids"],

@@ -1,10 +1,10 @@
 import json
 
 import pytest
-import runs
-import tiny
 import torch
 
+import runs
+import tiny
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.generation import answer, generate, load_trained
 from chronicals.training.evaluation import evaluate_file

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+
 import runs
 import tiny
-import torch
 
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6
@@ -68,9 +69,7 @@ def test_packed_and_alone(tmp_path):
     packs = packs_of(rows, tmp_path)
     assert packs < len(rows) // 2
     runs.train(packed, rows=rows, batch_size=packs, gradient_accumulation_steps=1, max_steps=5)
-    runs.train(
-        alone, rows=rows, batch_size=len(rows), gradient_accumulation_steps=1, max_steps=5, use_sequence_packing=False
-    )
+    runs.train(alone, rows=rows, batch_size=len(rows), gradient_accumulation_steps=1, max_steps=5, use_sequence_packing=False)
     assert_one_trajectory(runs.trajectory(packed), runs.trajectory(alone))
 
 

@@ -125,9 +125,7 @@ def test_nothing_to_train_on(ignored, device):
     assert torch.equal(hidden.grad, torch.zeros_like(hidden))
     assert torch.equal(weight.grad, torch.zeros_like(weight))
     assert torch.isnan(fused_cross_entropy(hidden, weight, targets))
-    assert torch.equal(
-        fused_cross_entropy(hidden, weight, targets, reduction="none"), torch.zeros(rows, device=device)
-    )
+    assert torch.equal(fused_cross_entropy(hidden, weight, targets, reduction="none"), torch.zeros(rows, device=device))
 
 
 def test_ignored_rows_are_as_if_absent(device):

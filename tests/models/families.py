@@ -104,9 +104,7 @@ def random_rows(count: int = 12, longest: int = 40) -> list[dict]:
 
 def loaded_batches(rows: list[dict], folder: Any, width: int = 48) -> list[Batch]:
     """Batches as a training run gets them."""
-    config = ChronicalsConfig(
-        max_seq_length=width, batch_size=2, gradient_accumulation_steps=1, num_epochs=1, cache_dir=folder
-    )
+    config = ChronicalsConfig(max_seq_length=width, batch_size=2, gradient_accumulation_steps=1, num_epochs=1, cache_dir=folder)
     return list(create_dataloader(rows, tiny.tokenizer(), config))
 
 

@@ -42,9 +42,7 @@ def test_b_learns_so_much_faster():
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             expected = 1.6e-2 if name.endswith("lora_B") else 1e-3
-            torch.testing.assert_close(
-                before[name] - parameter, torch.full_like(parameter, expected), rtol=1e-4, atol=1e-7
-            )
+            torch.testing.assert_close(before[name] - parameter, torch.full_like(parameter, expected), rtol=1e-4, atol=1e-7)
 
 
 def test_peft_names_are_known_too():

@@ -20,10 +20,10 @@ CHANGES = {
 
 
 def run(folder: str, variant: str, resume: bool, kill_at: int | None, events_file: str | None) -> None:
-    import runs
-    import tiny
     import torch
 
+    import runs
+    import tiny
     from chronicals.objectives import NextToken
 
     torch.set_num_threads(1)
@@ -39,7 +39,11 @@ def run(folder: str, variant: str, resume: bool, kill_at: int | None, events_fil
         return wrapper
 
     NextToken.__call__ = counted("micro-batch", NextToken.__call__)
-    os.fsync, os.rename, os.replace = counted("sync", os.fsync), counted("rename", os.rename), counted("replace", os.replace)
+    os.fsync, os.rename, os.replace = (
+        counted("sync", os.fsync),
+        counted("rename", os.rename),
+        counted("replace", os.replace),
+    )
     shutil.rmtree = counted("remove", shutil.rmtree)
     runs.train(
         Path(folder), rows=tiny.chat_rows(30), resume=resume, save_steps=2, save_total_limit=2,

@@ -5,10 +5,10 @@ import os
 import shutil
 
 import pytest
-import runs
-import tiny
 import torch
 
+import runs
+import tiny
 from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module
 from chronicals.training.checkpoint import check_folder, checkpoints, newest_valid, write_folder

@@ -5,8 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import runs
 import torch
+
+import runs
 
 sys.path.insert(0, str(Path(__file__).parent))
 from killed_run import CHANGES, in_a_process

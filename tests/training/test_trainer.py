@@ -3,10 +3,10 @@ import logging
 import math
 
 import pytest
-import runs
-import tiny
 import torch
 
+import runs
+import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import DataError
 from chronicals.objectives import NextToken

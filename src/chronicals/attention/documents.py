@@ -54,9 +54,7 @@ def choose_backend(device: torch.device, dtype: torch.dtype, softcap: bool = Fal
     return "flash" if capable and dtype in (torch.bfloat16, torch.float16) and not (softcap or sinks) else "per-document"
 
 
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, *_: object
-) -> Tensor:
+def _flash(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, *_: object) -> Tensor:
     left = -1 if window is None else window - 1
     out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **GROUPED_HEADS)
     assert isinstance(out, Tensor)
@@ -83,7 +81,9 @@ def _attend(
     q_HSD, k_KSD, v_KSD = (x.transpose(0, 1) for x in (q, k, v))
     length = q.shape[0]
     banded = window is not None and window < length
-    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if banded or softcap or sinks is not None else None
+    seen = (
+        torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if banded or softcap or sinks is not None else None
+    )
     if seen is not None and banded:
         assert window is not None
         seen = seen.triu(1 - window)
@@ -96,7 +96,13 @@ def _attend(
 
 
 def attention_reference(
-    q_HSD: Tensor, k_KSD: Tensor, v_KSD: Tensor, seen: Tensor | None, scale: float, softcap: float | None, sinks: Tensor | None
+    q_HSD: Tensor,
+    k_KSD: Tensor,
+    v_KSD: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """One document, whole score matrix: the definition."""
     groups = q_HSD.shape[0] // k_KSD.shape[0]

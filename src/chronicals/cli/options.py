@@ -43,7 +43,7 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _help(field: dataclasses.Field) -> str:
-    about = field.default  # pydantic's FieldInfo
+    about: Any = field.default  # pydantic's FieldInfo
     default = about.get_default(call_default_factory=True) if hasattr(about, "get_default") else None
     required = about.is_required() if hasattr(about, "is_required") else False
     text = about.description if hasattr(about, "description") else field.name

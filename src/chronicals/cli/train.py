@@ -27,7 +27,7 @@ def train(
     from rich.console import Console
 
     from chronicals.config import PRESETS, ConfigurationError, Recipe
-    from chronicals.data import TokenStore, Tokenizer
+    from chronicals.data import Tokenizer, TokenStore
     from chronicals.models import load_model, load_tokenizer
     from chronicals.models.loading import DTYPES
     from chronicals.training import ChronicalsTrainer

@@ -40,7 +40,7 @@ T = TypeVar("T", bound=type)
 
 def remembers_what_was_set(cls: T) -> T:
     """Keep the names of the fields the user passed, so that 'permitted by default' and 'asked for' can be told apart."""
-    validated: Callable[..., None] = cls.__init__
+    validated: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(validated)
     def __init__(self: Any, **fields: Any) -> None:
@@ -51,7 +51,7 @@ def remembers_what_was_set(cls: T) -> T:
         object.__setattr__(self, "explicit", frozenset(fields))
         self.check()
 
-    cls.__init__ = __init__
+    cls.__init__ = __init__  # type: ignore[misc]
     return cls
 
 
@@ -59,7 +59,10 @@ NOT_YET: dict[str, tuple[Any, str]] = {
     "use_fp8": (False, "FP8 linear layers are not part of this version; leave use_fp8 at False"),
     "use_8bit_optimizer": (False, "the 8-bit optimizer is not part of this version; leave use_8bit_optimizer at False"),
     "optimizer_state_dtype": ("fp32", "only fp32 optimizer states are part of this version"),
-    "activation_offload": (False, "activation offload is not part of this version; use_gradient_checkpointing saves memory"),
+    "activation_offload": (
+        False,
+        "activation offload is not part of this version; use_gradient_checkpointing saves memory",
+    ),
 }
 """Fields of the published interface that this version cannot honour: the one value accepted, and what to do instead."""
 
@@ -183,10 +186,11 @@ class ChronicalsConfig:
             fields = yaml.safe_load(path.read_text())
         except OSError as error:
             raise ConfigurationError(f"{path}: cannot be read ({error.strerror})") from error
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ConfigurationError(f"{path}: not YAML: {error}") from error
         if not isinstance(fields, dict):
             raise ConfigurationError(f"{path}: expected 'field: value' lines, found {type(fields).__name__}")
+        fields = {str(name): value for name, value in fields.items()}
         for name in ("learning_rate", "adam_epsilon"):  # YAML 1.1 reads 2e-4 as text
             if isinstance(fields.get(name), str):
                 try:

@@ -147,7 +147,9 @@ class BatchStream:
             documents=len(documents),
             slots=self.packs_a_step * self.width,
         )
-        mine = [packs[(micro * self.ranks + self.rank) * self.batch_size :][: self.batch_size] for micro in range(self.accumulation)]
+        mine = [
+            packs[(micro * self.ranks + self.rank) * self.batch_size :][: self.batch_size] for micro in range(self.accumulation)
+        ]
         return Step([self._assemble(group) for group in mine], counts, position + self.packs_a_step)
 
     def _pack_at(self, position: int) -> np.ndarray:
@@ -185,7 +187,8 @@ class BatchStream:
         bounds = np.full(self.max_entries + 1, total, np.int32)
         bounds[0] = 0
         bounds[1 : len(ends) + 1] = ends
-        batch = Batch(*(torch.from_numpy(a) for a in (ids, targets, positions, bounds)), max_seqlen=bucket)
+        ids_T, targets_T, positions_T, cu_seqlens = (torch.from_numpy(a) for a in (ids, targets, positions, bounds))
+        batch = Batch(ids_T, targets_T, positions_T, cu_seqlens, max_seqlen=bucket)
         return batch.pin_memory() if self.pin else batch
 
     def _bucket_widths(self) -> list[int]:

@@ -184,9 +184,7 @@ def _record_batch(rows: list[Tokens]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(lists, schema=SCHEMA)
 
 
-def _documents(
-    source: Any, tokenizer: Tokenizer, max_seq_length: int, report: DataReport, kinds: set[str]
-) -> Iterator[Tokens]:
+def _documents(source: Any, tokenizer: Tokenizer, max_seq_length: int, report: DataReport, kinds: set[str]) -> Iterator[Tokens]:
     for row, (where, record) in enumerate(read_records(source)):
         report.rows += 1
         kind = kind_of(record, where)

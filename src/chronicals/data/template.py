@@ -65,7 +65,9 @@ class Tokenizer:
 
     # --- conversations -------------------------------------------------------------------------------------------
 
-    def render(self, messages: Sequence[Message], tools: Any = None, generation: bool = False, where: str = "chat") -> list[int]:
+    def render(
+        self, messages: Sequence[Message], tools: Any = None, generation: bool = False, where: str = "chat"
+    ) -> list[int]:
         """Ids the template renders; with ``generation`` up to where the assistant begins to answer."""
         if self.tokenizer.chat_template is None:
             raise TemplateError(
@@ -96,9 +98,7 @@ class Tokenizer:
                 after -= 1
             stops = [token for token in ids[after:] if token in special] if after else []
             if not after:
-                raise TemplateError(
-                    "the chat template does not render the content of an assistant's message given as text"
-                )
+                raise TemplateError("the chat template does not render the content of an assistant's message given as text")
             if not stops:
                 raise TemplateError(
                     "the chat template writes no special token after an assistant's answer, so the model would never "
@@ -183,9 +183,9 @@ class Tokenizer:
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
         if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             raise DataError(f"{where}: input_ids must be a list of token ids")
-        labels = labels.tolist() if hasattr(labels, "tolist") else labels
         if labels is None:
             return ids, [True] * len(ids)
+        labels = labels.tolist() if hasattr(labels, "tolist") else labels
         if len(labels) != len(ids):
             raise DataError(f"{where}: {len(ids)} input_ids but {len(labels)} labels; they must be aligned, not shifted")
         for position, (token, label) in enumerate(zip(ids, labels)):
@@ -249,7 +249,5 @@ def _check_messages(messages: Any, where: str) -> list[Message]:
         if "content" not in message and "tool_calls" not in message:
             raise DataError(f"{where}: message {number} ({message['role']}) has no content")
         if not isinstance(message.get("content"), (str, type(None))):
-            raise DataError(
-                f"{where}: message {number} ({message['role']}): content must be text; lists are not supported"
-            )
+            raise DataError(f"{where}: message {number} ({message['role']}): content must be text; lists are not supported")
     return messages

@@ -55,6 +55,7 @@ def fused_cross_entropy(
     return total if reduction == "sum" else total / (flat != IGNORED).sum()
 
 
+@torch.compiler.disable  # compiled by torch 2.11, the function below has gradients of zero
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -78,6 +79,9 @@ def linear_cross_entropy(
         ValueError: shapes do not fit or ``chunk_size`` < 1.
     """
     _check(hidden, weight, targets, chunk_size)
+    for name, given, size in (("bias", bias, len(weight)), ("weights", weights, len(targets))):
+        if given is not None and given.shape != (size,):
+            raise ValueError(f"{name} has shape {tuple(given.shape)}: expected [{size}]")
     return _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, scale, softcap, chunk_size)
 
 
@@ -148,12 +152,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
             z = _logits(some, narrow_weight, bias, scale, softcap)
             keep = wanted != IGNORED
             of_row = keep.to(wide) if weights is None else keep * weights[rows].to(wide)
-            at_target = wanted.clamp(min=0)[:, None]
-            log_sum = torch.logsumexp(z, 1, keepdim=True)
-            total += ((log_sum - z.gather(1, at_target)).squeeze(1) * of_row).sum()
+            at_target = wanted.masked_fill(~keep, 0)[:, None]
+            log_p = torch.log_softmax(z, 1)  # not z - logsumexp(z), which loses what log_softmax keeps of a likely target
+            total -= (log_p.gather(1, at_target).squeeze(1) * of_row).sum()
             if not any((wants_hidden, wants_weight, wants_bias)):
                 continue
-            d_z = torch.exp(z - log_sum)
+            d_z = log_p.exp_()
             d_z.scatter_add_(1, at_target, torch.full_like(at_target, -1, dtype=wide))
             d_z *= of_row[:, None] * scale
             if softcap is not None:

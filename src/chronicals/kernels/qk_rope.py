@@ -29,29 +29,39 @@ def fused_qk_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool
         )
     if cos.shape[-1] > q.shape[-1] or cos.shape[-1] % 2:
         raise ValueError(f"cos is {cos.shape[-1]} wide: must be even and at most the head's {q.shape[-1]}")
-    return _Rotation.apply(q, k, cos, sin, in_place)
+    rows = (q.shape[0], q.shape[2]) if q.ndim == 4 else q.shape[:1]
+    apart = (k.shape[0], *k.shape[2:]) if k.ndim == 4 else (k.shape[0], k.shape[2])
+    if apart != (*rows, q.shape[-1]) or cos.shape[-2] != rows[-1] or (q.ndim == 4 and cos.shape[0] not in (1, rows[0])):
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)}, cos {tuple(cos.shape)} do not fit each other")
+    return _Rotation.apply(q, cos, sin, in_place), _Rotation.apply(k, cos, sin, in_place)
 
 
 class _Rotation(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(cos, sin)
-        rotated = qk_rope_reference(q, k, cos, sin)
-        if not in_place:
-            return rotated
-        ctx.mark_dirty(q, k)
-        return q.copy_(rotated[0]), k.copy_(rotated[1])
+    """Of one tensor: autograd lets a function overwrite a view, as q and k of a model are, only if that is its one output."""
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, in_place: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        rotated = _rotate(x, *_over_heads(cos, sin))
+        if not in_place:
+            return rotated
+        ctx.mark_dirty(x)
+        return x.copy_(rotated)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
-        return *qk_rope_reference(upstream[0], upstream[1], cos, -sin), None, None, None
+        return _rotate(upstream, *_over_heads(cos, -sin)), None, None, None
 
 
 def qk_rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    heads = 1 if cos.ndim == 3 else -2
-    cos, sin = cos.unsqueeze(heads), sin.unsqueeze(heads)
+    cos, sin = _over_heads(cos, sin)
     return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+
+def _over_heads(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    heads = 1 if cos.ndim == 3 else -2
+    return cos.unsqueeze(heads), sin.unsqueeze(heads)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -12,9 +12,7 @@ def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
         ValueError: shapes or types differ.
     """
     if gate.shape != up.shape or gate.dtype != up.dtype:
-        raise ValueError(
-            f"gate is {tuple(gate.shape)} {gate.dtype}, up is {tuple(up.shape)} {up.dtype}: they must be alike"
-        )
+        raise ValueError(f"gate is {tuple(gate.shape)} {gate.dtype}, up is {tuple(up.shape)} {up.dtype}: they must be alike")
     return swiglu_reference(gate, up)
 
 

@@ -34,7 +34,7 @@ def apply_lora(model: Any, config: LoRAConfig) -> Any:
         shape = linear_shape(layer)
         assert shape is not None
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, LoRALinear(layer, config, *shape))
+        setattr(model.get_submodule(parent), name, LoRALinear(layer, config, *shape).train(layer.training))
     model.chronicals_lora = config
     return model
 
@@ -44,7 +44,7 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
-def linear_shape(layer: nn.Module) -> tuple[int, int] | None:
+def linear_shape(layer: Any) -> tuple[int, int] | None:
     """``(in, out)`` of a linear layer, None if it is something else."""
     if isinstance(layer, nn.Linear):
         return layer.in_features, layer.out_features

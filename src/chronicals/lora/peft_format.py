@@ -58,17 +58,17 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
     _refuse_what_is_not_plain_lora(folder, described)
+    config = LoRAConfig(
+        rank=described["r"],
+        alpha=described["lora_alpha"],
+        dropout=described.get("lora_dropout", 0.0),
+        target_modules=described["target_modules"],
+        use_rslora=described.get("use_rslora", False),
+    )
     if next(adapters(model), None) is None:
-        apply_lora(
-            model,
-            LoRAConfig(
-                rank=described["r"],
-                alpha=described["lora_alpha"],
-                dropout=described.get("lora_dropout", 0.0),
-                target_modules=described["target_modules"],
-                use_rslora=described.get("use_rslora", False),
-            ),
-        )
+        apply_lora(model, config)
+    elif model.chronicals_lora.scale != config.scale:
+        raise ValueError(f"{folder}: is scaled by {config.scale:g}, the model's adapters by {model.chronicals_lora.scale:g}")
     tensors = load_file(folder / WEIGHTS_FILE)
     with torch.no_grad():
         for path, layer in adapters(model):
@@ -85,8 +85,19 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
 def _refuse_what_is_not_plain_lora(folder: Path, described: dict[str, Any]) -> None:
     if described.get("peft_type") != "LORA":
         raise ValueError(f"{folder}: peft_type={described.get('peft_type')!r}: only LORA adapters can be loaded")
-    for field in ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "target_parameters"):
+    for field in (
+        "use_dora",
+        "rank_pattern",
+        "alpha_pattern",
+        "modules_to_save",
+        "layers_to_transform",
+        "target_parameters",
+        "alora_invocation_tokens",
+    ):
         if described.get(field):
             raise ValueError(f"{folder}: {field}={described[field]!r} is not supported in this version")
+    start = described.get("init_lora_weights", True)
+    if start not in (True, False, "gaussian", "orthogonal", "eva"):  # the others change the weights of the base
+        raise ValueError(f"{folder}: init_lora_weights={start!r}: an adapter over changed base weights cannot be loaded")
     if described.get("bias", "none") != "none" or described.get("lora_bias"):
         raise ValueError(f"{folder}: adapters with a trained bias are not supported in this version")

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +78,25 @@ def prove_packability(model: Any) -> Packability:
         return Packability(False, False, f"its configuration cannot be made small ({error})")
     key = (type(model), config.to_json_string(use_diff=False))
     if key not in _PROVED:
-        with torch.random.fork_rng(devices=[]):
+        with _plain_surroundings():
             torch.manual_seed(0)
             _PROVED[key] = _prove(type(model), config)
     return _PROVED[key]
+
+
+@contextmanager
+def _plain_surroundings() -> Iterator[None]:
+    """Whatever the caller is in (an evaluation without gradients, autocast, another default device or type)."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):  # fmt: skip
+            yield
+    finally:
+        torch.set_default_dtype(usual)
 
 
 def twin_config(config: Any) -> Any:
@@ -118,6 +135,7 @@ def _fewer_layers(text: Any) -> None:
 
 def _prove(cls: Any, config: Any) -> Packability:
     try:
+        config._attn_implementation = "eager"  # the definition: SDPA may leave out what it cannot do
         twin = cls(config).float().eval()
         _randomise(twin)
         alone = _documents_alone(twin)

@@ -48,10 +48,18 @@ def _documents_only(
         raise ValueError(f"{type(module).__name__} does not pass document bounds on to its attention")
     if dropout:
         raise ValueError(f"attention dropout {dropout} is not supported; set attention_dropout=0 in the model's configuration")
+    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
     out = document_attention(
-        *(x[0].transpose(0, 1) for x in (query, key, value)), cu_seq_lens_q, max_length_q,
-        scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux,
-    )  # fmt: skip
+        q_THD,
+        k_TKD,
+        v_TKD,
+        cu_seq_lens_q,
+        max_length_q,
+        scale=scaling,
+        window=sliding_window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
     return out[None], None
 
 

@@ -41,7 +41,7 @@ class FusedAdamW(torch.optim.Optimizer):
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._versions: dict[Tensor, int] = {}
+        self._versions: dict[Tensor, tuple[int, int]] = {}
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -64,6 +64,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any], factor: Tensor | None, apply: Tensor | None) -> None:
+        assert parameter.grad is not None
         state = self.state_of(parameter)
         gradient = parameter.grad.float() if factor is None else parameter.grad.float() * factor
         beta1, beta2 = group["betas"]
@@ -72,9 +73,11 @@ class FusedAdamW(torch.optim.Optimizer):
         step = state["step"] + 1
         mean = old[1] * beta1 + gradient * (1 - beta1)
         square = old[2] * beta2 + gradient.square() * (1 - beta2)
-        root = (square / (1 - beta2**step)).sqrt_().add_(group["eps"])
-        updated = master * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * (mean / (1 - beta1**step)) / root
-        new = (updated, mean, square, step)
+        # In fp64: 1 - 0.999 in fp32 is wrong in its fifth digit, and every update would be.
+        correction1, correction2 = ((1 - beta ** step.double()).float() for beta in (beta1, beta2))
+        root = (square / correction2).sqrt_().add_(group["eps"])
+        updated = master * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * (mean / correction1) / root
+        new: tuple[Tensor, ...] = (updated, mean, square, step)
         if apply is not None:
             new = tuple(torch.where(apply, a, b) for a, b in zip(new, (*old, state["step"])))
         self._store(parameter, state, new[0])
@@ -91,7 +94,7 @@ class FusedAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
             if parameter.dtype == torch.bfloat16:
                 state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
-                self._versions[parameter] = parameter._version
+                self._versions[parameter] = _stamp(parameter)
         return state
 
     @torch.no_grad()
@@ -102,7 +105,7 @@ class FusedAdamW(torch.optim.Optimizer):
     def _master(self, parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
         if parameter.dtype != torch.bfloat16:
             return parameter.float()
-        if self._versions.get(parameter) != parameter._version:  # somebody else wrote the weight
+        if self._versions.get(parameter) != _stamp(parameter):  # somebody else wrote the weight
             state["low"].zero_()
         return join_master(parameter, state["low"])
 
@@ -113,7 +116,18 @@ class FusedAdamW(torch.optim.Optimizer):
         high, low = split_master(value)
         parameter.copy_(high)
         state["low"].copy_(low)
-        self._versions[parameter] = parameter._version
+        self._versions[parameter] = _stamp(parameter)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, which would cast every state, the lower halves too, to the type of its weight."""
+        super().load_state_dict(state_dict)
+        given = [number for group in state_dict["param_groups"] for number in group["params"]]
+        own = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, parameter in zip(given, own):
+            if number in state_dict["state"]:
+                self.state[parameter] = {}
+                self.load_state(parameter, state_dict["state"][number])
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
@@ -128,4 +142,9 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise ValueError(f"optimizer state {name!r} of a weight {tuple(parameter.shape)} is missing or misshapen")
             tensor.copy_(state[name])
         if "low" in own:
-            self._versions[parameter] = parameter._version
+            self._versions[parameter] = _stamp(parameter)
+
+
+def _stamp(parameter: Tensor) -> tuple[int, int]:
+    """What changes when somebody writes a weight in place, or gives it other data."""
+    return parameter._version, parameter.data_ptr()

@@ -28,7 +28,13 @@ from chronicals.training.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, STATE, OPTIMIZER, RNG, MODEL = "manifest.json", "state.json", "optimizer.safetensors", "rng.safetensors", "model"
+MANIFEST, STATE, OPTIMIZER, RNG, MODEL = (
+    "manifest.json",
+    "state.json",
+    "optimizer.safetensors",
+    "rng.safetensors",
+    "model",
+)
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:

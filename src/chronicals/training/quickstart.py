@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ class Size:
     vocab_size: int
     epochs: int
     learning_rate: float
-    mixed_precision: str
+    mixed_precision: Literal["bf16", "fp16", "fp32"]
 
 
 CPU = Size(width=256, layers=4, vocab_size=2048, epochs=6, learning_rate=2e-3, mixed_precision="fp32")
@@ -64,7 +65,9 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
     size = size or (CARD if torch.cuda.is_available() else CPU)
     train_rows, held_rows = _split(questions_and_answers(), seed)
     folder.mkdir(parents=True, exist_ok=True)
-    data, held = (_write_rows(folder / name, rows) for name, rows in (("train.jsonl", train_rows), ("held-out.jsonl", held_rows)))
+    data, held = (
+        _write_rows(folder / name, rows) for name, rows in (("train.jsonl", train_rows), ("held-out.jsonl", held_rows))
+    )
     untrained = folder / "untrained"
     parameters = _write_model(untrained, train_rows, size, seed)
 
@@ -134,6 +137,6 @@ def _ask(rows: list[dict], before: Path, after: Path) -> list[Answer]:
     answers = []
     for row in rows:
         question, documented = (message["content"] for message in row["messages"])
-        replies = [answer(model, question, max_new_tokens=80) for model in (untrained, trained)]
-        answers.append(Answer(question, *replies, documented))
+        before_training, after_training = (answer(m, question, max_new_tokens=80) for m in (untrained, trained))
+        answers.append(Answer(question, before_training, after_training, documented))
     return answers

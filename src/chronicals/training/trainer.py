@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import BatchStream, DataError, TokenStore, Tokenizer, stop_token_ids
+from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, stop_token_ids
 from chronicals.data.sources import Record
 from chronicals.distributed import Ranks
 from chronicals.lora import LoRAConfig, apply_lora
@@ -99,9 +99,7 @@ class ChronicalsTrainer:
         ValueError: the configuration cannot be honoured with this model on this machine; the message names the field.
     """
 
-    def __init__(
-        self, model: Any, tokenizer: Any, config: ChronicalsConfig | None = None, callbacks: Sequence[Callback] = ()
-    ):
+    def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig | None = None, callbacks: Sequence[Callback] = ()):
         self.model, self.tokenizer, self.config = model, tokenizer, config or ChronicalsConfig()
         self.ranks = Ranks.current()
         self.output_dir = self.config.output_dir
@@ -111,9 +109,7 @@ class ChronicalsTrainer:
         self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.first else []
         self._stop: str | None = None
 
-    def train(
-        self, train_dataset: Source, eval_dataset: Source | None = None, resume: bool = False
-    ) -> TrainingResult:
+    def train(self, train_dataset: Source, eval_dataset: Source | None = None, resume: bool = False) -> TrainingResult:
         """Train, evaluate, write the model and the report.
 
         Args:
@@ -273,7 +269,13 @@ class ChronicalsTrainer:
         if config.use_lora and not hasattr(model, "chronicals_lora"):
             apply_lora(
                 model,
-                LoRAConfig(config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_target_modules, config.use_rslora),
+                LoRAConfig(
+                    config.lora_rank,
+                    config.lora_alpha,
+                    config.lora_dropout,
+                    config.lora_target_modules,
+                    config.use_rslora,
+                ),
             )
         presented = present(model, fused_head=config.use_fused_kernels)
         decisions = decide(config, presented)
@@ -391,9 +393,7 @@ class ChronicalsTrainer:
         """What ``generate`` must know to ask as the model was taught."""
         return {"kinds": store.kinds, "tokenization": Tokenizer(self.tokenizer, self.config.objective).fingerprint()}
 
-    def _evaluate(
-        self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None
-    ) -> Evaluation:
+    def _evaluate(self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None) -> Evaluation:
         assert store is not None
         stream = self._stream(store, epochs=1, shuffle=False)
         evaluation = evaluate(presented, self.objective, stream, precision, self.ranks)
@@ -502,5 +502,9 @@ def _one_device(model: Any, ranks: Ranks) -> torch.device:
 
 
 def _check_precision(config: ChronicalsConfig, device: torch.device) -> None:
-    if config.mixed_precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+    if (
+        config.mixed_precision == "bf16"
+        and device.type == "cuda"
+        and not torch.cuda.is_bf16_supported(including_emulation=False)
+    ):
         raise ConfigurationError("mixed_precision='bf16': this card has no bf16; use mixed_precision='fp16'")

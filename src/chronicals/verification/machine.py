@@ -12,7 +12,18 @@ import torch
 
 from chronicals.attention import choose_backend
 
-PACKAGES = ("chronicals", "torch", "triton", "transformers", "tokenizers", "peft", "trl", "bitsandbytes", "flash-attn-4", "tensorboard")
+PACKAGES = (
+    "chronicals",
+    "torch",
+    "triton",
+    "transformers",
+    "tokenizers",
+    "peft",
+    "trl",
+    "bitsandbytes",
+    "flash-attn-4",
+    "tensorboard",
+)
 
 
 def inspect_machine() -> dict[str, str | int]:

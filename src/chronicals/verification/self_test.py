@@ -61,8 +61,8 @@ def self_test() -> list[SelfTest]:
     def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(device)
         seen = (document[:, None] == document[None]).tril()
-        swapped = (x.transpose(0, 1) for x in (q, k, v))
-        return attention_reference(*swapped, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return attention_reference(q, k, v, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
 
     def rope(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
         return lambda q, k: torch.cat([x.flatten() for x in function(q, k, cos.to(q.dtype), sin.to(q.dtype))])
@@ -71,7 +71,12 @@ def self_test() -> list[SelfTest]:
     gate, up = random(tokens, width), random(tokens, width)
     hidden, weight = random(tokens, width), random(vocabulary, width) * 0.1
     cases: list[tuple[str, Function, Function, tuple[Tensor, ...]]] = [
-        ("rmsnorm", lambda x, w: fused_rmsnorm(x, w), lambda x, w: rmsnorm_reference(x, w, 1e-6), (gate, random(width))),
+        (
+            "rmsnorm",
+            lambda x, w: fused_rmsnorm(x, w),
+            lambda x, w: rmsnorm_reference(x, w, 1e-6),
+            (gate, random(width)),
+        ),
         ("swiglu", fused_swiglu, swiglu_reference, (gate, up)),
         ("qk_rope", rope(fused_qk_rope), rope(qk_rope_reference), qkv[:2]),
         (
