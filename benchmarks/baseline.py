@@ -188,15 +188,13 @@ def main() -> None:
 
 
 def print_table(results: dict, arms: dict) -> None:
-    print(
-        f"{'':12} {'tokens/s':>10} {'lowest':>9} {'highest':>9} {'GiB':>6} {'fill':>6} {'trained':>8} {'grad norm':>10} {'loss':>15}"
-    )
+    columns = ("tokens/s", "lowest", "highest", "GiB", "fill", "trained", "grad norm", "loss")
+    print(f"{'':12}", *(f"{column:>9}" for column in columns))
     for kind in arms:
         row, rate = results[kind], results[kind]["tokens_per_second"]
-        print(
-            f"{kind:12} {rate['median']:10,.0f} {rate['lowest']:9,.0f} {rate['highest']:9,.0f} {row['peak_gib']:6.1f} "
-            f"{row['fill']:6.1%} {row['trainable_share']:8.2%} {row['grad_norms'][-1]:10.3f} {row['losses'][0]:7.3f} → {row['losses'][-1]:.3f}"
-        )
+        rates = (f"{rate[name]:9,.0f}" for name in ("median", "lowest", "highest"))
+        shares = f"{row['peak_gib']:9.1f} {row['fill']:9.1%} {row['trainable_share']:9.2%} {row['grad_norms'][-1]:9.3f}"
+        print(f"{kind:12}", *rates, shares, f"{row['losses'][0]:.3f} → {row['losses'][-1]:.3f}")
     for kind in ("full", "lora"):
         pairs = list(zip(results[kind]["losses"], results[kind]["plain_fp32"]["losses"]))
         print(kind, "loss ours / plain fp32:", *(f"{a:.4f}/{b:.4f}" for a, b in pairs))
