@@ -141,7 +141,7 @@ def test_quickstart_small(tmp_path):
     """The road of ``quickstart`` with a smaller model and one epoch."""
     from chronicals.training.quickstart import Size, run_quickstart
 
-    size = Size(width=64, layers=2, vocab_size=600, epochs=1, learning_rate=3e-3, mixed_precision="fp32")
+    size = Size(width=64, layers=2, vocab_size=600, epochs=1, batch_size=2, learning_rate=3e-3, mixed_precision="fp32")
     done = run_quickstart(tmp_path / "quick", size=size)
     assert done.rows > 2000
     assert done.after.loss < 0.8 * done.before.loss

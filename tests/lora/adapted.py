@@ -40,4 +40,4 @@ def randomise(model: Any) -> None:
     """Give every adapter values as if it had been trained: B is zero at first."""
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            parameter.normal_(std=0.2)
+            parameter.normal_(std=0.05)

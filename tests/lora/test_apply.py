@@ -130,7 +130,7 @@ def test_output_is_that_of_the_merged_weights(name, rslora):
             weight = plain.get_submodule(path).weight
             weight += (delta if isinstance(plain.get_submodule(path), nn.Linear) else delta.t()).float()
     expected, got = logits(plain, ids), logits(model, ids)
-    assert (expected - untouched).abs().max() > 0.1
+    assert (expected - untouched).abs().max() > 0.02 * untouched.abs().max()
     assert (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 

@@ -21,6 +21,11 @@ def close(got, expected):
     return (got - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
+def changed(got, bare):
+    """By far more than rounding."""
+    return (got - bare).abs().max() > 0.02 * bare.abs().max()
+
+
 def ours(name="llama", **options):
     """A model with trained adapters, and what the bare model is."""
     options = {"rank": 4, "alpha": 12, "target_modules": TARGETS[name], **options}
@@ -47,7 +52,7 @@ def test_peft_loads_ours(peft, tmp_path, name, options):
     save_adapter(model, tmp_path)
     loaded = peft.PeftModel.from_pretrained(MODELS[name](), tmp_path).eval()
     bare, expected = logits(MODELS[name](), ids), logits(model, ids)
-    assert (expected - bare).abs().max() > 0.1
+    assert changed(expected, bare)
     assert close(logits(loaded, ids), expected)
     assert close(logits(loaded.merge_and_unload(), ids), expected)
 
@@ -73,7 +78,7 @@ def test_we_load_pefts(peft, tmp_path, name, options):
     bare = logits(loaded, ids)
     assert load_adapter(loaded, tmp_path) is loaded
     expected = logits(model, ids)
-    assert (expected - bare).abs().max() > 0.1
+    assert changed(expected, bare)
     assert close(logits(loaded.eval(), ids), expected)
     assert loaded.chronicals_lora.dropout == options.get("lora_dropout", 0.0)
 

@@ -29,12 +29,13 @@ class Size:
     layers: int
     vocab_size: int
     epochs: int
+    batch_size: int
     learning_rate: float
     mixed_precision: Literal["bf16", "fp16", "fp32"]
 
 
-CPU = Size(width=256, layers=4, vocab_size=2048, epochs=6, learning_rate=2e-3, mixed_precision="fp32")
-CARD = Size(width=512, layers=8, vocab_size=4096, epochs=20, learning_rate=1e-3, mixed_precision="bf16")
+CPU = Size(width=256, layers=4, vocab_size=2048, epochs=6, batch_size=2, learning_rate=2e-3, mixed_precision="fp32")
+CARD = Size(width=512, layers=8, vocab_size=4096, epochs=12, batch_size=8, learning_rate=1e-3, mixed_precision="bf16")
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
 
     config = ChronicalsConfig(
         learning_rate=size.learning_rate,
-        batch_size=2,
+        batch_size=size.batch_size,
         gradient_accumulation_steps=1,
         max_seq_length=1024,
         num_epochs=size.epochs,

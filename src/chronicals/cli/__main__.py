@@ -1,0 +1,5 @@
+"""``python -m chronicals.cli``, for torchrun."""
+
+from chronicals.cli.app import main
+
+main()

@@ -1,0 +1,19 @@
+"""The Python example of the README runs as it stands."""
+
+import json
+import re
+from pathlib import Path
+
+import tiny
+
+
+def test_the_example_runs(tmp_path, monkeypatch, capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", (Path(__file__).parent.parent / "README.md").read_text(), re.DOTALL)
+    tiny.llama().save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "README.md", "exec"), {})
+    loss, _, folder = capsys.readouterr().out.strip().splitlines()[-1].partition(" ")
+    assert 0 < float(loss) < 7
+    assert (tmp_path / folder / "adapter_model.safetensors").exists()
