@@ -68,7 +68,7 @@ def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
 
 @pytest.mark.parametrize("family", PACKABLE + PADDED)
 def test_permuting_documents_changes_nothing(family):
-    model = build(family)
+    model = build(family).double()  # a key's bias has almost no gradient: in fp32 it is all rounding
     pieces = [torch.randint(1, 61, (length,)) for length in (7, 2, 19, 11, 3)]
     upstream = [torch.randn(len(piece), model.config.vocab_size) for piece in pieces]
     presented = present(model)
