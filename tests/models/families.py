@@ -31,6 +31,7 @@ JAMBA = {
     "expert_layer_offset": 1,
     "expert_layer_period": 2,
     "num_experts": 2,
+    "experts_implementation": "eager",  # the grouped product knows no fp64
     "mamba_d_state": 4,
     "mamba_dt_rank": 4,
 }
