@@ -90,3 +90,8 @@ def test_a_report_survives_being_written(tmp_path):
     assert again.report == first.report == DataReport(**first.report.to_dict())
     assert again.report.lines() == first.report.lines()
     assert len(first.report.lines()) == 4
+
+
+def test_a_share_of_masked_rows_is_compared_as_written():
+    """0.29 · 100 is less than 29 in floating point; 29 of 100 rows are no more than 0.29."""
+    DataReport(rows=100, documents=71, tokens=200, targets=71, masked=29).check("train", max_masked_rows=0.29)

@@ -566,3 +566,15 @@ def test_the_stop_token_of_a_template_is_where_its_answers_end(name):
     assert named(tokenizer, stop_token_ids(tokenizer)) == [TAKEN[name][1], "<|endoftext|>"]
     ids, trained = Tokenizer(tokenizer).encode({"messages": conversation("single")}, "row 1")
     assert spans(ids, trained)[0][-1] == stop_token_ids(tokenizer)[0]
+
+
+def test_pretraining_needs_no_mask_and_so_no_stop():
+    """A template without a stop token can be pretrained on; only its rendering is used."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    row = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]}
+    ids, trained = Tokenizer(tokenizer, "pretraining").encode(row, "row 1")
+    assert tokenizer.decode(ids) == "helloworld"
+    assert all(trained)
+    with pytest.raises(TemplateError):
+        Tokenizer(tokenizer).encode(row, "row 1")

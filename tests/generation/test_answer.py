@@ -7,6 +7,7 @@ import runs
 import tiny
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.generation import answer, generate, load_trained
+from chronicals.training import ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_file
 
 QUESTION, ANSWER = "what is the answer to everything?", "the answer to everything is forty two"
@@ -36,7 +37,7 @@ def test_answers_and_stops(overfitted, place):
     assert trained.chats
     assert answer(trained, QUESTION, max_new_tokens=200) == ANSWER
     ids = Tokenizer(trained.tokenizer).render([{"role": "user", "content": QUESTION}], generation=True)
-    produced = generate(trained.model, trained.tokenizer, ids, max_new_tokens=200)
+    produced = generate(trained, ids, max_new_tokens=200)
     assert produced[-1] == Tokenizer(trained.tokenizer).stop_token()
     assert produced.count(produced[-1]) == 1
 
@@ -72,3 +73,15 @@ def test_evaluation_tokenises_as_training_did(overfitted, tmp_path):
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(ValueError, match="neither a model"):
         load_trained(tmp_path)
+
+
+def test_plain_text_with_a_chat_template_that_never_stops(tmp_path):
+    """The template is not what is trained, so nothing is asked of it; the end of the text stops."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    trainer = ChronicalsTrainer(tiny.llama(), tokenizer, runs.config(tmp_path, max_steps=2))
+    trainer.train([{"text": text} for text in tiny.TEXTS * 4])
+    trained = load_trained(tmp_path / "run")
+    assert not trained.chats
+    assert trained.stops == [tokenizer.eos_token_id]
+    assert isinstance(answer(trained, "hello", max_new_tokens=3), str)

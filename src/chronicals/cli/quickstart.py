@@ -9,9 +9,8 @@ import typer
 
 
 def quickstart(
-    folder: Annotated[Path, typer.Option(help="Where to write it all; must not exist yet")] = Path("chronicals-quickstart"),
+    folder: Annotated[Path, typer.Option(help="Where to write; an earlier quickstart goes")] = Path("chronicals-quickstart"),
     seed: Annotated[int, typer.Option(help="Seed of model, split and order")] = 42,
-    again: Annotated[bool, typer.Option("--again", help="Delete what an earlier quickstart left in the folder")] = True,
 ) -> None:
     """Train a small model on this machine, now: no arguments, no download, CPU or GPU.
 
@@ -28,7 +27,7 @@ def quickstart(
 
     console = Console()
     if folder.exists():
-        if not again or not (folder / "untrained").exists():
+        if not (folder / "untrained").exists():
             raise ConfigurationError(f"folder={str(folder)!r}: exists; choose another with --folder, or delete it")
         shutil.rmtree(folder)
     done = run_quickstart(folder, seed)

@@ -78,7 +78,7 @@ class DataReport:
         causes = "; ".join(self.lines()[1:]) or "every token is masked"
         if not self.targets:
             raise DataError(f"{name}: nothing to train on in any of {self.rows:,} rows: {causes}")
-        if self.masked > max_masked_rows * self.rows:
+        if self.masked / self.rows > max_masked_rows:
             raise DataError(
                 f"{name}: {self.masked:,} of {self.rows:,} rows have nothing to train on: {causes}. "
                 f"Mend the rows, raise max_seq_length, or raise max_masked_rows (now {max_masked_rows})"

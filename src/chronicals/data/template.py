@@ -49,8 +49,7 @@ class Tokenizer:
         Raises:
             DataError: the row lacks a field, a field has the wrong type, or the template refuses it.
         """
-        ids, trained = _ENCODERS[kind_of(record, where)](self, record, where)
-        return ids, [True] * len(ids) if self.objective == "pretraining" else trained
+        return _ENCODERS[kind_of(record, where)](self, record, where)
 
     def fingerprint(self) -> str:
         """Changes whenever this path could turn a row into other tokens."""
@@ -113,6 +112,8 @@ class Tokenizer:
         messages = _check_messages(prompt if "messages" in record else [*prompt, *record["completion"]], where)
         tools = record.get("tools")
         ids = self.render(messages, tools, where=where)
+        if self.objective == "pretraining":
+            return ids, [True] * len(ids)
         trained = [False] * len(ids)
         for turn, message in enumerate(messages):
             if message["role"] == "assistant" and turn >= answered:
@@ -171,7 +172,7 @@ class Tokenizer:
         before = self.prompt(_check_text(record["prompt"], "prompt", where))
         text = _check_text(record["completion"], "completion", where)
         after = [*_without_end(self.tokenizer(text, add_special_tokens=False)["input_ids"], end), end]
-        return before + after, [False] * len(before) + [True] * len(after)
+        return before + after, [self.objective == "pretraining"] * len(before) + [True] * len(after)
 
     def _text(self, record: Record, where: str) -> Tokens:
         end = self._end(where)
@@ -183,7 +184,7 @@ class Tokenizer:
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
         if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
             raise DataError(f"{where}: input_ids must be a list of token ids")
-        if labels is None:
+        if labels is None or self.objective == "pretraining":
             return ids, [True] * len(ids)
         labels = labels.tolist() if hasattr(labels, "tolist") else labels
         if len(labels) != len(ids):
@@ -202,9 +203,16 @@ _ENCODERS = {
 }
 
 
-def stop_token_ids(tokenizer: Any) -> list[int]:
-    """Ids at which generation must end: what training taught, and the tokenizer's own end of text."""
-    stops = [] if tokenizer.chat_template is None else [Tokenizer(tokenizer).stop_token()]
+def stop_token_ids(tokenizer: Any, chats: bool = True) -> list[int]:
+    """Ids at which generation must end: what training taught, and the tokenizer's own end of text.
+
+    Args:
+        chats: whether the chat template was trained, so that its stop token counts.
+
+    Raises:
+        TemplateError: the template has no stop token.
+    """
+    stops = [Tokenizer(tokenizer).stop_token()] if chats and tokenizer.chat_template is not None else []
     if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in stops:
         stops.append(tokenizer.eos_token_id)
     return stops

@@ -34,6 +34,15 @@ class Trained:
         """Whether to ask through the chat template: it was trained on chats, or has a template and another origin."""
         return "chat" in self.kinds or (not self.kinds and self.tokenizer.chat_template is not None)
 
+    @property
+    def stops(self) -> list[int]:
+        """Token ids that end an answer: those that were trained; of a model from elsewhere, those it names itself."""
+        if self.kinds:
+            return stop_token_ids(self.tokenizer, self.chats)
+        named = self.model.generation_config.eos_token_id
+        named = named if isinstance(named, list) else [named]
+        return [stop for stop in dict.fromkeys([*named, self.tokenizer.eos_token_id]) if stop is not None]
+
 
 def load_trained(folder: str | Path, base_model: str | None = None, trust_remote_code: bool = False) -> Trained:
     """Load a model, an adapter, a checkpoint, or the folder of a whole run.
@@ -77,16 +86,14 @@ def answer(
     else:
         text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
         ids = tokenizer.prompt(text)
-    produced = generate(trained.model, trained.tokenizer, ids, max_new_tokens, temperature, seed)
+    produced = generate(trained, ids, max_new_tokens, temperature, seed)
     return trained.tokenizer.decode(produced, skip_special_tokens=True).strip()
 
 
 @torch.no_grad()
-def generate(
-    model: Any, tokenizer: Any, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0
-) -> list[int]:
+def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0) -> list[int]:
     """Token ids that follow ``ids``, the stop token included where one was reached."""
-    stops = stop_token_ids(tokenizer)
+    model, tokenizer, stops = trained.model, trained.tokenizer, trained.stops
     inputs = torch.tensor([ids], device=input_device(model))
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     devices = [inputs.device] if inputs.device.type == "cuda" else []

@@ -4,7 +4,8 @@ from chronicals.memory import enable_gradient_checkpointing
 from chronicals.training.callbacks import Callback
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation, evaluate
-from chronicals.training.trainer import ChronicalsTrainer, TrainingResult
+from chronicals.training.run import TrainingResult
+from chronicals.training.trainer import ChronicalsTrainer
 
 __all__ = [
     "Callback",

@@ -13,7 +13,7 @@ from chronicals.training.evaluation import Evaluation
 from chronicals.training.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from chronicals.training.trainer import Run
+    from chronicals.training.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ from chronicals.data.tokenizer_training import train_tokenizer
 from chronicals.generation import answer, load_trained
 from chronicals.models import load_model, load_tokenizer
 from chronicals.training.evaluation import Evaluation, evaluate_file
-from chronicals.training.trainer import ChronicalsTrainer, TrainingResult
+from chronicals.training.run import TrainingResult
+from chronicals.training.trainer import ChronicalsTrainer
 
 HELD_OUT = 0.05
 

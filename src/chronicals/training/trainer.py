@@ -3,87 +3,44 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, stop_token_ids
-from chronicals.data.sources import Record
+from chronicals.config import ChronicalsConfig
+from chronicals.data import BatchStream, Tokenizer, TokenStore
 from chronicals.distributed import Ranks
-from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import enable_gradient_checkpointing
-from chronicals.models import PresentedModel, input_device, present
+from chronicals.models import PresentedModel
 from chronicals.objectives import OBJECTIVES
-from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer, learning_rate_factor
+from chronicals.optimizers import FusedAdamW, learning_rate_factor
 from chronicals.training import checkpoint
 from chronicals.training.audit import Coverage, FirstStepAudit
 from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, TensorBoard, read_metrics
-from chronicals.training.decisions import Decision, decide
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
-from chronicals.training.evaluation import Evaluation, evaluate
+from chronicals.training.evaluation import evaluate
 from chronicals.training.metrics import Moment, PendingMetrics, StepMetrics
 from chronicals.training.precision import Precision
+from chronicals.training.preparation import (
+    Source,
+    build_optimizer,
+    check_precision,
+    one_device,
+    open_stores,
+    prepare_model,
+    teach_generation_to_stop,
+)
 from chronicals.training.report import write_report
+from chronicals.training.run import Run, TrainingResult
+from chronicals.training.signals import heeding_signals
 from chronicals.training.step import train_step
 
 logger = logging.getLogger(__name__)
 
-Source = str | Path | Iterable[Record]
-
 MAX_SKIPPED = 20
 """Steps in a row that may be skipped for a gradient that is not finite, while the fp16 loss scale adapts."""
-
-
-@dataclass
-class Run:
-    """Where a run stands.
-
-    Attributes:
-        step: steps done.
-        position: packs consumed by all ranks.
-        total_steps: steps after which it is done.
-        output_dir: where it is written.
-        trainable_share: of all parameters.
-        best_loss, evaluations_without_gain: for early stopping.
-        skipped_in_a_row: steps without an update just now.
-    """
-
-    total_steps: int
-    output_dir: Path
-    step: int = 0
-    position: int = 0
-    trainable_share: float = 0.0
-    best_loss: float = float("inf")
-    evaluations_without_gain: int = 0
-    skipped_in_a_row: int = 0
-
-
-@dataclass(frozen=True)
-class TrainingResult:
-    """What came out.
-
-    Attributes:
-        steps: done in all, earlier parts of a resumed run included.
-        loss: of the last step.
-        evaluation: on held-out data after the last step, if there was any.
-        coverage: the first-step audit; None where the run was resumed past it.
-        model_dir: the trained model (or adapter) with its tokenizer.
-        report: the page with the curves.
-    """
-
-    steps: int
-    loss: float
-    evaluation: Evaluation | None
-    coverage: Coverage | None
-    model_dir: Path
-    report: Path
 
 
 class ChronicalsTrainer:
@@ -103,8 +60,8 @@ class ChronicalsTrainer:
         self.model, self.tokenizer, self.config = model, tokenizer, config or ChronicalsConfig()
         self.ranks = Ranks.current()
         self.output_dir = self.config.output_dir
-        self.device = _one_device(model, self.ranks)
-        _check_precision(self.config, self.device)
+        self.device = one_device(model, self.ranks)
+        check_precision(self.config, self.device)
         self.objective = OBJECTIVES[self.config.objective]()
         self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.first else []
         self._stop: str | None = None
@@ -124,32 +81,39 @@ class ChronicalsTrainer:
             Interrupted: stopped by a signal, after a checkpoint.
         """
         self._refuse_to_overwrite(resume)
-        train_store, eval_store = self._stores(train_dataset, eval_dataset)
-        torch.manual_seed(self.config.seed)
-        presented = self._prepare_model()
-        precision = Precision(self.config.mixed_precision, self.device)
-        optimizer = self._optimizer(precision)
-        stream = self._stream(train_store, self.config.num_epochs, shuffle=True)
-        run = Run(stream.steps_in_all or self.config.max_steps, self.output_dir)
-        torch.manual_seed(self.config.seed + self.ranks.rank)
+        config, model = self.config, self.model
+        train_store, eval_store = open_stores(
+            train_dataset, eval_dataset, model, self.tokenizer, config, builder=self.ranks.first
+        )
+        torch.manual_seed(config.seed)
+        presented = prepare_model(model, config)
+        teach_generation_to_stop(model, self.tokenizer, chats="chat" in train_store.kinds and config.objective != "pretraining")
+        self.ranks.same_weights(model.parameters())
+        precision = Precision(config.mixed_precision, self.device)
+        optimizer = build_optimizer(
+            model, config, precision, sums_gradients=config.gradient_accumulation_steps > 1 or self.ranks.count > 1
+        )
+        stream = self._stream(train_store, config.num_epochs, shuffle=True)
+        run = Run(stream.steps_in_all or config.max_steps, self.output_dir)
+        torch.manual_seed(config.seed + self.ranks.rank)
         if resume:
             self._resume(run, optimizer, precision, train_store)
         run.trainable_share = self._trainable_share()
-        with presented.attending_documents(), self._signals(), self._callbacks_around(run):
-            result = self._loop(run, presented, precision, optimizer, stream, train_store, eval_store)
-        self.model.eval()
+        with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run):
+            self._loop(run, presented, precision, optimizer, stream, eval_store)
+            result = self._finish(run, train_store)
+        model.eval()
         return result
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
     def _loop(
         self, run: Run, presented: PresentedModel, precision: Precision, optimizer: FusedAdamW, stream: BatchStream,
-        train_store: TokenStore, eval_store: TokenStore | None,
-    ) -> TrainingResult:  # fmt: skip
+        eval_store: TokenStore | None,
+    ) -> None:  # fmt: skip
         config, parameters = self.config, [p for p in self.model.parameters() if p.requires_grad]
         audit = FirstStepAudit(self.model, optimizer) if run.step == 0 else None
-        coverage, evaluation, pending, last_loss = None, None, None, float("nan")
-        began = Moment(self.device)
+        pending, began = None, Moment(self.device)
         self.model.train()
 
         for step in stream.steps(run.position, count=run.total_steps - run.step):
@@ -160,9 +124,9 @@ class ChronicalsTrainer:
             )  # fmt: skip
             run.step, run.position = run.step + 1, step.position
             if audit:
-                coverage, audit = self._close_audit(audit, scalars), None
+                run.coverage, audit = self._close_audit(audit, scalars), None
             if pending:
-                last_loss = self._deliver(run, pending)
+                self._deliver(run, pending)
             pending = PendingMetrics(
                 scalars, began, step=run.step, learning_rate=rate, tokens=step.counts.tokens, targets=step.counts.targets,
                 fill=step.counts.tokens / step.counts.slots, epoch=stream.epoch_at(step.position),
@@ -170,18 +134,18 @@ class ChronicalsTrainer:
             began = pending.moment
             due = self._due(run, eval_store is not None)
             if due:
-                last_loss, pending = self._deliver(run, pending), None
+                self._deliver(run, pending)
+                pending = None
                 if "evaluate" in due:
-                    evaluation = self._evaluate(run, presented, precision, eval_store)
+                    self._evaluate(run, presented, precision, eval_store)
                 if "save" in due or self._stop:
-                    self._save(run, optimizer, precision, train_store)
+                    self._save(run, optimizer, precision, stream.store)
                 if self._stop:
                     raise Interrupted(f"{self._stop} after step {run.step}; {self._how_to_resume()}")
                 if config.early_stopping_patience and run.evaluations_without_gain >= config.early_stopping_patience:
                     logger.info("stopped early after step %d: no better held-out loss", run.step)
                     break
                 began = Moment(self.device)
-        return self._finish(run, last_loss, evaluation, coverage, train_store)
 
     def _due(self, run: Run, has_eval: bool) -> set[str]:
         """What is to be done after this step; anything at all waits for its metrics first."""
@@ -194,12 +158,12 @@ class ChronicalsTrainer:
             due.add("stop")
         return due
 
-    def _deliver(self, run: Run, pending: PendingMetrics) -> float:
+    def _deliver(self, run: Run, pending: PendingMetrics) -> None:
         metrics = pending.arrive()
         self._guard(run, metrics)
         for callback in self.callbacks:
             callback.step_done(metrics)
-        return metrics.loss
+        run.last_loss = metrics.loss
 
     def _guard(self, run: Run, metrics: StepMetrics) -> None:
         """Stop where going on would hide that nothing is learned.
@@ -235,97 +199,11 @@ class ChronicalsTrainer:
 
     # --- before ----------------------------------------------------------------------------------------------------
 
-    def _stores(self, train_dataset: Source, eval_dataset: Source | None) -> tuple[TokenStore, TokenStore | None]:
-        """Tokenised data, checked; the report of the gate is logged."""
-        config, tokenizer = self.config, Tokenizer(self.tokenizer, self.config.objective)
-        vocabulary = self.model.get_input_embeddings().weight.shape[0]
-        stores = []
-        for name, source in (("train_dataset", train_dataset), ("eval_dataset", eval_dataset)):
-            if source is None:
-                continue
-            store = TokenStore.build(source, tokenizer, config.max_seq_length, config.cache_dir, builder=self.ranks.first)
-            for number, line in enumerate(store.report.lines()):
-                logger.log(logging.WARNING if number else logging.INFO, "%s: %s", name, line)
-            store.report.check(str(source) if isinstance(source, (str, Path)) else name, config.max_masked_rows)
-            if store.max_id >= vocabulary:
-                raise DataError(
-                    f"{name}: token id {store.max_id} is outside the model's embedding of {vocabulary} rows; the "
-                    "tokenizer is not this model's, or model.resize_token_embeddings was not called"
-                )
-            stores.append(store)
-        if eval_dataset is None and config.validation_split:
-            return stores[0].split(config.validation_split, config.seed)
-        return stores[0], stores[1] if len(stores) > 1 else None
-
     def _stream(self, store: TokenStore, epochs: int | None, shuffle: bool) -> BatchStream:
         return BatchStream(
             store, self.config, self.tokenizer.pad_token_id or 0, epochs=epochs, rank=self.ranks.rank,
             ranks=self.ranks.count, shuffle=shuffle, pin=self.device.type == "cuda",
         )  # fmt: skip
-
-    def _prepare_model(self) -> PresentedModel:
-        """Adapters, the way in, what runs of what is permitted; logged with the reasons."""
-        config, model = self.config, self.model
-        if config.use_lora and not hasattr(model, "chronicals_lora"):
-            apply_lora(
-                model,
-                LoRAConfig(
-                    config.lora_rank,
-                    config.lora_alpha,
-                    config.lora_dropout,
-                    config.lora_target_modules,
-                    config.use_rslora,
-                ),
-            )
-        presented = present(model, fused_head=config.use_fused_kernels)
-        decisions = decide(config, presented)
-        for decision in decisions.values():
-            logger.info("%s", decision)
-        self._carry_out(decisions)
-        if self.tokenizer.chat_template is not None or self.tokenizer.eos_token_id is not None:
-            self._teach_generation_to_stop()
-        self.ranks.same_weights(model.parameters())
-        return presented
-
-    def _carry_out(self, decisions: dict[str, Decision]) -> None:
-        if decisions["use_gradient_checkpointing"].runs:
-            enable_gradient_checkpointing(self.model)
-        if decisions["use_torch_compile"].runs:
-            for layer in self.model.get_decoder().layers:
-                layer.compile(dynamic=False)
-
-    def _teach_generation_to_stop(self) -> None:
-        """The stop token that is trained is where generation ends, also for whoever loads the model."""
-        generation = self.model.generation_config
-        known = generation.eos_token_id
-        known = [] if known is None else [known] if isinstance(known, int) else list(known)
-        generation.eos_token_id = known + [stop for stop in stop_token_ids(self.tokenizer) if stop not in known]
-        if self.tokenizer.pad_token_id is not None:
-            generation.pad_token_id = self.tokenizer.pad_token_id
-
-    def _optimizer(self, precision: Precision) -> FusedAdamW:
-        config = self.config
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        if not trained:
-            raise ConfigurationError("the model has no parameter that requires a gradient; unfreeze some or set use_lora=True")
-        options: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
-        if hasattr(self.model, "chronicals_lora") and config.use_lora_plus:
-            optimizer = create_lora_plus_optimizer(
-                self.model, config.learning_rate, config.lora_plus_ratio, config.weight_decay, **options
-            )
-        else:
-            groups = [
-                {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
-                {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-            ]
-            optimizer = FusedAdamW([g for g in groups if g["params"]], lr=config.learning_rate, **options)
-        for group in optimizer.param_groups:
-            group["peak"] = group["lr"]
-        precision.prepare(self.model, optimizer)
-        if config.gradient_accumulation_steps > 1 or self.ranks.count > 1:
-            for parameter in trained:
-                parameter.grad_dtype = torch.float32
-        return optimizer
 
     def _set_learning_rate(self, optimizer: FusedAdamW, run: Run) -> float:
         config = self.config
@@ -393,20 +271,15 @@ class ChronicalsTrainer:
         """What ``generate`` must know to ask as the model was taught."""
         return {"kinds": store.kinds, "tokenization": Tokenizer(self.tokenizer, self.config.objective).fingerprint()}
 
-    def _evaluate(self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None) -> Evaluation:
+    def _evaluate(self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None) -> None:
         assert store is not None
         stream = self._stream(store, epochs=1, shuffle=False)
         evaluation = evaluate(presented, self.objective, stream, precision, self.ranks)
-        better = evaluation.loss < run.best_loss
-        run.best_loss = min(run.best_loss, evaluation.loss)
-        run.evaluations_without_gain = 0 if better else run.evaluations_without_gain + 1
+        run.evaluated(evaluation)
         for callback in self.callbacks:
             callback.evaluated(run.step, evaluation)
-        return evaluation
 
-    def _finish(
-        self, run: Run, loss: float, evaluation: Evaluation | None, coverage: Coverage | None, store: TokenStore
-    ) -> TrainingResult:
+    def _finish(self, run: Run, store: TokenStore) -> TrainingResult:
         model_dir, report = self.output_dir / "model", self.output_dir / "report.html"
         for parameter in self.model.parameters():
             if parameter.requires_grad:
@@ -425,12 +298,12 @@ class ChronicalsTrainer:
                 "steps": run.step,
                 "trainable share": f"{run.trainable_share:.2%}",
                 "documents": f"{len(store):,}",
-                **({"held-out loss": f"{evaluation.loss:.4f}"} if evaluation else {}),
+                **({"held-out loss": f"{run.evaluation.loss:.4f}"} if run.evaluation else {}),
                 "configuration": self.config.to_dict(),
             }
             write_report(report, f"chronicals: {self.output_dir.name}", metrics, facts)
         self.ranks.wait_for_all()
-        return TrainingResult(run.step, loss, evaluation, coverage, model_dir, report)
+        return TrainingResult(run.step, run.last_loss, run.evaluation, run.coverage, model_dir, report)
 
     # --- around ----------------------------------------------------------------------------------------------------
 
@@ -450,27 +323,8 @@ class ChronicalsTrainer:
             for callback in self.callbacks:
                 callback.run_ended(run)
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """The first Ctrl-C or SIGTERM ends after the step and a checkpoint, the second at once."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-        def stop(number: int, _frame: object) -> None:
-            self._stop = f"stopped by {signal.Signals(number).name}"
-            logger.warning("%s: finishing the step and saving; again to stop at once", self._stop)
-            for name, handler in before.items():
-                signal.signal(name, handler)
-
-        for number in before:
-            signal.signal(number, stop)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _told_to_stop(self, reason: str) -> None:
+        self._stop = reason
 
     def _stopped_anywhere(self) -> bool:
         """Whether any rank was told to stop; all must save together."""
@@ -480,31 +334,3 @@ class ChronicalsTrainer:
         if told.item() and self._stop is None:
             self._stop = "stopped by a signal to another rank"
         return self._stop is not None
-
-
-def _one_device(model: Any, ranks: Ranks) -> torch.device:
-    """The single device of the model; a process of several moves it to its own card.
-
-    Raises:
-        ConfigurationError: the model is spread over devices.
-    """
-    if ranks.count > 1 and torch.cuda.is_available():
-        model.to(f"cuda:{ranks.local_rank}")
-    elif torch.cuda.is_available() and getattr(model, "hf_device_map", None) is None:
-        model.to("cuda")
-    devices = {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1 or torch.device("meta") in devices:
-        raise ConfigurationError(
-            f"the model is spread over {', '.join(sorted(map(str, devices)))}; load it on one device, for example with "
-            'device_map={"": 0}'
-        )
-    return input_device(model)
-
-
-def _check_precision(config: ChronicalsConfig, device: torch.device) -> None:
-    if (
-        config.mixed_precision == "bf16"
-        and device.type == "cuda"
-        and not torch.cuda.is_bf16_supported(including_emulation=False)
-    ):
-        raise ConfigurationError("mixed_precision='bf16': this card has no bf16; use mixed_precision='fp16'")

@@ -1,0 +1,151 @@
+"""From what the user brings to what the loop needs: the device, the data, the model, the optimizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.data import DataError, Tokenizer, TokenStore, stop_token_ids
+from chronicals.data.sources import Record
+from chronicals.distributed import Ranks
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.memory import enable_gradient_checkpointing
+from chronicals.models import PresentedModel, input_device, present
+from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
+from chronicals.training.decisions import decide
+from chronicals.training.precision import Precision
+
+logger = logging.getLogger(__name__)
+
+Source = str | Path | Iterable[Record]
+
+
+def one_device(model: Any, ranks: Ranks) -> torch.device:
+    """The single device of the model; a process of several moves it to its own card.
+
+    Raises:
+        ConfigurationError: the model is spread over devices.
+    """
+    if ranks.count > 1 and torch.cuda.is_available():
+        model.to(f"cuda:{ranks.local_rank}")
+    elif torch.cuda.is_available() and getattr(model, "hf_device_map", None) is None:
+        model.to("cuda")
+    devices = {parameter.device for parameter in model.parameters()}
+    if len(devices) > 1 or torch.device("meta") in devices:
+        raise ConfigurationError(
+            f"the model is spread over {', '.join(sorted(map(str, devices)))}; load it on one device, for example with "
+            'device_map={"": 0}'
+        )
+    return input_device(model)
+
+
+def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
+    """Raises ConfigurationError where the card has no bf16."""
+    on_card = device.type == "cuda"
+    if config.mixed_precision == "bf16" and on_card and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ConfigurationError("mixed_precision='bf16': this card has no bf16; use mixed_precision='fp16'")
+
+
+def open_stores(
+    train: Source, held_out: Source | None, model: Any, tokenizer: Any, config: ChronicalsConfig, builder: bool
+) -> tuple[TokenStore, TokenStore | None]:
+    """Tokenised data, checked; the report of the gate is logged.
+
+    Args:
+        builder: whether this process tokenises, while others wait for it.
+
+    Raises:
+        DataError: training on it would be wrong.
+    """
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    encoder = Tokenizer(tokenizer, config.objective)
+    stores = []
+    for name, source in (("train_dataset", train), ("eval_dataset", held_out)):
+        if source is None:
+            continue
+        store = TokenStore.build(source, encoder, config.max_seq_length, config.cache_dir, builder=builder)
+        for number, line in enumerate(store.report.lines()):
+            logger.log(logging.WARNING if number else logging.INFO, "%s: %s", name, line)
+        store.report.check(str(source) if isinstance(source, (str, Path)) else name, config.max_masked_rows)
+        if store.max_id >= vocabulary:
+            raise DataError(
+                f"{name}: token id {store.max_id} is outside the model's embedding of {vocabulary} rows; the "
+                "tokenizer is not this model's, or model.resize_token_embeddings was not called"
+            )
+        stores.append(store)
+    if held_out is None and config.validation_split:
+        return stores[0].split(config.validation_split, config.seed)
+    return stores[0], stores[1] if len(stores) > 1 else None
+
+
+def prepare_model(model: Any, config: ChronicalsConfig) -> PresentedModel:
+    """Adapters, the way in, what runs of what is permitted; logged with the reasons."""
+    if config.use_lora and not hasattr(model, "chronicals_lora"):
+        apply_lora(
+            model,
+            LoRAConfig(
+                config.lora_rank,
+                config.lora_alpha,
+                config.lora_dropout,
+                config.lora_target_modules,
+                config.use_rslora,
+            ),
+        )
+    presented = present(model, fused_head=config.use_fused_kernels)
+    decisions = decide(config, presented)
+    for decision in decisions.values():
+        logger.info("%s", decision)
+    if decisions["use_gradient_checkpointing"].runs:
+        enable_gradient_checkpointing(model)
+    if decisions["use_torch_compile"].runs:
+        for layer in model.get_decoder().layers:
+            layer.compile(dynamic=False)
+    return presented
+
+
+def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
+    """The stop token that is trained is where generation ends, also for whoever loads the model."""
+    generation = model.generation_config
+    known = generation.eos_token_id
+    known = [] if known is None else [known] if isinstance(known, int) else list(known)
+    stops = known + [stop for stop in stop_token_ids(tokenizer, chats) if stop not in known]
+    generation.eos_token_id = stops or None
+    if tokenizer.pad_token_id is not None:
+        generation.pad_token_id = tokenizer.pad_token_id
+
+
+def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, sums_gradients: bool) -> FusedAdamW:
+    """AdamW over what is trained: LoRA+ groups or decay on matrices only, master weights, fp32 sums of gradients.
+
+    Args:
+        sums_gradients: whether several micro-batches or ranks meet in a gradient.
+
+    Raises:
+        ConfigurationError: nothing requires a gradient.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ConfigurationError("the model has no parameter that requires a gradient; unfreeze some or set use_lora=True")
+    options: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    if hasattr(model, "chronicals_lora") and config.use_lora_plus:
+        optimizer = create_lora_plus_optimizer(
+            model, config.learning_rate, config.lora_plus_ratio, config.weight_decay, **options
+        )
+    else:
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = FusedAdamW([g for g in groups if g["params"]], lr=config.learning_rate, **options)
+    for group in optimizer.param_groups:
+        group["peak"] = group["lr"]
+    precision.prepare(model, optimizer)
+    if sums_gradients:
+        for parameter in trained:
+            parameter.grad_dtype = torch.float32
+    return optimizer

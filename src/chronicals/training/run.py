@@ -1,0 +1,66 @@
+"""Where a run stands, and what came out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from chronicals.training.audit import Coverage
+from chronicals.training.evaluation import Evaluation
+
+
+@dataclass
+class Run:
+    """Where a run stands.
+
+    Attributes:
+        total_steps: steps after which it is done.
+        output_dir: where it is written.
+        step: steps done.
+        position: packs consumed by all ranks.
+        trainable_share: of all parameters.
+        best_loss, evaluations_without_gain: for early stopping.
+        skipped_in_a_row: steps without an update just now.
+        last_loss: of the last step whose metrics have arrived.
+        evaluation: the last one, if there was any.
+        coverage: the first-step audit; None where the run was resumed past it.
+    """
+
+    total_steps: int
+    output_dir: Path
+    step: int = 0
+    position: int = 0
+    trainable_share: float = 0.0
+    best_loss: float = float("inf")
+    evaluations_without_gain: int = 0
+    skipped_in_a_row: int = 0
+    last_loss: float = float("nan")
+    evaluation: Evaluation | None = None
+    coverage: Coverage | None = None
+
+    def evaluated(self, evaluation: Evaluation) -> None:
+        better = evaluation.loss < self.best_loss
+        self.evaluation = evaluation
+        self.best_loss = min(self.best_loss, evaluation.loss)
+        self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What came out.
+
+    Attributes:
+        steps: done in all, earlier parts of a resumed run included.
+        loss: of the last step.
+        evaluation: on held-out data after the last step, if there was any.
+        coverage: the first-step audit; None where the run was resumed past it.
+        model_dir: the trained model (or adapter) with its tokenizer.
+        report: the page with the curves.
+    """
+
+    steps: int
+    loss: float
+    evaluation: Evaluation | None
+    coverage: Coverage | None
+    model_dir: Path
+    report: Path
