@@ -1,13 +1,23 @@
 """Planted faults: a module of ours with one piece of its text replaced."""
 
+import importlib.util
 import inspect
+import itertools
+import tempfile
 import types
+from pathlib import Path
+
+_numbers = itertools.count()
 
 
 def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
-    """A copy of ``module`` in which ``old``, which must occur once, reads ``new``."""
+    """A copy of ``module`` in which ``old``, which must occur once, reads ``new``; its operators get names of their own."""
     text = inspect.getsource(module)
     assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {module.__name__}, not once"
-    copy = types.ModuleType(f"{module.__name__}_mutant")
-    exec(compile(text.replace(old, new), f"<mutant of {module.__file__}>", "exec"), copy.__dict__)
+    name = f"mutant{next(_numbers)}"
+    path = Path(tempfile.mkdtemp(prefix="chronicals-")) / f"{name}.py"  # Triton reads a kernel's text from its file
+    path.write_text(text.replace(old, new).replace('"chronicals::', f'"{name}::'))
+    spec = importlib.util.spec_from_file_location(name, path)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
     return copy

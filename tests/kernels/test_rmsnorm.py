@@ -1,12 +1,15 @@
 """fused_rmsnorm against equation 4 of Zhang and Sennrich and against transformers' LlamaRMSNorm."""
 
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from mutants import mutant
 from torch import Tensor
 
-from chronicals.kernels import fused_rmsnorm
-from chronicals.kernels.rmsnorm import rmsnorm_reference
+from chronicals.kernels import fused_add_rmsnorm, fused_rmsnorm
+from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from comparison import assert_as_exact_as_plain
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -118,3 +121,127 @@ def test_compiled(device):
     """In one graph, and as exact."""
     compiled = torch.compile(fused_rmsnorm, backend="aot_eager", fullgraph=True)
     compare(inputs((13, 37), torch.float32, device), ours=compiled)
+
+
+# --- with an offset, without a weight, after a residual --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("shape", [(13, 37), (2, 5, 101)], ids=str)
+def test_offset(shape, dtype, device):
+    """As Gemma does: all in fp32, rounded once."""
+
+    def gemma(x, w, eps):
+        return (F.rms_norm(x.float(), w.shape, None, eps) * (1 + w.float())).to(x.dtype)
+
+    assert_as_exact_as_plain(
+        lambda x, w: fused_rmsnorm(x, w, 1e-6, offset=1.0),
+        lambda x, w: gemma(x, w, 1e-6),
+        inputs(shape, dtype, device),
+        exact=lambda x, w: exact(x, 1 + w, 1e-6),
+    )
+
+
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+def test_without_a_weight(dtype, device):
+    def draw():
+        return ((torch.randn(13, 37, device=device)).to(dtype),)
+
+    assert_as_exact_as_plain(
+        lambda x: fused_rmsnorm(x, None),
+        lambda x: F.rms_norm(x, x.shape[-1:], None, 1e-6),
+        draw,
+        exact=lambda x: exact(x, torch.ones((), dtype=x.dtype)),
+    )
+
+
+def with_residual(shape, dtype, device):
+    return lambda: (*inputs(shape, dtype, device)(), torch.randn(*shape, device=device).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("shape", [(1, 64), (13, 37), (2, 5, 101)], ids=str)
+@pytest.mark.parametrize("ours", [fused_add_rmsnorm, add_rmsnorm_reference])
+def test_after_a_residual(ours, shape, offset, dtype, device):
+    """Both outputs have gradients of their own."""
+
+    def plain_pair(x, w, r):
+        total = x + r
+        return (F.rms_norm(total.float(), w.shape, None, 1e-6) * (offset + w.float())).to(x.dtype), total
+
+    assert_as_exact_as_plain(
+        lambda x, w, r: ours(x, r, w, 1e-6, offset),
+        plain_pair,
+        with_residual(shape, dtype, device),
+        exact=lambda x, w, r: (exact(x + r, offset + w), x + r),
+    )
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_only_one_of_the_outputs_is_used(used, device):
+    x, weight, residual = (t.requires_grad_() for t in with_residual((13, 37), torch.float32, device)())
+    upstream = torch.randn(13, 37, device=device)
+    for function in (fused_add_rmsnorm, add_rmsnorm_reference):
+        function(x, residual, weight)[used].backward(upstream)
+    wanted = [x.grad, residual.grad] + ([weight.grad] if used == 0 else [])
+    x.grad = residual.grad = weight.grad = None
+    add_rmsnorm_reference(x, residual, weight)[used].backward(2 * upstream)
+    for got, tensor in zip(wanted, (x, residual, weight)):
+        torch.testing.assert_close(got, tensor.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_frozen_weight_gets_no_gradient(device):
+    x, weight = inputs((13, 37), torch.float32, device)()
+    fused_rmsnorm(x.requires_grad_(), weight).sum().backward()
+    assert weight.grad is None
+    assert x.grad.abs().sum() > 0
+
+
+def test_residual_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match="residual has shape"):
+        fused_add_rmsnorm(torch.randn(4, 8), torch.randn(4, 7), torch.randn(8))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 200, None])
+def test_every_row_counts_once_in_the_gradient_of_the_weight(rows, device):
+    """More rows than programs, and fewer."""
+    compare(inputs((rows or ROWS[device.type], 64), torch.float32, device))
+
+
+def test_twice_gives_the_same_bits(device):
+    def gradient(x, weight):
+        return torch.autograd.grad(fused_rmsnorm(x, weight).float().square().sum(), (x, weight))
+
+    x, weight = (t.requires_grad_() for t in inputs((300, 96), torch.bfloat16, device)())
+    assert all(torch.equal(a, b) for a, b in zip(gradient(x, weight), gradient(x, weight)))
+
+
+ROWS = {"cpu": 600, "cuda": 40_000}
+"""So many that a program takes several blocks of rows."""
+
+MUTATIONS = {
+    "no projection": ("g - s * (tl.sum(g * s, axis=1) / width)[:, None]", "g"),
+    "sign of the projection": ("rstd * (g - s *", "rstd * (g + s *"),
+    "no rstd": ("ds = rstd * (", "ds = 1.0 * ("),
+    "no weight in the backward": ("g *= w[None, :]", "g *= 1.0"),
+    "last rows only": ("dw += g * s", "dw = g * s"),
+    "eps outside of the root": ("/ width + eps)", "/ width) + eps"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_faults_are_found(name, device):
+    broken = mutant(sys.modules["chronicals.kernels.rmsnorm"], *MUTATIONS[name])
+    with pytest.raises(AssertionError):
+        compare(inputs((ROWS[device.type], 37), torch.float32, device), eps=0.1, ours=broken.fused_rmsnorm)
+
+
+def test_a_dropped_residual_gradient_is_found(device):
+    broken = mutant(sys.modules["chronicals.kernels.rmsnorm"], "ds += tl.load(at_extra", "ds += 0 * tl.load(at_extra")
+    with pytest.raises(AssertionError):
+        assert_as_exact_as_plain(
+            lambda x, w, r: broken.fused_add_rmsnorm(x, r, w),
+            lambda x, w, r: add_rmsnorm_reference(x, r, w),
+            with_residual((13, 37), torch.float32, device),
+        )

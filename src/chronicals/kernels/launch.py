@@ -1,0 +1,77 @@
+"""Where a Triton kernel runs, and what all launches share.
+
+Kernels run on a CUDA device; elsewhere the plain reference does. Within ``interpreting()`` they run on the CPU too, for
+tests, which needs TRITON_INTERPRET=1 before the first import. Without Triton (not Linux) only the references exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+triton: Any = importlib.import_module("triton") if HAS_TRITON else SimpleNamespace(jit=lambda function: function)
+tl: Any = importlib.import_module("triton.language") if HAS_TRITON else SimpleNamespace(constexpr=None)
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDEST = 32768
+"""Elements of a row that one program holds in registers; wider rows take the reference."""
+
+_interpreted = False
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What one program holds: ``rows`` × ``block`` elements over ``warps`` warps."""
+
+    rows: int
+    block: int
+    warps: int
+
+
+def runs_triton(*tensors: Tensor | None) -> bool:
+    """Whether all of ``tensors`` are where, and of a type that, a kernel takes."""
+    there = [x for x in tensors if x is not None]
+    on_card = HAS_TRITON and all(x.is_cuda for x in there)
+    return (on_card or _interpreted) and all(x.dtype in TYPES for x in there)
+
+
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Within: kernels run on the CPU through Triton's interpreter, slowly.
+
+    Raises:
+        RuntimeError: Triton was imported without TRITON_INTERPRET=1.
+    """
+    global _interpreted
+    if not HAS_TRITON or not triton.knobs.runtime.interpret:
+        raise RuntimeError("set TRITON_INTERPRET=1 before chronicals is imported")
+    before, _interpreted = _interpreted, True
+    try:
+        yield
+    finally:
+        _interpreted = before
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """``x`` as ``[rows, D]`` whose rows are dense; a view where there is one."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(n - 1, 0).bit_length()
