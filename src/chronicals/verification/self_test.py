@@ -15,10 +15,10 @@ from torch import Tensor
 from chronicals.attention import choose_backend, document_attention
 from chronicals.attention.documents import attention_reference
 from chronicals.kernels import fused_qk_rope, fused_rmsnorm, fused_swiglu, linear_cross_entropy
+from chronicals.kernels.glu import swiglu_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from chronicals.kernels.qk_rope import qk_rope_reference
 from chronicals.kernels.rmsnorm import rmsnorm_reference
-from chronicals.kernels.swiglu import swiglu_reference
 
 ALLOWED = 1.5
 LENGTHS = (17, 1, 31)

@@ -1,12 +1,15 @@
-"""fused_swiglu against equation 6 of Shazeer and against transformers' LlamaMLP."""
+"""fused_swiglu and fused_geglu against equation 6 of Shazeer and against transformers' MLPs."""
+
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from mutants import mutant
 from torch import Tensor
 
-from chronicals.kernels import fused_swiglu
-from chronicals.kernels.swiglu import swiglu_reference
+from chronicals.kernels import fused_geglu, fused_swiglu, glu
+from chronicals.kernels.glu import geglu_reference, swiglu_reference
 from comparison import assert_as_exact_as_plain
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -108,3 +111,73 @@ def test_compiled(device):
     """In one graph, and as exact."""
     compiled = torch.compile(fused_swiglu, backend="aot_eager", fullgraph=True)
     assert_as_exact_as_plain(compiled, plain, inputs((13, 37), torch.float32, device), exact=exact)
+
+
+# --- GELU --------------------------------------------------------------------------------------------------------------
+
+
+def exact_gelu(gate: Tensor, up: Tensor, approximate: str) -> Tensor:
+    if approximate == "none":
+        return gate * (1 + torch.erf(gate / math.sqrt(2))) / 2 * up
+    return gate / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))) * up
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("shape", [(1, 64), (13, 37), (2, 5, 101), (3, 257)], ids=str)
+@pytest.mark.parametrize("ours", [fused_geglu, geglu_reference])
+def test_geglu_equals_the_formula(ours, shape, approximate, dtype, device):
+    assert_as_exact_as_plain(
+        lambda g, u: ours(g, u, approximate),
+        lambda g, u: F.gelu(g, approximate=approximate) * u,
+        inputs(shape, dtype, device),
+        exact=lambda g, u: exact_gelu(g, u, approximate),
+    )
+
+
+def test_an_unknown_approximation_is_refused():
+    with pytest.raises(ValueError, match="approximate='erf'"):
+        fused_geglu(torch.randn(4, 8), torch.randn(4, 8), "erf")
+
+
+@pytest.mark.parametrize("rows", [1, 7])
+def test_rows_longer_than_a_program(rows, device):
+    compare(lambda: torch.randn(2, rows, 5003, device=device).unbind())
+
+
+def test_strided_rows_longer_than_a_program(device):
+    compare(lambda: torch.randn(3, 2 * 2500, device=device).chunk(2, -1))
+
+
+MUTATIONS = {
+    "slope of silu": ("slope = s * (1.0 + g * (1.0 - s))", "slope = s * (1.0 + g)"),
+    "no activation for up": ("(dy * activated)", "(dy * gate)"),
+    "no up for gate": ("(dy * up * slope)", "(dy * slope)"),
+    "one row for all": ("d_up_ptr + row * width + column, (dy", "d_up_ptr + column, (dy"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_faults_are_found(name, device):
+    broken = mutant(glu, *MUTATIONS[name])
+    with pytest.raises(AssertionError):
+        assert_as_exact_as_plain(
+            broken.fused_swiglu, plain, lambda: torch.randn(13, 74, device=device).chunk(2, -1), exact=exact
+        )
+
+
+GELU_MUTATIONS = {
+    "none": ("slope = s + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)", "slope = s"),
+    "tanh": ("(1.0 + 0.134145 * g * g)", "(1.0 + 0.044715 * g * g)"),
+}
+
+
+@pytest.mark.parametrize("approximate", GELU_MUTATIONS)
+def test_planted_faults_of_gelu_are_found(approximate, device):
+    broken = mutant(glu, *GELU_MUTATIONS[approximate])
+    with pytest.raises(AssertionError):
+        assert_as_exact_as_plain(
+            lambda g, u: broken.fused_geglu(g, u, approximate),
+            lambda g, u: F.gelu(g, approximate=approximate) * u,
+            inputs((13, 37), torch.float32, device),
+        )

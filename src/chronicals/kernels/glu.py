@@ -1,0 +1,175 @@
+"""Gated units (Shazeer, 2020, equation 6) without their products: ``y = a(gate) · up``, elementwise on ``[..., F]``.
+
+    SwiGLU:  a(g) = g · σ(g)                     a′ = σ · (1 + g · (1 − σ))
+    GEGLU:   a(g) = g · Φ(g)                     a′ = Φ + g · φ
+    tanh:    a(g) = g · σ(2u),  u = √(2/π) · (g + 0.044715 · g³)   (Hendrycks and Gimpel, 2016)
+                                                 a′ = s + g · s · (1 − s) · 2u′,  s = σ(2u)
+    dgate = dy · up · a′(gate),   dup = dy · a(gate)
+
+All in fp32, rounded once. Saved: the inputs; a(gate) is computed again. Bytes an element in 16 bit: 6 forward, 10 backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chronicals.kernels.launch import Tile, in_rows, next_power_of_2, runs_triton, tl, triton
+
+APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def _tile(width: int) -> Tile:
+    """16 elements a thread: two 16-byte loads of each 16-bit operand."""
+    return Tile(1, min(2048, next_power_of_2(width)), warps=4)
+
+
+@triton.jit
+def _activate(g, ACTIVATION: tl.constexpr):
+    """a(g) and a′(g)."""
+    if ACTIVATION == "silu":
+        s = tl.sigmoid(g)
+        slope = s * (1.0 + g * (1.0 - s))
+    elif ACTIVATION == "gelu":
+        s = 0.5 * (1.0 + tl.erf(g * 0.7071067811865476))
+        slope = s + g * 0.3989422804014327 * tl.exp(-0.5 * g * g)
+    else:
+        u = 1.5957691216057308 * (g + 0.044715 * g * g * g)
+        s = tl.sigmoid(u)
+        slope = s + g * s * tl.sigmoid(-u) * (1.5957691216057308 * (1.0 + 0.134145 * g * g))  # 1 − s would cancel
+    return g * s, slope
+
+
+@triton.jit
+def _glu_forward_kernel(
+    gate_ptr, up_ptr, y_ptr, width, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    activated, _ = _activate(gate, ACTIVATION)
+    tl.store(y_ptr + row * width + column, (activated * up).to(y_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _glu_backward_kernel(
+    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, width, dy_stride, gate_stride, up_stride,
+    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    dy = tl.load(dy_ptr + row * dy_stride + column, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
+    activated, slope = _activate(gate, ACTIVATION)
+    kind = d_gate_ptr.dtype.element_ty
+    tl.store(d_gate_ptr + row * width + column, (dy * up * slope).to(kind), mask=inside)
+    tl.store(d_up_ptr + row * width + column, (dy * activated).to(kind), mask=inside)
+
+
+def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
+    """Grid, width and row strides of ``[rows, F]`` tensors; dense ones are one long row."""
+    rows, width = tensors[0].shape
+    strides = [x.stride(0) for x in tensors]
+    if all(x.is_contiguous() for x in tensors):
+        rows, width = 1, rows * width
+    tile = _tile(width)
+    return (rows * triton.cdiv(width, tile.block),), width, strides, tile
+
+
+@torch.library.custom_op("chronicals::glu_forward", mutates_args=())
+def _forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    y = gate.new_empty(gate.shape)
+    if y.numel():
+        grid, width, strides, tile = _grid([gate, up])
+        _glu_forward_kernel[grid](gate, up, y, width, *strides, activation, tile.block, num_warps=tile.warps)
+    return y
+
+
+@_forward.register_fake
+def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.custom_op("chronicals::glu_backward", mutates_args=())
+def _backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    d_gate, d_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+    if dy.numel():
+        grid, width, strides, tile = _grid([dy, gate, up])
+        _glu_backward_kernel[grid](dy, gate, up, d_gate, d_up, width, *strides, activation, tile.block, num_warps=tile.warps)
+    return d_gate, d_up
+
+
+@_backward.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
+
+
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
+        rows = in_rows(gate), in_rows(up)
+        ctx.save_for_backward(*rows)
+        ctx.activation = activation
+        return _forward(*rows, activation).view(gate.shape)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        d_gate, d_up = _backward(in_rows(dy), *ctx.saved_tensors, ctx.activation)
+        return d_gate.view(dy.shape), d_up.view(dy.shape), None
+
+
+def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) · up`` for two tensors of one shape and type; differentiable in both.
+
+    Raises:
+        ValueError: shapes or types differ.
+    """
+    return _glu(gate, up, "silu")
+
+
+def fused_geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    """``gelu(gate) · up`` for two tensors of one shape and type; differentiable in both.
+
+    Args:
+        approximate: ``none`` for Φ itself, ``tanh`` for its approximation, as ``torch.nn.functional.gelu`` names them.
+
+    Raises:
+        ValueError: shapes or types differ, or the approximation is unknown.
+    """
+    if approximate not in APPROXIMATIONS:
+        raise ValueError(f"approximate={approximate!r}: expected 'none' or 'tanh'")
+    return _glu(gate, up, APPROXIMATIONS[approximate])
+
+
+def _glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:
+    if gate.shape != up.shape or gate.dtype != up.dtype:
+        raise ValueError(f"gate is {tuple(gate.shape)} {gate.dtype}, up is {tuple(up.shape)} {up.dtype}: they must be alike")
+    if runs_triton(gate, up):
+        return _GLU.apply(gate, up, activation)
+    return REFERENCES[activation](gate, up)
+
+
+def swiglu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (F.silu(gate.to(wide)) * up.to(wide)).to(gate.dtype)
+
+
+def geglu_reference(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
+    wide = torch.promote_types(gate.dtype, torch.float32)
+    return (F.gelu(gate.to(wide), approximate=approximate) * up.to(wide)).to(gate.dtype)
+
+
+REFERENCES = {
+    "silu": swiglu_reference,
+    "gelu": geglu_reference,
+    "gelu_tanh": lambda gate, up: geglu_reference(gate, up, "tanh"),
+}
