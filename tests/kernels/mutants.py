@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 import itertools
+import sys
 import tempfile
 import types
 from pathlib import Path
@@ -18,6 +19,6 @@ def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
     path = Path(tempfile.mkdtemp(prefix="chronicals-")) / f"{name}.py"  # Triton reads a kernel's text from its file
     path.write_text(text.replace(old, new).replace('"chronicals::', f'"{name}::'))
     spec = importlib.util.spec_from_file_location(name, path)
-    copy = importlib.util.module_from_spec(spec)
+    copy = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(copy)
     return copy

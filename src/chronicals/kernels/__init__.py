@@ -4,6 +4,7 @@ from chronicals.kernels.glu import fused_geglu, fused_swiglu
 from chronicals.kernels.linear_cross_entropy import fused_cross_entropy, linear_cross_entropy
 from chronicals.kernels.qk_rope import fused_qk_rope
 from chronicals.kernels.rmsnorm import fused_add_rmsnorm, fused_rmsnorm
+from chronicals.kernels.token_log_probability import token_log_probability
 
 __all__ = [
     "fused_add_rmsnorm",
@@ -13,4 +14,5 @@ __all__ = [
     "fused_rmsnorm",
     "fused_swiglu",
     "linear_cross_entropy",
+    "token_log_probability",
 ]

@@ -1,7 +1,7 @@
 """Cross-entropy of a linear head, without ever holding more than ``chunk_size`` rows of logits.
 
-    z = s · (h Wᵀ + b)          z ← c · tanh(z / c) where there is a softcap c
-    loss = Σ_t w_t · (logsumexp(z_t) − z_t[y_t])   over targets y_t ≠ −100
+    x = h Wᵀ + b + α (h Aᵀ) Bᵀ      raw logits; (A, B, α) an adapter on the head, or none
+    Σ_t loss_t(x_t)                  over targets y_t ≠ −100; the loss of a row is in ``logit_rows``
 
 ``h`` is ``[T, D]``, ``W`` ``[V, D]``, ``b`` ``[V]``. The sum is what is returned: who knows the count divides. Since the
 upstream gradient of a sum is one number, the gradients are made chunk by chunk in the forward pass, when the logits are
@@ -13,11 +13,175 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-IGNORED = -100  # the default of torch.nn.functional.cross_entropy
+from chronicals.kernels.logit_rows import IGNORED, Shape, loss_and_gradient_, shaped_reference
+from chronicals.kernels.token_log_probability import check_head, chunk_logits, chunks, product_type, token_log_probability
+
+
+@torch.library.custom_op("chronicals::linear_cross_entropy", mutates_args=())
+def _forward(
+    hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, targets: Tensor,
+    weights: Tensor | None, scale: float, softcap: float | None, label_smoothing: float, z_loss: float, chunk_size: int,
+    count: int | None, gradient_type: torch.dtype, wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """The sum, and the gradients of hidden, weight, more_weight and bias that are ``wanted``, else nothing in their place.
+
+    ``more_weight`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``.
+    """
+    shape = Shape(scale, softcap, label_smoothing, z_loss)
+    total, d_hidden, *of_head = _outputs(hidden, weight, more_weight, bias, gradient_type, wanted)
+    narrow = weight.to(hidden.dtype) if more_weight is None else torch.cat((weight, more_weight), 1).to(hidden.dtype)
+    rows = _trained_rows(targets, count)
+    picked, wanted_targets = (hidden, targets) if rows is None else (hidden[rows], targets[rows])
+    weights = weights if weights is None or rows is None else weights[rows]
+    d_picked = d_hidden if rows is None else torch.zeros_like(picked)
+    buffer = hidden.new_empty((min(chunk_size, len(picked)), len(narrow)))
+    for part in chunks(len(picked), chunk_size):
+        x = chunk_logits(picked[part], narrow, bias, buffer)
+        losses = loss_and_gradient_(x, wanted_targets[part], None if weights is None else weights[part], shape, any(wanted))
+        total += losses.sum()
+        if wanted[0]:
+            torch.mm(x, narrow, out=d_picked[part])
+        _accumulate_of_head(of_head, x, picked[part], weight.shape[1], first=part.start == 0)
+    if wanted[0] and rows is not None:
+        d_hidden[rows] = d_picked
+    if not len(picked):
+        for gradient in of_head:
+            gradient.zero_()
+    return [total, d_hidden, *of_head]
+
+
+@_forward.register_fake
+def _(
+    hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, targets: Tensor,
+    weights: Tensor | None, scale: float, softcap: float | None, label_smoothing: float, z_loss: float, chunk_size: int,
+    count: int | None, gradient_type: torch.dtype, wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    return _outputs(hidden, weight, more_weight, bias, gradient_type, wanted)
+
+
+def _outputs(
+    hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, gradient_type: torch.dtype,
+    wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    kind = torch.promote_types(hidden.dtype, gradient_type)
+    nothing = hidden.new_empty(0)
+    of_head = [
+        x.new_empty(x.shape, dtype=kind) if wants and x is not None else nothing.clone()
+        for x, wants in zip((weight, more_weight, bias), wanted[1:])
+    ]
+    return [hidden.new_zeros((), dtype=wide), torch.zeros_like(hidden) if wanted[0] else nothing, *of_head]
+
+
+def _trained_rows(targets: Tensor, count: int | None) -> Tensor | None:
+    """Places of the targets that count, where they can be had without asking a device for a number; else None."""
+    kept = targets != IGNORED
+    if targets.device.type == "cpu":
+        return kept.nonzero().squeeze(1)
+    return None if count is None or count >= len(targets) else _places(kept, count)
+
+
+def _places(kept: Tensor, count: int) -> Tensor:
+    """``kept.nonzero()`` of a mask with ``count`` true entries, without a synchronisation."""
+    places = torch.zeros(count + 1, dtype=torch.int64, device=kept.device)
+    slot = torch.where(kept, kept.cumsum(0) - 1, count).clamp_(max=count)
+    return places.scatter_(0, slot, torch.arange(len(kept), device=kept.device))[:count]
+
+
+def _accumulate_of_head(of_head: list[Tensor], d_x: Tensor, hidden: Tensor, width: int, first: bool) -> None:
+    d_weight, d_more, d_bias = of_head
+    for gradient, columns in ((d_weight, hidden[:, :width]), (d_more, hidden[:, width:])):
+        if gradient.numel():
+            _add_product(gradient, d_x.t(), columns, first)
+    if d_bias.numel():
+        summed = d_x.sum(0, dtype=d_bias.dtype)
+        d_bias.copy_(summed if first else d_bias + summed)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
+    """``total += left @ right``, rounded to the type of ``total`` only; ``first`` takes what is in it for nothing."""
+    beta = 0 if first else 1
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, beta=beta)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        total.mul_(beta) if not first else total.zero_()
+        total += left.to(total.dtype) @ right.to(total.dtype)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, *options: Any) -> Tensor:
+        wanted = [bool(needed) for needed in ctx.needs_input_grad[:4]]
+        kind = product_type(hidden)
+        with torch.autocast(hidden.device.type, enabled=False):
+            total, *gradients = _forward(hidden.to(kind), weight, more, bias, *options, wanted)
+        ctx.save_for_backward(*gradients)
+        ctx.types = [x.dtype if x is not None else None for x in (hidden, weight, more, bias)]
+        ctx.wanted = wanted
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        scaled = [
+            (gradient * upstream).to(kind) if wanted else None
+            for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
+        ]
+        return *scaled, *[None] * 9
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    adapter: tuple[Tensor, Tensor, float] | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    weights: Tensor | None = None,
+    chunk_size: int = 4096,
+    count: int | None = None,
+    gradient_type: torch.dtype = torch.float32,
+) -> Tensor:
+    """The weighted sum of the losses, a float32 scalar; see the module's docstring.
+
+    Args:
+        hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]``, ``bias`` ``[V]`` and the adapter's matrices where
+            they require it. A frozen head costs no gradient of its size.
+        targets: int64 ``[T]``, −100 is ignored.
+        adapter: ``(A [r, D], B [V, r], α)``, a low-rank addition to the head.
+        scale, softcap: applied to the logits, in this order.
+        label_smoothing: share ε of the target's probability spread over the vocabulary.
+        z_loss: factor ζ on the squared log of the partition sum.
+        weights: optional ``[T]``, not differentiated.
+        count: how many targets are not −100, where the host knows it: on a card the others are then left out of the
+            products without a synchronisation. On the CPU they always are.
+        gradient_type: the type in which the head's gradient is summed over chunks, at least that of ``hidden``.
+
+    Raises:
+        ValueError: shapes do not fit, ``chunk_size`` < 1, or ``label_smoothing`` is not in [0, 1).
+    """
+    check_head(hidden, weight, targets, bias, chunk_size)
+    if weights is not None and weights.shape != targets.shape:
+        raise ValueError(f"weights has shape {tuple(weights.shape)}: expected [{len(targets)}]")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and less than 1")
+    more = None
+    if adapter is not None:
+        a, more, factor = adapter
+        if a.ndim != 2 or a.shape[1] != hidden.shape[1] or more.shape != (len(weight), len(a)):
+            raise ValueError(f"adapter is {tuple(a.shape)}, {tuple(more.shape)}: expected [r, {hidden.shape[1]}] and [V, r]")
+        hidden = torch.cat((hidden, factor * (hidden @ a.t().to(hidden.dtype)).to(hidden.dtype)), 1)
+    return _LinearCrossEntropy.apply(
+        hidden, weight, more, bias, targets.contiguous(), None if weights is None else weights.contiguous(), scale, softcap,
+        label_smoothing, z_loss, chunk_size, count, gradient_type,
+    )  # fmt: skip
 
 
 def fused_cross_entropy(
@@ -45,44 +209,9 @@ def fused_cross_entropy(
         raise ValueError(f"targets {tuple(targets.shape)} must have the shape of hidden {tuple(hidden.shape)} but its last")
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     if reduction == "none":
-        _check(rows, lm_head_weight, flat, chunk_size)
-        parts = [
-            checkpoint(_losses, rows[part], lm_head_weight, flat[part], use_reentrant=False)
-            for part in _parts(len(rows), chunk_size)
-        ]
-        return torch.cat(parts).view(targets.shape) if parts else rows.new_zeros(targets.shape, dtype=torch.float32)
+        return -token_log_probability(rows, lm_head_weight, flat, chunk_size=chunk_size)[0].view(targets.shape)
     total = linear_cross_entropy(rows, lm_head_weight, flat, chunk_size=chunk_size)
     return total if reduction == "sum" else total / (flat != IGNORED).sum()
-
-
-@torch.compiler.disable  # compiled by torch 2.11, the function below has gradients of zero
-def linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    weights: Tensor | None = None,
-    chunk_size: int = 4096,
-) -> Tensor:
-    """The weighted sum of the losses, a float32 scalar; see the module's docstring.
-
-    Args:
-        hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]`` and ``bias`` ``[V]`` where they require it.
-        targets: int64 ``[T]``, −100 is ignored.
-        scale, softcap: applied to the logits, in this order.
-        weights: optional ``[T]``, not differentiated.
-
-    Raises:
-        ValueError: shapes do not fit or ``chunk_size`` < 1.
-    """
-    _check(hidden, weight, targets, chunk_size)
-    for name, given, size in (("bias", bias, len(weight)), ("weights", weights, len(targets))):
-        if given is not None and given.shape != (size,):
-            raise ValueError(f"{name} has shape {tuple(given.shape)}: expected [{size}]")
-    return _LinearCrossEntropy.apply(hidden, weight, bias, targets, weights, scale, softcap, chunk_size)
 
 
 def linear_cross_entropy_reference(
@@ -91,92 +220,20 @@ def linear_cross_entropy_reference(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
+    adapter: tuple[Tensor, Tensor, float] | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     weights: Tensor | None = None,
 ) -> Tensor:
     """The definition, with all logits at once."""
-    losses = F.cross_entropy(_logits(hidden, weight, bias, scale, softcap), targets, reduction="none", ignore_index=IGNORED)
+    x = torch.nn.functional.linear(hidden, weight, bias)
+    if adapter is not None:
+        x = x + adapter[2] * (hidden @ adapter[0].t()) @ adapter[1].t()
+    z = shaped_reference(x, Shape(scale, softcap))
+    losses = torch.nn.functional.cross_entropy(
+        z, targets, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing
+    )
+    losses = losses + z_loss * (targets != IGNORED) * torch.logsumexp(z, 1).square()
     return (losses if weights is None else losses * weights).sum()
-
-
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, chunk_size: int) -> None:
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size}: must be at least 1")
-    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: expected "
-            "[T, D], [V, D] and [T]"
-        )
-
-
-def _parts(rows: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, rows, size)]
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    logits = F.linear(hidden, weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype))
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def _losses(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(_logits(hidden, weight, None, 1.0, None), targets, reduction="none", ignore_index=IGNORED)
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        weights: Tensor | None,
-        scale: float,
-        softcap: float | None,
-        chunk_size: int,
-    ) -> Tensor:
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        d_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        d_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wants_bias else None
-        narrow_weight = weight.to(hidden.dtype)
-        # Selecting the trained rows first spares their share of the products, but asks a GPU for a number.
-        trained = (targets != IGNORED).nonzero().squeeze(1) if targets.device.type == "cpu" else None
-        for part in _parts(len(targets) if trained is None else len(trained), chunk_size):
-            rows = part if trained is None else trained[part]
-            some, wanted = hidden[rows], targets[rows]
-            z = _logits(some, narrow_weight, bias, scale, softcap)
-            keep = wanted != IGNORED
-            of_row = keep.to(wide) if weights is None else keep * weights[rows].to(wide)
-            at_target = wanted.masked_fill(~keep, 0)[:, None]
-            log_p = torch.log_softmax(z, 1)  # not z - logsumexp(z), which loses what log_softmax keeps of a likely target
-            total -= (log_p.gather(1, at_target).squeeze(1) * of_row).sum()
-            if not any((wants_hidden, wants_weight, wants_bias)):
-                continue
-            d_z = log_p.exp_()
-            d_z.scatter_add_(1, at_target, torch.full_like(at_target, -1, dtype=wide))
-            d_z *= of_row[:, None] * scale
-            if softcap is not None:
-                d_z *= 1 - (z / softcap).square()
-            narrow = d_z.to(hidden.dtype)
-            if d_hidden is not None:
-                d_hidden[rows] = (narrow @ narrow_weight).to(d_hidden.dtype)  # autocast may have narrowed it
-            if d_weight is not None:
-                d_weight += narrow.t() @ some
-            if d_bias is not None:
-                d_bias += d_z.sum(0)
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
-        ctx.types = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        scaled = [
-            None if gradient is None else (gradient * upstream).to(dtype)
-            for gradient, dtype in zip(ctx.saved_tensors, ctx.types)
-        ]
-        return *scaled, None, None, None, None, None

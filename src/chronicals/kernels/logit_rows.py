@@ -1,0 +1,271 @@
+"""What is made of a row of logits: its loss and gradient, or its statistics. The chunked heads build on these.
+
+    z_j = c · tanh(s · x_j / c)   of raw logits x;  without a softcap c, z = s · x
+    lse = log Σ_j e^{z_j},   p_j = e^{z_j − lse},   H = lse − Σ_j p_j z_j   (entropy)
+    loss = w · [(1 − ε)(lse − z_y) + ε (lse − mean_j z_j) + ζ · lse²]
+    dloss/dz_j = w · [(1 + 2ζ · lse) p_j − (1 − ε) 1(j = y) − ε / V],   dz_j/dx_j = s · (1 − (z_j / c)²)
+
+ε is label smoothing (Szegedy et al., 2016, section 7), ζ the z-loss (Chowdhery et al., 2022, section 5). A program takes a
+row: it passes over it once for the statistics, and once more, backwards, while its end is still in the L2 cache, to
+overwrite the logits by their gradient. Bytes a row in 16 bit: 2·V for statistics, 4·V with the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import Tile, next_power_of_2, runs_triton, tl, triton
+
+IGNORED = -100  # the default of torch.nn.functional.cross_entropy
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How raw logits become logits, and logits a loss; the letters of the module's docstring in order s, c, ε, ζ."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+
+def _tile(vocabulary: int) -> Tile:
+    """16 elements a thread; enough warps that a row's reductions are few."""
+    block = min(8192, next_power_of_2(vocabulary))
+    return Tile(1, block, warps=min(16, max(1, block // 512)))
+
+
+@triton.jit
+def _tanh(x):
+    """To fp32's own precision: by its series where 1 − 2 / (e^2x + 1) would cancel."""
+    y = x * x
+    series = 1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.053968254 + y * (0.021869489 - y * 0.0088632358))))
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+    return tl.where(tl.abs(x) < 0.3, x * series, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def _shaped(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+    z = x.to(tl.float32) * scale
+    if HAS_SOFTCAP:
+        z = softcap * _tanh(z / softcap)
+    return z
+
+
+@triton.jit
+def _statistics(
+    x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP: tl.constexpr, WANTS_SUM: tl.constexpr, WANTS_ENTROPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Largest m, log Σ e^{z − m}, Σ z, and Σ (z − m) e^{z − m} / Σ e^{z − m} of a row, in one pass."""
+    largest, total, plain_sum, weighted = -float("inf"), 0.0, 0.0, 0.0
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last")
+        z = tl.where(column < vocabulary, _shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
+        new = tl.maximum(largest, tl.max(z, axis=0))
+        shrink = tl.exp(largest - new)
+        share = tl.exp(z - new)
+        if WANTS_ENTROPY:
+            weighted = (weighted + total * tl.where(total > 0, largest - new, 0.0)) * shrink
+            weighted += tl.sum(tl.where(share > 0, (z - new) * share, 0.0), axis=0)
+        total = total * shrink + tl.sum(share, axis=0)
+        if WANTS_SUM:
+            plain_sum += tl.sum(tl.where(column < vocabulary, z, 0.0), axis=0)
+        largest = new
+    return largest, tl.log(total), plain_sum, weighted / total
+
+
+@triton.jit
+def _loss_and_gradient_kernel(
+    x_ptr, target_ptr, weight_ptr, loss_ptr, vocabulary, stride, scale, softcap, smoothing, z_loss,
+    HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WANTS_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride
+    target = tl.load(target_ptr + row)
+    blocks = tl.cdiv(vocabulary, BLOCK)
+    kind = x_ptr.dtype.element_ty
+    if target == -100:
+        tl.store(loss_ptr + row, 0.0)
+        if WANTS_GRADIENT:
+            for block in range(blocks):
+                column = block * BLOCK + tl.arange(0, BLOCK)
+                tl.store(x_ptr + column, tl.zeros((BLOCK,), kind), mask=column < vocabulary)
+    else:
+        tl.device_assert((target >= 0) & (target < vocabulary), "a target is outside the vocabulary")
+        at_target = _shaped(tl.load(x_ptr + target), scale, softcap, HAS_SOFTCAP)
+        largest, rest, plain_sum, _ = _statistics(
+            x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, False, BLOCK
+        )  # fmt: skip
+        weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
+        loss = (1.0 - smoothing) * (rest - (at_target - largest))
+        if HAS_SMOOTHING:
+            loss += smoothing * (rest - (plain_sum / vocabulary - largest))
+        lse = largest + rest
+        tl.store(loss_ptr + row, weight * (loss + z_loss * lse * lse))
+        if WANTS_GRADIENT:
+            of_all, of_target = weight * (1.0 + 2.0 * z_loss * lse), weight * (1.0 - smoothing)
+            of_each = weight * smoothing / vocabulary
+            for back in range(blocks):
+                column = (blocks - 1 - back) * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_first")
+                z = _shaped(x, scale, softcap, HAS_SOFTCAP)
+                gradient = of_all * tl.exp(z - largest - rest) - tl.where(column == target, of_target, 0.0)
+                if HAS_SMOOTHING:
+                    gradient -= of_each
+                gradient *= scale
+                if HAS_SOFTCAP:
+                    gradient *= 1.0 - (z / softcap) * (z / softcap)
+                tl.store(x_ptr + column, gradient.to(kind), mask=column < vocabulary, eviction_policy="evict_first")
+
+
+@triton.jit
+def _log_probability_kernel(
+    x_ptr, target_ptr, log_p_ptr, lse_ptr, entropy_ptr, vocabulary, stride, scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, WANTS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride
+    target = tl.load(target_ptr + row)
+    largest, rest, _, mean = _statistics(x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, False, WANTS_ENTROPY, BLOCK)
+    at_target = _shaped(tl.load(x_ptr + tl.maximum(target, 0)), scale, softcap, HAS_SOFTCAP)
+    tl.store(log_p_ptr + row, tl.where(target == -100, 0.0, (at_target - largest) - rest))
+    tl.store(lse_ptr + row, largest + rest)
+    if WANTS_ENTROPY:
+        tl.store(entropy_ptr + row, rest - mean)
+
+
+@triton.jit
+def _log_probability_gradient_kernel(
+    x_ptr, target_ptr, d_log_p_ptr, d_entropy_ptr, lse_ptr, entropy_ptr, vocabulary, stride, scale, softcap,
+    HAS_SOFTCAP: tl.constexpr, WANTS_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x_ptr += row * stride
+    target = tl.load(target_ptr + row)
+    lse = tl.load(lse_ptr + row)
+    of_target = tl.where(target == -100, 0.0, tl.load(d_log_p_ptr + row))
+    x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0)
+    z = _shaped(x, scale, softcap, HAS_SOFTCAP)
+    p = tl.exp(z - lse)
+    gradient = tl.where(column == target, of_target, 0.0) - of_target * p
+    if WANTS_ENTROPY:
+        gradient -= tl.load(d_entropy_ptr + row) * p * (z - lse + tl.load(entropy_ptr + row))
+    gradient *= scale
+    if HAS_SOFTCAP:
+        gradient *= 1.0 - (z / softcap) * (z / softcap)
+    tl.store(x_ptr + column, gradient.to(x_ptr.dtype.element_ty), mask=column < vocabulary)
+
+
+def loss_and_gradient_(x: Tensor, targets: Tensor, weights: Tensor | None, shape: Shape, wants_gradient: bool) -> Tensor:
+    """Losses of the rows, fp32 ``[rows]``; ``x`` ``[rows, V]`` becomes their gradient where that is wanted.
+
+    Args:
+        targets: int64 ``[rows]``; the loss and the gradient of −100 are zero.
+        weights: ``[rows]`` or None.
+    """
+    if not runs_triton(x):
+        return loss_and_gradient_reference_(x, targets, weights, shape, wants_gradient)
+    rows, vocabulary = x.shape
+    losses = x.new_empty(rows, dtype=torch.float32)
+    tile = _tile(vocabulary)
+    _loss_and_gradient_kernel[(rows,)](
+        x, targets, weights, losses, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0, shape.label_smoothing,
+        shape.z_loss, shape.softcap is not None, weights is not None, shape.label_smoothing != 0, wants_gradient,
+        tile.block, num_warps=tile.warps,
+    )  # fmt: skip
+    return losses
+
+
+def log_probabilities(x: Tensor, targets: Tensor, shape: Shape, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the targets (0 where −100), lse and entropy (0 if not wanted) of each row, all fp32 ``[rows]``."""
+    if not runs_triton(x):
+        return log_probabilities_reference(x, targets, shape, wants_entropy)
+    rows, vocabulary = x.shape
+    log_p, lse, entropy = x.new_zeros((3, rows), dtype=torch.float32)
+    tile = _tile(vocabulary)
+    _log_probability_kernel[(rows,)](
+        x, targets, log_p, lse, entropy, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0,
+        shape.softcap is not None, wants_entropy, tile.block, num_warps=tile.warps,
+    )  # fmt: skip
+    return log_p, lse, entropy
+
+
+def log_probability_gradient_(
+    x: Tensor, targets: Tensor, d_log_p: Tensor, d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, shape: Shape
+) -> None:
+    """Overwrite the logits ``x`` by the gradient that reaches them from log-probabilities and entropies."""
+    if not runs_triton(x):
+        log_probability_gradient_reference_(x, targets, d_log_p, d_entropy, lse, entropy, shape)
+        return
+    rows, vocabulary = x.shape
+    block = min(2048, next_power_of_2(vocabulary))
+    _log_probability_gradient_kernel[(rows, triton.cdiv(vocabulary, block))](
+        x, targets, d_log_p, d_entropy, lse, entropy, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0,
+        shape.softcap is not None, d_entropy is not None, block, num_warps=4,
+    )  # fmt: skip
+
+
+def shaped_reference(x: Tensor, shape: Shape) -> Tensor:
+    """Logits of raw logits, in fp32 or wider."""
+    z = x.to(torch.promote_types(x.dtype, torch.float32)) * shape.scale
+    return z if shape.softcap is None else shape.softcap * torch.tanh(z / shape.softcap)
+
+
+def _chain_(d_z: Tensor, z: Tensor, x: Tensor, shape: Shape) -> None:
+    d_z *= shape.scale
+    if shape.softcap is not None:
+        d_z *= 1 - (z / shape.softcap).square()
+    x.copy_(d_z)
+
+
+def loss_and_gradient_reference_(
+    x: Tensor, targets: Tensor, weights: Tensor | None, shape: Shape, wants_gradient: bool
+) -> Tensor:
+    z = shaped_reference(x, shape)
+    kept = targets != IGNORED
+    at_target = targets.masked_fill(~kept, 0)[:, None]
+    of_row = kept.to(z.dtype) if weights is None else kept * weights.to(z.dtype)
+    smoothing = shape.label_smoothing
+    log_p = torch.log_softmax(z, 1)  # not z − logsumexp(z), which loses what log_softmax keeps of a likely target
+    losses = (smoothing - 1) * log_p.gather(1, at_target).squeeze(1)
+    lse = torch.logsumexp(z, 1) if shape.z_loss else torch.zeros_like(losses)
+    losses = losses - smoothing * log_p.mean(1) + shape.z_loss * lse.square()
+    if wants_gradient:
+        d_z = log_p.exp_()
+        d_z *= (1 + 2 * shape.z_loss * lse)[:, None]
+        d_z.scatter_add_(1, at_target, torch.full_like(at_target, smoothing - 1, dtype=z.dtype))
+        d_z -= smoothing / x.shape[1]
+        d_z *= of_row[:, None]
+        _chain_(d_z, z, x, shape)
+    return losses * of_row
+
+
+def log_probabilities_reference(x: Tensor, targets: Tensor, shape: Shape, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+    z = shaped_reference(x, shape)
+    log_p = torch.log_softmax(z, 1)
+    at_target = log_p.gather(1, targets.clamp(min=0)[:, None]).squeeze(1).masked_fill(targets == IGNORED, 0.0)
+    entropy = (
+        -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(1) if wants_entropy else torch.zeros_like(at_target)
+    )
+    return at_target, torch.logsumexp(z, 1), entropy
+
+
+def log_probability_gradient_reference_(
+    x: Tensor, targets: Tensor, d_log_p: Tensor, d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, shape: Shape
+) -> None:
+    z = shaped_reference(x, shape)
+    log_p = torch.log_softmax(z, 1)
+    p = log_p.exp()
+    of_target = d_log_p.to(z.dtype).masked_fill(targets == IGNORED, 0.0)[:, None]
+    d_z = -of_target * p
+    d_z.scatter_add_(1, targets.clamp(min=0)[:, None], of_target)
+    if d_entropy is not None:
+        d_z -= d_entropy.to(z.dtype)[:, None] * p * (log_p + entropy[:, None])
+    _chain_(d_z, z, x, shape)
