@@ -1,0 +1,289 @@
+"""Every kernel on a card: its error, its share of the measured copy rate or of cuBLAS, beside Liger and torch.compile.
+
+    python benchmarks/kernels.py OUTPUT.json [--commit HASH] [--only NAME ...]
+
+Tensors of at least 256 MB, so that the L2 cache is cold; the arms of a row take turns; a sample is one call with the
+device busy before it, so that the host is not measured. Median, with all samples in the file. One table last.
+"""
+
+import argparse
+import importlib.util
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+
+from chronicals import kernels
+from chronicals.kernels.glu import geglu_reference, swiglu_reference
+from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.qk_rope import qk_rope_reference
+from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
+from chronicals.kernels.token_log_probability import token_log_probability_reference
+
+SAMPLES, WARM_UP, ELEMENTS = 15, 3, 2**27
+"""Samples of an arm, calls before them, and elements of the main tensor of a row (256 MB in bf16)."""
+
+LIGER = importlib.util.find_spec("liger_kernel") is not None
+
+
+@dataclass
+class Row:
+    """A line of the table.
+
+    Attributes:
+        name: kernel, direction and shape.
+        arms: calls by name; ``ours`` first.
+        bytes: that must move, or
+        products: calls whose time is the floor.
+        error: of ours beside the plain operation's own, both against fp64; ours must be at most 1.5 times as large.
+    """
+
+    name: str
+    arms: dict[str, Callable[[], object]]
+    bytes: int = 0
+    products: Callable[[], object] | None = None
+    error: tuple[float, float] | None = None
+    samples: dict[str, list[float]] = field(default_factory=dict)
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda") * scale).bfloat16()
+
+
+def relative(got, expected) -> float:
+    return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def errors(ours: Callable, plain: Callable, inputs: list[Tensor], rows: int = 512) -> tuple[float, float]:
+    """Largest relative error over outputs and gradients, on the first rows, of ours and of the plain operation."""
+    small = [x[:rows] if x.shape[0] > rows and x.ndim > 1 else x for x in inputs]
+
+    def run(function: Callable, kind: torch.dtype) -> list[Tensor]:
+        leaves = [x.detach().to(kind).requires_grad_() if x.is_floating_point() else x for x in small]
+        out = function(*leaves)
+        outs = [out] if isinstance(out, Tensor) else list(out)
+        torch.manual_seed(1)
+        upstream = [torch.randn(o.shape, device="cuda").bfloat16().to(o.dtype) for o in outs]
+        return [*outs, *torch.autograd.grad(outs, [x for x in leaves if x.is_floating_point()], upstream)]
+
+    exact = run(plain, torch.float64)
+    pairs = [[relative(g, e) for g, e in zip(run(f, torch.bfloat16), exact)] for f in (ours, plain)]
+    worst = max(range(len(exact)), key=lambda n: pairs[0][n] / max(pairs[1][n], 4e-3))
+    return pairs[0][worst], pairs[1][worst]
+
+
+def backward(function: Callable, inputs: list[Tensor]) -> Callable[[], object]:
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    out = function(*leaves)
+    outs = [out] if isinstance(out, Tensor) else list(out)
+    upstream = [torch.randn_like(o) for o in outs]
+    wanted = [x for x in leaves if x.is_floating_point()]
+    return lambda: torch.autograd.grad(outs, wanted, upstream, retain_graph=True)
+
+
+def pair(name: str, ours: Callable, plain: Callable, peers: dict[str, Callable], inputs: list[Tensor], moved: tuple[int, int]):
+    """A row forward and a row backward of an elementwise or row kernel."""
+    arms = {"ours": ours, **peers, "compile": torch.compile(plain)}
+    error = errors(ours, plain, inputs)
+    yield Row(f"{name} forward", {arm: partial(f, *inputs) for arm, f in arms.items()}, bytes=moved[0], error=error)
+    yield Row(f"{name} backward", {arm: backward(f, inputs) for arm, f in arms.items()}, bytes=moved[1], error=error)
+
+
+def norms():
+    for width in (896, 2048, 4096, 8192):
+        rows = ELEMENTS // width
+        x, residual, weight = random(rows, width), random(rows, width), random(width)
+        size = 2 * rows * width
+        peers, with_residual = {}, {}
+        if LIGER:
+            from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+            from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+            peers["liger"] = lambda x, w: LigerRMSNormFunction.apply(x, w, 1e-6, 0.0, "llama", False)
+            with_residual["liger"] = lambda x, r, w: LigerFusedAddRMSNormFunction.apply(x, r, w, 1e-6, 0.0, "llama", False)
+        yield from pair(f"rmsnorm {width}", kernels.fused_rmsnorm, rmsnorm_reference, peers, [x, weight], (2 * size, 3 * size))
+        yield from pair(
+            f"add_rmsnorm {width}", kernels.fused_add_rmsnorm, add_rmsnorm_reference, with_residual,
+            [x, residual, weight], (4 * size, 4 * size),
+        )  # fmt: skip
+
+
+def gated():
+    for width in (4864, 14336):
+        rows = ELEMENTS // width
+        gate, up = random(rows, width), random(rows, width)
+        size, peers = 2 * rows * width, {}
+        if LIGER:
+            from liger_kernel.ops.geglu import LigerGELUMulFunction
+            from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+            peers["liger"] = LigerSiLUMulFunction.apply
+        yield from pair(f"swiglu {width}", kernels.fused_swiglu, swiglu_reference, peers, [gate, up], (3 * size, 5 * size))
+        if LIGER:
+            peers["liger"] = LigerGELUMulFunction.apply
+        yield from pair(
+            f"geglu tanh {width}", partial(kernels.fused_geglu, approximate="tanh"),
+            partial(geglu_reference, approximate="tanh"), peers, [gate, up], (3 * size, 5 * size),
+        )  # fmt: skip
+
+
+def rotations():
+    for heads, groups, width in ((14, 2, 64), (32, 8, 128)):
+        tokens = ELEMENTS // ((heads + groups) * width)
+        q, k = (random(1, tokens, h, width).transpose(1, 2) for h in (heads, groups))
+        angles = torch.rand(1, tokens, width // 2, device="cuda").repeat(1, 1, 2) * 6
+        cos, sin = angles.cos().bfloat16(), angles.sin().bfloat16()
+        size, peers = 2 * (q.numel() + k.numel()), {}
+        if LIGER:
+            from liger_kernel.ops.rope import LigerRopeFunction
+
+            peers["liger"] = lambda q, k, cos=cos, sin=sin: LigerRopeFunction.apply(q, k, cos, sin)
+        yield from pair(
+            f"qk_rope {heads}/{groups}x{width}", lambda q, k, cos=cos, sin=sin: kernels.fused_qk_rope(q, k, cos, sin),
+            lambda q, k, cos=cos, sin=sin: qk_rope_reference(q, k, cos.to(q.dtype), sin.to(q.dtype)), peers, [q, k],
+            (2 * size, 2 * size),
+        )  # fmt: skip
+        yield Row(
+            f"qk_rope in place {heads}/{groups}x{width}",
+            {"ours": lambda q=q, k=k, cos=cos, sin=sin: kernels.fused_qk_rope(q, k, cos, sin, in_place=True)},
+            bytes=2 * size,
+        )
+
+
+def heads():
+    for tokens, width, vocabulary in ((16384, 896, 151936), (8192, 4096, 128256)):
+        hidden, weight = random(tokens, width), random(vocabulary, width, scale=0.02)
+        targets = torch.randint(0, vocabulary, (tokens,), device="cuda")
+        logits = random(tokens, vocabulary, scale=0.1)
+
+        def call(hidden, weight, targets=targets, **options):
+            return kernels.linear_cross_entropy(hidden, weight, targets, **options)
+
+        def both_ways(function, hidden=hidden, weight=weight, frozen=False):
+            leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_(not frozen)
+            wanted = leaves[:1] if frozen else leaves
+            return lambda: torch.autograd.grad(function(*leaves), wanted)
+
+        def three(hidden=hidden, weight=weight, logits=logits, kind=torch.bfloat16):
+            torch.mm(hidden, weight.t())
+            torch.mm(logits, weight)
+            torch.mm(logits.t(), hidden, out_dtype=kind)
+
+        def two(hidden=hidden, weight=weight, logits=logits):
+            torch.mm(hidden, weight.t())
+            torch.mm(logits, weight)
+
+        small = targets[:512]
+        error = errors(
+            partial(call, targets=small), partial(linear_cross_entropy_reference, targets=small), [hidden[:512], weight]
+        )
+        shape = f"{tokens}x{width}x{vocabulary}"
+        arms = {"ours": both_ways(partial(call, gradient_type=torch.bfloat16))}
+        if LIGER:
+            from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
+
+            arms["liger"] = both_ways(lambda h, w, t=targets: LigerFusedLinearCrossEntropyFunction.apply(h, w, t)[0])
+        yield Row(f"linear_cross_entropy bf16 dW {shape}", arms, products=three, error=error)
+        yield Row(
+            f"linear_cross_entropy fp32 dW {shape}", {"ours": both_ways(call)}, products=partial(three, kind=torch.float32)
+        )
+        yield Row(f"linear_cross_entropy frozen {shape}", {"ours": both_ways(call, frozen=True)}, products=two)
+        some = partial(token_log_probability_reference, targets=small)
+        yield Row(
+            f"token_log_probability {shape}",
+            {"ours": lambda h=hidden, w=weight, t=targets: kernels.token_log_probability(h, w, t)[0]},
+            products=lambda h=hidden, w=weight: torch.mm(h, w.t()),
+            error=errors(
+                lambda h, w, t=small: kernels.token_log_probability(h, w, t, entropy=True), some, [hidden[:512], weight]
+            ),
+        )
+
+
+GROUPS = {"norms": norms, "gated": gated, "rotations": rotations, "heads": heads}
+
+
+def sample(call: Callable[[], object]) -> float:
+    """Milliseconds of one call; the device is kept busy first, so that launches are not waited for."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(2_000_000)
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def measure(row: Row) -> dict:
+    arms = dict(row.arms)
+    if row.products:
+        arms["products"] = row.products
+    for call in arms.values():
+        for _ in range(WARM_UP):
+            call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    row.arms["ours"]()
+    peak = torch.cuda.max_memory_allocated() - before
+    row.samples = {name: [] for name in arms}
+    for _ in range(SAMPLES):
+        for name, call in arms.items():
+            row.samples[name].append(sample(call))
+    return {"bytes": row.bytes, "error": row.error, "extra_gib": peak / 2**30, "milliseconds": row.samples}
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a device copy."""
+    a = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    times = [sample(lambda: b.copy_(a)) for _ in range(20)]
+    return 2 * a.numel() / (statistics.median(times[5:]) * 1e-3)
+
+
+def print_table(rows: dict[str, dict], rate: float) -> None:
+    print(f"copy {rate / 1e12:.2f} TB/s; share: of the copy rate, or time over the products'")
+    for name, row in rows.items():
+        times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+        floor = row["bytes"] / rate * 1e3 or times["products"]
+        share = f"{floor / times['ours']:6.1%} of copy" if row["bytes"] else f"{times['ours'] / floor:6.3f}x products"
+        others = "  ".join(
+            f"{arm} {time / times['ours']:.2f}x" for arm, time in times.items() if arm not in ("ours", "products")
+        )
+        error = "" if row["error"] is None else f"error {row['error'][0]:.1e}/{row['error'][1]:.1e}"
+        print(f"{name:50} {times['ours']:8.3f} ms {share}  +{row['extra_gib']:.2f} GiB  {others}  {error}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--only", nargs="*", default=list(GROUPS))
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    rate = copy_rate()
+    results: dict = {
+        "card": torch.cuda.get_device_name(0),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "commit": given.commit, "copy_bytes_per_second": rate, "rows": {},
+    }  # fmt: skip
+    for group in given.only:
+        for row in GROUPS[group]():
+            results["rows"][row.name] = measure(row)
+            given.output.write_text(json.dumps(results))
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+    print_table(results["rows"], rate)
+    for name, row in results["rows"].items():
+        if row["error"] is not None and not row["error"][0] <= max(1.5 * row["error"][1], 8e-3):
+            raise SystemExit(f"{name}: error {row['error'][0]:.2e} beside {row['error'][1]:.2e} of the plain operation")
+
+
+if __name__ == "__main__":
+    main()
