@@ -1,82 +1,14 @@
 """document_attention against attention with one dense mask over all documents at once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from definition import bounds, compare, qkv, random_lengths
 
-from chronicals.attention import BACKENDS, choose_backend, document_attention
-from comparison import assert_as_exact_as_plain
+from chronicals.attention import BACKENDS, document_attention
 
 TYPES = [torch.float32, torch.bfloat16]
-
-
-def dense_mask(cu, window=None) -> Tensor:
-    """``[T, T]``: a token sees its own document, there itself and what is before it, within the window."""
-    place = torch.arange(int(cu[-1]), device=cu.device)
-    document = torch.searchsorted(cu.long(), place, right=True)
-    back = place[:, None] - place[None]
-    seen = (document[:, None] == document[None]) & (back >= 0)
-    return seen if window is None else seen & (back < window)
-
-
-def dense(q, k, v, cu, scale=None, window=None, softcap=None, sinks=None) -> Tensor:
-    """``[T, H, D]`` from all T × T scores, by the definition."""
-    heads, seen = q.shape[1], dense_mask(cu, window)
-    of_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
-    scores = torch.einsum("ihd,jhd->hij", q, k[:, of_head]).to(torch.promote_types(q.dtype, torch.float32))
-    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    weights = torch.where(seen, torch.exp(scores - scores.detach().amax((1, 2), keepdim=True)), 0.0)
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks.to(scores.dtype)[:, None, None] - scores.detach().amax((1, 2), keepdim=True))
-    return torch.einsum("hij,jhd->ihd", (weights / total).to(v.dtype), v[:, of_head])
-
-
-def bounds(lengths, device="cpu") -> Tensor:
-    return torch.tensor([0, *lengths], device=device).cumsum(0).to(device=device, dtype=torch.int32)
-
-
-def torchs(q, k, v, cu, scale=None, window=None) -> Tensor:
-    """The same from torch's own operation, which knows neither softcap nor sinks."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-    seen = dense_mask(cu, window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)[0].transpose(0, 1)
-
-
-def random_lengths(documents=5, longest=60) -> list[int]:
-    """1 and the longest are among them, and two documents are empty, one of them the last."""
-    lengths = [1, longest, *torch.randint(1, longest + 1, (documents - 2,)).tolist()]
-    order = torch.randperm(documents).tolist()
-    lengths = [lengths[n] for n in order]
-    return [*lengths[:3], 0, *lengths[3:], 0]
-
-
-def qkv(tokens, heads=4, groups=2, width=16, dtype=torch.float32, device="cpu", sinks=False):
-    def draw():
-        shapes = [(tokens, heads, width), (tokens, groups, width), (tokens, groups, width)] + [(heads,)] * sinks
-        return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
-
-    return draw
-
-
-def compare(lengths, draw, backend="per-document", **options):
-    cu = bounds(lengths)
-
-    def ours(q, k, v, sinks=None):
-        here = cu.to(q.device)
-        return document_attention(q, k, v, here, max(lengths), sinks=sinks, backend=backend, **options)
-
-    def exact(q, k, v, sinks=None):
-        return dense(q, k, v, cu.to(q.device), sinks=sinks, **options)
-
-    def plain(q, k, v):
-        return torchs(q, k, v, cu.to(q.device), options.get("scale"), options.get("window"))
-
-    has_torchs = options.get("softcap") is None and len(draw()) == 3
-    assert_as_exact_as_plain(ours, plain if has_torchs else exact, draw, exact=exact)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -215,58 +147,6 @@ def test_the_bound_on_lengths_changes_nothing():
     assert torch.equal(tight, wide)
 
 
-@pytest.mark.parametrize(
-    "capability, dtype, softcap, sinks, expected",
-    [
-        ((8, 0), torch.bfloat16, False, False, "flash"),
-        ((9, 0), torch.float16, False, False, "flash"),
-        ((9, 0), torch.bfloat16, True, False, "per-document"),
-        ((9, 0), torch.bfloat16, False, True, "per-document"),
-        ((9, 0), torch.float32, False, False, "per-document"),
-        ((7, 5), torch.float16, False, False, "per-document"),
-    ],
-)
-def test_choice_of_backend(monkeypatch, capability, dtype, softcap, sinks, expected):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    assert choose_backend(torch.device("cuda"), dtype, softcap, sinks) == expected
-    assert choose_backend(torch.device("cpu"), dtype, softcap, sinks) == "per-document"
-
-
-def test_the_chosen_backend_is_what_runs(monkeypatch):
-    monkeypatch.setitem(BACKENDS, "per-document", lambda *_: "per-document")
-    monkeypatch.setitem(BACKENDS, "flash", lambda *_: "flash")
-    inputs = *qkv(5)(), bounds([5]), 5
-    assert document_attention(*inputs) == "per-document"
-    assert document_attention(*inputs, backend="flash") == "flash"
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (8, 1)])
-@pytest.mark.parametrize("window", [None, 2, 37, 1000])
-def test_flash(window, heads, groups, width):
-    lengths = random_lengths(9, 150)
-    draw = qkv(sum(lengths), heads, groups, width, torch.bfloat16, "cuda")
-    compare(lengths, draw, backend="flash", window=window)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("scale", [None, 0.05])
-def test_flash_hears_nothing_of_neighbours(scale):
-    lengths = [70, 0, 200, 33]
-    q, k, v = qkv(sum(lengths), width=64, dtype=torch.bfloat16, device="cuda")()
-    cu = bounds(lengths, "cuda")
-    together = document_attention(q, k, v, cu, 200, scale=scale, backend="flash")
-    for start, end in zip(cu.tolist(), cu.tolist()[1:]):
-        if start == end:
-            continue
-        part = slice(start, end)
-        alone = document_attention(
-            q[part], k[part], v[part], bounds([end - start], "cuda"), end - start, scale=scale, backend="flash"
-        )
-        torch.testing.assert_close(together[part], alone, rtol=0, atol=2**-8)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 1.5])
@@ -292,8 +172,27 @@ def test_a_wrong_mask_is_noticed(fault, monkeypatch):
 
     def wrong(q, k, v, cu, longest, scale, window, softcap, sinks):
         cu, *rest = FAULTS[fault](cu, window, softcap, sinks)
-        return right(q, k, v, cu, longest, scale, *rest)
+        return right.attend(q, k, v, cu, longest, scale, *rest)
 
-    monkeypatch.setitem(BACKENDS, "per-document", wrong)
+    monkeypatch.setitem(BACKENDS, "per-document", replace(right, attend=wrong))
     with pytest.raises(AssertionError, match=r"tensor \d: .* error"):
         compare(lengths, draw, window=6, softcap=1.5)
+
+
+WRONG = {
+    "shapes": lambda q, k, v, cu: dict(k_TKD=k[:-1]),
+    "cannot be shared": lambda q, k, v, cu: dict(q_THD=q[:, :3]),
+    "types": lambda q, k, v, cu: dict(v_TKD=v.double()),
+    "cu_seqlens": lambda q, k, v, cu: dict(cu_seqlens=cu.long()),
+    "window=0": lambda q, k, v, cu: dict(window=0),
+    "softcap=0.0": lambda q, k, v, cu: dict(softcap=0.0),
+    "sinks": lambda q, k, v, cu: dict(sinks=torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("message", WRONG)
+def test_what_does_not_fit_is_named(message):
+    q, k, v = qkv(9)()
+    right = dict(q_THD=q, k_TKD=k, v_TKD=v, cu_seqlens=bounds([4, 5]), max_seqlen=5)
+    with pytest.raises(ValueError, match=message):
+        document_attention(**right | WRONG[message](q, k, v, right["cu_seqlens"]))

@@ -1,5 +1,8 @@
 """Attention over documents that lie end to end."""
 
-from chronicals.attention.documents import BACKENDS, choose_backend, document_attention
+from chronicals.attention.backends import BACKENDS
+from chronicals.attention.choice import FLASH, choose_backend
+from chronicals.attention.documents import document_attention
+from chronicals.attention.reference import attention_reference
 
-__all__ = ["BACKENDS", "choose_backend", "document_attention"]
+__all__ = ["BACKENDS", "FLASH", "attention_reference", "choose_backend", "document_attention"]

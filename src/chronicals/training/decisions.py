@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from chronicals.attention import choose_backend
+from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.memory import needs_recomputation
 from chronicals.models import PresentedModel, input_device
@@ -34,17 +34,27 @@ def decide(config: ChronicalsConfig, presented: PresentedModel) -> dict[str, Dec
     model, device = presented.model, input_device(presented.model)
     tokens = config.batch_size * config.max_seq_length
     product_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
-    flash = presented.packed and choose_backend(device, product_type) == "flash"
+    shape = model.config.get_text_config()
+    softcap = getattr(shape, "attn_logit_softcapping", None) is not None
+    backend = choose_backend(device, product_type, _head_dim(shape), softcap=softcap)
+    flash = presented.packed and backend in FLASH
     recompute, estimate = needs_recomputation(model, tokens)
     on_card = device.type == "cuda"
     possible = {
-        "use_flash_attention": (flash, "variable-length FlashAttention" if flash else "needs a card, bf16 or fp16, and packs"),
+        "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (presented.head is not None, "no whole logits" if presented.head else "head not understood"),
         "use_sequence_packing": (presented.packed, "proved on a twin" if presented.packed else "documents become padded rows"),
         "use_gradient_checkpointing": (recompute, estimate),
         "use_torch_compile": (on_card and presented.packed, "decoder layers" if on_card else "compiled on CUDA only"),
     }  # fmt: skip
     return {field: _decide(config, model, field, *can) for field, can in possible.items()}
+
+
+def _head_dim(shape: Any) -> int:
+    """Of a model configuration; 128 where it has no single one."""
+    heads = getattr(shape, "num_attention_heads", None)
+    stated = getattr(shape, "head_dim", None)
+    return stated if stated is not None else shape.hidden_size // heads if isinstance(heads, int) else 128
 
 
 def _decide(config: ChronicalsConfig, model: Any, field: str, runs: bool, reason: str) -> Decision:

@@ -12,8 +12,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
-from chronicals.attention import choose_backend, document_attention
-from chronicals.attention.documents import attention_reference
+from chronicals.attention import attention_reference, choose_backend, document_attention
 from chronicals.kernels import fused_qk_rope, fused_rmsnorm, fused_swiglu, linear_cross_entropy
 from chronicals.kernels.glu import swiglu_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference

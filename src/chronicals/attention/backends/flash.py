@@ -1,0 +1,27 @@
+"""torch's variable-length attention: FlashAttention-2 (Dao, 2023), in torch itself."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from chronicals.attention.support import HALVES, Backend, Support
+
+# torch ≥ 2.12 wants to be told of grouped heads; 2.11 has no such argument and takes them as they are.
+GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, *_: object) -> Tensor:
+    left = -1 if window is None else window - 1
+    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **GROUPED_HEADS)
+    assert isinstance(out, Tensor)
+    return out
+
+
+BACKEND = Backend(
+    attend,
+    {"cuda": Support(HALVES, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=8, softcap=False, sinks=False)},
+)

@@ -1,0 +1,122 @@
+"""FlashAttention-4 (package ``flash-attn-4``, CuTe), called below its own autograd and registered with torch.
+
+Shapes: q ``[T, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, T]``, sinks ``[H]``. Rows of q, k and v may lie apart,
+as in a merged product. The first call of a shape class compiles for some seconds. Head width 256 on Blackwell is
+left out: its backward knows neither softcap nor sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.attention.support import HALVES, Backend, Support
+
+
+@cache
+def available() -> bool:
+    return all(find_spec(name) is not None for name in ("flash_attn", "cutlass", "quack")) and (
+        find_spec("flash_attn.cute") is not None
+    )
+
+
+@cache
+def _kernels() -> tuple[Callable[..., tuple], Callable[..., tuple]]:
+    """Forward and backward of the package; importing it takes seconds, so it happens at the first call."""
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    return _flash_attn_fwd, _flash_attn_bwd
+
+
+def _common(cu: Tensor, longest: int, scale: float, window: int | None, sinks: Tensor | None) -> dict[str, Any]:
+    return {
+        "softmax_scale": scale, "causal": True, "window_size_left": None if window is None else window - 1,
+        "window_size_right": None if window is None else 0, "cu_seqlens_q": cu, "cu_seqlens_k": cu,
+        "max_seqlen_q": longest, "max_seqlen_k": longest, "learnable_sink": sinks,
+    }  # fmt: skip
+
+
+@torch.library.custom_op("chronicals::flash_attn_4_forward", mutates_args=())
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    forward, _ = _kernels()
+    out, lse = _outputs(q)
+    with torch.cuda.device_of(q):
+        forward(q, k, v, softcap=softcap, out=out, lse=lse, return_lse=True, **_common(cu, longest, scale, window, sinks))
+    return out, lse
+
+
+@_forward.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _outputs(q)
+
+
+def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@torch.library.custom_op("chronicals::flash_attn_4_backward", mutates_args=())
+def _backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu: Tensor, longest: int, scale: float,
+    window: int | None, softcap: float | None, sinks: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of q, k, v, and of the sinks where there are some."""
+    _, backward = _kernels()
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    with torch.cuda.device_of(q):
+        found = backward(
+            q, k, v, out, dout.contiguous(), lse, softcap=softcap or 0.0, dq=dq, dk=dk, dv=dv,
+            deterministic=torch.are_deterministic_algorithms_enabled(), **_common(cu, longest, scale, window, sinks),
+        )  # fmt: skip
+    return [dq, dk, dv, *found[3:4]]
+
+
+@_backward.register_fake
+def _(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu: Tensor, longest: int, scale: float,
+    window: int | None, softcap: float | None, sinks: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
+
+
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, cu, *options, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, cu, sinks)
+    ctx.options = options
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    if dout is None:
+        return (None,) * 9
+    *saved, sinks = ctx.saved_tensors
+    dq, dk, dv, *dsinks = _backward(dout, *saved, *ctx.options, sinks)
+    return dq, dk, dv, None, None, None, None, None, dsinks[0] if dsinks else None
+
+
+_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return _forward(q, k, v, cu, longest, scale, window, softcap, sinks)[0]
+
+
+BACKEND = Backend(
+    attend,
+    {"cuda": Support(HALVES, {9: 256, 10: 128, 11: 128}, multiple=8)},
+    available,
+    "pip install 'chronicals[flash]'",
+)

@@ -1,0 +1,36 @@
+"""The definition: one document, its whole score matrix."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attention_reference(
+    q_HSD: Tensor,
+    k_KSD: Tensor,
+    v_KSD: Tensor,
+    seen: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of S tokens, ``[H, S, D]``; K and V are repeated to all heads.
+
+    Args:
+        seen: bool ``[S, S]``, what each token sees; everything by default.
+        scale: factor on the scores.
+        softcap: scores become ``softcap · tanh(score / softcap)``.
+        sinks: ``[H]``, a logit each head may spend its attention on.
+    """
+    groups = q_HSD.shape[0] // k_KSD.shape[0]
+    k_HSD, v_HSD = (x.repeat_interleave(groups, 0) for x in (k_KSD, v_KSD))
+    scores = (q_HSD @ k_HSD.transpose(1, 2)).to(torch.promote_types(q_HSD.dtype, torch.float32)) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if seen is not None:
+        scores = scores.masked_fill(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)), -1)
+    shares = torch.softmax(scores, -1)[..., : k_HSD.shape[1]]
+    return shares.to(v_HSD.dtype) @ v_HSD

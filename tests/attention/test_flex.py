@@ -1,0 +1,89 @@
+"""FlexAttention's block mask against the dense one, and on the CPU its forward, which is all it has there."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from definition import bounds, compare, dense, dense_mask, qkv, random_lengths
+from torch.nn.attention import flex_attention as torchs
+
+from chronicals.attention import BACKENDS, document_attention
+from chronicals.attention.backends import flex
+from chronicals.attention.backends.flex import _masks, block_mask, make_block_mask
+
+
+def blocks(mask, tokens):
+    """``[T, T]``: 0 where a block is left out, 1 where its mask is asked, 2 where it is seen whole."""
+    rows = mask.kv_indices.shape[-1]
+    found = torch.zeros(rows, rows, dtype=torch.int64)
+    for row in range(rows):
+        for counts, indices, kind in (
+            (mask.kv_num_blocks, mask.kv_indices, 1),
+            (mask.full_kv_num_blocks, mask.full_kv_indices, 2),
+        ):
+            columns = indices[0, 0, row, : counts[0, 0, row]].long()
+            assert not found[row, columns].any() and columns.unique().numel() == columns.numel()
+            found[row, columns] = kind
+    return found.repeat_interleave(128, 0).repeat_interleave(128, 1)[:tokens, :tokens]
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 129, 300])
+@pytest.mark.parametrize("lengths", [None, [700], [128] * 4, [0, 0, 5, 0, 900, 0], [1] * 260], ids=lambda x: f"{x}"[:20])
+def test_the_block_mask_is_the_dense_one(lengths, window):
+    lengths = lengths or random_lengths(6, 500)
+    cu, tokens = bounds(lengths), sum(lengths)
+    mask, place = make_block_mask(cu, tokens, window), torch.arange(tokens)
+    expected, kinds = dense_mask(cu, window), blocks(mask, tokens)
+    assert torch.equal((kinds == 2) | ((kinds == 1) & mask.mask_mod(0, 0, place[:, None], place[None])), expected)
+    rows = (tokens + 127) // 128
+    padded = torch.zeros(rows * 128, rows * 128, dtype=torch.bool)
+    padded[:tokens, :tokens] = expected
+    any_seen = padded.view(rows, 128, rows, 128).any(3).any(1)
+    assert torch.equal(any_seen, blocks(mask, rows * 128)[::128, ::128] > 0), "a block is visited for nothing"
+
+
+def test_the_mask_is_made_once_a_batch():
+    _masks.clear()
+    cu = bounds([100, 200])
+    first = block_mask(cu, 300, None)
+    assert block_mask(cu, 300, None) is first
+    assert block_mask(cu, 300, 5) is not first and block_mask(cu.clone(), 300, None) is not first
+    assert block_mask(cu, 300, None) is first
+    cu[1] = 256
+    changed = block_mask(cu, 300, None)
+    assert changed is not first and int(changed.kv_num_blocks.sum()) != int(first.kv_num_blocks.sum())
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"softcap": 1.5}], ids=str)
+def test_forward_on_the_cpu(options):
+    lengths = [130, 0, 1, 69, 0]
+    q, k, v = qkv(200)()
+    out = document_attention(q, k, v, bounds(lengths), 130, backend="flex", **options)
+    torch.testing.assert_close(out, dense(q, k, v, bounds(lengths), **options), rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_into_a_whole_graph():
+    q, k, v = qkv(200, width=20)()
+    cu = bounds([130, 70])
+    layer = torch.compile(lambda q: document_attention(q, k, v, cu, 130, backend="flex"), fullgraph=True, backend="eager")
+    torch.testing.assert_close(layer(q), dense(q, k, v, cu), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def backward_on_the_cpu(monkeypatch):
+    """torch refuses it, as nothing is compiled for it there; its plain form differentiates all the same."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex, "_compiled", torch.compile(torchs.flex_attention, fullgraph=True, backend="aot_eager"))
+    supports = {"cpu": replace(flex.BACKEND.supports["cpu"], sinks=True, forward_only=False)}
+    monkeypatch.setitem(BACKENDS, "flex", replace(flex.BACKEND, supports=supports))
+
+
+@pytest.mark.parametrize("heads, groups, width", [(4, 2, 16), (8, 1, 20)])
+@pytest.mark.parametrize("options", [{}, {"window": 37}, {"softcap": 1.5}, {"window": 37, "softcap": 1.5}], ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_backward(options, heads, groups, width, sinks, backward_on_the_cpu):
+    """Sinks in bf16: they go through the log-sum-exp, whose own rounding shows in fp32."""
+    lengths = [130, 0, 1, 69, 0]
+    dtype = torch.bfloat16 if sinks else torch.float32
+    compare(lengths, qkv(200, heads, groups, width, dtype, sinks=sinks), backend="flex", **options)
