@@ -63,12 +63,19 @@ def _rmsnorm_backward_kernel(
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
     if HAS_WEIGHT:
         w = tl.load(w_ptr + column, mask=column < width, other=0.0).to(tl.float32) + offset
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = first + tl.arange(0, ROWS).to(tl.int64)
+    step = tl.num_programs(0) * ROWS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    next_s = tl.load(s_ptr + row[:, None] * s_stride + column[None, :], mask=inside, other=0.0)
+    next_g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
+    for _ in range(tl.program_id(0) * ROWS, rows, step):
+        here, at = inside, row
+        s, g = next_s.to(tl.float32), next_g.to(tl.float32)
+        row += step  # the next rows are under way while these are reduced
         inside = (row < rows)[:, None] & (column < width)[None, :]
-        s = tl.load(s_ptr + row[:, None] * s_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        next_s = tl.load(s_ptr + row[:, None] * s_stride + column[None, :], mask=inside, other=0.0)
+        next_g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
+        rstd = tl.load(rstd_ptr + at, mask=at < rows, other=0.0)[:, None]
         s *= rstd
         if WANTS_WEIGHT:
             dw += g * s
@@ -76,9 +83,9 @@ def _rmsnorm_backward_kernel(
             g *= w[None, :]
         ds = rstd * (g - s * (tl.sum(g * s, axis=1) / width)[:, None])
         if HAS_EXTRA:
-            at_extra = extra_ptr + row[:, None] * extra_stride + column[None, :]
-            ds += tl.load(at_extra, mask=inside, other=0.0).to(tl.float32)
-        tl.store(ds_ptr + row[:, None] * width + column[None, :], ds.to(ds_ptr.dtype.element_ty), mask=inside)
+            at_extra = extra_ptr + at[:, None] * extra_stride + column[None, :]
+            ds += tl.load(at_extra, mask=here, other=0.0).to(tl.float32)
+        tl.store(ds_ptr + at[:, None] * width + column[None, :], ds.to(ds_ptr.dtype.element_ty), mask=here)
     if WANTS_WEIGHT:
         share = tl.program_id(0).to(tl.int64) * width + column
         tl.store(dw_ptr + share, tl.sum(dw, axis=0), mask=column < width)
