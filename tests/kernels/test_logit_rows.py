@@ -102,7 +102,8 @@ MUTATIONS = {
     "no token weights": ("gradient = weight * (", "gradient = 1.0 * ("),
     "no z-loss in the gradient": ("(1.0 + 2.0 * z_loss * lse)", "(1.0 + 0.0 * lse)"),
     "no smoothing in the gradient": ("gradient -= weight * smoothing / vocabulary", "gradient -= 0.0"),
-    "padding counted": ("tl.where(column < vocabulary, tl.exp(z - largest), 0.0)", "tl.exp(z - largest)"),
+    "padding counted": ('HAS_SOFTCAP), -float("inf"))\n    largest', "HAS_SOFTCAP), 0.0)\n    largest"),
+    "one segment for all": ("totals * tl.exp(maxima - largest)", "totals"),
 }
 
 
