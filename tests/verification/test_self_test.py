@@ -6,7 +6,16 @@ from chronicals.verification import self_test as module
 
 def test_every_kernel_passes_here():
     results = self_test()
-    assert {result.name for result in results} >= {"rmsnorm", "swiglu", "qk_rope", "linear_cross_entropy", "attention"}
+    assert {result.name for result in results} >= {
+        "rmsnorm",
+        "layernorm",
+        "softmax",
+        "swiglu",
+        "qk_rope",
+        "qk_norm_rope",
+        "linear_cross_entropy",
+        "attention",
+    }
     for result in results:
         assert result.passed, result
         assert 0 < result.error < 0.05

@@ -1,17 +1,23 @@
 """One operation a file; knows torch and triton and nothing else of ours."""
 
 from chronicals.kernels.glu import fused_geglu, fused_swiglu
+from chronicals.kernels.layernorm import fused_layernorm
 from chronicals.kernels.linear_cross_entropy import fused_cross_entropy, linear_cross_entropy
+from chronicals.kernels.qk_norm_rope import fused_qk_norm_rope
 from chronicals.kernels.qk_rope import fused_qk_rope
 from chronicals.kernels.rmsnorm import fused_add_rmsnorm, fused_rmsnorm
+from chronicals.kernels.softmax import fused_softmax
 from chronicals.kernels.token_log_probability import token_log_probability
 
 __all__ = [
     "fused_add_rmsnorm",
     "fused_cross_entropy",
     "fused_geglu",
+    "fused_layernorm",
+    "fused_qk_norm_rope",
     "fused_qk_rope",
     "fused_rmsnorm",
+    "fused_softmax",
     "fused_swiglu",
     "linear_cross_entropy",
     "token_log_probability",

@@ -13,11 +13,22 @@ import torch
 from torch import Tensor
 
 from chronicals.attention import attention_reference, choose_backend, document_attention
-from chronicals.kernels import fused_qk_rope, fused_rmsnorm, fused_swiglu, linear_cross_entropy
+from chronicals.kernels import (
+    fused_layernorm,
+    fused_qk_norm_rope,
+    fused_qk_rope,
+    fused_rmsnorm,
+    fused_softmax,
+    fused_swiglu,
+    linear_cross_entropy,
+)
 from chronicals.kernels.glu import swiglu_reference
+from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
 from chronicals.kernels.qk_rope import qk_rope_reference
 from chronicals.kernels.rmsnorm import rmsnorm_reference
+from chronicals.kernels.softmax import softmax_reference
 
 ALLOWED = 1.5
 LENGTHS = (17, 1, 31)
@@ -64,7 +75,7 @@ def self_test() -> list[SelfTest]:
         return attention_reference(q, k, v, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
 
     def rope(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
-        return lambda q, k: torch.cat([x.flatten() for x in function(q, k, cos.to(q.dtype), sin.to(q.dtype))])
+        return lambda *given: torch.cat([x.flatten() for x in function(*given, *(t.to(given[0].dtype) for t in (cos, sin)))])
 
     qkv = random(tokens, heads, 16), random(tokens, 2, 16), random(tokens, 2, 16)
     gate, up = random(tokens, width), random(tokens, width)
@@ -76,8 +87,11 @@ def self_test() -> list[SelfTest]:
             lambda x, w: rmsnorm_reference(x, w, 1e-6),
             (gate, random(width)),
         ),
+        ("layernorm", fused_layernorm, layernorm_reference, (gate, random(width), random(width))),
+        ("softmax", fused_softmax, softmax_reference, (gate,)),
         ("swiglu", fused_swiglu, swiglu_reference, (gate, up)),
         ("qk_rope", rope(fused_qk_rope), rope(qk_rope_reference), qkv[:2]),
+        ("qk_norm_rope", rope(fused_qk_norm_rope), rope(qk_norm_rope_reference), (*qkv[:2], random(16), random(16))),
         (
             "linear_cross_entropy",
             lambda h, w: linear_cross_entropy(h, w, targets, chunk_size=16),
