@@ -9,13 +9,19 @@ if TYPE_CHECKING:
     from chronicals.config import ChronicalsConfig as ChronicalsConfig
     from chronicals.lora import LoRAConfig as LoRAConfig
     from chronicals.lora import apply_lora as apply_lora
+    from chronicals.patching import PatchReport as PatchReport
+    from chronicals.patching import patch_model as patch_model
+    from chronicals.patching import unpatch_model as unpatch_model
     from chronicals.training import ChronicalsTrainer as ChronicalsTrainer
 
 _HOME = {
     "ChronicalsConfig": "chronicals.config",
     "ChronicalsTrainer": "chronicals.training",
     "LoRAConfig": "chronicals.lora",
+    "PatchReport": "chronicals.patching",
     "apply_lora": "chronicals.lora",
+    "patch_model": "chronicals.patching",
+    "unpatch_model": "chronicals.patching",
 }
 __all__ = sorted(_HOME)
 

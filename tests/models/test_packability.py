@@ -169,11 +169,11 @@ def test_a_head_that_does_more_than_it_says_is_not_understood(caplog):
 
 def test_a_class_that_cannot_be_made_small_is_taken_padded(caplog):
     def __init__(self, config):
-        if config.hidden_size != 32:
-            raise RuntimeError("only 32 will do")
+        if config.num_hidden_layers != 9:
+            raise RuntimeError("only 9 layers will do")
         super(cls, self).__init__(config)
 
     cls = subclass(__init__=__init__)
-    model = cls(configuration("llama"))
-    assert "a small twin could not be run (RuntimeError: only 32 will do)" in prove_packability(model).reason
-    assert not present(model).packed and "only 32 will do" in caplog.text
+    model = cls(configuration("llama", num_hidden_layers=9))
+    assert "a small twin could not be run (RuntimeError: only 9 layers will do)" in prove_packability(model).reason
+    assert not present(model).packed and "only 9 layers will do" in caplog.text

@@ -43,7 +43,13 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 GEMMA2 = {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 GEMMA2 |= {"attn_implementation": "eager"}
 MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
-GPT_OSS = {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4}
+GPT_OSS = {
+    "head_dim": 8,
+    "experts_implementation": "eager",
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 4,
+}
 
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {**SIZES}),

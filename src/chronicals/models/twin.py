@@ -1,0 +1,148 @@
+"""Twins: small random models of a class and configuration, on which things are proved instead of on the user's tensors.
+
+In fp32 on the CPU, of few layers (of every kind the model has) and small sizes. No norm weight is one and no bias zero:
+what is one or zero hides what is left out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "n_embd": 64,
+    "d_model": 64,
+    "intermediate_size": 96,
+    "ffn_dim": 96,
+    "n_inner": 96,
+    "num_attention_heads": 4,
+    "n_head": 4,
+    "num_heads": 4,
+    "head_dim": 16,
+    "sliding_window": 5,
+    "attention_chunk_size": 5,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 16,
+    "max_position_embeddings": 128,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "rotary_dim": 8,
+    "n_group": 1,
+    "topk_group": 1,
+}
+"""Sizes of the twin, for the fields that a configuration has."""
+
+WIDTHS = ("hidden_size", "n_embd", "d_model")
+SMALL_ENOUGH = 128
+"""A configuration no wider than this is its own twin's: its sizes fit each other already."""
+
+IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+FIRST_TOKEN = len(IDS)
+"""Random tokens begin here: those before mean something to a model."""
+
+MAX_LAYERS = 8
+"""Enough for one period of the hybrids whose layer types follow from the layer's number."""
+
+DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
+
+
+def twin_config(config: Any) -> Any:
+    """The configuration with few layers (of every type it has) and small sizes.
+
+    Raises:
+        AttributeError, TypeError, ValueError: the configuration does not let itself be made small.
+    """
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    if not any(isinstance(getattr(text, name, None), int) and getattr(text, name) <= SMALL_ENOUGH for name in WIDTHS):
+        _smaller(text)
+    for name, value in IDS.items():
+        if getattr(text, name, None) is not None:
+            setattr(text, name, value)
+    _fewer_layers(text)
+    for name in DROPOUTS:
+        if isinstance(getattr(text, name, None), float):
+            setattr(text, name, 0.0)
+    return config
+
+
+def _smaller(text: Any) -> None:
+    grouped = getattr(text, "num_key_value_heads", None) not in (None, getattr(text, "num_attention_heads", None))
+    for name, value in SMALL.items():
+        if isinstance(getattr(text, name, None), int) and _settable(text, name):
+            setattr(text, name, value)
+    if isinstance(getattr(text, "num_key_value_heads", None), int) and _settable(text, "num_key_value_heads"):
+        text.num_key_value_heads = 2 if grouped else 4
+    if hasattr(text, "qk_rope_head_dim"):  # latent attention: its rotary table is as wide as what it rotates
+        if isinstance(getattr(text, "head_dim", None), int) and _settable(text, "head_dim"):
+            text.head_dim = text.qk_rope_head_dim
+    elif getattr(text, "head_dim", 0) is None and _settable(text, "head_dim"):
+        text.head_dim = text.hidden_size // text.num_attention_heads
+
+
+def _settable(text: Any, name: str) -> bool:
+    """False for what follows from other fields."""
+    owner = getattr(type(text), text.attribute_map.get(name, name), None)
+    return not isinstance(owner, property) or owner.fset is not None
+
+
+def _fewer_layers(text: Any) -> None:
+    types = getattr(text, "layer_types", None)
+    name = next((name for name in ("num_hidden_layers", "n_layer", "num_layers") if hasattr(text, name)), None)
+    if name is None:
+        return
+    count = getattr(text, name)
+    if types and isinstance(types, list) and _settable(text, "layer_types"):
+        kept = [next(i for i, t in enumerate(types) if t == kind) for kind in dict.fromkeys(types)]
+        kept = sorted(kept + [i for i in range(len(types)) if i not in kept][: max(0, 2 - len(kept))])
+        setattr(text, name, len(kept))
+        text.layer_types = [types[i] for i in kept]
+    else:
+        setattr(text, name, min(count, MAX_LAYERS))
+
+
+def build_twin(cls: type, config: Any) -> Any:
+    """The twin of ``cls`` with a configuration from ``twin_config``, in evaluation mode; within ``plain_surroundings``."""
+    config._attn_implementation = "eager"  # the definition: SDPA may leave out what it cannot do
+    config._experts_implementation = "eager"  # the grouped product knows no fp64
+    twin = cls(config).float().eval()
+    randomise(twin)
+    return twin
+
+
+def randomise(twin: torch.nn.Module) -> None:
+    for parameter in twin.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=parameter[0].numel() ** -0.5)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+
+
+@contextmanager
+def plain_surroundings() -> Iterator[None]:
+    """Whatever the caller is in (an evaluation without gradients, autocast, another default device or type)."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with (
+            torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"),
+            torch.autocast("cpu", enabled=False),
+        ):  # fmt: skip
+            torch.manual_seed(0)
+            yield
+    finally:
+        torch.set_default_dtype(usual)

@@ -1,0 +1,110 @@
+"""A form: what a kind of module computes, as a kernel; recognised by structure and proved on a module of a twin.
+
+A candidate is compared with the module's own forward, values and gradients of the input and of every parameter, on
+random inputs of several scales. Numbers that a module keeps (an epsilon, a multiplier) are random during the proof, so
+a form that does not read them from the instance does not pass.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TOLERANCE = 3e-5
+"""Relative to the largest value, in fp32."""
+
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+FORM = "chronicals_form"
+"""Attribute by which a function of ours is known among a module's own."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What runs in place of a module's forward.
+
+    Attributes:
+        by: its name, for the report.
+        forward: of the module and its input.
+    """
+
+    by: str
+    forward: Callable
+
+    def __post_init__(self) -> None:
+        setattr(self.forward, FORM, self.by)
+
+
+def looks_like(module: nn.Module) -> bool:
+    """Whether a reader of the report would expect this module among those that a kernel runs: a norm or an MLP."""
+    vectors = [p for p in module._parameters.values() if p is not None]
+    norm = bool(vectors) and all(p.ndim == 1 for p in vectors) and not module._modules
+    return norm or (sum(isinstance(child, nn.Linear) for child in module.children()) in (2, 3) and takes_one_tensor(module))
+
+
+def takes_one_tensor(module: nn.Module) -> bool:
+    """Whether the module's forward needs exactly one argument."""
+    parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
+    needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return len(needed) == 1 and needed[0] is parameters[0]
+
+
+def signature(module: nn.Module) -> tuple:
+    """What an instance must share with the one that was proved: class, parameters that are there, children, numbers' names."""
+    own = {name: None if p is None else p.ndim for name, p in module._parameters.items()}
+    return type(module), tuple(own.items()), tuple(module._modules), tuple(numbers(module)), settings(module)
+
+
+def numbers(module: nn.Module) -> list[str]:
+    """Names of the numbers that a module keeps."""
+    return [name for name, value in vars(module).items() if type(value) is float and name[0] != "_"]
+
+
+def settings(module: nn.Module) -> tuple:
+    """Switches and words that a module keeps; sizes are not among them."""
+    kept = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name != "training")
+    return tuple((name, value) for name, value in kept if type(value) in (bool, str))
+
+
+@contextmanager
+def random_numbers(module: nn.Module) -> Iterator[None]:
+    kept = {name: getattr(module, name) for name in numbers(module)}
+    for name in kept:
+        setattr(module, name, float(torch.empty(()).uniform_(0.01, 0.1)))
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            setattr(module, name, value)
+
+
+def is_proved(module: nn.Module, forward: Forward, inputs: list[Tensor]) -> bool:
+    """Whether ``forward`` gives what the module gives, with its gradients, for every input."""
+    return all(_alike(_run(module, type(module).forward, x), _run(module, forward, x)) for x in inputs)
+
+
+def _run(module: nn.Module, forward: Callable, x: Tensor) -> list[Tensor] | None:
+    leaves = [x.detach().clone().requires_grad_(), *module.parameters()]
+    out = forward(module, leaves[0])
+    if not isinstance(out, Tensor) or not out.requires_grad:
+        return None
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3)).to(out.dtype)
+    gradients = torch.autograd.grad(out, leaves, upstream, allow_unused=True)
+    return [out.detach(), *(torch.zeros_like(p) if g is None else g for p, g in zip(leaves, gradients))]
+
+
+def _alike(expected: list[Tensor] | None, got: list[Tensor] | None) -> bool:
+    if expected is None or got is None:
+        return False
+    return all(a.shape == b.shape and a.dtype == b.dtype and _distance(a, b) <= TOLERANCE for a, b in zip(expected, got))
+
+
+def _distance(expected: Tensor, got: Tensor) -> float:
+    return float((expected - got).abs().max() / expected.abs().max().clamp(min=1e-12)) if expected.numel() else 0.0

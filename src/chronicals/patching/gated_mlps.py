@@ -1,0 +1,74 @@
+"""Gated MLPs: two or three linear children, of which a gate is activated and multiplied.
+
+The children are called as modules, so whatever they have become (adapters, quantised weights, hooks) keeps working.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.kernels import fused_geglu, fused_swiglu
+from chronicals.patching.forms import Form, Forward, is_proved, random_numbers, takes_one_tensor
+
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "fused_swiglu": fused_swiglu,
+    "fused_geglu (tanh)": partial(fused_geglu, approximate="tanh"),
+    "fused_geglu": fused_geglu,
+}
+
+
+def recognise_gated_mlp(module: nn.Module) -> Form | None:
+    """The form of ``module``, an instance of a twin, or None where it is no gated MLP that a kernel computes."""
+    linear = {name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)}
+    others = [child for name, child in module._modules.items() if name not in linear and child is not None]
+    if len(linear) not in (2, 3) or module._parameters or any(next(child.parameters(), None) is not None for child in others):
+        return None
+    if not takes_one_tensor(module):
+        return None
+    with random_numbers(module):
+        for by, width, forward in _candidates(linear):
+            x = torch.randn(2, 5, width)
+            try:
+                if is_proved(module, forward, [x, 0.1 * x]):
+                    return Form(by, forward)
+            except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+                return None  # a module that does not take such a tensor is no MLP
+    return None
+
+
+def _candidates(linear: dict[str, nn.Linear]) -> Iterator[tuple[str, int, Forward]]:
+    """Names of the gate, up and down children (or of the merged and down), where their widths allow."""
+    for names in itertools.permutations(linear):
+        *first, down = (linear[name] for name in names)
+        inner = sum(child.out_features for child in first) // 2
+        if down.in_features != inner or any(child.in_features != first[0].in_features for child in first):
+            continue
+        if len(first) == 2 and first[0].out_features != first[1].out_features:
+            continue
+        for by, activate in GATES.items():
+            if len(first) == 2:
+                yield by, first[0].in_features, _apart(names[0], names[1], names[2], activate)
+            else:
+                for gate_first in (True, False):
+                    yield f"{by}, merged", first[0].in_features, _merged(names[0], names[1], activate, gate_first)
+
+
+def _apart(gate: str, up: str, down: str, activate: Callable[[Tensor, Tensor], Tensor]) -> Forward:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        return getattr(module, down)(activate(getattr(module, gate)(x), getattr(module, up)(x)))
+
+    return forward
+
+
+def _merged(both: str, down: str, activate: Callable[[Tensor, Tensor], Tensor], gate_first: bool) -> Forward:
+    def forward(module: nn.Module, x: Tensor) -> Tensor:
+        halves = getattr(module, both)(x).chunk(2, -1)
+        gate, up = halves if gate_first else halves[::-1]
+        return getattr(module, down)(activate(gate, up))
+
+    return forward

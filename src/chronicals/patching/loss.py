@@ -1,0 +1,124 @@
+"""The loss seam: a causal language model's own forward, with the head and the loss function meeting in one kernel.
+
+While a model is called with labels, its head returns ``LazyLogits``; the loss function finds the hidden states behind
+them and takes linear cross-entropy, which never holds all logits. Everything else of the forward (router losses, what
+is returned) is the model's own. ``.logits`` of the result are computed when somebody looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from chronicals.kernels import linear_cross_entropy
+from chronicals.patching.lazy_logits import LazyLogits
+
+NAME = "loss"
+"""As the report and a plan call it."""
+
+IGNORED = -100
+LABELS = ("labels", "shift_labels")
+
+
+class LossSeam:
+    """Of one model; ``active`` while it is called with labels."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.taken = 0
+
+    def before(self, _model: nn.Module, _args: tuple, kwargs: dict) -> None:
+        """Pre-hook of the model."""
+        self.active = any(kwargs.get(name) is not None for name in LABELS) and not torch.compiler.is_compiling()
+
+    def after(self, *_: object) -> None:
+        """Hook of the model, called whatever happens."""
+        self.active = False
+
+    def __deepcopy__(self, memo: dict) -> LossSeam:
+        return memo.setdefault(id(self), LossSeam())
+
+
+def head_of(model: Any) -> nn.Module | None:
+    """The plain linear layer that makes the logits, or None."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    return head if type(head) is nn.Linear else None
+
+
+def install(model: Any) -> None:
+    """Put the seam in ``model``, whose head is a plain linear layer."""
+    seam, head = LossSeam(), head_of(model)
+    assert head is not None
+    model._chronicals_loss_seam = head._chronicals_loss_seam = seam  # type: ignore[assignment]
+    head.forward = MethodType(_head_forward, head)  # type: ignore[method-assign]
+    model.loss_function = _Loss(seam, model.loss_function, set_before="_loss_function" in vars(model))
+    model.register_forward_pre_hook(seam.before, with_kwargs=True)
+    model.register_forward_hook(seam.after, always_call=True)
+
+
+def remove(model: Any) -> None:
+    """Take the seam out again; a copy of a model that has one has one of its own."""
+    if not isinstance(vars(model).get("_chronicals_loss_seam"), LossSeam):
+        return
+    for hooks, flags in (
+        (model._forward_pre_hooks, model._forward_pre_hooks_with_kwargs),
+        (model._forward_hooks, model._forward_hooks_always_called),
+    ):
+        for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), LossSeam)]:
+            del hooks[key]
+            flags.pop(key, None)
+    loss = vars(model).pop("_loss_function")
+    if loss.set_before:
+        model.loss_function = loss.own
+    head = head_of(model)
+    assert head is not None
+    for module in (model, head):
+        del module._chronicals_loss_seam
+    del head.forward
+
+
+def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor:
+    seam: LossSeam = head._chronicals_loss_seam  # type: ignore[assignment]
+    if not seam.active or type(head.weight) not in (nn.Parameter, Tensor):
+        return F.linear(hidden, head.weight, head.bias)
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    return LazyLogits(hidden, head, dtype)
+
+
+class _Loss:
+    """transformers' ForCausalLMLoss where the logits are lazy, the model's own loss function otherwise."""
+
+    def __init__(self, seam: LossSeam, own: Callable[..., Tensor], set_before: bool):
+        self.seam, self.own, self.set_before = seam, own, set_before
+
+    def __call__(
+        self, logits: Tensor, labels: Tensor | None, vocab_size: int | None = None, num_items_in_batch: Any = None,
+        ignore_index: int = IGNORED, shift_labels: Tensor | None = None, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
+        shape = logits.scale_and_softcap() if isinstance(logits, LazyLogits) and self.own is ForCausalLMLoss else None
+        if shape is None or (vocab_size is not None and vocab_size != logits.shape[-1]):
+            return self.own(
+                logits=logits.computed() if isinstance(logits, LazyLogits) else logits, labels=labels, vocab_size=vocab_size,
+                num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
+            )  # fmt: skip
+        assert isinstance(logits, LazyLogits)
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        targets = shift_labels.reshape(-1).to(logits.hidden.device)
+        targets = targets.masked_fill(targets == ignore_index, IGNORED)
+        head, (scale, softcap) = logits.head, shape
+        self.seam.taken += 1
+        total = linear_cross_entropy(
+            logits.hidden.reshape(len(targets), -1), head.weight, targets, bias=head.bias, scale=scale, softcap=softcap
+        )
+        if num_items_in_batch is None:
+            return total / (targets != IGNORED).sum()
+        return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)

@@ -1,0 +1,84 @@
+"""``patch_model``: parts of any Hugging Face decoder replaced by kernels, on the instance, proved, reported, undone."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from chronicals.patching import loss
+from chronicals.patching.forms import FORM, looks_like, signature
+from chronicals.patching.plan import Plan, plan_for
+from chronicals.patching.report import Left, PatchReport, Replaced
+
+
+def patch_model(model: Any) -> PatchReport:
+    """Replace what can be proved equal by kernels; parameters keep names, shapes and identity.
+
+    Args:
+        model: a causal language model of transformers, or PEFT's wrapping of one.
+
+    Returns:
+        What was replaced, where, by what, and what was left alone and why. A second call changes nothing.
+
+    Raises:
+        ValueError: ``model`` is not a model of transformers.
+    """
+    target = _inside(model)
+    known = vars(target).get("_chronicals_report")
+    if isinstance(known, PatchReport):
+        return known
+    plan, report = plan_for(target), PatchReport(type(target).__name__)
+    for path, module in target.named_modules():
+        _replace(path, module, plan, report)
+    _replace_loss(target, plan, report)
+    if "model" in plan.reasons:
+        report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
+    target._chronicals_report = report
+    return report
+
+
+def unpatch_model(model: Any) -> None:
+    """Undo ``patch_model``: every module runs its class's own forward again."""
+    target = _inside(model)
+    loss.remove(target)
+    for module in target.modules():
+        if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
+            del module.forward
+    vars(target).pop("_chronicals_report", None)
+
+
+def _inside(model: Any) -> Any:
+    target = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(target, nn.Module) or not hasattr(target, "config"):
+        raise ValueError(f"model is {type(model).__name__}: expected a model of transformers, or PEFT's wrapping of one")
+    return target
+
+
+def _replace(path: str, module: nn.Module, plan: Plan, report: PatchReport) -> None:
+    key, part = signature(module), type(module).__name__
+    _, form = plan.forms.get(key, (None, None))
+    if form is None:
+        if looks_like(module) and "model" not in plan.reasons:
+            report.left.append(Left(path, part, plan.seen.get(key, "the twin has no such module")))
+        return
+    if "forward" in vars(module):
+        report.left.append(Left(path, part, "its forward was replaced by something else (hooks, offload, quantisation)"))
+    elif any(isinstance(child, nn.Dropout) and child.p for child in module.children()):
+        report.left.append(Left(path, part, "has dropout"))
+    else:
+        module.forward = MethodType(form.forward, module)
+        report.replaced.append(Replaced(path, part, form.by))
+
+
+def _replace_loss(target: Any, plan: Plan, report: PatchReport) -> None:
+    head = loss.head_of(target)
+    if not plan.loss or head is None:
+        reason = plan.reasons.get(loss.NAME, "its head is not a plain linear layer")
+        report.left.append(Left("", "loss", reason))
+    elif "forward" in vars(head):
+        report.left.append(Left("", "loss", "the head's forward was replaced by something else (hooks, offload)"))
+    else:
+        loss.install(target)
+        report.replaced.append(Replaced("", "loss", "linear_cross_entropy"))

@@ -1,0 +1,149 @@
+"""What of a class and configuration can be replaced: found on its twin once, part by part and then as a whole."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
+from chronicals.patching import loss
+from chronicals.patching.forms import Form, signature
+from chronicals.patching.gated_mlps import recognise_gated_mlp
+from chronicals.patching.norms import recognise_norm
+from chronicals.patching.rotary import recognise_rotary
+
+RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
+    "norm": recognise_norm,
+    "gated MLP": recognise_gated_mlp,
+    "rotary": recognise_rotary,
+}
+DISAGREES = "the whole twin did not agree with it"
+TOLERANCE, FLOOR = 1e-4, 1e-2
+"""Of a tensor's gradient in fp64, in its norm, relative to the larger of its own and a hundredth of the mean of all: the
+gradient of a key's bias is nothing but rounding, and classes round to fp32 here and there."""
+
+
+@dataclass
+class Plan:
+    """Forms by the signature of a module, and whether the loss seam holds; ``reasons`` for what was dropped."""
+
+    forms: dict[tuple, tuple[str, Form]] = field(default_factory=dict)
+    seen: dict[tuple, str] = field(default_factory=dict)
+    loss: bool = False
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def without(self, role: str) -> Plan:
+        kept = {key: entry for key, entry in self.forms.items() if entry[0] != role}
+        seen = self.seen | {key: DISAGREES for key in self.forms if key not in kept}
+        return Plan(kept, seen, self.loss and role != loss.NAME, dict(self.reasons))
+
+
+Run = tuple[float, dict[str, Tensor]]
+"""Loss, and gradients by name."""
+
+_PLANS: dict[tuple[type, str], Plan] = {}
+
+
+def plan_for(model: Any) -> Plan:
+    """The plan of the class and configuration of ``model``, whose own tensors are not touched; cached."""
+    try:
+        config = twin_config(model.config)
+    except (AttributeError, TypeError, ValueError) as error:
+        return Plan(reasons={"model": f"its configuration cannot be made small ({error})"})
+    key = (type(model), config.to_json_string(use_diff=False))
+    if key not in _PLANS:
+        with plain_surroundings():
+            _PLANS[key] = _make(type(model), config)
+    return _PLANS[key]
+
+
+def _make(cls: type, config: Any) -> Plan:
+    plan = Plan()
+    try:
+        twin = build_twin(cls, config).train()
+        for module in twin.modules():
+            key = signature(module)
+            if key not in plan.seen:
+                plan.seen[key] = "" if _find(plan, key, module) else "computes nothing that a kernel does"
+        twin.double()
+        expected = run(twin)
+        repeatable = agree(expected, run(twin))
+    except Exception as error:  # any class of transformers may object to its sizes in its own way
+        return Plan(reasons={"model": f"a small twin could not be run ({type(error).__name__}: {error})"})
+    if not repeatable:
+        return Plan(reasons={"model": "it does not give the same loss twice, so nothing can be compared"})
+    plan.loss = loss.head_of(twin) is not None
+    if not plan.loss:
+        plan.reasons[loss.NAME] = "its head is not a plain linear layer"
+    return _checked(twin, plan, expected)
+
+
+def _find(plan: Plan, key: tuple, module: nn.Module) -> bool:
+    for role, recognise in RECOGNISERS.items():
+        form = recognise(module)
+        if form is not None:
+            plan.forms[key] = (role, form)
+            return True
+    return False
+
+
+def _checked(twin: Any, plan: Plan, expected: Run) -> Plan:
+    """The plan, less the roles with which the whole twin would give another loss or another gradient."""
+    if _holds(twin, plan, expected):
+        return plan
+    for role in (loss.NAME, *reversed(RECOGNISERS)):
+        smaller = plan.without(role)
+        if _holds(twin, smaller, expected):
+            smaller.reasons.setdefault(role, DISAGREES)
+            return smaller
+    return Plan(seen=plan.seen, reasons={"model": "no part could be replaced in the whole twin without changing it"})
+
+
+def _holds(twin: Any, plan: Plan, expected: Run) -> bool:
+    """Whether the twin, patched by the plan, gives what it gives by itself; unpatched again afterwards."""
+    changed = [module for module in twin.modules() if signature(module) in plan.forms]
+    for module in changed:
+        module.forward = MethodType(plan.forms[signature(module)][1].forward, module)
+    if plan.loss:
+        loss.install(twin)
+    try:
+        got = run(twin)
+        if plan.loss and not twin._chronicals_loss_seam.taken:
+            plan.loss, plan.reasons[loss.NAME] = False, "it computes its loss in its own way"
+        return agree(expected, got)
+    except Exception as error:  # a class may handle its parts in a way that only calling it shows
+        plan.reasons["whole"] = f"{type(error).__name__}: {error}"
+        return False
+    finally:
+        loss.remove(twin)
+        for module in changed:
+            del module.forward
+
+
+def run(model: Any) -> Run:
+    """Loss and gradients on two rows of random tokens, one of them with ignored labels."""
+    generator = torch.Generator().manual_seed(5)
+    size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(FIRST_TOKEN, size, (2, 9), generator=generator)
+    labels = ids.clone()
+    labels[0, :4] = -100
+    torch.manual_seed(6)
+    out = model(input_ids=ids, labels=labels, use_cache=False)
+    gradients = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    return out.loss.item(), {name: g for name, g in zip(names, gradients) if g is not None}
+
+
+def agree(expected: Run, got: Run) -> bool:
+    """Whether two runs gave the same loss and gradients."""
+    (one, a), (other, b) = expected, got
+    if a.keys() != b.keys() or not math.isfinite(one) or not math.isclose(one, other, rel_tol=1e-5):
+        return False
+    mean = float(torch.stack([g.norm() for g in a.values()]).mean())
+    return all(float((b[name] - g).norm()) <= TOLERANCE * max(float(g.norm()), FLOOR * mean) for name, g in a.items())

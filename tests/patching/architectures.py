@@ -1,0 +1,131 @@
+"""Every architecture in transformers' causal-LM mapping, patched: what was replaced, and whether anything changed."""
+
+import contextlib
+import math
+import signal
+from dataclasses import dataclass, field
+
+import torch
+
+from chronicals import PatchReport, patch_model
+from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
+from chronicals.patching.plan import agree, run
+
+SECONDS = 20
+"""What one architecture may take to be built and run; some reference implementations loop over every token."""
+
+TOLERANCE = 1e-5
+ROLES = {"norm": ("norm",), "MLP": ("glu",), "rotary": ("rope",), "loss": ("cross_entropy",)}
+
+
+@dataclass
+class Line:
+    """One architecture.
+
+    Attributes:
+        reason: why it could not be built or run from a tiny configuration; empty where it could.
+        report: what was patched.
+        worst: largest difference in fp32 of the loss and of the gradients, each relative to its norm, or to a thousandth
+            of the mean norm where that is larger.
+        exact: the same in fp64. Where fp32 is beyond the line this one decides: a rounding that turns a ReLU around, or
+            the gradient of a key's bias, which is nothing but rounding, is not the patch's doing.
+        generation: whether greedy generation gave the same tokens; None where the class cannot generate unpatched.
+    """
+
+    name: str
+    reason: str = ""
+    report: PatchReport | None = None
+    worst: float = 0.0
+    exact: float = 0.0
+    generation: bool | None = None
+    roles: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        return min(self.worst, self.exact) <= TOLERANCE and self.generation is not False
+
+
+def architectures() -> dict[str, tuple[type, type]]:
+    """Configuration and model class by name."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as mapping
+
+    found = {}
+    for config in mapping.keys():  # noqa: SIM118  a lazy mapping, whose items load every model
+        found[config.__name__.removesuffix("Config")] = (config, mapping)
+    return found
+
+
+@contextlib.contextmanager
+def at_most(seconds: int):
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"takes longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def built(name: str):
+    """A small random model in training mode, its loss and gradients, and those in fp64."""
+    config, mapping = architectures()[name]
+    cls = mapping[config]
+    cls = cls[0] if isinstance(cls, tuple) else cls
+    model = build_twin(cls, twin_config(config())).train()
+    expected = run(model)
+    if not math.isfinite(expected[0]) or not agree(expected, run(model)):
+        raise ValueError("its loss is not finite, or not the same twice")
+    exact = run(model.double())
+    return model.float(), expected, exact
+
+
+def generated(model) -> torch.Tensor | None:
+    """Greedy tokens, or None where the class cannot."""
+    model.eval()
+    size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(FIRST_TOKEN, size, (2, 5), generator=torch.Generator().manual_seed(8))
+    try:
+        with torch.no_grad():
+            return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    except Exception:  # unpatched, a class that cannot generate says so in its own way
+        return None
+
+
+def cover(name: str) -> Line:
+    """Build, patch and compare; the difference is measured, whatever it is."""
+    line = Line(name)
+    with plain_surroundings():
+        try:
+            with at_most(SECONDS):
+                model, expected, exact = built(name)
+        except Exception as error:  # a class that does not come from a tiny configuration: its own reason is kept
+            line.reason = f"{type(error).__name__}: {str(error).splitlines()[0][:90] if str(error) else ''}"
+            return line
+        before = generated(model)
+        line.report = patch_model(model)
+        model.train()
+        line.worst = difference(expected, run(model))
+        line.exact = difference(exact, run(model.double()))
+        model.float()
+        if before is not None:
+            after = generated(model)
+            line.generation = after is not None and torch.equal(before, after)
+    by = " ".join(entry.by for entry in line.report.replaced)
+    line.roles = {role: any(word in by for word in words) for role, words in ROLES.items()}
+    return line
+
+
+def difference(expected, got) -> float:
+    """‖Δg‖ / max(‖g‖, a thousandth of the mean norm), the largest of all tensors, and the loss's relative difference."""
+    (loss, gradients), (other, others) = expected, got
+    mean = torch.stack([g.norm() for g in gradients.values()]).mean().item()
+    if gradients.keys() != others.keys():
+        return float("inf")
+    worst = abs(loss - other) / abs(loss)
+    for name, gradient in gradients.items():
+        scale = max(gradient.norm().item(), 1e-3 * mean)
+        worst = max(worst, (gradient - others[name]).norm().item() / scale)
+    return worst

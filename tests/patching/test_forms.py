@@ -1,0 +1,129 @@
+"""Recognising a part by its structure: what computes something else is not taken for it."""
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from chronicals.models.twin import randomise
+from chronicals.patching.gated_mlps import recognise_gated_mlp
+from chronicals.patching.norms import recognise_norm
+
+
+def random(module):
+    return randomise(module) or module
+
+
+class Changed(LlamaRMSNorm):
+    """A norm with a fault."""
+
+    fault = ""
+
+    def forward(self, x):
+        wide = x.float()
+        power = wide.abs().mean(-1, keepdim=True).square() if self.fault == "mean" else wide.square().mean(-1, keepdim=True)
+        epsilon = 1e-6 if self.fault == "epsilon" else self.variance_epsilon
+        scale = 1.01 if self.fault == "scale" else 1.0
+        out = self.weight * (wide * torch.rsqrt(power + epsilon)).to(x.dtype) * scale
+        return out.detach() + (self.weight * 0).sum() if self.fault == "detached" else out
+
+
+@pytest.mark.parametrize(
+    "module, by",
+    [
+        (LlamaRMSNorm(16), "fused_rmsnorm"),
+        (GemmaRMSNorm(16), "fused_rmsnorm"),
+        (nn.RMSNorm(16), "fused_rmsnorm"),
+        (nn.RMSNorm(16, eps=1e-5), "fused_rmsnorm"),
+        (nn.RMSNorm(16, elementwise_affine=False, eps=1e-5), "fused_rmsnorm"),
+        (nn.LayerNorm(16), "fused_layernorm"),
+        (nn.LayerNorm(16, bias=False), "fused_layernorm"),
+        (nn.LayerNorm(16, elementwise_affine=False), "fused_layernorm"),
+    ],
+    ids=str,
+)
+def test_norms(module, by):
+    form = recognise_norm(random(module))
+    assert form is not None and form.by == by
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(form.forward(module, x), type(module).forward(module, x))
+
+
+def test_an_epsilon_is_read_from_the_instance():
+    form = recognise_norm(random(LlamaRMSNorm(16, eps=1e-6)))
+    other, x = random(LlamaRMSNorm(16, eps=0.5)), torch.randn(3, 16)
+    torch.testing.assert_close(form.forward(other, x), LlamaRMSNorm.forward(other, x))
+
+
+@pytest.mark.parametrize("fault", ["mean", "epsilon", "scale", "detached"])
+def test_a_norm_with_a_fault_is_not_taken_for_one(fault):
+    module = random(Changed(16))
+    assert recognise_norm(module) is not None
+    module.fault = fault
+    assert recognise_norm(module) is None
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cls", [LlamaRMSNorm, GemmaRMSNorm])
+def test_the_type_of_the_result(cls, kind):
+    """fp32 weights on bf16 rows: Llama's norm returns fp32, Gemma's bf16."""
+    module = random(cls(16))
+    form, x = recognise_norm(module), torch.randn(3, 16).to(kind)
+    assert form.forward(module, x).dtype == cls.forward(module, x).dtype
+
+
+@pytest.mark.parametrize(
+    "module", [nn.Dropout(0.1), nn.SiLU(), nn.Linear(16, 16), nn.Embedding(4, 16), nn.Sequential()], ids=str
+)
+def test_other_modules_are_no_norms(module):
+    assert recognise_norm(module) is None
+
+
+class MLP(nn.Module):
+    def __init__(self, activation, swapped=False, factor=1.0):
+        super().__init__()
+        self.b, self.a, self.out = nn.Linear(12, 20), nn.Linear(12, 20), nn.Linear(20, 12)
+        self.activation, self.swapped, self.factor = activation, swapped, factor
+
+    def forward(self, x):
+        gate, up = (self.b(x), self.a(x)) if self.swapped else (self.a(x), self.b(x))
+        return self.out(self.activation(gate) * up) * self.factor
+
+
+class Merged(nn.Module):
+    def __init__(self, gate_first):
+        super().__init__()
+        self.both, self.down, self.act, self.gate_first = nn.Linear(12, 40), nn.Linear(20, 12), nn.SiLU(), gate_first
+
+    def forward(self, x):
+        first, second = self.both(x).chunk(2, -1)
+        return self.down(self.act(first) * second if self.gate_first else first * self.act(second))
+
+
+@pytest.mark.parametrize(
+    "module, by",
+    [
+        (MLP(nn.SiLU()), "fused_swiglu"),
+        (MLP(nn.SiLU(), swapped=True), "fused_swiglu"),
+        (MLP(nn.GELU()), "fused_geglu"),
+        (MLP(nn.GELU(approximate="tanh")), "fused_geglu (tanh)"),
+        (MLP(torch.nn.functional.silu), "fused_swiglu"),
+        (Merged(True), "fused_swiglu, merged"),
+        (Merged(False), "fused_swiglu, merged"),
+    ],
+    ids=["silu", "swapped", "gelu", "tanh", "function", "merged", "merged, up first"],
+)
+def test_gated_mlps(module, by):
+    module.factor = 1
+    form = recognise_gated_mlp(random(module))
+    assert form is not None and form.by == by
+    x = torch.randn(3, 12)
+    torch.testing.assert_close(form.forward(module, x), module(x))
+
+
+@pytest.mark.parametrize(
+    "module", [MLP(nn.ReLU()), MLP(nn.Sigmoid()), MLP(nn.SiLU(), factor=1.5)], ids=["relu", "glu", "factor"]
+)
+def test_other_mlps_are_not_taken_for_them(module):
+    assert recognise_gated_mlp(random(module)) is None

@@ -1,0 +1,270 @@
+"""patch_model on whole models: the same loss, gradients, logits and generation; reported; undone."""
+
+import copy
+
+import pytest
+import torch
+
+import families
+from chronicals import patch_model, unpatch_model
+from chronicals.patching.lazy_logits import LazyLogits
+
+FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "cohere", "granite", "gpt2", "phi", "gpt_oss"]
+
+
+def batch(rows=2, length=9):
+    ids = torch.randint(1, families.VOCABULARY, (rows, length))
+    labels = ids.clone()
+    labels[0, : length // 2] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def loss_and_gradients(model, **arguments):
+    model.zero_grad()
+    out = model(**arguments)
+    out.loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return out.loss.detach(), found
+
+
+def assert_same(expected, got, tolerance=1e-5):
+    """‖Δg‖ relative to the larger of ‖g‖ and a thousandth of the mean norm."""
+    torch.testing.assert_close(got[0].double(), expected[0].double(), rtol=1e-5, atol=1e-6)
+    assert expected[1].keys() == got[1].keys()
+    mean = torch.stack([g.norm() for g in expected[1].values()]).mean().item()
+    for name, g in expected[1].items():
+        scale = max(g.norm().item(), 1e-3 * mean)
+        assert (g - got[1][name]).norm().item() <= tolerance * scale, name
+
+
+def pair(family="llama", **changes):
+    """A model, and a patched copy of it."""
+    plain = families.build(family, **changes)
+    patched = copy.deepcopy(plain)
+    report = patch_model(patched)
+    return plain, patched, report
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_loss_and_gradients(family):
+    plain, patched, report = pair(family)
+    plain, patched = plain.double(), patched.double()  # a key's bias has a gradient of rounding only
+    assert report.counts().get("linear_cross_entropy") == 1
+    inputs = batch()
+    assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_same_logits_and_generation(family):
+    plain, patched, _ = pair(family)
+    inputs = batch()
+    torch.testing.assert_close(patched(**inputs).logits * 1.0, plain(**inputs).logits, rtol=1e-4, atol=1e-4)
+    plain.eval(), patched.eval()
+    ids = inputs["input_ids"]
+    assert torch.equal(*(m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (plain, patched)))
+
+
+def test_every_part_of_a_llama():
+    _, patched, report = pair("llama")
+    assert report.counts() == {
+        "fused_qk_rope": 2, "fused_swiglu": 2, "fused_rmsnorm": 5, "linear_cross_entropy": 1,
+    }  # fmt: skip
+    assert report.left == []
+    assert {entry.path for entry in report.replaced if entry.by == "fused_swiglu"} == {
+        "model.layers.0.mlp",
+        "model.layers.1.mlp",
+    }
+    text = str(report)
+    assert "LlamaForCausalLM" in text and "fused_rmsnorm" in text and "5" in text
+    assert str(patch_model(patched)) == text, "a second call changed something"
+
+
+def test_left_alone_and_why():
+    """A norm that something else already replaced, and an MLP that has no gate."""
+    model = families.build("phi")
+    norm = model.model.layers[0].input_layernorm
+    norm.forward = lambda x: torch.nn.LayerNorm.forward(norm, x)
+    report = patch_model(model)
+    reasons = {entry.path: entry.reason for entry in report.left}
+    assert "replaced by something else" in reasons["model.layers.0.input_layernorm"]
+    assert "computes nothing that a kernel does" in reasons["model.layers.0.mlp"]
+    assert "as it was" in str(report)
+
+
+def test_unpatched_is_as_before():
+    plain, patched, _ = pair("llama")
+    unpatch_model(patched)
+    for a, b in zip(plain.modules(), patched.modules()):
+        assert vars(a).keys() == vars(b).keys(), type(a)
+        assert not a._forward_hooks and not b._forward_hooks and not b._forward_pre_hooks
+    inputs = batch()
+    assert torch.equal(plain(**inputs).loss, patched(**inputs).loss)
+    assert not isinstance(patched(**inputs).logits, LazyLogits)
+    assert patch_model(patched).counts()["fused_rmsnorm"] == 5
+
+
+def test_a_copy_of_a_patched_model_stands_alone():
+    _, patched, _ = pair("llama")
+    twin = copy.deepcopy(patched)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    inputs = batch()
+    assert patched(**inputs).loss != twin(**inputs).loss
+    assert twin(**inputs).loss.item() == pytest.approx(torch.tensor(families.VOCABULARY).log().item(), rel=1e-5)
+    unpatch_model(twin)
+    assert isinstance(patched(**inputs).logits, LazyLogits)
+
+
+@pytest.mark.parametrize("kind", ["labels", "shift_labels", "num_items", "num_items tensor", "logits_to_keep", "padding"])
+def test_what_the_loss_is_given(kind):
+    plain, patched, _ = pair("llama")
+    inputs = batch()
+    if kind == "shift_labels":
+        inputs["shift_labels"] = torch.nn.functional.pad(inputs["labels"], (0, 1), value=-100)[:, 1:].roll(1, 0)
+    elif kind == "num_items":
+        inputs["num_items_in_batch"] = 7
+    elif kind == "num_items tensor":
+        inputs["num_items_in_batch"] = torch.tensor(7)
+    elif kind == "logits_to_keep":
+        inputs["logits_to_keep"], inputs["labels"] = 4, inputs["labels"][:, -4:]
+    elif kind == "padding":
+        inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+        inputs["attention_mask"][1, 6:] = 0
+    assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs), tolerance=2e-5)
+
+
+def test_nothing_to_train_on_is_not_a_number():
+    plain, patched, _ = pair("llama")
+    inputs = batch()
+    inputs["labels"] = torch.full_like(inputs["labels"], -100)
+    assert torch.isnan(plain(**inputs).loss) and torch.isnan(patched(**inputs).loss)
+
+
+def test_logits_are_made_only_for_whoever_looks(monkeypatch):
+    _, patched, _ = pair("gemma2")
+    calls = []
+    linear = torch.nn.functional.linear
+    monkeypatch.setattr("chronicals.patching.lazy_logits.F.linear", lambda *x: (calls.append(1), linear(*x))[1])
+    out = patched(**batch())
+    head = patched.get_output_embeddings()
+    out.loss.backward()
+    seen = [1 for _ in calls]
+    assert out.logits.shape == (2, 9, families.VOCABULARY) and out.logits.dtype == torch.float32
+    assert len(calls) == len(seen), "looking at the shape made the logits"
+    assert type(out.logits[..., :2, :]) is torch.Tensor
+    assert len(calls) == len(seen) + 1
+    assert out["logits"].argmax(-1).shape == (2, 9) and out[1].sum().requires_grad
+    assert len(calls) == len(seen) + 1, "the logits were made twice"
+    assert head.weight.grad is not None
+
+
+def test_logits_after_the_weights_changed_are_refused():
+    _, patched, _ = pair("llama")
+    out = patched(**batch())
+    with torch.no_grad():
+        patched.get_output_embeddings().weight.mul_(2)
+    with pytest.raises(RuntimeError, match="after the weights changed"):
+        out.logits.sum()
+
+
+def test_gradients_through_the_logits():
+    """A loss of one's own on the logits, beside the model's."""
+    plain, patched, _ = pair("gemma2")
+    inputs = batch()
+    found = []
+    for model in (plain, patched):
+        out = model(**inputs)
+        (out.loss + out.logits.float().square().mean()).backward()
+        found.append((out.loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
+    assert_same(*found, tolerance=2e-5)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_under_peft(order):
+    from peft import LoraConfig, get_peft_model
+
+    found = []
+    for patch in (False, True):
+        torch.manual_seed(0)
+        model = families.build("llama")
+        if patch and order == "before":
+            patch_model(model)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "gate_proj", "down_proj"]))
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_()
+        if patch and order == "after":
+            report = patch_model(model)
+            assert report.counts()["fused_swiglu"] == 2 and report.counts()["linear_cross_entropy"] == 1
+        torch.manual_seed(2)
+        inputs = batch()
+        found.append(loss_and_gradients(model, **inputs))
+    assert found[0][1] and all("lora" in name for name in found[0][1])
+    assert_same(*found, tolerance=2e-5)
+
+
+def test_with_gradient_checkpointing():
+    plain, patched, _ = pair("llama")
+    inputs = batch()
+    expected = loss_and_gradients(plain, **inputs)
+    patched.gradient_checkpointing_enable()
+    assert_same(expected, loss_and_gradients(patched, **inputs), tolerance=2e-5)
+
+
+def test_compiled():
+    plain, patched, _ = pair("llama")
+    inputs = batch()
+    expected = loss_and_gradients(plain, **inputs)
+    compiled = torch.compile(patched, backend="aot_eager")
+    compiled(**inputs).loss.backward()
+    got = {name: p.grad for name, p in patched.named_parameters()}
+    assert_same(expected, (expected[0], got), tolerance=2e-5)
+
+
+def test_saved_and_loaded_it_is_the_same_model(tmp_path):
+    """Same names, same bytes."""
+    from transformers import AutoModelForCausalLM
+
+    plain, patched, _ = pair("llama")
+    for model, name in ((plain, "plain"), (patched, "patched")):
+        model.save_pretrained(tmp_path / name)
+    files = [{p.name: p.read_bytes() for p in (tmp_path / name).iterdir()} for name in ("plain", "patched")]
+    assert files[0].keys() == files[1].keys()
+    assert files[0]["model.safetensors"] == files[1]["model.safetensors"]
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "patched")
+    patch_model(again)
+    inputs = batch()
+    torch.testing.assert_close(again(**inputs).loss, plain(**inputs).loss)
+
+
+def test_generation_after_training_steps():
+    plain, patched, _ = pair("qwen3")
+    inputs = batch()
+    for model in (plain, patched):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for _ in range(3):
+            model(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.eval()
+    ids = inputs["input_ids"][:, :4]
+    assert torch.equal(*(m.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0) for m in (plain, patched)))
+
+
+def test_on_the_meta_device_nothing_is_touched():
+    """The twin is what is proved on, never the user's tensors."""
+    from transformers import LlamaForCausalLM
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(families.configuration("llama"))
+    report = patch_model(model)
+    assert report.counts().get("fused_rmsnorm") == 5, str(report)
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_anything_but_a_model_is_refused():
+    with pytest.raises(ValueError, match="expected a model of transformers"):
+        patch_model(torch.nn.Linear(2, 2))
