@@ -19,14 +19,22 @@ from torch import Tensor
 
 from chronicals.kernels.launch import WIDEST, Tile, in_rows, multiprocessors, next_power_of_2, runs_triton, tl, triton
 
-PROGRAMS_A_PROCESSOR = 4
+WARPS_A_PROCESSOR = 16
+"""Of the backward pass: as many programs a multiprocessor as make so many warps."""
 
 
 def _tile(width: int, backward: bool) -> Tile:
-    """Rows of at most 4096 elements a program, 16 to 32 elements a thread."""
+    """Forward 32 elements a thread, 64 in wide rows; backward one row of 16 a thread, and the next under way.
+
+    Measured on an H200 at widths 896, 2048, 4096, 8192: forward 0.96, 0.97, 0.97, 0.95 of the copy rate, backward 0.90,
+    –, 0.92, 0.92.
+    """
     block = next_power_of_2(width)
-    rows = max(1, (2048 if backward else 4096) // block)
-    return Tile(rows, block, warps=min(16, max(4, rows * block // 1024)))
+    if backward:
+        rows = max(1, 1024 // block)
+        return Tile(rows, block, warps=min(16, max(2, rows * block // 512)))
+    rows = {1024: 2, 2048: 1, 4096: 4}.get(block, max(1, 2048 // block))
+    return Tile(rows, block, warps=min(16, max(2, rows * block // (1024 if block <= 2048 else 2048))))
 
 
 @triton.jit
@@ -127,7 +135,7 @@ def _backward(
     """``[ds]``, and dw where it is wanted; ``extra`` is the gradient that reaches the sum by another way."""
     rows, width = s.shape
     tile = _tile(width, backward=True)
-    programs = min(triton.cdiv(rows, tile.rows), multiprocessors(s.device) * PROGRAMS_A_PROCESSOR)
+    programs = min(triton.cdiv(rows, tile.rows), multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
     ds = s.new_empty(s.shape)
     shares = s.new_empty((programs, width), dtype=torch.float32) if wants_weight else None
     if rows:
