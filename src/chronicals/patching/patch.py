@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from chronicals.patching import loss
+from chronicals.patching import attention, loss
 from chronicals.patching.forms import FORM, looks_like, signature
 from chronicals.patching.plan import Plan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
@@ -33,6 +33,7 @@ def patch_model(model: Any) -> PatchReport:
     for path, module in target.named_modules():
         _replace(path, module, plan, report)
     _replace_loss(target, plan, report)
+    _replace_attention(target, plan, report)
     if "model" in plan.reasons:
         report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
     target._chronicals_report = report
@@ -43,6 +44,7 @@ def unpatch_model(model: Any) -> None:
     """Undo ``patch_model``: every module runs its class's own forward again."""
     target = _inside(model)
     loss.remove(target)
+    attention.remove(target)
     for module in target.modules():
         if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
             del module.forward
@@ -82,3 +84,12 @@ def _replace_loss(target: Any, plan: Plan, report: PatchReport) -> None:
     else:
         loss.install(target)
         report.replaced.append(Replaced("", "loss", "linear_cross_entropy"))
+
+
+def _replace_attention(target: Any, plan: Plan, report: PatchReport) -> None:
+    reason = attention.why_not(target) if plan.attention else plan.reasons.get(attention.NAME, plan.reasons.get("model", ""))
+    if reason:
+        report.left.append(Left("", attention.NAME, reason))
+    else:
+        attention.install(target)
+        report.replaced.append(Replaced("", attention.NAME, attention.BY))

@@ -22,6 +22,18 @@ NAME = "apply_rotary_pos_emb"
 ARGUMENTS = ["q", "k", "cos", "sin"]
 
 
+Table = Callable[[Tensor], Tensor]
+
+TABLES: dict[str, tuple[float, bool, Table]] = {
+    "": (1.0, False, lambda table: table),
+    "interleaved": (1.0, True, lambda table: table),
+    "interleaved, of the first half": (1.0, True, lambda table: table[..., : table.shape[-1] // 2].repeat_interleave(2, -1)),
+    "interleaved, a channel twice": (0.5, True, lambda table: table.repeat_interleave(2, -1)),
+    "laid end to end": (0.5, False, lambda table: torch.cat((table, table), -1)),
+}
+"""Ways to rotate: the tables' width in those of a head, whether pairs lie side by side, and the table the kernel takes."""
+
+
 def recognise_rotary(module: nn.Module) -> Form | None:
     """The form of an attention module that rotates queries and keys as the kernel does, or None."""
     forward = type(module).forward
@@ -30,19 +42,19 @@ def recognise_rotary(module: nn.Module) -> Form | None:
     own = forward.__globals__.get(NAME)
     if own is None or list(inspect.signature(own).parameters)[:4] != ARGUMENTS:
         return None
-    for interleaved in (False, True):
-        if _equal(own, interleaved):
-            by = "fused_qk_rope, interleaved" if interleaved else "fused_qk_rope"
-            return Form(by, _with_rotation(forward, _rotation(own, interleaved)))
+    for way, (share, interleaved, table) in TABLES.items():
+        if _equal(own, share, interleaved, table):
+            by = f"fused_qk_rope, {way}" if way else "fused_qk_rope"
+            return Form(by, _with_rotation(forward, _rotation(own, way)))
     return None
 
 
-def _equal(own: Callable, interleaved: bool) -> bool:
+def _equal(own: Callable, share: float, interleaved: bool, table: Table) -> bool:
     """On random tensors and tables, forward and backward."""
     q, k = (torch.randn(2, heads, 5, 16, requires_grad=True) for heads in (4, 2))
-    cos, sin = (torch.randn(2, 5, 16) for _ in range(2))
+    cos, sin = (torch.randn(2, 5, int(16 * share)) for _ in range(2))
     found = []
-    for function in (own, lambda q, k, cos, sin: fused_qk_rope(q, k, cos, sin, interleaved=interleaved)):
+    for function in (own, lambda q, k, cos, sin: fused_qk_rope(q, k, table(cos), table(sin), interleaved=interleaved)):
         try:
             out = function(q, k, cos, sin)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
@@ -52,14 +64,16 @@ def _equal(own: Callable, interleaved: bool) -> bool:
     return all(a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * a.abs().max()) for a, b in zip(*found))
 
 
-def _rotation(own: Callable, interleaved: bool) -> Callable:
+def _rotation(own: Callable, way: str) -> Callable:
+    _, interleaved, table = TABLES[way]
+
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
         usual = not rest and not options and q.ndim == 4 and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype
         if not usual or cos.device != q.device:
             return own(q, k, cos, sin, *rest, **options)
-        return fused_qk_rope(q, k, cos, sin, interleaved=interleaved)
+        return fused_qk_rope(q, k, table(cos), table(sin), interleaved=interleaved)
 
-    rotate.__name__ = "interleaved" if interleaved else "half"
+    rotate.__name__ = way or "half"
     return rotate
 
 
