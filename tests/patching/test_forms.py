@@ -127,3 +127,33 @@ def test_gated_mlps(module, by):
 )
 def test_other_mlps_are_not_taken_for_them(module):
     assert recognise_gated_mlp(random(module)) is None
+
+
+class Gated(LlamaRMSNorm):
+    """A norm that may be given more than its input, by a name of its own."""
+
+    def forward(self, hidden_states, gate=None):
+        out = LlamaRMSNorm.forward(self, hidden_states)
+        return out if gate is None else out * torch.nn.functional.silu(gate)
+
+
+def test_a_form_is_called_as_the_class_is():
+    module, x = random(Gated(16)), torch.randn(2, 3, 16)
+    form = recognise_norm(module)
+    for args, kwargs in (((x,), {}), ((), {"hidden_states": x}), ((x, 2 * x), {}), ((x,), {"gate": 2 * x})):
+        torch.testing.assert_close(form.forward(module, *args, **kwargs), module(*args, **kwargs))
+
+
+class Bounded(nn.Module):
+    """A gated MLP whose gate has a bound that small inputs never reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.gate(x)).clamp(max=50) * self.up(x))
+
+
+def test_a_bound_is_seen():
+    assert recognise_gated_mlp(random(Bounded())) is None

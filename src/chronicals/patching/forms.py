@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -56,10 +57,26 @@ def takes_one_tensor(module: nn.Module) -> bool:
     return len(needed) == 1 and needed[0] is parameters[0]
 
 
+def as_called(module: nn.Module, forward: Forward) -> Callable:
+    """``forward`` for callers who name the one argument; where more is given, the class's own forward runs."""
+    name = list(inspect.signature(type(module).forward).parameters)[1]
+
+    def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            return forward(module, args[0])
+        if not args and len(kwargs) == 1 and name in kwargs:
+            return forward(module, kwargs[name])
+        return type(module).forward(module, *args, **kwargs)
+
+    return called
+
+
 def signature(module: nn.Module) -> tuple:
     """What an instance must share with the one that was proved: class, parameters that are there, children, numbers' names."""
     own = {name: None if p is None else p.ndim for name, p in module._parameters.items()}
-    return type(module), tuple(own.items()), tuple(module._modules), tuple(numbers(module)), settings(module)
+    # linear children become adapters and quantised layers; the others, an activation among them, stay what they are
+    children = ((name, None if hasattr(child, "in_features") else type(child)) for name, child in module._modules.items())
+    return type(module), tuple(own.items()), tuple(children), tuple(numbers(module)), settings(module)
 
 
 def numbers(module: nn.Module) -> list[str]:
@@ -68,9 +85,9 @@ def numbers(module: nn.Module) -> list[str]:
 
 
 def settings(module: nn.Module) -> tuple:
-    """Switches and words that a module keeps; sizes are not among them."""
-    kept = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name != "training")
-    return tuple((name, value) for name, value in kept if type(value) in (bool, str))
+    """Switches, words and functions that a module keeps; sizes are not among them."""
+    kept = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name not in ("training", "forward"))
+    return tuple((name, value) for name, value in kept if type(value) in (bool, str, FunctionType, BuiltinFunctionType))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_layernorm, fused_rmsnorm
-from chronicals.patching.forms import Form, Forward, is_proved, numbers, random_numbers, takes_one_tensor
+from chronicals.patching.forms import Form, Forward, as_called, is_proved, numbers, random_numbers, takes_one_tensor
 
 UNWEIGHTED_WIDTH = 16
 CONSTANTS = (1e-5, 1e-6)
@@ -28,11 +28,11 @@ def recognise_norm(module: nn.Module) -> Form | None:
         return None
     width = next(iter(widths))[0] if widths else UNWEIGHTED_WIDTH
     with random_numbers(module):
-        inputs = [torch.randn(3, 5, width) * scale for scale in (1.0, 3e-3)]  # in the second, epsilon counts
+        inputs = [torch.randn(3, 5, width) * scale for scale in (1.0, 3e-3, 300.0)]  # epsilon counts, or a bound
         try:
             for by, forward in _candidates(module, list(vectors)):
                 if is_proved(module, forward, inputs):
-                    return Form(by, _of_its_type(module, forward, inputs[0]))
+                    return Form(by, as_called(module, _of_its_type(module, forward, inputs[0])))
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return None  # a module that does not take such a tensor is no norm
     return None
