@@ -17,7 +17,7 @@ from patching.architectures import ROLES, Line, architectures, cover  # noqa: E4
 
 
 def row(line: Line) -> str:
-    marks = ["yes" if line.roles[role] else "–" for role in ROLES]
+    marks = ["yes" if line.roles[role] else "no" for role in ROLES]
     left = "; ".join(f"{part}: {reason}" for part, reason in line.left.items())
     generation = {True: "equal", False: "**differs**", None: "n/a"}[line.generation]
     return f"| {line.name} | {' | '.join(marks)} | {'equal' if line.equal else '**differs**'} | {generation} | {left} |"

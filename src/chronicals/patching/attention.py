@@ -4,7 +4,10 @@ Behind transformers' interfaces for masks and for attention stands, for every im
 of ours by the name ``chronicals_over_<that>``. The mask interface is told how a mask comes about; where that is causality,
 padding, packed positions and a sliding window and nothing else, no mask is made, and ``document_attention`` runs over the
 bounds of the documents. Anything else (a cache, padding on the left, a mask of somebody's own, dropout,
-``torch.compile``) goes to the implementation the model had. Outputs at padding are zero, which no loss sees.
+``torch.compile``) goes to the implementation the model had. Outputs at padding are zero, where no label may be.
+
+Bounds that are given (``cu_seq_lens_q``, as ``DataCollatorWithFlattening`` gives them) are kept, whatever else is;
+restarting positions count where transformers counts them, which is without a cache (``use_cache=False``).
 
 Shapes: B rows, S positions, T real tokens, H query heads, K key/value heads, D head width.
 """
@@ -197,25 +200,27 @@ def _attend(
     rows, heads, length, width = query.shape
     narrow = value.shape[-1]
     value = F.pad(value, (0, width - narrow)) if narrow < width else value  # latent attention
-    flat = [x.transpose(1, 2).reshape(rows * length, x.shape[1], width) for x in (query, key, value)]
-    if documents.places is not None:
-        flat = [x.index_select(0, documents.places) for x in flat]
+    q_THD, k_TKD, v_TKD = (_real(x, documents.places) for x in (query, key, value))
     bounds, longest = documents.bounds, documents.longest
     given = options.get("cu_seq_lens_q")
     if given is not None and rows == 1 and documents.places is None and options.get("max_length_q") is not None:
         bounds, longest = given.to(torch.int32), int(options["max_length_q"])
     out = document_attention(
-        *flat, bounds, longest, scale=options.get("scaling"), window=documents.window, softcap=options.get("softcap"),
-        sinks=options.get("s_aux"),
+        q_THD, k_TKD, v_TKD, bounds, longest, scale=options.get("scaling"), window=documents.window,
+        softcap=options.get("softcap"), sinks=options.get("s_aux"),
     )  # fmt: skip
     if documents.places is not None:
         out = out.new_zeros(rows * length, heads, width).index_copy(0, documents.places, out)
     return out.view(rows, length, heads, width)[..., :narrow], None
 
 
-def _can(
-    implementation: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
-) -> bool:
+def _real(x_BHSD: Tensor, places: Tensor | None) -> Tensor:
+    """The real tokens of all rows, ``[T, H, D]``."""
+    flat = x_BHSD.transpose(1, 2).flatten(0, 1)
+    return flat if places is None else flat.index_select(0, places)
+
+
+def _can(implementation: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
     """Whether the documents' attention computes what ``implementation`` does with these arguments."""
     causal = options.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal

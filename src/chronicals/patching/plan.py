@@ -31,7 +31,7 @@ gradient of a key's bias is nothing but rounding, and classes round to fp32 here
 
 @dataclass
 class Plan:
-    """Forms by the signature of a module, and whether the seams of loss and attention hold; ``reasons`` for what was dropped."""
+    """Forms by the signature of a module, and whether the seams of loss and attention hold; ``reasons`` for the rest."""
 
     forms: dict[tuple, tuple[str, Form]] = field(default_factory=dict)
     seen: dict[tuple, str] = field(default_factory=dict)
