@@ -9,6 +9,7 @@ import torch
 
 from chronicals import PatchReport, patch_model
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
+from chronicals.patching.patch import EXPERTS
 from chronicals.patching.plan import agree, run
 
 SECONDS = 20
@@ -16,11 +17,11 @@ SECONDS = 20
 
 TOLERANCE = 1e-5
 ROLES = {
-    "norm": ("norm",),
-    "MLP": ("glu",),
-    "rotary": ("rope",),
+    "norm": ("fused_rmsnorm", "fused_layernorm"),
+    "MLP": ("fused_swiglu", "fused_geglu"),
+    "rotary": ("fused_qk_rope",),
     "attention": ("document_attention",),
-    "loss": ("cross_entropy",),
+    "loss": ("linear_cross_entropy",),
 }
 
 
@@ -59,8 +60,10 @@ class Line:
 
     @property
     def whole(self) -> bool:
-        """Whether norms, MLP, rotary embedding, attention and loss are all replaced and nothing is left."""
-        return all(self.roles.values()) and not self.left
+        """Whether norms, MLP (or experts, which have none), rotary embedding, attention and loss are all replaced."""
+        experts = EXPERTS in self.left.values()
+        roles = all(done or (role == "MLP" and experts) for role, done in self.roles.items())
+        return roles and set(self.left.values()) <= {EXPERTS}
 
 
 def architectures() -> dict[str, tuple[type, type]]:
@@ -132,13 +135,13 @@ def cover(name: str) -> Line:
         if before is not None:
             after = generated(model)
             line.generation = after is not None and torch.equal(before, after)
-    by = " ".join(entry.by for entry in line.report.replaced)
-    line.roles = {role: any(word in by for word in words) for role, words in ROLES.items()}
+    by = [entry.by for entry in line.report.replaced]
+    line.roles = {role: any(name.startswith(words) for name in by) for role, words in ROLES.items()}
     return line
 
 
 ROUNDINGS = 10
-"""A gradient in fp32 may be so many times its own rounding away from another in fp32; what a fault does is a hundred times more."""
+"""A gradient in fp32 may be so many times its own rounding away from another; a fault does a hundred times more."""
 
 
 def difference(expected, got, exact=None) -> float:

@@ -8,7 +8,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from chronicals.models.twin import randomise
 from chronicals.patching.gated_mlps import recognise_gated_mlp
+from chronicals.patching.gated_norms import recognise_gated_norm
 from chronicals.patching.norms import recognise_norm
+from chronicals.patching.rotary import recognise_rotary
 
 
 def random(module):
@@ -157,3 +159,72 @@ class Bounded(nn.Module):
 
 def test_a_bound_is_seen():
     assert recognise_gated_mlp(random(Bounded())) is None
+
+
+class GatedNorm(nn.Module):
+    """As linear attention has it: the norm, then the gate, or the other way round."""
+
+    def __init__(self, gate_first=False):
+        super().__init__()
+        self.weight, self.epsilon, self.gate_first = nn.Parameter(torch.ones(16)), 1e-6, gate_first
+
+    def forward(self, hidden, gate):
+        x = hidden * torch.nn.functional.silu(gate) if self.gate_first else hidden
+        x = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+        return x if self.gate_first else x * torch.nn.functional.silu(gate)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_norms(gate_first):
+    module = random(GatedNorm(gate_first))
+    form = recognise_gated_norm(module)
+    x, gate = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    torch.testing.assert_close(form.forward(module, x, gate=gate), module(x, gate))
+    torch.testing.assert_close(form.forward(module, x, gate[:1]), module(x, gate[:1]))
+
+
+def test_a_gated_norm_with_another_gate_is_not_taken_for_one():
+    class Other(GatedNorm):
+        def forward(self, hidden, gate):
+            return GatedNorm.forward(self, hidden, gate) * 1.01
+
+    assert recognise_gated_norm(random(Other())) is None
+
+
+def halves(q, k, cos, sin, unsqueeze_dim=1):
+    """As most files of transformers rotate."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+
+    def turned(x):
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return turned(q), turned(k)
+
+
+def faulty(q, k, cos, sin):
+    q, k = halves(q, k, cos, sin)
+    return q, k * 1.01
+
+
+class Attention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return halves(q, k, cos, sin, unsqueeze_dim=2)
+
+
+class FaultyAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return faulty(q, k, cos, sin)
+
+
+def test_a_rotation_is_replaced_in_the_forward_only():
+    form = recognise_rotary(Attention())
+    q, k, cos, sin = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    for got, expected in zip(form.forward(Attention(), q, k, cos, sin), Attention()(q, k, cos, sin)):
+        torch.testing.assert_close(got, expected)
+    assert Attention.forward.__globals__["halves"] is halves
+    assert form.forward.__globals__["halves"] is not halves
+
+
+def test_a_rotation_with_a_fault_is_left():
+    assert recognise_rotary(FaultyAttention()) is None

@@ -4,7 +4,6 @@ import contextlib
 import copy
 
 import pytest
-import torch
 
 import families
 from chronicals import patch_model

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 TOLERANCE = 3e-5
 """Relative to the largest value, in fp32."""
@@ -47,7 +48,15 @@ def looks_like(module: nn.Module) -> bool:
     """Whether a reader of the report would expect this module among those that a kernel runs: a norm or an MLP."""
     vectors = [p for p in module._parameters.values() if p is not None]
     norm = bool(vectors) and all(p.ndim == 1 for p in vectors) and not module._modules
-    return norm or (sum(isinstance(child, nn.Linear) for child in module.children()) in (2, 3) and takes_one_tensor(module))
+    others = [child for child in module.children() if not isinstance(child, nn.Linear)]
+    linear = sum(isinstance(child, nn.Linear) for child in module.children())
+    mlp = linear in (2, 3) and not vectors and all(next(child.parameters(), None) is None for child in others)
+    return norm or (mlp and takes_one_tensor(module))
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether the module holds the weights of several experts in one parameter."""
+    return any(p is not None and p.ndim == 3 for p in module._parameters.values()) and not isinstance(module, _ConvNd)
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
@@ -102,9 +111,10 @@ def random_numbers(module: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def is_proved(module: nn.Module, forward: Forward, inputs: list[Tensor]) -> bool:
-    """Whether ``forward`` gives what the module gives, with its gradients, for every input."""
-    return all(_alike(_run(module, type(module).forward, x), _run(module, forward, x)) for x in inputs)
+def is_proved(module: nn.Module, forward: Forward, inputs: list[Tensor], own: Forward | None = None) -> bool:
+    """Whether ``forward`` gives what the module (by ``own``, or its class) gives, with its gradients, for every input."""
+    own = type(module).forward if own is None else own
+    return all(_alike(_run(module, own, x), _run(module, forward, x)) for x in inputs)
 
 
 def _run(module: nn.Module, forward: Callable, x: Tensor) -> list[Tensor] | None:

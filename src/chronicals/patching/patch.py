@@ -8,9 +8,11 @@ from typing import Any
 from torch import nn
 
 from chronicals.patching import attention, loss
-from chronicals.patching.forms import FORM, looks_like, signature
+from chronicals.patching.forms import FORM, holds_experts, looks_like, signature
 from chronicals.patching.plan import Plan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
+
+EXPERTS = "experts keep their own products"
 
 
 def patch_model(model: Any) -> PatchReport:
@@ -64,6 +66,8 @@ def _replace(path: str, module: nn.Module, plan: Plan, report: PatchReport) -> N
     if form is None:
         if looks_like(module) and "model" not in plan.reasons:
             report.left.append(Left(path, part, plan.seen.get(key, "the twin has no such module")))
+        elif holds_experts(module):
+            report.left.append(Left(path, part, EXPERTS))
         return
     if "forward" in vars(module):
         report.left.append(Left(path, part, "its forward was replaced by something else (hooks, offload, quantisation)"))

@@ -15,11 +15,13 @@ from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, 
 from chronicals.patching import attention, loss
 from chronicals.patching.forms import Form, signature
 from chronicals.patching.gated_mlps import recognise_gated_mlp
+from chronicals.patching.gated_norms import recognise_gated_norm
 from chronicals.patching.norms import recognise_norm
 from chronicals.patching.rotary import recognise_rotary
 
 RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
     "norm": recognise_norm,
+    "gated norm": recognise_gated_norm,
     "gated MLP": recognise_gated_mlp,
     "rotary": recognise_rotary,
 }
