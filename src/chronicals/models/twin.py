@@ -54,6 +54,9 @@ IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FIRST_TOKEN = len(IDS)
 """Random tokens begin here: those before mean something to a model."""
 
+LARGEST = 50_000_000
+"""Parameters of a twin; beyond this a configuration has sizes that are not known here."""
+
 MAX_LAYERS = 8
 """Enough for one period of the hybrids whose layer types follow from the layer's number."""
 
@@ -74,6 +77,10 @@ def twin_config(config: Any) -> Any:
         if getattr(text, name, None) is not None:
             setattr(text, name, value)
     _fewer_layers(text)
+    for name in getattr(config, "sub_configs", {}):
+        part = getattr(config, name, None)
+        if part is not None and part is not text:
+            _shallow(part)
     for name in DROPOUTS:
         if isinstance(getattr(text, name, None), float):
             setattr(text, name, 0.0)
@@ -92,6 +99,18 @@ def _smaller(text: Any) -> None:
             text.head_dim = text.qk_rope_head_dim
     elif getattr(text, "head_dim", 0) is None and _settable(text, "head_dim"):
         text.head_dim = text.hidden_size // text.num_attention_heads
+    rope = getattr(text, "rope_parameters", None)
+    if isinstance(rope, dict) and rope.get("mrope_section"):  # time, height and width share the pairs of a head
+        pairs = (getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads) // 2
+        pairs = int(pairs * rope.get("partial_rotary_factor", 1.0))
+        rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+
+
+def _shallow(part: Any) -> None:
+    """A tower of another kind keeps its widths, which fit the text model's, and few of its layers."""
+    for name in ("num_hidden_layers", "depth", "num_layers", "encoder_layers"):
+        if isinstance(getattr(part, name, None), int) and _settable(part, name):
+            setattr(part, name, min(getattr(part, name), 2))
 
 
 def _settable(text: Any, name: str) -> bool:
@@ -115,10 +134,18 @@ def _fewer_layers(text: Any) -> None:
         setattr(text, name, min(count, MAX_LAYERS))
 
 
-def build_twin(cls: type, config: Any) -> Any:
-    """The twin of ``cls`` with a configuration from ``twin_config``, in evaluation mode; within ``plain_surroundings``."""
+def build_twin(cls: Any, config: Any) -> Any:
+    """The twin of ``cls`` with a configuration from ``twin_config``, in evaluation mode; within ``plain_surroundings``.
+
+    Raises:
+        ValueError: the twin would be large.
+    """
     config._attn_implementation = "eager"  # the definition: SDPA may leave out what it cannot do
     config._experts_implementation = "eager"  # the grouped product knows no fp64
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
+    if size > LARGEST:
+        raise ValueError(f"its twin would have {size:,} parameters; {LARGEST:,} are the most")
     twin = cls(config).float().eval()
     randomise(twin)
     return twin

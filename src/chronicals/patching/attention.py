@@ -71,17 +71,14 @@ class Pattern:
 
 
 def in_place(model: Any) -> bool:
-    """Whether the model's attention is ours."""
-    return model.config._attn_implementation.startswith(PREFIX)
+    """Whether the attention of the model's text is ours."""
+    return _implementation(model).startswith(PREFIX)
 
 
 def why_not(model: Any) -> str:
     """Why the attention of this instance must stay; empty where it need not."""
-    own = {part.config._attn_implementation for part in model.modules() if hasattr(part, "config") and _is_model(part)}
-    if len(own) > 1:
-        return f"its parts attend in different ways ({', '.join(sorted(own))})"
-    if model.config._attn_implementation not in IMPLEMENTATIONS:
-        return f"{model.config._attn_implementation} is left as it is"
+    if _implementation(model) not in IMPLEMENTATIONS:
+        return f"{_implementation(model)} is left as it is"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "its layers lie on several devices"
     return ""
@@ -93,18 +90,24 @@ def is_offered(model: Any) -> bool:
 
 
 def install(model: Any) -> None:
-    """Let ours stand before what the model has."""
-    model.set_attn_implementation(PREFIX + model.config._attn_implementation)
+    """Let ours stand before what the model's text has; towers of other kinds keep theirs."""
+    _set(model, PREFIX + _implementation(model))
 
 
 def remove(model: Any) -> None:
     """Back to what the model had."""
     if in_place(model):
-        model.set_attn_implementation(model.config._attn_implementation.removeprefix(PREFIX))
+        _set(model, _implementation(model).removeprefix(PREFIX))
 
 
-def _is_model(part: nn.Module) -> bool:
-    return hasattr(part, "set_attn_implementation")
+def _implementation(model: Any) -> str:
+    return model.config.get_text_config()._attn_implementation
+
+
+def _set(model: Any, name: str) -> None:
+    config = model.config
+    part = next((key for key in config.sub_configs if getattr(config, key, None) is config.get_text_config()), None)
+    model.set_attn_implementation(name if part is None else {part: name})
 
 
 def _mask(implementation: str, batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any:

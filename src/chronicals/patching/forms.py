@@ -56,7 +56,8 @@ def looks_like(module: nn.Module) -> bool:
 
 def holds_experts(module: nn.Module) -> bool:
     """Whether the module holds the weights of several experts in one parameter."""
-    return any(p is not None and p.ndim == 3 for p in module._parameters.values()) and not isinstance(module, _ConvNd)
+    stacked = any(p is not None and p.ndim == 3 and min(p.shape) > 1 for p in module._parameters.values())
+    return stacked and not isinstance(module, _ConvNd)
 
 
 def takes_one_tensor(module: nn.Module) -> bool:

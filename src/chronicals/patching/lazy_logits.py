@@ -31,7 +31,7 @@ class LazyLogits(Tensor):
     Attributes:
         hidden: what the head was given.
         head: the linear layer.
-        narrow: the type that autocast gave the product, or None where it was off.
+        product: the type that autocast gave the product, or None where it was off.
         steps: what was done to the logits since: ``("scale", factor)``, ``("tanh",)``, ``("type", dtype)``.
     """
 
@@ -40,7 +40,7 @@ class LazyLogits(Tensor):
     steps: tuple[tuple, ...]
     version: int
     records: bool
-    narrow: torch.dtype | None
+    product: torch.dtype | None
     whole: Tensor | None
 
     @staticmethod
@@ -50,7 +50,7 @@ class LazyLogits(Tensor):
         made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=records)
         made.hidden, made.head, made.steps = hidden, head, steps
         made.version, made.records, made.whole = head.weight._version, torch.is_grad_enabled(), None
-        made.narrow = autocast_type(hidden)
+        made.product = autocast_type(hidden)
         return made
 
     def computed(self) -> Tensor:
@@ -66,7 +66,7 @@ class LazyLogits(Tensor):
                     "undo patch_model"
                 )
             kind = self.hidden.device.type
-            autocast = torch.autocast(kind, dtype=self.narrow, enabled=self.narrow is not None)
+            autocast = torch.autocast(kind, dtype=self.product, enabled=self.product is not None)
             with torch.set_grad_enabled(self.records), autocast:
                 x = F.linear(self.hidden, self.head.weight, self.head.bias)
                 for kind, *value in self.steps:
@@ -78,7 +78,7 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             dtype = step[1] if step[0] == "type" else self.dtype
         made = LazyLogits(self.hidden, self.head, dtype, (*self.steps, step))
-        made.version, made.records, made.narrow = self.version, self.records, self.narrow
+        made.version, made.records, made.product = self.version, self.records, self.product
         return made
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:

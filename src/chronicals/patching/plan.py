@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -18,6 +18,7 @@ from chronicals.patching.gated_mlps import recognise_gated_mlp
 from chronicals.patching.gated_norms import recognise_gated_norm
 from chronicals.patching.norms import recognise_norm
 from chronicals.patching.rotary import recognise_rotary
+from chronicals.patching.shells import NoShell, shell_of
 
 RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
     "norm": recognise_norm,
@@ -25,6 +26,8 @@ RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
     "gated MLP": recognise_gated_mlp,
     "rotary": recognise_rotary,
 }
+NOTHING = "computes nothing that a kernel does"
+NO_TWIN = "there is no twin"
 DISAGREES = "the whole twin did not agree with it"
 TOLERANCE, FLOOR = 1e-4, 1e-2
 """Of a tensor's gradient in fp64, in its norm, relative to the larger of its own and a hundredth of the mean of all: the
@@ -58,12 +61,28 @@ def plan_for(model: Any) -> Plan:
     try:
         config = twin_config(model.config)
     except (AttributeError, TypeError, ValueError) as error:
-        return Plan(reasons={"model": f"its configuration cannot be made small ({error})"})
+        return _from_shells(model, f"its configuration cannot be made small ({error})")
     key = (type(model), config.to_json_string(use_diff=False))
     if key not in _PLANS:
         with plain_surroundings():
             _PLANS[key] = _make(type(model), config)
-    return _PLANS[key]
+    plan = _PLANS[key]
+    return _from_shells(model, plan.reasons["model"]) if NO_TWIN in plan.seen.values() else plan
+
+
+def _from_shells(model: nn.Module, reason: str) -> Plan:
+    """Where there is no twin: every part by itself, on a shell of it; loss and attention need the whole."""
+    plan = Plan(reasons={loss.NAME: reason, attention.NAME: reason})
+    with plain_surroundings():
+        for module in model.modules():
+            key = signature(module)
+            if key not in plan.seen:
+                try:
+                    found = _find(plan, key, shell_of(module)) or _find(plan, key, module, only=("rotary",))
+                    plan.seen[key] = "" if found else NOTHING
+                except NoShell as error:
+                    plan.seen[key] = "" if _find(plan, key, module, only=("rotary",)) else f"{NOTHING}: {error}"
+    return plan
 
 
 def _make(cls: type, config: Any) -> Plan:
@@ -73,12 +92,13 @@ def _make(cls: type, config: Any) -> Plan:
         for module in twin.modules():
             key = signature(module)
             if key not in plan.seen:
-                plan.seen[key] = "" if _find(plan, key, module) else "computes nothing that a kernel does"
+                plan.seen[key] = "" if _find(plan, key, module) else NOTHING
         twin.double()
         expected = run(twin)
         repeatable = agree(expected, run(twin))
     except Exception as error:  # any class of transformers may object to its sizes in its own way
-        return Plan(reasons={"model": f"a small twin could not be run ({type(error).__name__}: {error})"})
+        reason = f"a small twin could not be run ({type(error).__name__}: {error})"
+        return Plan(seen={(): NO_TWIN}, reasons={"model": reason})
     if not repeatable:
         return Plan(reasons={"model": "it does not give the same loss twice, so nothing can be compared"})
     plan.loss = loss.head_of(twin) is not None
@@ -133,9 +153,9 @@ def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
     return rows
 
 
-def _find(plan: Plan, key: tuple, module: nn.Module) -> bool:
+def _find(plan: Plan, key: tuple, module: nn.Module, only: Collection[str] = ()) -> bool:
     for role, recognise in RECOGNISERS.items():
-        form = recognise(module)
+        form = recognise(module) if not only or role in only else None
         if form is not None:
             plan.forms[key] = (role, form)
             return True
