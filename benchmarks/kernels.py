@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._functorch.config as donated
 import triton
 from torch import Tensor
 
@@ -26,6 +27,8 @@ from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_referen
 from chronicals.kernels.qk_rope import qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
+
+donated.donated_buffer = False  # a compiled backward is called again and again here
 
 SAMPLES, WARM_UP, ELEMENTS = 15, 3, 2**27
 """Samples of an arm, calls before them, and elements of the main tensor of a row (256 MB in bf16)."""
@@ -182,7 +185,8 @@ def heads():
 
         small = targets[:512]
         error = errors(
-            partial(call, targets=small), partial(linear_cross_entropy_reference, targets=small), [hidden[:512], weight]
+            partial(call, targets=small), partial(linear_cross_entropy_reference, targets=small), [hidden[:512], weight],
+            rows=len(weight),
         )
         shape = f"{tokens}x{width}x{vocabulary}"
         arms = {"ours": both_ways(partial(call, gradient_type=torch.bfloat16))}
@@ -201,7 +205,8 @@ def heads():
             {"ours": lambda h=hidden, w=weight, t=targets: kernels.token_log_probability(h, w, t)[0]},
             products=lambda h=hidden, w=weight: torch.mm(h, w.t()),
             error=errors(
-                lambda h, w, t=small: kernels.token_log_probability(h, w, t, entropy=True), some, [hidden[:512], weight]
+                lambda h, w, t=small: kernels.token_log_probability(h, w, t, entropy=True), some, [hidden[:512], weight],
+                rows=len(weight),
             ),
         )
 
