@@ -185,7 +185,9 @@ def heads():
 
         small = targets[:512]
         error = errors(
-            partial(call, targets=small), partial(linear_cross_entropy_reference, targets=small), [hidden[:512], weight],
+            partial(call, targets=small),
+            partial(linear_cross_entropy_reference, targets=small),
+            [hidden[:512], weight],
             rows=len(weight),
         )
         shape = f"{tokens}x{width}x{vocabulary}"
@@ -205,7 +207,9 @@ def heads():
             {"ours": lambda h=hidden, w=weight, t=targets: kernels.token_log_probability(h, w, t)[0]},
             products=lambda h=hidden, w=weight: torch.mm(h, w.t()),
             error=errors(
-                lambda h, w, t=small: kernels.token_log_probability(h, w, t, entropy=True), some, [hidden[:512], weight],
+                lambda h, w, t=small: kernels.token_log_probability(h, w, t, entropy=True),
+                some,
+                [hidden[:512], weight],
                 rows=len(weight),
             ),
         )
