@@ -23,9 +23,12 @@ from torch import Tensor
 
 from chronicals import kernels
 from chronicals.kernels.glu import geglu_reference, swiglu_reference
+from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
 from chronicals.kernels.qk_rope import qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
+from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
 
 donated.donated_buffer = False  # a compiled backward is called again and again here
@@ -115,6 +118,41 @@ def norms():
         yield from pair(
             f"add_rmsnorm {width}", kernels.fused_add_rmsnorm, add_rmsnorm_reference, with_residual,
             [x, residual, weight], (4 * size, 4 * size),
+        )  # fmt: skip
+
+
+def others():
+    for width in (896, 4096):
+        rows = ELEMENTS // width
+        x, weight, bias = random(rows, width), random(width), random(width)
+        size, of_norm, of_softmax = 2 * rows * width, {}, {}
+        if LIGER:
+            from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+            from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+            of_norm["liger"] = lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
+            of_softmax["liger"] = LigerSoftmaxFunction.apply
+        yield from pair(
+            f"layernorm {width}", kernels.fused_layernorm, layernorm_reference, of_norm, [x, weight, bias],
+            (2 * size, 3 * size),
+        )  # fmt: skip
+        yield from pair(f"softmax {width}", kernels.fused_softmax, softmax_reference, of_softmax, [x], (2 * size, 3 * size))
+    for heads, groups, width in ((14, 2, 64), (32, 8, 128)):
+        tokens = ELEMENTS // ((heads + groups) * width)
+        q, k = (random(tokens, h, width) for h in (heads, groups))
+        angles = torch.rand(tokens, width // 2, device="cuda").repeat(1, 2) * 6
+        tables = angles.cos().bfloat16(), angles.sin().bfloat16()
+        size = 2 * (q.numel() + k.numel())
+
+        def ours(q, k, a, b, tables=tables):
+            return kernels.fused_qk_norm_rope(q, k, a, b, *(table[: len(q)] for table in tables))
+
+        def plain(q, k, a, b, tables=tables):
+            return qk_norm_rope_reference(q, k, a, b, *(table[: len(q)].to(q.dtype) for table in tables))
+
+        yield from pair(
+            f"qk_norm_rope {heads}/{groups}x{width}", ours, plain, {}, [q, k, random(width), random(width)],
+            (2 * size, 3 * size),
         )  # fmt: skip
 
 
@@ -215,7 +253,7 @@ def heads():
         )
 
 
-GROUPS = {"norms": norms, "gated": gated, "rotations": rotations, "heads": heads}
+GROUPS = {"norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads}
 
 
 def sample(call: Callable[[], object]) -> float:
