@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from families import build, distance, hand_made_batch
 from torch import nn
 
 import tiny
 from chronicals.lora import LoRAConfig, LoRALinear
 from chronicals.models import Head, UnknownHead, present, read_head
 from chronicals.objectives import NextToken
+from families import build, distance, hand_made_batch
 
 HEADS = {
     "llama": {"scale": 1.0, "softcap": None, "bias": False},

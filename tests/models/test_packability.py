@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from families import PACKABLE, PADDED, build, configuration, randomise
 
 from chronicals.models import present, prove_packability
 from chronicals.models.packability import twin_config
+from families import PACKABLE, PADDED, build, configuration, randomise
 
 
 @pytest.mark.parametrize("family", [*PACKABLE, "gpt_oss"])

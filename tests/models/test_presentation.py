@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+
+import tiny
+from chronicals.batch import IGNORED
+from chronicals.models import present
+from chronicals.models.presentation import ATTENTION
 from families import (
     PACKABLE,
     PADDED,
@@ -13,11 +18,6 @@ from families import (
     loaded_batches,
     random_rows,
 )
-
-import tiny
-from chronicals.batch import IGNORED
-from chronicals.models import present
-from chronicals.models.presentation import ATTENTION
 
 TOLERANCE = 1e-5
 

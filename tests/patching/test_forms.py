@@ -8,7 +8,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from chronicals.models.twin import randomise
 from chronicals.patching.gated_mlps import recognise_gated_mlp
+from chronicals.patching.gated_norms import recognise_gated_norm
 from chronicals.patching.norms import recognise_norm
+from chronicals.patching.rotary import recognise_rotary
 
 
 def random(module):
@@ -127,3 +129,102 @@ def test_gated_mlps(module, by):
 )
 def test_other_mlps_are_not_taken_for_them(module):
     assert recognise_gated_mlp(random(module)) is None
+
+
+class Gated(LlamaRMSNorm):
+    """A norm that may be given more than its input, by a name of its own."""
+
+    def forward(self, hidden_states, gate=None):
+        out = LlamaRMSNorm.forward(self, hidden_states)
+        return out if gate is None else out * torch.nn.functional.silu(gate)
+
+
+def test_a_form_is_called_as_the_class_is():
+    module, x = random(Gated(16)), torch.randn(2, 3, 16)
+    form = recognise_norm(module)
+    for args, kwargs in (((x,), {}), ((), {"hidden_states": x}), ((x, 2 * x), {}), ((x,), {"gate": 2 * x})):
+        torch.testing.assert_close(form.forward(module, *args, **kwargs), module(*args, **kwargs))
+
+
+class Bounded(nn.Module):
+    """A gated MLP whose gate has a bound that small inputs never reach."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 24), nn.Linear(16, 24), nn.Linear(24, 16)
+
+    def forward(self, x):
+        return self.down(torch.nn.functional.silu(self.gate(x)).clamp(max=50) * self.up(x))
+
+
+def test_a_bound_is_seen():
+    assert recognise_gated_mlp(random(Bounded())) is None
+
+
+class GatedNorm(nn.Module):
+    """As linear attention has it: the norm, then the gate, or the other way round."""
+
+    def __init__(self, gate_first=False):
+        super().__init__()
+        self.weight, self.epsilon, self.gate_first = nn.Parameter(torch.ones(16)), 1e-6, gate_first
+
+    def forward(self, hidden, gate):
+        x = hidden * torch.nn.functional.silu(gate) if self.gate_first else hidden
+        x = self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.epsilon)
+        return x if self.gate_first else x * torch.nn.functional.silu(gate)
+
+
+@pytest.mark.parametrize("gate_first", [False, True])
+def test_gated_norms(gate_first):
+    module = random(GatedNorm(gate_first))
+    form = recognise_gated_norm(module)
+    x, gate = torch.randn(2, 3, 16), torch.randn(2, 3, 16)
+    torch.testing.assert_close(form.forward(module, x, gate=gate), module(x, gate))
+    torch.testing.assert_close(form.forward(module, x, gate[:1]), module(x, gate[:1]))
+
+
+def test_a_gated_norm_with_another_gate_is_not_taken_for_one():
+    class Other(GatedNorm):
+        def forward(self, hidden, gate):
+            return GatedNorm.forward(self, hidden, gate) * 1.01
+
+    assert recognise_gated_norm(random(Other())) is None
+
+
+def halves(q, k, cos, sin, unsqueeze_dim=1):
+    """As most files of transformers rotate."""
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+
+    def turned(x):
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    return turned(q), turned(k)
+
+
+def faulty(q, k, cos, sin):
+    q, k = halves(q, k, cos, sin)
+    return q, k * 1.01
+
+
+class Attention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return halves(q, k, cos, sin, unsqueeze_dim=2)
+
+
+class FaultyAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return faulty(q, k, cos, sin)
+
+
+def test_a_rotation_is_replaced_in_the_forward_only():
+    form = recognise_rotary(Attention())
+    q, k, cos, sin = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    for got, expected in zip(form.forward(Attention(), q, k, cos, sin), Attention()(q, k, cos, sin)):
+        torch.testing.assert_close(got, expected)
+    assert Attention.forward.__globals__["halves"] is halves
+    assert form.forward.__globals__["halves"] is not halves
+
+
+def test_a_rotation_with_a_fault_is_left():
+    assert recognise_rotary(FaultyAttention()) is None

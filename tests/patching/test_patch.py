@@ -68,7 +68,7 @@ def test_same_logits_and_generation(family):
 def test_every_part_of_a_llama():
     _, patched, report = pair("llama")
     assert report.counts() == {
-        "fused_qk_rope": 2, "fused_swiglu": 2, "fused_rmsnorm": 5, "linear_cross_entropy": 1,
+        "fused_qk_rope": 2, "fused_swiglu": 2, "fused_rmsnorm": 5, "linear_cross_entropy": 1, "document_attention": 1,
     }  # fmt: skip
     assert report.left == []
     assert {entry.path for entry in report.replaced if entry.by == "fused_swiglu"} == {
@@ -132,6 +132,7 @@ def test_what_the_loss_is_given(kind):
     elif kind == "padding":
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
         inputs["attention_mask"][1, 6:] = 0
+        inputs["labels"][1, 6:] = -100
     assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs), tolerance=2e-5)
 
 

@@ -11,10 +11,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 TOLERANCE = 3e-5
 """Relative to the largest value, in fp32."""
@@ -46,7 +48,15 @@ def looks_like(module: nn.Module) -> bool:
     """Whether a reader of the report would expect this module among those that a kernel runs: a norm or an MLP."""
     vectors = [p for p in module._parameters.values() if p is not None]
     norm = bool(vectors) and all(p.ndim == 1 for p in vectors) and not module._modules
-    return norm or (sum(isinstance(child, nn.Linear) for child in module.children()) in (2, 3) and takes_one_tensor(module))
+    others = [child for child in module.children() if not isinstance(child, nn.Linear)]
+    linear = sum(isinstance(child, nn.Linear) for child in module.children())
+    mlp = linear in (2, 3) and not vectors and all(next(child.parameters(), None) is None for child in others)
+    return norm or (mlp and takes_one_tensor(module))
+
+
+def holds_experts(module: nn.Module) -> bool:
+    """Whether the module holds the weights of several experts in one parameter."""
+    return any(p is not None and p.ndim == 3 for p in module._parameters.values()) and not isinstance(module, _ConvNd)
 
 
 def takes_one_tensor(module: nn.Module) -> bool:
@@ -56,10 +66,26 @@ def takes_one_tensor(module: nn.Module) -> bool:
     return len(needed) == 1 and needed[0] is parameters[0]
 
 
+def as_called(module: nn.Module, forward: Forward) -> Callable:
+    """``forward`` for callers who name the one argument; where more is given, the class's own forward runs."""
+    name = list(inspect.signature(type(module).forward).parameters)[1]
+
+    def called(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs:
+            return forward(module, args[0])
+        if not args and len(kwargs) == 1 and name in kwargs:
+            return forward(module, kwargs[name])
+        return type(module).forward(module, *args, **kwargs)
+
+    return called
+
+
 def signature(module: nn.Module) -> tuple:
     """What an instance must share with the one that was proved: class, parameters that are there, children, numbers' names."""
     own = {name: None if p is None else p.ndim for name, p in module._parameters.items()}
-    return type(module), tuple(own.items()), tuple(module._modules), tuple(numbers(module)), settings(module)
+    # linear children become adapters and quantised layers; the others, an activation among them, stay what they are
+    children = ((name, None if hasattr(child, "in_features") else type(child)) for name, child in module._modules.items())
+    return type(module), tuple(own.items()), tuple(children), tuple(numbers(module)), settings(module)
 
 
 def numbers(module: nn.Module) -> list[str]:
@@ -68,9 +94,9 @@ def numbers(module: nn.Module) -> list[str]:
 
 
 def settings(module: nn.Module) -> tuple:
-    """Switches and words that a module keeps; sizes are not among them."""
-    kept = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name != "training")
-    return tuple((name, value) for name, value in kept if type(value) in (bool, str))
+    """Switches, words and functions that a module keeps; sizes are not among them."""
+    kept = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name not in ("training", "forward"))
+    return tuple((name, value) for name, value in kept if type(value) in (bool, str, FunctionType, BuiltinFunctionType))
 
 
 @contextmanager
@@ -85,9 +111,10 @@ def random_numbers(module: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def is_proved(module: nn.Module, forward: Forward, inputs: list[Tensor]) -> bool:
-    """Whether ``forward`` gives what the module gives, with its gradients, for every input."""
-    return all(_alike(_run(module, type(module).forward, x), _run(module, forward, x)) for x in inputs)
+def is_proved(module: nn.Module, forward: Forward, inputs: list[Tensor], own: Forward | None = None) -> bool:
+    """Whether ``forward`` gives what the module (by ``own``, or its class) gives, with its gradients, for every input."""
+    own = type(module).forward if own is None else own
+    return all(_alike(_run(module, own, x), _run(module, forward, x)) for x in inputs)
 
 
 def _run(module: nn.Module, forward: Callable, x: Tensor) -> list[Tensor] | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_geglu, fused_swiglu
-from chronicals.patching.forms import Form, Forward, is_proved, random_numbers, takes_one_tensor
+from chronicals.patching.forms import Form, Forward, as_called, is_proved, random_numbers, takes_one_tensor
 
 GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "fused_swiglu": fused_swiglu,
@@ -34,8 +34,8 @@ def recognise_gated_mlp(module: nn.Module) -> Form | None:
         for by, width, forward in _candidates(linear):
             x = torch.randn(2, 5, width)
             try:
-                if is_proved(module, forward, [x, 0.1 * x]):
-                    return Form(by, forward)
+                if is_proved(module, forward, [x, 0.1 * x, 300.0 * x]):
+                    return Form(by, as_called(module, forward))
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None  # a module that does not take such a tensor is no MLP
     return None

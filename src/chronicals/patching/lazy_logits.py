@@ -31,6 +31,7 @@ class LazyLogits(Tensor):
     Attributes:
         hidden: what the head was given.
         head: the linear layer.
+        narrow: the type that autocast gave the product, or None where it was off.
         steps: what was done to the logits since: ``("scale", factor)``, ``("tanh",)``, ``("type", dtype)``.
     """
 
@@ -39,6 +40,7 @@ class LazyLogits(Tensor):
     steps: tuple[tuple, ...]
     version: int
     records: bool
+    narrow: torch.dtype | None
     whole: Tensor | None
 
     @staticmethod
@@ -48,6 +50,7 @@ class LazyLogits(Tensor):
         made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=records)
         made.hidden, made.head, made.steps = hidden, head, steps
         made.version, made.records, made.whole = head.weight._version, torch.is_grad_enabled(), None
+        made.narrow = autocast_type(hidden)
         return made
 
     def computed(self) -> Tensor:
@@ -62,7 +65,9 @@ class LazyLogits(Tensor):
                     "the logits are asked for after the weights changed; look at them before the optimizer's step, or "
                     "undo patch_model"
                 )
-            with torch.set_grad_enabled(self.records):
+            kind = self.hidden.device.type
+            autocast = torch.autocast(kind, dtype=self.narrow, enabled=self.narrow is not None)
+            with torch.set_grad_enabled(self.records), autocast:
                 x = F.linear(self.hidden, self.head.weight, self.head.bias)
                 for kind, *value in self.steps:
                     x = STEPS[kind](x, *value)
@@ -73,7 +78,7 @@ class LazyLogits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             dtype = step[1] if step[0] == "type" else self.dtype
         made = LazyLogits(self.hidden, self.head, dtype, (*self.steps, step))
-        made.version, made.records = self.version, self.records
+        made.version, made.records, made.narrow = self.version, self.records, self.narrow
         return made
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
@@ -112,6 +117,12 @@ class LazyLogits(Tensor):
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.computed().detach().clone()
+
+
+def autocast_type(x: Tensor) -> torch.dtype | None:
+    """The type of products where ``x`` is, or None where autocast is off."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
 STEPS: dict[str, Callable[..., Tensor]] = {

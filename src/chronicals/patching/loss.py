@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from chronicals.kernels import linear_cross_entropy
-from chronicals.patching.lazy_logits import LazyLogits
+from chronicals.patching.lazy_logits import LazyLogits, autocast_type
 
 NAME = "loss"
 """As the report and a plan call it."""
@@ -87,9 +87,7 @@ def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor:
     seam: LossSeam = head._chronicals_loss_seam  # type: ignore[assignment]
     if not seam.active or type(head.weight) not in (nn.Parameter, Tensor):
         return F.linear(hidden, head.weight, head.bias)
-    kind = hidden.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    return LazyLogits(hidden, head, dtype)
+    return LazyLogits(hidden, head, autocast_type(hidden) or hidden.dtype)
 
 
 class _Loss:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_layernorm, fused_rmsnorm
-from chronicals.patching.forms import Form, Forward, is_proved, numbers, random_numbers, takes_one_tensor
+from chronicals.patching.forms import Form, Forward, as_called, is_proved, numbers, random_numbers, takes_one_tensor
 
 UNWEIGHTED_WIDTH = 16
 CONSTANTS = (1e-5, 1e-6)
@@ -24,32 +24,38 @@ def recognise_norm(module: nn.Module) -> Form | None:
     widths = {tuple(p.shape) for p in vectors.values()}
     if any(module.children()) or len(vectors) > 2 or len(widths) > 1 or any(len(shape) != 1 for shape in widths):
         return None
-    if not takes_one_tensor(module) or not (vectors or numbers(module)):
+    width = next(iter(widths))[0] if widths else _kept_width(module)
+    if not takes_one_tensor(module) or width is None:
         return None
-    width = next(iter(widths))[0] if widths else UNWEIGHTED_WIDTH
     with random_numbers(module):
-        inputs = [torch.randn(3, 5, width) * scale for scale in (1.0, 3e-3)]  # in the second, epsilon counts
+        inputs = [torch.randn(3, 5, width) * scale for scale in (1.0, 3e-3, 300.0)]  # epsilon counts, or a bound
         try:
             for by, forward in _candidates(module, list(vectors)):
                 if is_proved(module, forward, inputs):
-                    return Form(by, _of_its_type(module, forward, inputs[0]))
+                    return Form(by, as_called(module, _of_its_type(module, forward, inputs[0])))
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return None  # a module that does not take such a tensor is no norm
     return None
+
+
+def _kept_width(module: nn.Module) -> int | None:
+    """The width that a norm without vectors takes: the last of a shape that it keeps, or any where it keeps an epsilon."""
+    shapes = [shape for shape in vars(module).values() if isinstance(shape, tuple) and shape and type(shape[-1]) is int]
+    return shapes[0][-1] if shapes else UNWEIGHTED_WIDTH if numbers(module) else None
 
 
 def _candidates(module: nn.Module, vectors: list[str]) -> Iterator[tuple[str, Forward]]:
     for weight, bias in [(w, b) for w, b in itertools.permutations([*vectors, None, None], 2)][:: 1 if vectors else 2]:
         if {weight, bias} - {None} != set(vectors):
             continue
-        for epsilon in _epsilons(module):
+        for epsilon in epsilons(module):
             if bias is None:
                 for offset in (0.0, 1.0) if weight else (0.0,):
                     yield "fused_rmsnorm", _rmsnorm(weight, epsilon, offset)
             yield "fused_layernorm", _layernorm(weight, bias, epsilon)
 
 
-def _epsilons(module: nn.Module) -> Iterator[Epsilon]:
+def epsilons(module: nn.Module) -> Iterator[Epsilon]:
     for name in numbers(module):
         yield lambda module, x, name=name: getattr(module, name)  # type: ignore[misc]
     if not numbers(module):

@@ -7,10 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from chronicals.patching import loss
-from chronicals.patching.forms import FORM, looks_like, signature
+from chronicals.patching import attention, loss
+from chronicals.patching.forms import FORM, holds_experts, looks_like, signature
 from chronicals.patching.plan import Plan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
+
+EXPERTS = "experts keep their own products"
 
 
 def patch_model(model: Any) -> PatchReport:
@@ -33,6 +35,7 @@ def patch_model(model: Any) -> PatchReport:
     for path, module in target.named_modules():
         _replace(path, module, plan, report)
     _replace_loss(target, plan, report)
+    _replace_attention(target, plan, report)
     if "model" in plan.reasons:
         report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
     target._chronicals_report = report
@@ -43,6 +46,7 @@ def unpatch_model(model: Any) -> None:
     """Undo ``patch_model``: every module runs its class's own forward again."""
     target = _inside(model)
     loss.remove(target)
+    attention.remove(target)
     for module in target.modules():
         if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
             del module.forward
@@ -62,6 +66,8 @@ def _replace(path: str, module: nn.Module, plan: Plan, report: PatchReport) -> N
     if form is None:
         if looks_like(module) and "model" not in plan.reasons:
             report.left.append(Left(path, part, plan.seen.get(key, "the twin has no such module")))
+        elif holds_experts(module):
+            report.left.append(Left(path, part, EXPERTS))
         return
     if "forward" in vars(module):
         report.left.append(Left(path, part, "its forward was replaced by something else (hooks, offload, quantisation)"))
@@ -82,3 +88,12 @@ def _replace_loss(target: Any, plan: Plan, report: PatchReport) -> None:
     else:
         loss.install(target)
         report.replaced.append(Replaced("", "loss", "linear_cross_entropy"))
+
+
+def _replace_attention(target: Any, plan: Plan, report: PatchReport) -> None:
+    reason = attention.why_not(target) if plan.attention else plan.reasons.get(attention.NAME, plan.reasons.get("model", ""))
+    if reason:
+        report.left.append(Left("", attention.NAME, reason))
+    else:
+        attention.install(target)
+        report.replaced.append(Replaced("", attention.NAME, attention.BY))

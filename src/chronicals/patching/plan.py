@@ -12,14 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
-from chronicals.patching import loss
+from chronicals.patching import attention, loss
 from chronicals.patching.forms import Form, signature
 from chronicals.patching.gated_mlps import recognise_gated_mlp
+from chronicals.patching.gated_norms import recognise_gated_norm
 from chronicals.patching.norms import recognise_norm
 from chronicals.patching.rotary import recognise_rotary
 
 RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
     "norm": recognise_norm,
+    "gated norm": recognise_gated_norm,
     "gated MLP": recognise_gated_mlp,
     "rotary": recognise_rotary,
 }
@@ -31,17 +33,18 @@ gradient of a key's bias is nothing but rounding, and classes round to fp32 here
 
 @dataclass
 class Plan:
-    """Forms by the signature of a module, and whether the loss seam holds; ``reasons`` for what was dropped."""
+    """Forms by the signature of a module, and whether the seams of loss and attention hold; ``reasons`` for the rest."""
 
     forms: dict[tuple, tuple[str, Form]] = field(default_factory=dict)
     seen: dict[tuple, str] = field(default_factory=dict)
     loss: bool = False
+    attention: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
     def without(self, role: str) -> Plan:
         kept = {key: entry for key, entry in self.forms.items() if entry[0] != role}
         seen = self.seen | {key: DISAGREES for key in self.forms if key not in kept}
-        return Plan(kept, seen, self.loss and role != loss.NAME, dict(self.reasons))
+        return Plan(kept, seen, self.loss and role != loss.NAME, self.attention, dict(self.reasons))
 
 
 Run = tuple[float, dict[str, Tensor]]
@@ -81,7 +84,53 @@ def _make(cls: type, config: Any) -> Plan:
     plan.loss = loss.head_of(twin) is not None
     if not plan.loss:
         plan.reasons[loss.NAME] = "its head is not a plain linear layer"
-    return _checked(twin, plan, expected)
+    plan = _checked(twin, plan, expected)
+    reason = _why_not_documents(twin)
+    if reason:
+        plan.reasons[attention.NAME] = reason
+    plan.attention = not reason
+    return plan
+
+
+def _why_not_documents(twin: Any) -> str:
+    """Whether the twin gives the same on rows of every kind when its attention takes them as documents; empty if so."""
+    rows = kinds_of_rows(twin)
+    try:
+        expected = {kind: run(twin, **inputs) for kind, inputs in rows.items()}
+    except Exception as error:  # any class of transformers may object to such rows in its own way
+        return f"it does not take padded or packed rows ({type(error).__name__})"
+    expected = {kind: found for kind, found in expected.items() if agree(found, found)}  # some give no number at padding
+    if not attention.is_offered(twin):
+        return "it does not attend through transformers' interface"
+    attention.install(twin)
+    before = attention.runs[0]
+    try:
+        got = {kind: run(twin, **rows[kind]) for kind in expected}
+    except Exception as error:  # likewise: a class that looks into its masks
+        return f"it does not take rows without a mask ({type(error).__name__})"
+    finally:
+        attention.remove(twin)
+    if attention.runs[0] == before:
+        return "it does not attend through transformers' interface, or not to documents"
+    wrong = [kind for kind in expected if not agree(expected[kind], got[kind])]
+    return f"{' and '.join(wrong)} rows would change" if wrong else ""
+
+
+def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
+    """Plain, padded on either side, and packed; the tokens at padding are no targets."""
+    generator = torch.Generator().manual_seed(7)
+    size = model.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(FIRST_TOKEN, size, (2, 9), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    rows: dict[str, dict[str, Tensor]] = {"plain": {"input_ids": ids, "labels": ids}}
+    for side, padding in (("right", mask), ("left", mask.flip(1))):
+        labels = ids.masked_fill(padding == 0, -100)
+        rows[f"{side}-padded"] = {"input_ids": ids, "labels": labels, "attention_mask": padding}
+    positions = torch.cat([torch.arange(length) for length in (7, 1, 6)])[None]
+    packed = torch.randint(FIRST_TOKEN, size, positions.shape, generator=generator)
+    rows["packed"] = {"input_ids": packed, "labels": packed.masked_fill(positions == 0, -100), "position_ids": positions}
+    return rows
 
 
 def _find(plan: Plan, key: tuple, module: nn.Module) -> bool:
@@ -126,15 +175,17 @@ def _holds(twin: Any, plan: Plan, expected: Run) -> bool:
             del module.forward
 
 
-def run(model: Any) -> Run:
-    """Loss and gradients on two rows of random tokens, one of them with ignored labels."""
-    generator = torch.Generator().manual_seed(5)
-    size = model.get_input_embeddings().weight.shape[0]
-    ids = torch.randint(FIRST_TOKEN, size, (2, 9), generator=generator)
-    labels = ids.clone()
-    labels[0, :4] = -100
+def run(model: Any, **inputs: Tensor) -> Run:
+    """Loss and gradients; of two rows of random tokens, one of them with ignored labels, where nothing else is given."""
+    if not inputs:
+        generator = torch.Generator().manual_seed(5)
+        size = model.get_input_embeddings().weight.shape[0]
+        ids = torch.randint(FIRST_TOKEN, size, (2, 9), generator=generator)
+        labels = ids.clone()
+        labels[0, :4] = -100
+        inputs = {"input_ids": ids, "labels": labels}
     torch.manual_seed(6)
-    out = model(input_ids=ids, labels=labels, use_cache=False)
+    out = model(**inputs, use_cache=False)
     gradients = torch.autograd.grad(out.loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     return out.loss.item(), {name: g for name, g in zip(names, gradients) if g is not None}

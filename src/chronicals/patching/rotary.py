@@ -1,7 +1,7 @@
-"""Rotary embedding: attention modules whose forward calls ``apply_rotary_pos_emb`` of their modelling file.
+"""Rotary embedding: attention modules whose forward calls a rotation ``(q, k, cos, sin, ...)`` of their modelling file.
 
-Such an instance gets its class's own forward, in which that one name means the kernel: the code object is the class's,
-its globals a copy with the name replaced. No source is read and no class or module is written to.
+Such an instance gets its class's own forward, in which that name means the kernel: the code object is the class's, its
+globals a copy with the name replaced. No source is read and no class or module is written to.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -18,31 +19,82 @@ from torch import Tensor, nn
 from chronicals.kernels import fused_qk_rope
 from chronicals.patching.forms import TOLERANCE, Form
 
-NAME = "apply_rotary_pos_emb"
+KERNEL = "fused_qk_rope"
 ARGUMENTS = ["q", "k", "cos", "sin"]
+WIDTH = 16
+
+Arrangement = Callable[[Tensor], Tensor]
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x
+
+
+def _pairs_apart(x: Tensor) -> Tensor:
+    """Channels (a0, b0, a1, b1, ...) as (a0, a1, ..., b0, b1, ...)."""
+    return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a file rotates, in terms of the kernel.
+
+    Attributes:
+        share: width of its tables in those of a head.
+        interleaved: whether the channels of a pair lie side by side.
+        table: the table that the kernel takes.
+        heads: the heads that the kernel takes.
+    """
+
+    share: float
+    interleaved: bool
+    table: Arrangement = _as_it_is
+    heads: Arrangement = _as_it_is
+
+    def __call__(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        tables = self.table(cos), self.table(sin)
+        return fused_qk_rope(self.heads(q), self.heads(k), *tables, interleaved=self.interleaved)
+
+
+WAYS: dict[str, Way] = {
+    "": Way(1.0, False),
+    "interleaved": Way(1.0, True),
+    "interleaved, of the first half": Way(1.0, True, lambda x: x[..., : x.shape[-1] // 2].repeat_interleave(2, -1)),
+    "interleaved, a channel twice": Way(0.5, True, lambda x: x.repeat_interleave(2, -1)),
+    "laid end to end": Way(0.5, False, lambda x: torch.cat((x, x), -1)),
+    "pairs apart": Way(1.0, False, heads=_pairs_apart),
+    "pairs apart, of the first half": Way(1.0, False, lambda x: torch.cat((x[..., : x.shape[-1] // 2],) * 2, -1), _pairs_apart),
+}
 
 
 def recognise_rotary(module: nn.Module) -> Form | None:
     """The form of an attention module that rotates queries and keys as the kernel does, or None."""
     forward = type(module).forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or NAME not in forward.__code__.co_names:
+    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
         return None
-    own = forward.__globals__.get(NAME)
-    if own is None or list(inspect.signature(own).parameters)[:4] != ARGUMENTS:
+    own = {name: forward.__globals__[name] for name in forward.__code__.co_names if _rotates(forward.__globals__.get(name))}
+    found = {name: _way(function) for name, function in own.items()}
+    ways = {name: way for name, way in found.items() if way is not None}
+    if not ways or len(ways) < len(own):
         return None
-    for interleaved in (False, True):
-        if _equal(own, interleaved):
-            by = "fused_qk_rope, interleaved" if interleaved else "fused_qk_rope"
-            return Form(by, _with_rotation(forward, _rotation(own, interleaved)))
-    return None
+    by = "; ".join(dict.fromkeys(f"{KERNEL}, {way}" if way else KERNEL for way in ways.values()))
+    return Form(by, _with_rotations(forward, {name: _rotation(own[name], WAYS[way]) for name, way in ways.items()}))
 
 
-def _equal(own: Callable, interleaved: bool) -> bool:
+def _rotates(function: Any) -> bool:
+    return isinstance(function, FunctionType) and list(inspect.signature(function).parameters)[:4] == ARGUMENTS
+
+
+def _way(own: Callable) -> str | None:
+    return next((name for name, way in WAYS.items() if _equal(own, way)), None)
+
+
+def _equal(own: Callable, way: Way) -> bool:
     """On random tensors and tables, forward and backward."""
-    q, k = (torch.randn(2, heads, 5, 16, requires_grad=True) for heads in (4, 2))
-    cos, sin = (torch.randn(2, 5, 16) for _ in range(2))
+    q, k = (torch.randn(2, heads, 5, WIDTH, requires_grad=True) for heads in (4, 2))
+    cos, sin = (torch.randn(2, 5, int(WIDTH * way.share)) for _ in range(2))
     found = []
-    for function in (own, lambda q, k, cos, sin: fused_qk_rope(q, k, cos, sin, interleaved=interleaved)):
+    for function in (own, way):
         try:
             out = function(q, k, cos, sin)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
@@ -52,31 +104,32 @@ def _equal(own: Callable, interleaved: bool) -> bool:
     return all(a.shape == b.shape and bool((a - b).abs().max() <= TOLERANCE * a.abs().max()) for a, b in zip(*found))
 
 
-def _rotation(own: Callable, interleaved: bool) -> Callable:
+def _rotation(own: Callable, way: Way) -> Callable:
     def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        usual = not rest and not options and q.ndim == 4 and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype
-        if not usual or cos.device != q.device:
-            return own(q, k, cos, sin, *rest, **options)
-        return fused_qk_rope(q, k, cos, sin, interleaved=interleaved)
+        usual = not rest and q.ndim == 4 and cos.ndim == 3 and q.dtype == k.dtype == cos.dtype and cos.device == q.device
+        if usual and not options:
+            return way(q, k, cos, sin)
+        if usual and options == {"unsqueeze_dim": 2}:
+            q, k = way(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+            return q.transpose(1, 2), k.transpose(1, 2)
+        return own(q, k, cos, sin, *rest, **options)
 
-    rotate.__name__ = "interleaved" if interleaved else "half"
     return rotate
 
 
-def _with_rotation(forward: FunctionType, rotate: Callable) -> Callable:
-    made = FunctionType(
-        forward.__code__, _globals_with(forward, rotate), forward.__name__, forward.__defaults__, forward.__closure__
-    )  # fmt: skip
+def _with_rotations(forward: FunctionType, rotations: dict[str, Callable]) -> Callable:
+    names = _globals_with(forward, rotations)
+    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
     made.__annotations__ = forward.__annotations__
     return made
 
 
-def _globals_with(forward: FunctionType, rotate: Callable) -> dict[str, Any]:
-    """The globals of ``forward`` with the rotation replaced, as those of a module: ``torch.compile`` looks them up there."""
-    name = f"chronicals.patching.rotary.{forward.__module__}.{rotate.__name__}"
+def _globals_with(forward: FunctionType, rotations: dict[str, Callable]) -> dict[str, Any]:
+    """The globals of ``forward`` with these replaced, as those of a module: ``torch.compile`` looks them up there."""
+    name = f"chronicals.patching.rotary.{forward.__module__}.{'.'.join(sorted(rotations))}"
     if name not in sys.modules:
         module = ModuleType(name)
-        vars(module).update(forward.__globals__, __name__=name, **{NAME: rotate})
+        vars(module).update(forward.__globals__, __name__=name, **rotations)
         sys.modules[name] = module
     return vars(sys.modules[name])

@@ -1,0 +1,159 @@
+"""The attention seam: padded and packed rows as documents, whatever else as it was."""
+
+import copy
+
+import pytest
+import torch
+
+import families
+from chronicals import patch_model, unpatch_model
+from chronicals.patching import attention
+from patching.test_patch import assert_same, loss_and_gradients
+
+FAMILIES = ["llama", "gemma3", "mistral", "qwen3", "gpt2", "granite"]
+
+
+def pair(family="llama", implementation="sdpa"):
+    """A model in fp64, and a patched copy of it."""
+    plain = families.build(family, attn_implementation=implementation).double()
+    patched = copy.deepcopy(plain)
+    report = patch_model(patched)
+    assert report.counts().get("document_attention") == 1, str(report)
+    return plain, patched
+
+
+def padded(left=False):
+    """Three rows of lengths 11, 1 and 6."""
+    ids = torch.randint(1, families.VOCABULARY, (3, 11))
+    mask = (torch.arange(11) < torch.tensor([11, 1, 6])[:, None]).long()
+    mask = mask.flip(1) if left else mask
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def packed(bounds=False):
+    """Four documents in one row, as transformers' collator lays them; with a cache, transformers looks at no positions."""
+    lengths = torch.tensor([7, 1, 9, 4])
+    positions = torch.cat([torch.arange(n) for n in lengths.tolist()])[None]
+    ids = torch.randint(1, families.VOCABULARY, positions.shape)
+    rows = {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
+    rows["use_cache"] = False
+    if bounds:
+        ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        rows |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9}
+    return rows
+
+
+ROWS = {
+    "plain": lambda: {key: value for key, value in padded().items() if key != "attention_mask"},
+    "padded": padded,
+    "packed": packed,
+    "flattened": lambda: packed(bounds=True),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_are_documents(family, kind):
+    plain, patched = pair(family)
+    rows = ROWS[kind]()
+    expected = loss_and_gradients(plain, **rows)
+    before = attention.runs[0]
+    assert_same(expected, loss_and_gradients(patched, **rows))
+    assert attention.runs[0] - before == plain.config.num_hidden_layers
+
+
+def test_flattened_rows_without_positions():
+    """The bounds alone say where a document ends, as the flash implementations take them, cache or not."""
+    plain, patched = pair("llama")
+    rows = packed(bounds=True)
+    with_positions = loss_and_gradients(plain, **rows)
+    del rows["position_ids"], rows["use_cache"]  # rotary embedding sees distances only
+    assert_same(with_positions, loss_and_gradients(patched, **rows))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_padding_on_the_left_is_as_it_was(implementation):
+    plain, patched = pair("llama", implementation)
+    plain, patched = plain.float(), patched.float()
+    rows = padded(left=True)
+    before = attention.runs[0]
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5)
+    assert attention.runs[0] == before
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_generation_of_padded_rows(left):
+    plain, patched = (model.float().eval() for model in pair("gemma3"))
+    rows = padded(left)
+    del rows["labels"]
+    arguments = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(*(model.generate(**rows, **arguments) for model in (plain, patched)))
+    cacheless = arguments | {"use_cache": False}
+    assert torch.equal(*(model.generate(**rows, **cacheless) for model in (plain, patched)))
+
+
+def test_a_mask_of_ones_own_is_kept():
+    plain, patched = pair("llama")
+    ids = torch.randint(1, families.VOCABULARY, (2, 8))
+    mask = (torch.rand(2, 1, 8, 8) < 0.5) | torch.eye(8, dtype=torch.bool)
+    rows = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    before = attention.runs[0]
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+    assert attention.runs[0] == before
+
+
+def test_dropout_is_as_it_was():
+    """The documents' attention knows none, so the mask the model would have had is made after all."""
+    plain, patched = pair("llama")
+    rows = padded()
+    for model in (plain, patched):
+        for module in model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.5
+    found = []
+    before = attention.runs[0]
+    for model in (plain, patched):
+        torch.manual_seed(3)
+        found.append(loss_and_gradients(model, **rows))
+    assert_same(*found)
+    assert attention.runs[0] == before
+
+
+def test_attention_weights_are_still_to_be_had():
+    plain, patched = pair("llama", "eager")
+    rows = padded()
+    for expected, got in zip(*(model(**rows, output_attentions=True).attentions for model in (plain, patched))):
+        torch.testing.assert_close(got, expected)
+
+
+def test_unpatched_it_attends_as_before():
+    _, patched = pair("llama")
+    assert patched.config._attn_implementation == "chronicals_over_sdpa"
+    again = patch_model(patched)
+    assert again.counts()["document_attention"] == 1 and patched.config._attn_implementation == "chronicals_over_sdpa"
+    unpatch_model(patched)
+    assert patched.config._attn_implementation == "sdpa"
+
+
+def test_saved_it_does_not_know_us(tmp_path):
+    _, patched = pair("llama")
+    patched.save_pretrained(tmp_path)
+    assert "chronicals" not in (tmp_path / "config.json").read_text()
+
+
+def test_an_implementation_that_knows_documents_is_left_alone():
+    model = families.build("llama")
+    model.config._attn_implementation_internal = "flex_attention"
+    report = patch_model(model)
+    assert "document_attention" not in report.counts()
+    assert any(entry.part == "attention" and "flex_attention" in entry.reason for entry in report.left)
+
+
+def test_unknown_patterns_are_not_taken_for_documents():
+    from transformers.masking_utils import and_masks, causal_mask_function, or_masks, sliding_window_overlay
+
+    window = and_masks(sliding_window_overlay(4), causal_mask_function)
+    assert attention._pattern(causal_mask_function) == attention.Pattern()
+    assert attention._pattern(window) == attention.Pattern(window=4)
+    assert attention._pattern(or_masks(causal_mask_function, window)) is None
+    assert attention._pattern(and_masks(causal_mask_function, lambda b, h, q, k: q - k < 3)) is None

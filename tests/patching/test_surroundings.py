@@ -1,0 +1,131 @@
+"""patch_model where models are used: autocast, inference mode, transformers' Trainer, hooks of accelerate, PEFT's head."""
+
+import copy
+
+import pytest
+import torch
+
+import families
+from chronicals import patch_model, unpatch_model
+from chronicals.patching.lazy_logits import LazyLogits
+
+
+def inputs():
+    ids = torch.randint(1, families.VOCABULARY, (2, 9))
+    return {"input_ids": ids, "labels": ids}
+
+
+def pair(family="llama"):
+    plain = families.build(family)
+    patched = copy.deepcopy(plain)
+    return plain, patched, patch_model(patched)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma2"])
+def test_logits_looked_at_after_autocast_has_ended(family):
+    plain, patched, _ = pair(family)
+    rows, found = inputs(), []
+    for model in (plain, patched):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = model(**rows)
+        found.append((out.loss, out.logits))
+    assert found[0][1].dtype == found[1][1].dtype
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(found[1][1] * 1, found[0][1], rtol=5e-2, atol=5e-2)
+
+
+def test_in_inference_mode():
+    plain, patched, _ = pair()
+    rows = inputs()
+    with torch.inference_mode():
+        expected, got = plain(**rows), patched(**rows)
+        torch.testing.assert_close(got.loss, expected.loss)
+        torch.testing.assert_close(got.logits * 1, expected.logits)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_in_bf16_it_is_as_near_to_fp32(family):
+    plain, patched, _ = pair(family)
+    rows = inputs()
+    exact = plain(**rows).loss.item()
+    own, ours = (abs(model.bfloat16()(**rows).loss.item() - exact) for model in (plain, patched))
+    assert ours <= 2 * own + 5e-3
+
+
+def trained(model, rows, folder):
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder), per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, logging_steps=1,
+        learning_rate=1e-3, report_to=[], use_cpu=True, save_strategy="no", seed=1, disable_tqdm=True,
+    )  # fmt: skip
+    seen = []
+    trainer = Trainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows[:3], data_collator=padded,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+        compute_metrics=lambda found: seen.append(found.predictions) or {"accuracy": 0.0},
+    )  # fmt: skip
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, trainer.evaluate()["eval_loss"], seen[-1]
+
+
+def padded(rows):
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows])
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids.masked_fill(ids == 0, -100)}
+
+
+def test_under_transformers_trainer(tmp_path):
+    """The same losses step by step, the same evaluation."""
+    plain, patched, _ = pair()
+    rows = [{"input_ids": torch.randint(1, families.VOCABULARY, (n,)).tolist()} for n in (5, 9, 3, 12, 7, 8, 4, 10)]
+    (losses, evaluation, tokens), (ours, our_evaluation, our_tokens) = (
+        trained(model, rows, tmp_path / str(n)) for n, model in enumerate((plain, patched))
+    )
+    assert len(losses) == 4 and ours == pytest.approx(losses, rel=1e-5)
+    assert our_evaluation == pytest.approx(evaluation, rel=1e-5)
+    real = [len(row["input_ids"]) for row in rows[:3]]
+    assert all((tokens[n, :length] == our_tokens[n, :length]).all() for n, length in enumerate(real))
+
+
+def test_modules_with_hooks_are_left_alone():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    plain = families.build("llama")
+    patched = copy.deepcopy(plain)
+    norm, head = patched.model.layers[0].input_layernorm, patched.lm_head
+    for module in (norm, head):
+        add_hook_to_module(module, ModelHook())
+    kept = norm.forward
+    report = patch_model(patched)
+    assert {entry.path for entry in report.left} >= {"model.layers.0.input_layernorm"}
+    assert norm.forward is kept and "linear_cross_entropy" not in report.counts()
+    rows = inputs()
+    torch.testing.assert_close(patched(**rows).loss, plain(**rows).loss)
+    unpatch_model(patched)
+    assert norm.forward is kept
+
+
+def test_an_adapter_on_the_head():
+    """The head is no plain linear layer any more, whether the adapter came first or last."""
+    from peft import LoraConfig, get_peft_model
+
+    rows, losses = inputs(), []
+    for order in ("none", "before", "after"):
+        torch.manual_seed(0)
+        model = families.build("llama")
+        if order == "before":
+            patch_model(model)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "lm_head"]))
+        torch.manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.normal_()
+        if order == "after":
+            patch_model(model)
+        out = model(**rows)
+        out.loss.backward()
+        losses.append(out.loss.item())
+        assert not isinstance(out.logits, LazyLogits) or order != "after"
+    assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
