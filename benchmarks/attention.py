@@ -132,7 +132,6 @@ def versions() -> dict:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "cudnn": torch.backends.cudnn.version(),
     }
     for name in PACKAGES:
         try:

@@ -17,15 +17,21 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import torch._functorch.config as donated
 import triton
 from torch import Tensor
 
 from chronicals import kernels
 from chronicals.kernels.glu import geglu_reference, swiglu_reference
+from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
 from chronicals.kernels.qk_rope import qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
+from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
+
+donated.donated_buffer = False  # a compiled backward is called again and again here
 
 SAMPLES, WARM_UP, ELEMENTS = 15, 3, 2**27
 """Samples of an arm, calls before them, and elements of the main tensor of a row (256 MB in bf16)."""
@@ -115,6 +121,41 @@ def norms():
         )  # fmt: skip
 
 
+def others():
+    for width in (896, 4096):
+        rows = ELEMENTS // width
+        x, weight, bias = random(rows, width), random(width), random(width)
+        size, of_norm, of_softmax = 2 * rows * width, {}, {}
+        if LIGER:
+            from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+            from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+            of_norm["liger"] = lambda x, w, b: LigerLayerNormFunction.apply(x, w, b, 1e-5)
+            of_softmax["liger"] = LigerSoftmaxFunction.apply
+        yield from pair(
+            f"layernorm {width}", kernels.fused_layernorm, layernorm_reference, of_norm, [x, weight, bias],
+            (2 * size, 3 * size),
+        )  # fmt: skip
+        yield from pair(f"softmax {width}", kernels.fused_softmax, softmax_reference, of_softmax, [x], (2 * size, 3 * size))
+    for heads, groups, width in ((14, 2, 64), (32, 8, 128)):
+        tokens = ELEMENTS // ((heads + groups) * width)
+        q, k = (random(tokens, h, width) for h in (heads, groups))
+        angles = torch.rand(tokens, width // 2, device="cuda").repeat(1, 2) * 6
+        tables = angles.cos().bfloat16(), angles.sin().bfloat16()
+        size = 2 * (q.numel() + k.numel())
+
+        def ours(q, k, a, b, tables=tables):
+            return kernels.fused_qk_norm_rope(q, k, a, b, *(table[: len(q)] for table in tables))
+
+        def plain(q, k, a, b, tables=tables):
+            return qk_norm_rope_reference(q, k, a, b, *(table[: len(q)].to(q.dtype) for table in tables))
+
+        yield from pair(
+            f"qk_norm_rope {heads}/{groups}x{width}", ours, plain, {}, [q, k, random(width), random(width)],
+            (2 * size, 3 * size),
+        )  # fmt: skip
+
+
 def gated():
     for width in (4864, 14336):
         rows = ELEMENTS // width
@@ -182,7 +223,10 @@ def heads():
 
         small = targets[:512]
         error = errors(
-            partial(call, targets=small), partial(linear_cross_entropy_reference, targets=small), [hidden[:512], weight]
+            partial(call, targets=small),
+            partial(linear_cross_entropy_reference, targets=small),
+            [hidden[:512], weight],
+            rows=len(weight),
         )
         shape = f"{tokens}x{width}x{vocabulary}"
         arms = {"ours": both_ways(partial(call, gradient_type=torch.bfloat16))}
@@ -201,12 +245,15 @@ def heads():
             {"ours": lambda h=hidden, w=weight, t=targets: kernels.token_log_probability(h, w, t)[0]},
             products=lambda h=hidden, w=weight: torch.mm(h, w.t()),
             error=errors(
-                lambda h, w, t=small: kernels.token_log_probability(h, w, t, entropy=True), some, [hidden[:512], weight]
+                lambda h, w, t=small: kernels.token_log_probability(h, w, t, entropy=True),
+                some,
+                [hidden[:512], weight],
+                rows=len(weight),
             ),
         )
 
 
-GROUPS = {"norms": norms, "gated": gated, "rotations": rotations, "heads": heads}
+GROUPS = {"norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads}
 
 
 def sample(call: Callable[[], object]) -> float:

@@ -96,3 +96,23 @@ def test_no_pickle_no_remote_code():
         assert "pickle" not in text.replace("never pickle", ""), path
         assert "torch.load" not in text and "torch.save" not in text, path
         assert "trust_remote_code=True" not in text, path
+
+
+ROOT = SOURCE.parent.parent
+SHARED = {"__init__", "launch", "logit_rows"}
+"""Files of the kernels' room that hold no kernel with a name of its own."""
+
+
+@pytest.mark.parametrize("name", sorted({path.stem for path in (SOURCE / "kernels").glob("*.py")} - SHARED))
+def test_the_same_name_stands_in_four_places(name):
+    """A kernel's file, its tests, its row in the benchmark, its row in the documentation."""
+    assert (ROOT / "tests" / "kernels" / f"test_{name}.py").exists()
+    assert f"`{name}.py`" in (ROOT / "docs" / "kernels.md").read_text()
+    assert name in (ROOT / "benchmarks" / "kernels.py").read_text()
+
+
+def test_every_public_kernel_is_documented():
+    from chronicals import kernels
+
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    assert [name for name in kernels.__all__ if f"`{name}`" not in page] == []

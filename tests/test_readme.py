@@ -1,5 +1,6 @@
-"""The Python example of the README runs as it stands."""
+"""The Python example of the README runs as it stands, and its figures are those of the result files."""
 
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -17,3 +18,13 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     loss, _, folder = capsys.readouterr().out.strip().splitlines()[-1].partition(" ")
     assert 0 < float(loss) < 7
     assert (tmp_path / folder / "adapter_model.safetensors").exists()
+
+
+def test_the_figures_are_those_of_the_results():
+    root = Path(__file__).parent.parent
+    spec = importlib.util.spec_from_file_location("figures", root / "benchmarks" / "figures.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    readme = (root / "README.md").read_text()
+    assert "tokens/s" in script.figures()
+    assert script.with_figures(readme) == readme, "run python benchmarks/figures.py"

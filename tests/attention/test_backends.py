@@ -14,11 +14,17 @@ HALF = torch.bfloat16
 MASKS = [{}, {"window": 37}, {"softcap": 1.5}, {"window": 37, "softcap": 1.5}]
 
 
-def on_card(backend):
-    return pytest.param(backend, marks=pytest.mark.gpu)
+COMPILING = ("flash-attn-4", "flex")
+"""They compile every shape anew, about 8 s each: outside of `make test-all` only a few cases."""
+
+
+def on_card(backend, always=False):
+    marks = [pytest.mark.gpu] if always or backend not in COMPILING else [pytest.mark.gpu, pytest.mark.long]
+    return pytest.param(backend, marks=marks)
 
 
 FUSED = [on_card(name) for name in BACKENDS if name != "per-document"]
+ALWAYS = [on_card(name, always=True) for name in BACKENDS if name != "per-document"]
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +80,7 @@ def test_masks(backend, mask, sinks):
 
 
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize("backend", ALWAYS)
 def test_documents_from_1_to_4096_tokens(backend, width):
     able(backend, head_dim=width)
     lengths = [1, 4096, 2, 127, 0, 128, 129, 1023, 1, 0, 0]
@@ -130,7 +136,7 @@ def test_permuting_documents_and_a_wider_bound_change_nothing(backend):
     close(gradients(second, there, upstream[moved]), [x[moved] for x in gradients(first, here, upstream)])
 
 
-@pytest.mark.parametrize("backend", FUSED)
+@pytest.mark.parametrize("backend", ALWAYS)
 def test_a_dropped_bound_is_noticed(backend, monkeypatch):
     able(backend)
     right, lengths = BACKENDS[backend], [40, 70, 90]

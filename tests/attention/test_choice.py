@@ -25,7 +25,7 @@ def card(monkeypatch):
     return pretend
 
 
-WITHOUT_PACKAGES = ("cudnn", "flash", "flex", "per-document")
+WITHOUT_PACKAGES = ("flash", "flex", "per-document")
 NEEDS = [
     ((9, 0), BF16, {}, "flash-attn-4", "flash"),
     ((9, 0), FP16, {"head_dim": 64, "window": True}, "flash-attn-4", "flash"),
@@ -63,8 +63,6 @@ def test_every_order_ends_where_everything_can_be_done():
 
 
 REFUSED = [
-    ("cudnn", {"window": True}, "lacks window"),
-    ("cudnn", {"softcap": True}, "lacks softcap"),
     ("flash", {"sinks": True}, "lacks sinks"),
     ("flash", {"head_dim": 264}, "lacks head_dim=264"),
     ("flash-attn-4", {"dtype": FP32}, "lacks dtype=torch.float32"),
@@ -81,7 +79,7 @@ def test_a_forced_backend_that_cannot_is_refused(card, backend, needs, message):
 
 def test_refusals_name_the_remedy(card):
     card((9, 0), WITHOUT_PACKAGES)
-    with pytest.raises(ValueError, match=r"pip install 'chronicals\[flash\]'.*one of cudnn, flash, flex, per-document"):
+    with pytest.raises(ValueError, match=r"pip install 'chronicals\[flash\]'.*one of flash, flex, per-document"):
         choose_backend(CUDA, BF16, backend="flash-attn-4")
     with pytest.raises(ValueError, match="lacks device=cpu; use backend=None, or one of per-document"):
         choose_backend(CPU, BF16, backend="flash")

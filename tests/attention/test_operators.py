@@ -1,4 +1,4 @@
-"""What lies between torch and the kernels of flash-attn-4 and cuDNN, with plain stand-ins for those kernels.
+"""What lies between torch and the kernels of flash-attn-4, with plain stand-ins for those kernels.
 
 The arguments that reach them, the order of gradients, shapes for tracing: without a card, and before there is one.
 """
@@ -10,7 +10,7 @@ import pytest
 import torch
 from definition import bounds, dense, qkv
 
-from chronicals.attention.backends import cudnn, flash_attn_4
+from chronicals.attention.backends import flash_attn_4
 
 LENGTHS = [9, 0, 17, 4, 0]
 OPTIONS = [{}, {"window": 5}, {"softcap": 1.5}, {"window": 5, "sinks": True}]
@@ -60,25 +60,6 @@ def flash_attn_4_stand_in(monkeypatch):
     monkeypatch.setattr(flash_attn_4, "_kernels", lambda: (forward, backward))
 
 
-@pytest.fixture
-def cudnn_stand_in(monkeypatch):
-    def check(cu, longest, causal, dropout, *tensors):
-        assert cu.tolist() == [0, 9, 9, 26, 30, 30, 30, 30, 30] and longest == 128 and causal is True and dropout == 0
-        assert all(x.is_contiguous() for x in tensors)
-
-    def forward(q, k, v, bias, cu_q, cu_k, max_q, max_k, with_lse, dropout, causal, debug, *, scale):
-        assert bias is None and with_lse is True and debug is False and cu_q is cu_k and max_q == max_k
-        check(cu_q, max_q, causal, dropout, q, k, v)
-        return dense(q, k, v, cu_q, scale).contiguous(), q.new_full((*q.shape[:2], 1), 7.0), cu_q, cu_k, max_q, max_k, q, q, q
-
-    def backward(dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal, *, scale):
-        assert bias is None and lse.eq(7).all() and cu_q is cu_k and max_q == max_k and seed.dtype == torch.int64
-        check(cu_q, max_q, causal, dropout, dout, q, k, v, out)
-        return tuple(x.contiguous() for x in gradients_of_definition(q, k, v, cu_q, dout, scale=scale))
-
-    monkeypatch.setattr(cudnn, "_kernels", lambda: (forward, backward))
-
-
 def compare(attend, window=None, softcap=None, sinks=False, compiled=False):
     """On views out of a merged product, and an upstream gradient that is not contiguous."""
     merged = torch.randn(30, 8 * 16).requires_grad_()
@@ -100,12 +81,7 @@ def test_flash_attn_4(options, compiled, flash_attn_4_stand_in):
     compare(flash_attn_4.attend, **options, compiled=compiled)
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-def test_cudnn(compiled, cudnn_stand_in):
-    compare(cudnn.attend, compiled=compiled)
-
-
-def test_shapes_for_tracing(flash_attn_4_stand_in, cudnn_stand_in):
+def test_shapes_for_tracing(flash_attn_4_stand_in):
     """torch's own check of a registered operator, its backward included."""
     inputs, sink = qkv(30)(), torch.randn(4)
     out, lse = flash_attn_4._forward(*inputs, bounds(LENGTHS), 17, 0.3, 5, None, sink)
@@ -114,19 +90,6 @@ def test_shapes_for_tracing(flash_attn_4_stand_in, cudnn_stand_in):
         torch.library.opcheck(flash_attn_4._forward, (*leaves, bounds(LENGTHS), 17, 0.3, 5, None, sinks))
         rest = (out, lse, bounds(LENGTHS), 17, 0.3, 5, None, sinks)
         torch.library.opcheck(flash_attn_4._backward, (torch.randn(30, 4, 16), *inputs, *rest))
-    out, lse = cudnn._forward(*inputs, bounds(LENGTHS), 17, 0.3)
-    torch.library.opcheck(cudnn._forward, (*(x.clone().requires_grad_() for x in inputs), bounds(LENGTHS), 17, 0.3))
-    torch.library.opcheck(cudnn._backward, (torch.randn(30, 4, 16), *inputs, out, lse, bounds(LENGTHS), 17, 0.3))
-
-
-def test_torchs_own_operators_take_these_arguments():
-    """They have no kernel for the CPU: arguments that did not fit would be refused before that is noticed."""
-    q, k, v = qkv(30)()
-    lse = torch.zeros(30, 4, 1)
-    with pytest.raises(NotImplementedError, match="_cudnn_attention_forward"):
-        cudnn._forward(q, k, v, bounds(LENGTHS), 17, 0.3)
-    with pytest.raises(NotImplementedError, match="_cudnn_attention_backward"):
-        cudnn._backward(q, q, k, v, q, lse, bounds(LENGTHS), 17, 0.3)
 
 
 @pytest.mark.skipif(not flash_attn_4.available(), reason="needs the package flash-attn-4")
@@ -137,19 +100,3 @@ def test_flash_attn_4_takes_these_arguments(flash_attn_4_stand_in):
     for ours, theirs in zip(stand_ins, (interface._flash_attn_fwd, interface._flash_attn_bwd), strict=True):
         asked, there = (list(inspect.signature(function).parameters) for function in (ours, theirs))
         assert set(asked) <= set(there) and asked[:3] == there[:3]
-
-
-@pytest.mark.parametrize("documents, longest", [(1, 1), (2, 128), (3, 129), (8, 4096), (9, 5000)])
-def test_plans_are_made_for_powers_of_two(documents, longest):
-    cu = bounds([2] * documents)
-    padded, bound = cudnn.rounded_up(cu, longest)
-    count = padded.numel() - 1
-    assert padded.dtype == torch.int32 and torch.equal(padded[: cu.numel()], cu) and padded[cu.numel() :].eq(cu[-1]).all()
-    assert documents <= count < 2 * documents and count & (count - 1) == 0
-    assert longest <= bound < max(2 * longest, 129) and bound & (bound - 1) == 0
-
-
-def test_offsets_beyond_int32_are_refused(monkeypatch):
-    monkeypatch.setattr(cudnn, "LARGEST", 30 * 4 * 16 - 1)
-    with pytest.raises(ValueError, match="q has 1920 elements"):
-        cudnn.attend(*qkv(30)(), bounds(LENGTHS), 17, 0.3)

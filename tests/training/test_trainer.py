@@ -262,3 +262,11 @@ def processor(platform):
         return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()
+
+
+@pytest.mark.gpu
+def test_compiled_layers_train_as_uncompiled_ones(tmp_path):
+    for compiled in (False, True):
+        runs.train(tmp_path / str(compiled), use_torch_compile=compiled, mixed_precision="bf16", max_steps=3)
+    losses = [[line[1] for line in runs.trajectory(tmp_path / str(compiled))] for compiled in (False, True)]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-2)

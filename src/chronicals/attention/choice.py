@@ -12,20 +12,20 @@ from chronicals.attention.support import HALVES, Needs
 
 logger = logging.getLogger(__name__)
 
-FLASH = ("flash-attn-4", "cudnn", "flash")
+FLASH = ("flash-attn-4", "flash")
 """Backends that never hold a score matrix and need nothing compiled by torch."""
 
 FASTEST: dict[tuple[int, int], dict[int, tuple[str, ...]]] = {
     (9, 0): {
-        128: ("flash-attn-4", "flash", "cudnn", "flex", "per-document"),
-        256: ("flash", "flash-attn-4", "cudnn", "flex", "per-document"),
+        128: ("flash-attn-4", "flash", "flex", "per-document"),
+        256: ("flash", "flash-attn-4", "flex", "per-document"),
     },
 }
 """By compute capability and widest head of the class, fastest first. Measured on an H200 at head widths 64 and 128 with
-documents of 512 to 8192 tokens: flash-attn-4 before flash everywhere. cuDNN was measured dense only, so it stands behind
-flash; above 128 nothing was measured, and what is proved longest comes first."""
+documents of 512 to 8192 tokens: flash-attn-4 before flash everywhere. Above 128 nothing was measured, and what is proved
+longest comes first."""
 
-ELSEWHERE = ("flash-attn-4", "flash", "cudnn", "flex", "per-document")
+ELSEWHERE = ("flash-attn-4", "flash", "flex", "per-document")
 EXACT = ("per-document",)
 """For other devices, and for types of more than 16 bits, which are there for proof."""
 

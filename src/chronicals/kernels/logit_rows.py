@@ -5,10 +5,9 @@
     loss = w · [(1 − ε)(lse − z_y) + ε (lse − mean_j z_j) + ζ · lse²]
     dloss/dz_j = w · [(1 + 2ζ · lse) p_j − (1 − ε) 1(j = y) − ε / V],   dz_j/dx_j = s · (1 − (z_j / c)²)
 
-ε is label smoothing (Szegedy et al., 2016, section 7), ζ the z-loss (Chowdhery et al., 2022, section 5).
-Where the logits become their gradient, they are read from memory once and written once: a row is cut in segments, and
-programs of two kinds take turns, those that reduce a segment and, some ``LAG`` segments behind, those that overwrite
-one that is still in the L2 cache. Bytes a row in 16 bit: 2·V for statistics, 4·V with the gradient.
+ε is label smoothing (Szegedy et al., 2016, section 7), ζ the z-loss (Chowdhery et al., 2022, section 5). A program takes a
+row: it passes over it once for the statistics, and once more, backwards, while its end is still in the L2 cache, to
+overwrite the logits by their gradient. Bytes a row in 16 bit: 2·V for statistics, 4·V with the gradient.
 """
 
 from __future__ import annotations
@@ -33,18 +32,9 @@ class Shape:
     z_loss: float = 0.0
 
 
-LAG = 2048
-"""Segments between the reduction and the gradient: more than a card works on at a time, less than its L2 cache holds."""
-
-
 def _tile(vocabulary: int) -> Tile:
-    """A segment; 32 elements a thread."""
-    return Tile(1, min(4096, next_power_of_2(vocabulary)), warps=4)
-
-
-def _sweep_tile(vocabulary: int) -> Tile:
-    """Of a program that passes over a row: 16 elements a thread."""
-    block = min(8192, next_power_of_2(vocabulary))
+    """16 elements a thread; enough warps that a row's reductions are few."""
+    block = min(4096, next_power_of_2(vocabulary))
     return Tile(1, block, warps=min(16, max(1, block // 512)))
 
 
@@ -74,7 +64,7 @@ def _statistics(
     largest, total, plain_sum, weighted = -float("inf"), 0.0, 0.0, 0.0
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0)
+        x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last")
         z = tl.where(column < vocabulary, _shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
         new = tl.maximum(largest, tl.max(z, axis=0))
         shrink = tl.exp(largest - new)
@@ -90,96 +80,48 @@ def _statistics(
 
 
 @triton.jit
-def _reduce_segment(
-    x_ptr, target, parts_ptr, arrived_ptr, vocabulary, segment, segments, scale, softcap,
-    HAS_SOFTCAP: tl.constexpr, HAS_SMOOTHING: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Publish the largest logit, Σ e^{z − largest}, Σ z and the target's logit of a segment."""
-    column = segment * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last")
-    z = tl.where(column < vocabulary, _shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
-    largest = tl.max(z, axis=0)
-    tl.store(parts_ptr + segment, largest)
-    tl.store(parts_ptr + segments + segment, tl.sum(tl.exp(z - largest), axis=0))
-    tl.store(parts_ptr + 2 * segments + segment, tl.sum(tl.where(column == target, z, 0.0), axis=0))
-    if HAS_SMOOTHING:
-        tl.store(parts_ptr + 3 * segments + segment, tl.sum(tl.where(column < vocabulary, z, 0.0), axis=0))
-    tl.debug_barrier()
-    tl.atomic_add(arrived_ptr, 1, sem="release")
-
-
-@triton.jit
 def _loss_and_gradient_kernel(
-    x_ptr, target_ptr, weight_ptr, loss_ptr, parts_ptr, arrived_ptr, rows, vocabulary, stride, segments, lag, scale,
-    softcap, smoothing, z_loss, HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    WANTS_GRADIENT: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, target_ptr, weight_ptr, loss_ptr, vocabulary, stride, scale, softcap, smoothing, z_loss,
+    HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SMOOTHING: tl.constexpr, WANTS_GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Programs start in the order of their numbers, so who waits does so for programs that have started before it."""
-    program, all_segments = tl.program_id(0), rows * segments
-    turn = program - lag
-    reduces = (turn < 0) | ((turn % 2 == 0) & (program + lag < 2 * all_segments))
-    number = tl.where(turn < 0, program, tl.where(reduces, lag + turn // 2, turn // 2))
-    number = tl.where(program + lag >= 2 * all_segments, program - all_segments, number)
-    row, segment = (number // segments).to(tl.int64), number % segments
-    target = tl.load(target_ptr + row)
+    row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride
-    parts_ptr += row * segments * 4
-    if reduces:
-        if target != -100:
-            _reduce_segment(
-                x_ptr, target, parts_ptr, arrived_ptr + row, vocabulary, segment, segments, scale, softcap, HAS_SOFTCAP,
-                HAS_SMOOTHING, BLOCK,
-            )  # fmt: skip
-    else:
-        _overwrite_segment(
-            x_ptr, target, weight_ptr + row, loss_ptr + row, parts_ptr, arrived_ptr + row, vocabulary, segment, segments,
-            scale, softcap, smoothing, z_loss, HAS_SOFTCAP, HAS_WEIGHTS, HAS_SMOOTHING, WANTS_GRADIENT, SEGMENTS, BLOCK,
-        )  # fmt: skip
-
-
-@triton.jit
-def _overwrite_segment(
-    x_ptr, target, weight_ptr, loss_ptr, parts_ptr, arrived_ptr, vocabulary, segment, segments, scale, softcap, smoothing,
-    z_loss, HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, HAS_SMOOTHING: tl.constexpr,
-    WANTS_GRADIENT: tl.constexpr, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The gradient in place of the logits; the first segment of a row writes its loss."""
-    column = segment * BLOCK + tl.arange(0, BLOCK)
+    target = tl.load(target_ptr + row)
+    blocks = tl.cdiv(vocabulary, BLOCK)
     kind = x_ptr.dtype.element_ty
     if target == -100:
-        if segment == 0:
-            tl.store(loss_ptr, 0.0)
+        tl.store(loss_ptr + row, 0.0)
         if WANTS_GRADIENT:
-            tl.store(x_ptr + column, tl.zeros((BLOCK,), kind), mask=column < vocabulary)
+            for block in range(blocks):
+                column = block * BLOCK + tl.arange(0, BLOCK)
+                tl.store(x_ptr + column, tl.zeros((BLOCK,), kind), mask=column < vocabulary)
     else:
         tl.device_assert((target >= 0) & (target < vocabulary), "a target is outside the vocabulary")
-        x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_first")
-        while tl.atomic_add(arrived_ptr, 0, sem="acquire") < segments:
-            pass
-        n = tl.arange(0, SEGMENTS)
-        maxima = tl.load(parts_ptr + n, mask=n < segments, other=-float("inf"), cache_modifier=".cg")
-        totals = tl.load(parts_ptr + segments + n, mask=n < segments, other=0.0, cache_modifier=".cg")
-        largest = tl.max(maxima, axis=0)
-        rest = tl.log(tl.sum(totals * tl.exp(maxima - largest), axis=0))
+        at_target = _shaped(tl.load(x_ptr + target), scale, softcap, HAS_SOFTCAP)
+        largest, rest, plain_sum, _ = _statistics(
+            x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, False, BLOCK
+        )  # fmt: skip
+        weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
+        loss = (1.0 - smoothing) * (rest - (at_target - largest))
+        if HAS_SMOOTHING:
+            loss += smoothing * (rest - (plain_sum / vocabulary - largest))
         lse = largest + rest
-        weight = tl.load(weight_ptr).to(tl.float32) if HAS_WEIGHTS else 1.0
-        if segment == 0:
-            at_target = tl.sum(tl.load(parts_ptr + 2 * segments + n, mask=n < segments, other=0.0, cache_modifier=".cg"))
-            loss = (1.0 - smoothing) * (rest - (at_target - largest))
-            if HAS_SMOOTHING:
-                of_all = tl.sum(tl.load(parts_ptr + 3 * segments + n, mask=n < segments, other=0.0, cache_modifier=".cg"))
-                loss += smoothing * (rest - (of_all / vocabulary - largest))
-            tl.store(loss_ptr, weight * (loss + z_loss * lse * lse))
+        tl.store(loss_ptr + row, weight * (loss + z_loss * lse * lse))
         if WANTS_GRADIENT:
-            z = _shaped(x, scale, softcap, HAS_SOFTCAP)
-            gradient = weight * (1.0 + 2.0 * z_loss * lse) * tl.exp(z - largest - rest)
-            gradient -= tl.where(column == target, weight * (1.0 - smoothing), 0.0)
-            if HAS_SMOOTHING:
-                gradient -= weight * smoothing / vocabulary
-            gradient *= scale
-            if HAS_SOFTCAP:
-                gradient *= 1.0 - (z / softcap) * (z / softcap)
-            tl.store(x_ptr + column, gradient.to(kind), mask=column < vocabulary, eviction_policy="evict_first")
+            of_all, of_target = weight * (1.0 + 2.0 * z_loss * lse), weight * (1.0 - smoothing)
+            of_each = weight * smoothing / vocabulary
+            for back in range(blocks):
+                column = (blocks - 1 - back) * BLOCK + tl.arange(0, BLOCK)
+                x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_first")
+                z = _shaped(x, scale, softcap, HAS_SOFTCAP)
+                gradient = of_all * tl.exp(z - largest - rest) - tl.where(column == target, of_target, 0.0)
+                if HAS_SMOOTHING:
+                    gradient -= of_each
+                gradient *= scale
+                if HAS_SOFTCAP:
+                    gradient *= 1.0 - (z / softcap) * (z / softcap)
+                tl.store(x_ptr + column, gradient.to(kind), mask=column < vocabulary, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -233,15 +175,10 @@ def loss_and_gradient_(x: Tensor, targets: Tensor, weights: Tensor | None, shape
     rows, vocabulary = x.shape
     losses = x.new_empty(rows, dtype=torch.float32)
     tile = _tile(vocabulary)
-    segments = triton.cdiv(vocabulary, tile.block)
-    parts = x.new_empty((rows, 4, segments), dtype=torch.float32)
-    arrived = torch.zeros(rows, dtype=torch.int32, device=x.device)
-    lag = min(rows * segments, max(LAG, segments))
-    _loss_and_gradient_kernel[(2 * rows * segments,)](
-        x, targets, weights if weights is not None else losses, losses, parts, arrived, rows, vocabulary, x.stride(0),
-        segments, lag, shape.scale, shape.softcap or 1.0, shape.label_smoothing, shape.z_loss, shape.softcap is not None,
-        weights is not None, shape.label_smoothing != 0, wants_gradient, next_power_of_2(segments), tile.block,
-        num_warps=tile.warps,
+    _loss_and_gradient_kernel[(rows,)](
+        x, targets, weights, losses, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0, shape.label_smoothing,
+        shape.z_loss, shape.softcap is not None, weights is not None, shape.label_smoothing != 0, wants_gradient,
+        tile.block, num_warps=tile.warps,
     )  # fmt: skip
     return losses
 
@@ -252,7 +189,7 @@ def log_probabilities(x: Tensor, targets: Tensor, shape: Shape, wants_entropy: b
         return log_probabilities_reference(x, targets, shape, wants_entropy)
     rows, vocabulary = x.shape
     log_p, lse, entropy = x.new_zeros((3, rows), dtype=torch.float32)
-    tile = _sweep_tile(vocabulary)
+    tile = _tile(vocabulary)
     _log_probability_kernel[(rows,)](
         x, targets, log_p, lse, entropy, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0,
         shape.softcap is not None, wants_entropy, tile.block, num_warps=tile.warps,

@@ -48,7 +48,8 @@ def _documents_only(
         raise ValueError(f"{type(module).__name__} does not pass document bounds on to its attention")
     if dropout:
         raise ValueError(f"attention dropout {dropout} is not supported; set attention_dropout=0 in the model's configuration")
-    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+    # Under autocast the rotation leaves queries and keys in fp32, where the products' own type is that of the values.
+    q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     out = document_attention(
         q_THD,
         k_TKD,

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from chronicals.attention import attention_reference, choose_backend, document_attention
 from chronicals.kernels import (
+    fused_add_rmsnorm,
+    fused_geglu,
     fused_layernorm,
     fused_qk_norm_rope,
     fused_qk_rope,
@@ -21,14 +23,17 @@ from chronicals.kernels import (
     fused_softmax,
     fused_swiglu,
     linear_cross_entropy,
+    token_log_probability,
 )
-from chronicals.kernels.glu import swiglu_reference
+from chronicals.kernels.glu import geglu_reference, swiglu_reference
+from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
 from chronicals.kernels.qk_rope import qk_rope_reference
-from chronicals.kernels.rmsnorm import rmsnorm_reference
+from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
+from chronicals.kernels.token_log_probability import token_log_probability_reference
 
 ALLOWED = 1.5
 LENGTHS = (17, 1, 31)
@@ -74,22 +79,22 @@ def self_test() -> list[SelfTest]:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         return attention_reference(q, k, v, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
 
+    def together(function: Callable[..., tuple[Tensor, ...]]) -> Function:
+        return lambda *given: torch.cat([x.flatten() for x in function(*given)])
+
     def rope(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
-        return lambda *given: torch.cat([x.flatten() for x in function(*given, *(t.to(given[0].dtype) for t in (cos, sin)))])
+        return together(lambda *given: function(*given, *(table.to(given[0].dtype) for table in (cos, sin))))
 
     qkv = random(tokens, heads, 16), random(tokens, 2, 16), random(tokens, 2, 16)
     gate, up = random(tokens, width), random(tokens, width)
     hidden, weight = random(tokens, width), random(vocabulary, width) * 0.1
     cases: list[tuple[str, Function, Function, tuple[Tensor, ...]]] = [
-        (
-            "rmsnorm",
-            lambda x, w: fused_rmsnorm(x, w),
-            lambda x, w: rmsnorm_reference(x, w, 1e-6),
-            (gate, random(width)),
-        ),
+        ("rmsnorm", fused_rmsnorm, rmsnorm_reference, (gate, random(width))),
+        ("add_rmsnorm", together(fused_add_rmsnorm), together(add_rmsnorm_reference), (gate, up, random(width))),
         ("layernorm", fused_layernorm, layernorm_reference, (gate, random(width), random(width))),
         ("softmax", fused_softmax, softmax_reference, (gate,)),
         ("swiglu", fused_swiglu, swiglu_reference, (gate, up)),
+        ("geglu", fused_geglu, geglu_reference, (gate, up)),
         ("qk_rope", rope(fused_qk_rope), rope(qk_rope_reference), qkv[:2]),
         ("qk_norm_rope", rope(fused_qk_norm_rope), rope(qk_norm_rope_reference), (*qkv[:2], random(16), random(16))),
         (
@@ -98,10 +103,17 @@ def self_test() -> list[SelfTest]:
             lambda h, w: linear_cross_entropy_reference(h, w, targets),
             (hidden, weight),
         ),
+        (
+            "token_log_probability",
+            together(lambda h, w: token_log_probability(h, w, targets, chunk_size=16, entropy=True)),
+            together(lambda h, w: token_log_probability_reference(h, w, targets)),
+            (hidden, weight),
+        ),
         ("attention", attention, plain_attention, qkv),
     ]
-    runs_as = dict.fromkeys((case[0] for case in cases), "torch") | {"attention": choose_backend(device, dtype)}
-    return [_compare(name, runs_as[name], ours, plain, inputs) for name, ours, plain, inputs in cases]
+    kernels = "triton" if runs_triton(gate) else "torch"
+    runs_as = {"attention": choose_backend(device, dtype, head_dim=16)}
+    return [_compare(name, runs_as.get(name, kernels), ours, plain, inputs) for name, ours, plain, inputs in cases]
 
 
 def _compare(name: str, runs_as: str, ours: Function, plain: Function, inputs: tuple[Tensor, ...]) -> SelfTest:

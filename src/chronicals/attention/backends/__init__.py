@@ -1,11 +1,10 @@
 """The backends by name."""
 
-from chronicals.attention.backends import cudnn, flash, flash_attn_4, flex, per_document
+from chronicals.attention.backends import flash, flash_attn_4, flex, per_document
 from chronicals.attention.support import Backend
 
 BACKENDS: dict[str, Backend] = {
     "flash-attn-4": flash_attn_4.BACKEND,
-    "cudnn": cudnn.BACKEND,
     "flash": flash.BACKEND,
     "flex": flex.BACKEND,
     "per-document": per_document.BACKEND,

@@ -1,0 +1,85 @@
+"""Writes the figures of README.md, between its marks, from the result files.
+
+python benchmarks/figures.py
+"""
+
+import json
+import statistics
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
+NAMES = {"full": "full", "lora": "LoRA r32"}
+PICKED = [
+    "rmsnorm 4096 forward", "rmsnorm 4096 backward", "add_rmsnorm 4096 backward", "swiglu 14336 forward",
+    "swiglu 14336 backward", "qk_rope 32/8x128 forward",
+]  # fmt: skip
+HEADS = ["linear_cross_entropy fp32 dW 8192x4096x128256", "linear_cross_entropy bf16 dW 16384x896x151936"]
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / name).read_text())
+
+
+def training() -> list[str]:
+    base = load("baseline-h200.json")
+    lines = [
+        f"Training, Qwen2.5-0.5B shape, random weights, real text, 8 x 2048 tokens a step, {base['steps']} steps, "
+        f"one {base['card'].removeprefix('NVIDIA ')}, before the kernels below were written:",
+        "",
+        "| | real tokens/s | peak GiB | trained | loss | last gradient norm |",
+        "|---|---|---|---|---|---|",
+    ]
+    for kind, name in NAMES.items():
+        row = base[kind]
+        lines.append(
+            f"| {name} | {row['tokens_per_second']['median']:,.0f} | {row['peak_gib']:.1f} | {row['trainable_share']:.1%} "
+            f"| {row['losses'][0]:.2f} → {row['losses'][-1]:.2f} | {row['grad_norms'][-1]:.2f} |"
+        )
+    return lines
+
+
+def kernels() -> list[str]:
+    rows = load("kernels-h200.json")
+    rate = rows["copy_bytes_per_second"]
+    lines = [
+        "",
+        f"Kernels on the same card, bf16, cold cache (copy {rate / 1e12:.2f} TB/s), Liger 0.8.5 in the same run:",
+        "",
+        "| kernel | | times as fast as Liger |",
+        "|---|---|---|",
+    ]
+    for name in PICKED:
+        row = rows["rows"][name]
+        times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+        share = row["bytes"] / (times["ours"] * 1e-3) / rate
+        lines.append(f"| {name} | {share:.0%} of the copy rate | {times['liger'] / times['ours']:.2f} |")
+    for name in HEADS:
+        times = {
+            arm: statistics.median(samples) for arm, samples in load("heads-h200.json")["rows"][name]["milliseconds"].items()
+        }
+        beside = f"{times['liger'] / times['ours']:.2f}" if "liger" in times else "-"
+        lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products | {beside} |")
+    return lines
+
+
+def packing() -> list[str]:
+    plan = load("packing-cpu.json")
+    rate = plan["sequences_per_second"]["median"]
+    return ["", f"Packing plan on 2 CPU cores: {rate / 1e6:.1f} million sequences/s, {plan['fill']['lowest']:.2%} full."]
+
+
+def figures() -> str:
+    return "\n".join([*training(), *kernels(), *packing()]) + "\n"
+
+
+def with_figures(text: str) -> str:
+    """``text`` with what stands between the marks made anew."""
+    before, rest = text.split(BEGIN)
+    return before + BEGIN + figures() + END + rest.split(END)[1]
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    readme.write_text(with_figures(readme.read_text()))

@@ -1,0 +1,103 @@
+"""token_log_probability against the definition, with upstream gradients of each token."""
+
+import sys
+
+import pytest
+import torch
+from mutants import mutant
+
+import chronicals.kernels.logit_rows as module
+from chronicals.kernels import fused_cross_entropy, token_log_probability
+from chronicals.kernels.logit_rows import IGNORED
+from comparison import assert_as_exact_as_plain
+
+ROWS, VOCABULARY = 11, 211
+TYPES = [torch.float32, torch.bfloat16]
+
+
+def both(hidden, weight, targets, bias=None, scale=1.0, softcap=None):
+    """By the definition; the entropies as well."""
+    z = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
+    z = z.to(torch.promote_types(z.dtype, torch.float32)) * scale
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
+    log_p = torch.log_softmax(z, 1)
+    at_target = log_p.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return torch.where(targets == IGNORED, 0.0, at_target), torch.distributions.Categorical(logits=z).entropy()
+
+
+def draw_head(dtype, device, rows=ROWS, bias=False):
+    def draw():
+        targets = torch.randint(0, VOCABULARY, (rows,), device=device)
+        targets[1::4] = IGNORED
+        drawn = [torch.randn(rows, 19, device=device), torch.randn(VOCABULARY, 19, device=device) * 0.3]
+        return [*(x.to(dtype) for x in drawn), targets, *([torch.randn(VOCABULARY, device=device).to(dtype)] if bias else [])]
+
+    return draw
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_log_probabilities_and_entropies(bias, softcap, dtype, device):
+    """Each token has upstream gradients of its own."""
+
+    def ours(hidden, weight, targets, *rest):
+        options = {"bias": rest[0] if rest else None, "scale": 0.8, "softcap": softcap}
+        return token_log_probability(hidden, weight, targets, chunk_size=4, entropy=True, **options)
+
+    def plain(hidden, weight, targets, *rest):
+        return both(hidden, weight, targets, rest[0] if rest else None, 0.8, softcap)
+
+    assert_as_exact_as_plain(ours, plain, [x for x in draw_head(dtype, device, rows=5, bias=bias)()])
+
+
+def test_entropies_that_are_not_wanted(device):
+    hidden, weight, targets = (x.requires_grad_(x.is_floating_point()) for x in draw_head(torch.float32, device)())
+    log_p, entropy = token_log_probability(hidden, weight, targets, chunk_size=4)
+    assert not entropy.requires_grad and not entropy.any()
+    expected = torch.autograd.grad(both(hidden, weight, targets)[0].square().sum(), (hidden, weight))
+    for got, e in zip(torch.autograd.grad(log_p.square().sum(), (hidden, weight)), expected):
+        torch.testing.assert_close(got, e, rtol=1e-4, atol=1e-5)
+
+
+def test_certain_and_uniform_predictions(device):
+    """Entropy 0 and log V."""
+    weight = torch.eye(8, device=device) * 1e4
+    hidden = torch.stack((torch.eye(8, device=device)[3], torch.zeros(8, device=device)))
+    log_p, entropy = token_log_probability(hidden, weight, torch.tensor([3, 5], device=device), entropy=True)
+    torch.testing.assert_close(entropy.cpu(), torch.tensor([0.0, 8.0]).log1p().cpu() * 0 + torch.tensor([0.0, 2.0794415]))
+    torch.testing.assert_close(log_p.cpu(), torch.tensor([0.0, -2.0794415]))
+
+
+def test_losses_of_tokens_are_log_probabilities(device):
+    hidden, weight, targets = draw_head(torch.float32, device)()
+    losses = fused_cross_entropy(hidden, weight, targets, chunk_size=4, reduction="none")
+    torch.testing.assert_close(losses, -both(hidden, weight, targets)[0])
+
+
+PROBABILITY_MUTATIONS = {
+    "entropy of the wrong sign": ("gradient -= tl.load(d_entropy_ptr", "gradient += tl.load(d_entropy_ptr"),
+    "no entropy in its own gradient": ("(z - lse + tl.load(entropy_ptr + row))", "(z - lse)"),
+    "no share of the others": ("- of_target * p", "- 0 * p"),
+    "mean not shrunk": ("(weighted + total * tl.where(total > 0, largest - new, 0.0)) * shrink", "weighted"),
+}
+
+
+@pytest.mark.parametrize("fault", PROBABILITY_MUTATIONS)
+def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatch):
+    broken = mutant(module, *PROBABILITY_MUTATIONS[fault])
+    user = sys.modules["chronicals.kernels.token_log_probability"]
+    for name in ("log_probabilities", "log_probability_gradient_"):
+        monkeypatch.setattr(user, name, getattr(broken, name))
+    monkeypatch.setattr(broken, "_tile", lambda vocabulary: module.Tile(1, 64, 2))
+    with pytest.raises(AssertionError, match="error"):
+        assert_as_exact_as_plain(
+            lambda *x: token_log_probability(*x, chunk_size=4, entropy=True), both, draw_head(torch.float32, device, rows=5)()
+        )
+
+
+def test_compiled(device):
+    compiled = torch.compile(token_log_probability, backend="aot_eager", fullgraph=True)
+    assert_as_exact_as_plain(
+        lambda *x: compiled(*x, chunk_size=4, entropy=True), both, draw_head(torch.float32, device, rows=5)()
+    )
