@@ -71,6 +71,18 @@ def test_flattened_rows_without_positions():
     assert_same(with_positions, loss_and_gradients(patched, **rows))
 
 
+def test_packed_rows_without_a_word_of_a_cache():
+    """Unpatched, with the cache that is made by default, documents would see each other."""
+    plain, patched = pair("llama")
+    rows = packed()
+    expected = loss_and_gradients(plain, **rows)
+    del rows["use_cache"]
+    assert_same(expected, loss_and_gradients(patched, **rows))
+    assert patched(**rows, use_cache=True).past_key_values is not None
+    unpatch_model(patched)
+    assert not patched._forward_pre_hooks and not patched._forward_pre_hooks_with_kwargs
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_padding_on_the_left_is_as_it_was(implementation):
     plain, patched = pair("llama", implementation)

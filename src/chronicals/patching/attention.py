@@ -92,12 +92,24 @@ def is_offered(model: Any) -> bool:
 def install(model: Any) -> None:
     """Let ours stand before what the model's text has; towers of other kinds keep theirs."""
     _set(model, PREFIX + _implementation(model))
+    model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def remove(model: Any) -> None:
     """Back to what the model had."""
     if in_place(model):
         _set(model, _implementation(model).removeprefix(PREFIX))
+        for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _without_cache]:
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def _without_cache(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+    """transformers looks for documents in the positions only where there is no cache, which is made unless forbidden."""
+    given = {name for name in ("labels", "shift_labels", "position_ids", "attention_mask", "past_key_values", "use_cache")
+             if kwargs.get(name) is not None}  # fmt: skip
+    packed = "position_ids" in given and not given & {"attention_mask", "past_key_values", "use_cache"}
+    return (args, kwargs | {"use_cache": False}) if packed and given & {"labels", "shift_labels"} else None
 
 
 def _implementation(model: Any) -> str:
