@@ -228,3 +228,18 @@ def test_a_rotation_is_replaced_in_the_forward_only():
 
 def test_a_rotation_with_a_fault_is_left():
     assert recognise_rotary(FaultyAttention()) is None
+
+
+class Reshaped(nn.Module):
+    """Keeps a shape that is no norm's."""
+
+    def __init__(self):
+        super().__init__()
+        self.shape = (2, -1)
+
+    def forward(self, x):
+        return x.view(*self.shape)
+
+
+def test_a_shape_that_is_kept_need_not_be_a_width():
+    assert recognise_norm(Reshaped()) is None

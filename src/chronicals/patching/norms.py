@@ -41,7 +41,8 @@ def recognise_norm(module: nn.Module) -> Form | None:
 def _kept_width(module: nn.Module) -> int | None:
     """The width that a norm without vectors takes: the last of a shape that it keeps, or any where it keeps an epsilon."""
     shapes = [shape for shape in vars(module).values() if isinstance(shape, tuple) and shape and type(shape[-1]) is int]
-    return shapes[0][-1] if shapes else UNWEIGHTED_WIDTH if numbers(module) else None
+    widths = [shape[-1] for shape in shapes if shape[-1] > 0]
+    return widths[0] if widths else UNWEIGHTED_WIDTH if numbers(module) else None
 
 
 def _candidates(module: nn.Module, vectors: list[str]) -> Iterator[tuple[str, Forward]]:
