@@ -31,7 +31,7 @@ def test_logits_looked_at_after_autocast_has_ended(family):
         found.append((out.loss, out.logits))
     assert found[0][1].dtype == found[1][1].dtype
     torch.testing.assert_close(found[1][0], found[0][0], rtol=2e-2, atol=2e-2)
-    torch.testing.assert_close(found[1][1] * 1, found[0][1], rtol=5e-2, atol=5e-2)
+    assert (found[1][1] * 1 - found[0][1]).norm() <= 3e-2 * found[0][1].norm()  # single logits round either way
 
 
 def test_in_inference_mode():
