@@ -92,6 +92,16 @@ def test_rows_with_a_stride(device):
     assert torch.equal(right, wide[:, VOCABULARY:])
 
 
+@pytest.mark.parametrize("target", [-1, VOCABULARY, 10**6])
+def test_a_target_outside_the_vocabulary_does_not_pass_unseen(target, device):
+    x, targets = rows_of_logits(torch.float32, device)
+    targets[0] = target
+    log_p, _, _ = module.log_probabilities(x, targets, Shape(), False)
+    losses = module.loss_and_gradient_(x, targets, None, Shape(), True)
+    for rows in (log_p, losses, x.sum(1)):
+        assert rows.isnan().nonzero().flatten().tolist() == [0]
+
+
 MUTATIONS = {
     "no -1 at the target": ("rest) - tl.where(column == target, of_target, 0.0)", "rest)"),
     "no slope of the softcap": (

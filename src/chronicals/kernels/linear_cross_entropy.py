@@ -154,7 +154,8 @@ def linear_cross_entropy(
     Args:
         hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]``, ``bias`` ``[V]`` and the adapter's matrices where
             they require it. A frozen head costs no gradient of its size.
-        targets: int64 ``[T]``, −100 is ignored.
+        targets: int64 ``[T]``, −100 is ignored. One outside the vocabulary is an IndexError on the CPU; on a card, which
+            is not asked, it makes the loss and the gradients NaN.
         adapter: ``(A [r, D], B [V, r], α)``, a low-rank addition to the head.
         scale, softcap: applied to the logits, in this order.
         label_smoothing: share ε of the target's probability spread over the vocabulary.

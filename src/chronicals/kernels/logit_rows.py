@@ -97,12 +97,13 @@ def _loss_and_gradient_kernel(
                 column = block * BLOCK + tl.arange(0, BLOCK)
                 tl.store(x_ptr + column, tl.zeros((BLOCK,), kind), mask=column < vocabulary)
     else:
-        tl.device_assert((target >= 0) & (target < vocabulary), "a target is outside the vocabulary")
-        at_target = _shaped(tl.load(x_ptr + target), scale, softcap, HAS_SOFTCAP)
+        known = (target >= 0) & (target < vocabulary)
+        at_target = _shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
         largest, rest, plain_sum, _ = _statistics(
             x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, False, BLOCK
         )  # fmt: skip
         weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
+        weight = tl.where(known, weight, float("nan"))  # a target outside the vocabulary must not pass unseen
         loss = (1.0 - smoothing) * (rest - (at_target - largest))
         if HAS_SMOOTHING:
             loss += smoothing * (rest - (plain_sum / vocabulary - largest))
@@ -133,8 +134,10 @@ def _log_probability_kernel(
     x_ptr += row * stride
     target = tl.load(target_ptr + row)
     largest, rest, _, mean = _statistics(x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, False, WANTS_ENTROPY, BLOCK)
-    at_target = _shaped(tl.load(x_ptr + tl.maximum(target, 0)), scale, softcap, HAS_SOFTCAP)
-    tl.store(log_p_ptr + row, tl.where(target == -100, 0.0, (at_target - largest) - rest))
+    known = (target >= 0) & (target < vocabulary)
+    at_target = _shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
+    log_p = tl.where(known, (at_target - largest) - rest, float("nan"))  # outside the vocabulary: must not pass unseen
+    tl.store(log_p_ptr + row, tl.where(target == -100, 0.0, log_p))
     tl.store(lse_ptr + row, largest + rest)
     if WANTS_ENTROPY:
         tl.store(entropy_ptr + row, rest - mean)

@@ -163,7 +163,8 @@ def token_log_probability(
 
     Args:
         hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]`` and ``bias`` ``[V]`` where they require it.
-        targets: int64 ``[T]``; the log-probability of −100 is 0. The entropy is that of every row.
+        targets: int64 ``[T]``; the log-probability of −100 is 0, on a card NaN outside the vocabulary. The entropy is
+            that of every row.
         scale, softcap: applied to the logits, in this order; ``scale`` is one over a temperature.
         chunk_size: no more rows of logits than these exist at a time.
         entropy: whether entropies are wanted; zeros otherwise.
