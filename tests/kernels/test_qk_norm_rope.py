@@ -348,13 +348,13 @@ MUTATIONS = {
     "no projection": ("projection /= WIDTH", "projection *= 0"),
     "projection of the rotated alone": ("projection += tl.sum(g_rest * rest", "projection += 0 * tl.sum(g_rest * rest"),
     "norm of the rotated alone": ("squares += tl.sum(rest * rest", "squares += 0 * tl.sum(rest * rest"),
-    "the others without a norm": ("rest *= rstd * (w_rest + offset)", "rest *= w_rest + offset"),
-    "no weight in the backward": ("g_b *= w_b + offset", "g_b *= 1"),
+    "the others without a norm": ("rest *= rstd * (_load_rest", "rest *= (_load_rest"),
+    "no weight in the backward": ("g_b *= w_b\n", "g_b *= 1\n"),
     "the weight's last tokens only": ("dw_a += g_a * a", "dw_a = g_a * a"),
     "sum before the rotation": ("dw_b += g_b * b", "dw_b += dy_b * b"),
-    "weights of q for k": ("k_rstd, k_weight_ptr", "k_rstd, q_weight_ptr"),
-    "sums of k over those of q": ("_store_sums(share + WIDTH, k_dw_a", "_store_sums(share, k_dw_a"),
-    "rstd of the first keys": ("tl.load(rstd + Q_HEADS + k,", "tl.load(rstd + k,"),
+    "weights of q for k": ("dk_out_ptr, k_ptr, k_weight_ptr", "dk_out_ptr, k_ptr, q_weight_ptr"),
+    "sums of k among those of q": ("shares[:of_q].sum(0), shares[of_q:].sum(0)", "shares.sum(0), shares[of_q:].sum(0)"),
+    "rstd of the first heads": ("tl.load(rstd_ptr + first +", "tl.load(rstd_ptr + program * ROWS +"),
     "eps outside of the root": ("/ WIDTH + eps)", "/ WIDTH) + eps"),
 }
 

@@ -237,6 +237,24 @@ def test_in_place_on_a_leaf_is_refused(device):
         fused_qk_rope(q, k, *tables(2, 13, 16, device=device), in_place=True)
 
 
+def test_in_place_is_noticed_by_who_saved_the_values(device):
+    """A product that needs the queries for its gradient must not take the rotated ones."""
+    x = torch.randn(2, 13, 6 * 16, device=device, requires_grad=True)
+    heads = (x * 2).view(2, 13, 6, 16).transpose(1, 2)
+    squares = heads.square()
+    rotated = fused_qk_rope(heads[:, :4], heads[:, 4:], *tables(2, 13, 16, device=device), in_place=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (squares.sum() + sum(r.sum() for r in rotated)).backward()
+
+
+def test_in_place_compiled(device):
+    compiled = torch.compile(
+        lambda q, k, cos, sin: fused_qk_rope(q * 1, k * 1, cos, sin, in_place=True), backend="aot_eager", fullgraph=True
+    )
+    cos, sin = tables(2, 13, 16, device=device)
+    compare(default_layout(2, 4, 3, 13, 16, torch.float32, device), cos, sin, heads=1, function=compiled)
+
+
 def test_only_one_result_used(device):
     q, k = (x.requires_grad_() for x in default_layout(2, 4, 2, 13, 16, torch.float32, device)())
     fused_qk_rope(q, k, *tables(2, 13, 16, device=device))[0].sum().backward()
@@ -284,8 +302,9 @@ def test_compiled(device):
 
 MUTATIONS = {
     "not inverted": ("if INVERSE:", "if not INVERSE:"),
-    "the other sine": ("second * sin_b, second * cos_b - first * sin_a", "second * sin_a, second * cos_b - first * sin_b"),
-    "cosine of the wrong sign": ("first * cos_a + second * sin_b", "second * sin_b - first * cos_a"),
+    "the other sine": ("b * sin_b, b * cos_b - a * sin_a", "b * sin_a, b * cos_b - a * sin_b"),
+    "cosine of the wrong sign": ("a * cos_a + b * sin_b", "b * sin_b - a * cos_a"),
+    "heads of another position": ("(group * K_HEADS + member - Q_HEADS)", "(group * K_HEADS + K_HEADS - 1)"),
 }
 
 

@@ -16,77 +16,132 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import Tile, next_power_of_2, runs_triton, tl, triton
+
+
+def _tile(half: int, rest: int) -> Tile:
+    """One warp a program, each thread with 32 pairs, or fewer where ``rest`` channels are copied beside each row's."""
+    block = next_power_of_2(half)
+    return Tile(max(1, min(64, 1024 // max(block, rest // 2))), block, warps=1)
+
+
+@triton.jit
+def heads_after(first, positions, length, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """Of ``ROWS`` heads, counted through all positions: whether they exist, batch, token and head, each ``[ROWS, 1]``."""
+    row = first + tl.arange(0, ROWS)[:, None]
+    position = row // HEADS
+    batch = position // length
+    token, head = position - batch * length, row - position * HEADS
+    return position < positions, batch.to(tl.int64), token.to(tl.int64), head.to(tl.int64)
+
+
+@triton.jit
+def load_pairs(at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The channels a and b of all pairs of the heads that begin ``at``; 0 where there are none."""
+    if INTERLEAVED:  # neighbours are loaded together and parted in registers
+        column = tl.arange(0, 2 * BLOCK)[None, :]
+        both = tl.load(at + column, mask=inside & (column < 2 * HALF), other=0.0)
+        a, b = tl.split(tl.reshape(both, (both.shape[0], BLOCK, 2)))
+    else:
+        column = tl.arange(0, BLOCK)[None, :]
+        a = tl.load(at + column, mask=inside & (column < HALF), other=0.0)
+        b = tl.load(at + (column + HALF), mask=inside & (column < HALF), other=0.0)
+    return a, b
+
+
+@triton.jit
+def store_pairs(at, a, b, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    a, b = a.to(at.dtype.element_ty), b.to(at.dtype.element_ty)
+    if INTERLEAVED:
+        column = tl.arange(0, 2 * BLOCK)[None, :]
+        tl.store(at + column, tl.reshape(tl.join(a, b), (a.shape[0], 2 * BLOCK)), mask=inside & (column < 2 * HALF))
+    else:
+        column = tl.arange(0, BLOCK)[None, :]
+        tl.store(at + column, a, mask=inside & (column < HALF))
+        tl.store(at + (column + HALF), b, mask=inside & (column < HALF))
+
+
+@triton.jit
+def load_turn(cos_at, sin_at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """cos_a, cos_b, sin_a and sin_b in fp32."""
+    cos_a, cos_b = load_pairs(cos_at, inside, HALF, BLOCK, INTERLEAVED)
+    sin_a, sin_b = load_pairs(sin_at, inside, HALF, BLOCK, INTERLEAVED)
+    return cos_a.to(tl.float32), cos_b.to(tl.float32), sin_a.to(tl.float32), sin_b.to(tl.float32)
 
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, out_ptr, x_head, out_head, a, b, cos_a, cos_b, sin_a, sin_b, half, width,
-    HEADS: tl.constexpr, PADDED: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, INVERSE: tl.constexpr,
+    x_ptr, out_ptr, cos_ptr, sin_ptr, first, positions, length, x_batch, x_token, x_head, out_batch, out_token, out_head,
+    table_batch, table_token,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token of one tensor; ``REST`` channels (rounded up) behind the rotated ones are copied."""
-    head = tl.arange(0, PADDED)[:, None]
-    inside = (head < HEADS) & (tl.arange(0, HALF) < half)[None, :]
-    first = tl.load(x_ptr + head * x_head + a[None, :], mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + head * x_head + b[None, :], mask=inside, other=0.0).to(tl.float32)
+    inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
+    x_ptr += batch * x_batch + token * x_token + head * x_head
+    out_ptr += batch * out_batch + token * out_token + head * out_head
+    table = batch * table_batch + token * table_token
+    a, b = load_pairs(x_ptr, inside, HALF, BLOCK, INTERLEAVED)
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    cos_a, cos_b, sin_a, sin_b = load_turn(cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED)
     if INVERSE:
-        turned_first, turned_second = first * cos_a + second * sin_b, second * cos_b - first * sin_a
+        turned_a, turned_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
-        turned_first, turned_second = first * cos_a - second * sin_a, second * cos_b + first * sin_b
-    kind = out_ptr.dtype.element_ty
-    tl.store(out_ptr + head * out_head + a[None, :], turned_first.to(kind), mask=inside)
-    tl.store(out_ptr + head * out_head + b[None, :], turned_second.to(kind), mask=inside)
+        turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    store_pairs(out_ptr, turned_a, turned_b, inside, HALF, BLOCK, INTERLEAVED)
     if REST:
-        rest = 2 * half + tl.arange(0, REST)
-        there = (head < HEADS) & (rest < width)[None, :]
-        kept = tl.load(x_ptr + head * x_head + rest[None, :], mask=there)
-        tl.store(out_ptr + head * out_head + rest[None, :], kept, mask=there)
+        column = 2 * HALF + tl.arange(0, REST)[None, :]
+        behind = inside & (column < WIDTH)
+        tl.store(out_ptr + column, tl.load(x_ptr + column, mask=behind), mask=behind)
 
 
 @triton.jit
 def _qk_rope_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, length, half, width,
+    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, positions, length,
     q_batch, q_token, q_head, k_batch, k_token, k_head, q_out_batch, q_out_token, q_out_head,
     k_out_batch, k_out_token, k_out_head, table_batch, table_token,
-    Q_HEADS: tl.constexpr, Q_PADDED: tl.constexpr, K_HEADS: tl.constexpr, K_PADDED: tl.constexpr,
-    HALF: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) // length
-    batch, token = row.to(tl.int64), (tl.program_id(0) - row * length).to(tl.int64)
-    i = tl.arange(0, HALF)
-    a, b = (2 * i, 2 * i + 1) if INTERLEAVED else (i, i + half)
-    table = batch * table_batch + token * table_token
-    cos_a = tl.load(cos_ptr + table + a, mask=i < half, other=0.0).to(tl.float32)[None, :]
-    cos_b = tl.load(cos_ptr + table + b, mask=i < half, other=0.0).to(tl.float32)[None, :]
-    sin_a = tl.load(sin_ptr + table + a, mask=i < half, other=0.0).to(tl.float32)[None, :]
-    sin_b = tl.load(sin_ptr + table + b, mask=i < half, other=0.0).to(tl.float32)[None, :]
-    _rotate_heads(
-        q_ptr + batch * q_batch + token * q_token, q_out_ptr + batch * q_out_batch + token * q_out_token,
-        q_head, q_out_head, a, b, cos_a, cos_b, sin_a, sin_b, half, width, Q_HEADS, Q_PADDED, HALF, REST, INVERSE,
-    )  # fmt: skip
-    if K_HEADS:
+    """Of ``Q_HEADS + K_HEADS`` programs in a row each takes ``ROWS`` heads of the same ``ROWS`` positions."""
+    group = tl.program_id(0) // (Q_HEADS + K_HEADS)
+    member = tl.program_id(0) - group * (Q_HEADS + K_HEADS)
+    if member < Q_HEADS:
         _rotate_heads(
-            k_ptr + batch * k_batch + token * k_token, k_out_ptr + batch * k_out_batch + token * k_out_token,
-            k_head, k_out_head, a, b, cos_a, cos_b, sin_a, sin_b, half, width, K_HEADS, K_PADDED, HALF, REST, INVERSE,
+            q_ptr, q_out_ptr, cos_ptr, sin_ptr, (group * Q_HEADS + member) * ROWS, positions, length,
+            q_batch, q_token, q_head, q_out_batch, q_out_token, q_out_head, table_batch, table_token,
+            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE,
+        )  # fmt: skip
+    else:
+        _rotate_heads(
+            k_ptr, k_out_ptr, cos_ptr, sin_ptr, (group * K_HEADS + member - Q_HEADS) * ROWS, positions, length,
+            k_batch, k_token, k_head, k_out_batch, k_out_token, k_out_head, table_batch, table_token,
+            K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE,
         )  # fmt: skip
 
 
+def strides_of_heads(*tensors: Tensor) -> list[int]:
+    """Of batch, token and head of ``[B, H, S, D]``."""
+    return [x.stride(dim) for x in tensors for dim in (0, 2, 1)]
+
+
+def strides_of_tables(cos: Tensor) -> tuple[int, int]:
+    return cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1)
+
+
 def _launch(
-    q: Tensor, k: Tensor | None, q_out: Tensor, k_out: Tensor | None, cos: Tensor, sin: Tensor, interleaved: bool,
-    inverse: bool,
-) -> None:  # fmt: skip
-    """One program a token; all tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``."""
-    batch, heads, length, width = q.shape
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
+) -> None:
+    """All tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``."""
+    batch, q_heads, length, width = q.shape
     if not q.numel():
         return
-    strides = [s for x in (q, k, q_out, k_out) for s in ((0, 0, 0) if x is None else (x.stride(0), x.stride(2), x.stride(1)))]
-    half, k_heads = cos.shape[-1] // 2, 0 if k is None else k.shape[1]
+    half, k_heads, positions = cos.shape[-1] // 2, k.shape[1], batch * length
     copied = 0 if q.data_ptr() == q_out.data_ptr() else width - 2 * half
-    _qk_rope_kernel[(batch * length,)](
-        q, k, q_out, k_out, cos, sin, length, half, width, *strides, cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-        heads, next_power_of_2(heads), k_heads, next_power_of_2(max(k_heads, 1)), next_power_of_2(half),
-        next_power_of_2(copied) if copied else 0, interleaved, inverse,
-        num_warps=min(8, max(1, next_power_of_2((heads + k_heads) * half) // 512)),
+    rest = next_power_of_2(copied) if copied else 0
+    tile = _tile(half, rest)
+    _qk_rope_kernel[(triton.cdiv(positions, tile.rows) * (q_heads + k_heads),)](
+        q, k, q_out, k_out, cos, sin, positions, length, *strides_of_heads(q, k, q_out, k_out), *strides_of_tables(cos),
+        q_heads, k_heads, tile.rows, width, half, tile.block, rest, interleaved, inverse, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -94,7 +149,7 @@ def _launch(
 def _rotate_both(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    q, k = _dense(q), _dense(k)
+    q, k = dense(q), dense(k)
     q_out, k_out = torch.empty_like(q), torch.empty_like(k)
     _launch(q, k, q_out, k_out, cos, sin, interleaved, inverse)
     return q_out, k_out
@@ -102,64 +157,50 @@ def _rotate_both(
 
 @_rotate_both.register_fake
 def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(_dense(q)), torch.empty_like(_dense(k))
+    return torch.empty_like(dense(q)), torch.empty_like(dense(k))
 
 
-@torch.library.custom_op("chronicals::rope_", mutates_args=("x",))
-def _rotate_in_place(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> None:
-    dense = _dense(x)
-    _launch(dense, None, dense, None, cos, sin, interleaved, inverse)
-    if dense is not x:
-        x.copy_(dense)
+@torch.library.custom_op("chronicals::qk_rope_", mutates_args=("q", "k"))
+def _rotate_in_place(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+    of_both = dense(q), dense(k)
+    _launch(*of_both, *of_both, cos, sin, interleaved, False)
+    for x, rotated in zip((q, k), of_both):
+        if rotated is not x:
+            x.copy_(rotated)
 
 
 @_rotate_in_place.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> None:
+def _(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
     return None
 
 
-def _dense(x: Tensor) -> Tensor:
+def dense(x: Tensor) -> Tensor:
+    """``x`` with channels that lie side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _apply(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> Tensor:
-    """Of one tensor ``[B, H, S, D]``, by the reference where no kernel runs."""
-    if not runs_triton(x, cos, sin):
-        return _rotate(x, cos, sin, interleaved, inverse)
-    out = x.clone()
-    _rotate_in_place(out, cos, sin, interleaved, inverse)
-    return out
-
-
-class _RotationOfBoth(torch.autograd.Function):
+class _Rotation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.interleaved = interleaved
-        return _rotate_both(q, k, cos, sin, interleaved, False)
+        if not in_place:
+            return _rotate_both(q, k, cos, sin, interleaved, False)
+        _rotate_in_place(q, k, cos, sin, interleaved)
+        return q.detach(), k.detach()  # not mark_dirty, which refuses two views, as q and k of a model are
 
     @staticmethod
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_rotate_both(d_q, d_k, *ctx.saved_tensors, ctx.interleaved, True), None, None, None
+        return *_rotate_both(d_q, d_k, *ctx.saved_tensors, ctx.interleaved, True), None, None, None, None
 
 
-class _RotationInPlace(torch.autograd.Function):
-    """Of one tensor: autograd lets a function overwrite a view, as q and k of a model are, only if that is its one output."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        ctx.mark_dirty(x)
-        if runs_triton(x, cos, sin):
-            _rotate_in_place(x, cos, sin, interleaved, False)
-            return x
-        return x.copy_(_rotate(x, cos, sin, interleaved))
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        return _apply(upstream, cos, sin, ctx.interleaved, inverse=True), None, None, None
+def _rotate_without_kernel(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in_place: bool
+) -> tuple[Tensor, Tensor]:
+    rotated = _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
+    return tuple(x.copy_(turned) for x, turned in zip((q, k), rotated)) if in_place else rotated  # type: ignore[return-value]
 
 
 def fused_qk_rope(
@@ -171,25 +212,25 @@ def fused_qk_rope(
         q, k: ``[B, H, S, D]``, or packed ``[T, H, D]``; the number of heads may differ.
         cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R channels as
             transformers does.
-        in_place: overwrite ``q`` and ``k``; they are what is returned.
+        in_place: overwrite ``q`` and ``k``, which must not be used afterwards: what is returned stands in their place.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
 
     Raises:
         ValueError: shapes do not fit each other.
+        RuntimeError: a leaf that requires a gradient would be overwritten.
     """
     check_rope(q, k, cos, sin)
     packed = q.ndim == 3
-    of_q, of_k = (x.transpose(0, 1)[None] if packed else x for x in (q, k))
+    of_q, of_k = (x.transpose(0, 1).unsqueeze(0) if packed else x for x in (q, k))
     cos, sin = (table[None] if packed else table for table in (cos, sin))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    if in_place:
-        of_q, of_k = (_RotationInPlace.apply(x, cos, sin, interleaved) for x in (of_q, of_k))
-    elif runs_triton(q, k, cos, sin):
-        of_q, of_k = _RotationOfBoth.apply(of_q, of_k, cos, sin, interleaved)
-    else:
-        of_q, of_k = (_rotate(x, cos, sin, interleaved) for x in (of_q, of_k))
-    return (of_q[0].transpose(0, 1), of_k[0].transpose(0, 1)) if packed else (of_q, of_k)
+    if in_place and torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (q, k)):
+        raise RuntimeError("a leaf that requires a gradient would lose its value; rotate it with in_place=False")
+    run = _Rotation.apply if runs_triton(q, k, cos, sin) else _rotate_without_kernel
+    of_q, of_k = run(of_q, of_k, cos, sin, interleaved, in_place)
+    # squeeze, since an index would copy the gradient
+    return (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1)) if packed else (of_q, of_k)
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
