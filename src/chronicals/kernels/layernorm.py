@@ -18,14 +18,15 @@ from torch import Tensor
 
 from chronicals.kernels.launch import WIDEST, Tile, in_rows, multiprocessors, next_power_of_2, runs_triton, tl, triton
 
-PROGRAMS_A_PROCESSOR = 4
+WARPS_A_PROCESSOR = 16
+"""Of the backward kernel: few programs, each with the next rows under way."""
 
 
 def _tile(width: int, backward: bool) -> Tile:
-    """32 elements a thread forward; 16 backward, which holds five values for each."""
+    """32 elements a thread forward; 16 backward, which holds five values for each and the next under way."""
     block = next_power_of_2(width)
-    rows = max(1, (2048 if backward else 4096) // block)
-    return Tile(rows, block, warps=min(32 if backward else 16, max(4, rows * block // (512 if backward else 1024))))
+    rows = max(1, (1024 if backward else 4096) // block)
+    return Tile(rows, block, warps=min(16, max(2 if backward else 4, rows * block // (512 if backward else 1024))))
 
 
 @triton.jit
@@ -62,13 +63,20 @@ def _layernorm_backward_kernel(
     db = tl.zeros((ROWS, BLOCK), tl.float32)
     if HAS_WEIGHT:
         w = tl.load(w_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    for first in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = first + tl.arange(0, ROWS).to(tl.int64)
+    step = tl.num_programs(0) * ROWS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    next_x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+    next_g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
+    for _ in range(tl.program_id(0) * ROWS, rows, step):
+        here, at = inside, row
+        x, g = next_x.to(tl.float32), next_g.to(tl.float32)
+        row += step  # the next rows are under way while these are reduced
         inside = (row < rows)[:, None] & (column < width)[None, :]
-        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        mean = tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
-        rstd = tl.load(rstd_ptr + row, mask=row < rows, other=0.0)[:, None]
+        next_x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        next_g = tl.load(dy_ptr + row[:, None] * dy_stride + column[None, :], mask=inside, other=0.0)
+        mean = tl.load(mean_ptr + at, mask=at < rows, other=0.0)[:, None]
+        rstd = tl.load(rstd_ptr + at, mask=at < rows, other=0.0)[:, None]
         x = (x - mean) * rstd  # beyond the row this is no zero, but g is
         if WANTS_WEIGHT:
             dw += g * x
@@ -76,8 +84,9 @@ def _layernorm_backward_kernel(
             db += g
         if HAS_WEIGHT:
             g *= w[None, :]
-        dx = rstd * (g - (tl.sum(g, axis=1) / width)[:, None] - x * (tl.sum(g * x, axis=1) / width)[:, None])
-        tl.store(dx_ptr + row[:, None] * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        mean_g, mean_gx = tl.split(tl.sum(tl.join(g, g * x), axis=1) / width)  # threads wait once for both
+        dx = rstd * (g - mean_g[:, None] - x * mean_gx[:, None])
+        tl.store(dx_ptr + at[:, None] * width + column[None, :], dx.to(dx_ptr.dtype.element_ty), mask=here)
     share = tl.program_id(0).to(tl.int64) * (WANTS_WEIGHT + WANTS_BIAS) * width + column
     if WANTS_WEIGHT:
         tl.store(shares_ptr + share, tl.sum(dw, axis=0), mask=column < width)
@@ -116,7 +125,7 @@ def _backward(
     """dx, and in fp32 those of dw and db that are wanted: ``[0 to 2, D]``."""
     rows, width = x.shape
     tile = _tile(width, backward=True)
-    programs = min(triton.cdiv(rows, tile.rows), multiprocessors(x.device) * PROGRAMS_A_PROCESSOR)
+    programs = min(triton.cdiv(rows, tile.rows), multiprocessors(x.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
     dx = x.new_empty(x.shape)
     shares = x.new_empty((programs, wants_weight + wants_bias, width), dtype=torch.float32)
     if rows:
