@@ -393,9 +393,9 @@ def test_under_autocast(device):
 
 MUTATIONS = {
     "last chunk only": ("beta = 0 if first else 1", "beta = 0"),
-    "no upstream gradient": ("(gradient * upstream).to(kind)", "gradient.to(kind)"),
-    "bias of one chunk": ("summed if first else d_bias + summed", "summed"),
-    "chunks of hidden at the beginning": ("out=d_picked[part]", "out=d_picked[: len(x)]"),
+    "no upstream gradient": ("_scale(gradient, upstream,", "_scale(gradient, torch.ones_like(upstream),"),
+    "bias of one chunk": ("factors[:, None].to(x.dtype), first)", "factors[:, None].to(x.dtype), True)"),
+    "chunks of hidden at the beginning": ("factors, d_picked[part])", "factors, d_picked[: len(x)])"),
     "token weights of the first rows": ("weights if weights is None or rows is None else weights[rows]", "weights"),
 }
 
@@ -414,11 +414,37 @@ def test_a_wrong_backward_is_noticed(fault, device):
 # --- smoothing, z-loss, adapters, counts -----------------------------------------------------------------------------
 
 
+WITH_KERNELS = {"bias": True, "weighted": True, "scale": 0.5, "softcap": 3.0, "chunk_size": 4}
+
+
 @pytest.mark.interpreted
-@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_kernels_of_the_rows(bias, device):
-    """The whole way with the kernels, as on a card."""
-    compare(inputs(torch.float32, device, rows=11, bias=bias), bias=bias, scale=0.5, softcap=3.0, chunk_size=4)
+def test_kernels_of_the_rows(device):
+    """The whole way with the kernels, as on a card, whose rows of gradients still want their factors."""
+    compare(inputs(torch.float32, device, rows=11, bias=True, weighted=True), **WITH_KERNELS)
+
+
+FACTORS = {
+    "hidden states without factors": (
+        "_product(x, narrow, factors.dtype), factors,",
+        "_product(x, narrow, factors.dtype), one,",
+    ),
+    "head without factors": ("_scale(hidden, factors,", "_scale(hidden, one,"),
+    "bias without factors": ("factors[:, None].to(x.dtype), first", "one.expand(len(x), 1), first"),
+    "factors of another row": ("at // width * factor_stride", "at // width // 2 * factor_stride"),
+    "one factor for all": ("factors.stride(0) if factors.ndim else 0", "0"),
+}
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("fault", FACTORS)
+def test_forgotten_factors_are_noticed(fault, device):
+    broken = mutant(module, *FACTORS[fault])
+    broken.one = torch.ones((), device=device)
+    with pytest.raises(AssertionError, match=r"tensor [0123]: .* error"):
+        compare(
+            inputs(torch.float32, device, rows=11, bias=True, weighted=True),
+            function=broken.linear_cross_entropy, **WITH_KERNELS,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

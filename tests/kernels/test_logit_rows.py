@@ -1,5 +1,6 @@
 """The kernels over rows of logits against fp64, row by row and element by element."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -39,17 +40,28 @@ def far(got, expected):
     return ((got.double().cpu() - expected).norm() / expected.norm()).item()
 
 
+def loss_and_gradient(of, x, targets, weights, shape):
+    """The losses, and the gradient that ``x`` and the factors stand for."""
+    losses, factors = of.loss_and_gradient_(x, targets, weights, shape, True)
+    return losses, x.float() * factors[:, None]
+
+
 def compare_loss(of, shape, weighted, dtype, device, vocabulary=VOCABULARY):
-    x, targets = rows_of_logits(dtype, device, vocabulary=vocabulary)
+    compare_rows(of, *rows_of_logits(dtype, device, vocabulary=vocabulary), shape, weighted)
+
+
+def compare_rows(of, x, targets, shape, weighted):
+    device, dtype = x.device, x.dtype
     weights = torch.rand(ROWS, device=device) if weighted else None
     at_home = None if weights is None else weights.cpu().double()
     exact = by_the_book(x.cpu().double(), targets.cpu(), at_home, shape)
     plain = by_the_book(x.float(), targets, weights, shape)
-    losses = of.loss_and_gradient_(x, targets, weights, shape, True)
-    for ours, theirs, e, kind in zip((losses, x), plain, exact, (torch.float32, dtype)):
+    found = loss_and_gradient(of, x, targets, weights, shape)
+    for ours, theirs, e, kind in zip(found, plain, exact, (torch.float32, dtype)):
         allowed = max(2 * far(theirs, e), 2 * torch.finfo(kind).eps)
         assert far(ours, e) <= allowed, f"error {far(ours, e):.2e}, allowed {allowed:.2e}"
-    assert not losses[targets == IGNORED].any() and not x[targets == IGNORED].any()
+    for ours in (*found, x):
+        assert not ours[targets == IGNORED].any()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -59,10 +71,30 @@ def test_loss_and_gradient(shape, weighted, dtype, device):
     compare_loss(module, shape, weighted, dtype, device)
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("vocabulary", [2, 127, 8192, 8193, 20011])
-def test_vocabularies_of_every_size(vocabulary, device):
+def test_vocabularies_of_every_size(vocabulary, smoothing, device):
     """Narrower than a block, as wide, and several blocks."""
-    compare_loss(module, Shape(label_smoothing=0.1, z_loss=0.01), False, torch.float32, device, vocabulary)
+    compare_loss(module, Shape(label_smoothing=smoothing, z_loss=0.01), False, torch.float32, device, vocabulary)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1], ids=["one pass", "two passes"])
+def test_half_precision(smoothing, device):
+    """Where numbers e^40 times as large as others have no place."""
+    compare_loss(module, Shape(label_smoothing=smoothing), False, torch.float16, device, 8193)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("softcap", [None, 200.0])
+def test_a_reference_that_is_raised(softcap, dtype, device):
+    """Likelier by far than all before, in one later block, in several, by a little more than what is let pass, by all."""
+    x, targets = rows_of_logits(dtype, device, rows=ROWS, vocabulary=20011)
+    x[0, 5000], x[2, 20010], x[3, 19999], x[4, 0] = 60.0, 170.0, 39.0, 190.0
+    x[6, 4096], x[6, 9000], x[6, 17000] = 50.0, 100.0, 101.0
+    x[7] -= 150.0
+    x[8, :4096] = -float("inf")
+    targets[[0, 2, 3, 6, 8]] = torch.tensor([5, 5, 5, 9000, 4097], device=device)
+    compare_rows(module, x, targets, Shape(softcap=softcap), False)
 
 
 def test_without_the_gradient_the_logits_stay(device):
@@ -77,8 +109,9 @@ def test_a_growing_row_does_not_overflow(device):
     for row in (torch.linspace(-3e4, 3e4, 20000), torch.linspace(3e4, -3e4, 20000)):
         x, targets = row[None].to(device).clone(), torch.tensor([7], device=device)
         exact = F.cross_entropy(row[None].double(), targets.cpu())
-        assert module.loss_and_gradient_(x, targets, None, Shape(), True).item() == pytest.approx(exact.item(), rel=1e-6)
-        assert torch.isfinite(x).all()
+        loss, gradient = loss_and_gradient(module, x, targets, None, Shape())
+        assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
+        assert torch.isfinite(gradient).all() and torch.isfinite(x).all()
 
 
 def test_rows_with_a_stride(device):
@@ -97,9 +130,35 @@ def test_a_target_outside_the_vocabulary_does_not_pass_unseen(target, device):
     x, targets = rows_of_logits(torch.float32, device)
     targets[0] = target
     log_p, _, _ = module.log_probabilities(x, targets, Shape(), False)
-    losses = module.loss_and_gradient_(x, targets, None, Shape(), True)
-    for rows in (log_p, losses, x.sum(1)):
+    losses, gradient = loss_and_gradient(module, x, targets, None, Shape())
+    for rows in (log_p, losses, gradient.sum(1)):
         assert rows.isnan().nonzero().flatten().tolist() == [0]
+
+
+MUTATIONS_OF_ONE_PASS = {
+    "no -1 at the target": ("- reference) - whole / steepness", "- reference)"),
+    "no slope of the softcap": ("numerator *= 1.0 - (z", "numerator *= 1.0 - 0 * (z"),
+    "no slope of the softcap at the target": ("numerator *= 1.0 - (at_target", "numerator *= 1.0 - 0 * (at_target"),
+    "no scale": ("weight * scale * steepness", "weight * steepness"),
+    "no token weights": ("row, weight * scale", "row, scale"),
+    "no z-loss in the gradient": ("steepness = 1.0 + 2.0 * z_loss * lse", "steepness = 1.0 + 0.0 * lse"),
+    "sums not shrunk": ("total *= tl.exp(reference - raised)", "total *= 1.0"),
+    "earlier blocks not shrunk": ("written * tl.exp(of_block - reference)", "written * 1.0"),
+    "reference never raised": ("top > reference + 40.0", "top > reference + 4000.0"),
+    "last block forgotten": (
+        "in range(0, vocabulary, BLOCK):\n            column",
+        "in range(0, vocabulary - BLOCK, BLOCK):\n            column",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", MUTATIONS_OF_ONE_PASS)
+def test_planted_faults_in_one_pass_are_found(fault, device):
+    x, targets = rows_of_logits(torch.float32, device, vocabulary=20011)
+    x[0, 9000], x[2, 7], targets[0], targets[2] = 190.0, -100.0, 5, 7
+    for of in (module, mutant(module, *MUTATIONS_OF_ONE_PASS[fault])):
+        with pytest.raises(AssertionError, match="error") if of is not module else contextlib.nullcontext():
+            compare_rows(of, x.clone(), targets, Shape(0.7, 200.0, 0.0, 0.01), True)
 
 
 MUTATIONS = {
@@ -112,7 +171,8 @@ MUTATIONS = {
     "no token weights": ("of_all, of_target = weight * (", "of_all, of_target = 1.0 * ("),
     "no z-loss in the gradient": ("(1.0 + 2.0 * z_loss * lse)", "(1.0 + 0.0 * lse)"),
     "no smoothing in the gradient": ("gradient -= of_each", "gradient -= 0.0"),
-    "sums not shrunk": ("total = total * shrink", "total = total"),
+    "sums not shrunk": ("total = total * shrink +", "total = total +"),
+    "sums of neighbours not shrunk": ("tl.sum(total * shrink, axis=0)", "tl.sum(total, axis=0)"),
     "last block forgotten": ("for back in range(blocks):", "for back in range(1, blocks):"),
 }
 

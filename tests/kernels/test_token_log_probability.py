@@ -79,7 +79,7 @@ PROBABILITY_MUTATIONS = {
     "entropy of the wrong sign": ("gradient -= tl.load(d_entropy_ptr", "gradient += tl.load(d_entropy_ptr"),
     "no entropy in its own gradient": ("(z - lse + tl.load(entropy_ptr + row))", "(z - lse)"),
     "no share of the others": ("- of_target * p", "- 0 * p"),
-    "mean of the wrong logits": ("tl.where(share > 0, (z - new) * share, 0.0)", "tl.where(share > 0, z * share, 0.0)"),
+    "mean of the wrong logits": ("below * share, 0.0)", "z * share, 0.0)"),
 }
 
 

@@ -6,8 +6,17 @@
     dloss/dz_j = w · [(1 + 2ζ · lse) p_j − (1 − ε) 1(j = y) − ε / V],   dz_j/dx_j = s · (1 − (z_j / c)²)
 
 ε is label smoothing (Szegedy et al., 2016, section 7), ζ the z-loss (Chowdhery et al., 2022, section 5). A program takes a
-row: it passes over it once for the statistics, and once more, backwards, while its end is still in the L2 cache, to
-overwrite the logits by their gradient. Bytes a row in 16 bit: 2·V for statistics, 4·V with the gradient.
+row and overwrites its logits by their gradient. Bytes a row in 16 bit: 2·V for statistics, 4·V with the gradient.
+
+Without smoothing one pass is enough, since the normaliser of a row is a factor of the whole row, which the products that
+follow take more cheaply than a second pass over the logits does:
+
+    S = Σ_j e^{z_j − r}      for a reference r that is known before the largest logit is
+    dloss/dx_j = f · n_j,    n_j = (e^{z_j − r} − S / (1 + 2ζ · lse) · 1(j = y)) · (1 − (z_j / c)²),
+    f = w · s · (1 + 2ζ · lse) / S
+
+r is the largest logit of the first block or the target's; should a later one be more than e^40 times as likely, r is
+raised, and what was written is scaled down when the row is done.
 """
 
 from __future__ import annotations
@@ -34,7 +43,7 @@ class Shape:
 
 def _tile(vocabulary: int) -> Tile:
     """16 elements a thread; enough warps that a row's reductions are few."""
-    block = min(4096, next_power_of_2(vocabulary))
+    block = min(4096, max(8, next_power_of_2(vocabulary)))
     return Tile(1, block, warps=min(16, max(1, block // 512)))
 
 
@@ -60,23 +69,98 @@ def _statistics(
     x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP: tl.constexpr, WANTS_SUM: tl.constexpr, WANTS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Largest m, log Σ e^{z − m}, Σ z, and Σ (z − m) e^{z − m} / Σ e^{z − m} of a row, in one pass."""
-    largest, total, plain_sum, weighted = -float("inf"), 0.0, 0.0, 0.0
+    """Largest m, log Σ e^{z − m}, Σ z, and Σ (z − m) e^{z − m} / Σ e^{z − m} of a row, in one pass.
+
+    Every eight neighbours, which one thread holds, have a maximum and sums of their own until the end of the row: threads
+    wait for each other once, not once a block.
+    """
+    largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
+    total = tl.zeros((BLOCK // 8,), tl.float32)
+    plain_sum = tl.zeros((BLOCK // 8,), tl.float32)
+    weighted = tl.zeros((BLOCK // 8,), tl.float32)
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last")
         z = tl.where(column < vocabulary, _shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
-        new = tl.maximum(largest, tl.max(z, axis=0))
-        shrink = tl.exp(largest - new)
-        share = tl.exp(z - new)
-        if WANTS_ENTROPY:
-            weighted = (weighted + total * tl.where(total > 0, largest - new, 0.0)) * shrink
-            weighted += tl.sum(tl.where(share > 0, (z - new) * share, 0.0), axis=0)
-        total = total * shrink + tl.sum(share, axis=0)
         if WANTS_SUM:
-            plain_sum += tl.sum(tl.where(column < vocabulary, z, 0.0), axis=0)
+            plain_sum += tl.sum(tl.reshape(tl.where(column < vocabulary, z, 0.0), (BLOCK // 8, 8)), axis=1)
+        z = tl.reshape(z, (BLOCK // 8, 8))
+        new = tl.maximum(largest, tl.max(z, axis=1))
+        shrink = tl.exp(largest - new)
+        below = z - new[:, None]
+        share = tl.exp(below)
+        if WANTS_ENTROPY:
+            weighted = (weighted + total * (largest - new)) * shrink
+            weighted += tl.sum(tl.where(share > 0, below * share, 0.0), axis=1)
+        total = total * shrink + tl.sum(share, axis=1)
         largest = new
-    return largest, tl.log(total), plain_sum, weighted / total
+    top = tl.max(largest, axis=0)
+    shrink = tl.exp(largest - top)
+    if WANTS_ENTROPY:
+        weighted = tl.where(total > 0, (weighted + total * (largest - top)) * shrink, 0.0)
+    sum_of_shares = tl.sum(total * shrink, axis=0)
+    return top, tl.log(sum_of_shares), tl.sum(plain_sum, axis=0), tl.sum(weighted, axis=0) / sum_of_shares
+
+
+@triton.jit
+def _loss_and_numerators_kernel(
+    x_ptr, target_ptr, weight_ptr, loss_ptr, factor_ptr, vocabulary, stride, scale, softcap, z_loss,
+    HAS_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """``BLOCKS`` is at least the number of blocks of a row, ``BLOCK`` columns each."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * stride
+    target = tl.load(target_ptr + row)
+    lane = tl.arange(0, BLOCK)
+    kind = x_ptr.dtype.element_ty
+    if target == -100:
+        tl.store(loss_ptr + row, 0.0)
+        tl.store(factor_ptr + row, 0.0)
+        for start in range(0, vocabulary, BLOCK):
+            tl.store(x_ptr + start + lane, tl.zeros((BLOCK,), kind), mask=start + lane < vocabulary)
+    else:
+        known = (target >= 0) & (target < vocabulary)
+        at_target = _shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
+        x = tl.load(x_ptr + lane, mask=lane < vocabulary, other=0.0, eviction_policy="evict_first")
+        z = tl.where(lane < vocabulary, _shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
+        first_reference = tl.maximum(tl.maximum(tl.max(z, axis=0), at_target), -3.0e38)
+        reference, references = first_reference, tl.zeros((BLOCKS,), tl.float32)
+        total = tl.zeros((BLOCK // 8,), tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            column = start + lane
+            ahead = tl.load(x_ptr + column + BLOCK, mask=column + BLOCK < vocabulary, other=0.0, eviction_policy="evict_first")
+            z = tl.where(column < vocabulary, _shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
+            top = tl.max(z, axis=0)
+            raised = tl.where(top > reference + 40.0, top, reference)
+            total *= tl.exp(reference - raised)
+            reference = raised
+            references = tl.where(tl.arange(0, BLOCKS) * BLOCK == start, reference, references)
+            numerator = tl.exp(z - reference)
+            total += tl.sum(tl.reshape(numerator, (BLOCK // 8, 8)), axis=1)
+            if HAS_SOFTCAP:
+                numerator *= 1.0 - (z / softcap) * (z / softcap)
+            tl.store(x_ptr + column, numerator.to(kind), mask=column < vocabulary, eviction_policy="evict_first")
+            x = ahead
+        whole = tl.sum(total, axis=0)
+        tl.debug_barrier()  # what follows overwrites what other threads wrote
+        if reference > first_reference:  # within the loop this branch would cost every row a tenth of its time
+            for start in range(0, vocabulary, BLOCK):
+                of_block = tl.sum(tl.where(tl.arange(0, BLOCKS) * BLOCK == start, references, 0.0), axis=0)
+                written = tl.load(x_ptr + start + lane, mask=start + lane < vocabulary, other=0.0).to(tl.float32)
+                scaled = written * tl.exp(of_block - reference)
+                tl.store(x_ptr + start + lane, scaled.to(kind), mask=start + lane < vocabulary)
+            tl.debug_barrier()
+        rest = tl.log(whole)
+        lse = reference + rest
+        weight = tl.load(weight_ptr + row).to(tl.float32) if HAS_WEIGHTS else 1.0
+        weight = tl.where(known, weight, float("nan"))  # a target outside the vocabulary must not pass unseen
+        steepness = 1.0 + 2.0 * z_loss * lse
+        tl.store(loss_ptr + row, weight * (rest - (at_target - reference) + z_loss * lse * lse))
+        tl.store(factor_ptr + row, weight * scale * steepness / whole)
+        numerator = tl.exp(at_target - reference) - whole / steepness
+        if HAS_SOFTCAP:
+            numerator *= 1.0 - (at_target / softcap) * (at_target / softcap)
+        tl.store(x_ptr + target, numerator.to(kind), mask=known)
 
 
 @triton.jit
@@ -166,24 +250,37 @@ def _log_probability_gradient_kernel(
     tl.store(x_ptr + column, gradient.to(x_ptr.dtype.element_ty), mask=column < vocabulary)
 
 
-def loss_and_gradient_(x: Tensor, targets: Tensor, weights: Tensor | None, shape: Shape, wants_gradient: bool) -> Tensor:
-    """Losses of the rows, fp32 ``[rows]``; ``x`` ``[rows, V]`` becomes their gradient where that is wanted.
+def loss_and_gradient_(
+    x: Tensor, targets: Tensor, weights: Tensor | None, shape: Shape, wants_gradient: bool
+) -> tuple[Tensor, Tensor]:
+    """Losses and factors, fp32 ``[rows]``; row t of the gradient of ``x`` ``[rows, V]`` is then ``factors[t] · x[t]``.
 
     Args:
         targets: int64 ``[rows]``; the loss and the gradient of −100 are zero.
         weights: ``[rows]`` or None.
+        wants_gradient: without it ``x`` stays.
     """
     if not runs_triton(x):
-        return loss_and_gradient_reference_(x, targets, weights, shape, wants_gradient)
+        losses = loss_and_gradient_reference_(x, targets, weights, shape, wants_gradient)
+        return losses, torch.ones_like(losses)
     rows, vocabulary = x.shape
-    losses = x.new_empty(rows, dtype=torch.float32)
+    losses, factors = x.new_empty((2, rows), dtype=torch.float32)
     tile = _tile(vocabulary)
-    _loss_and_gradient_kernel[(rows,)](
-        x, targets, weights, losses, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0, shape.label_smoothing,
-        shape.z_loss, shape.softcap is not None, weights is not None, shape.label_smoothing != 0, wants_gradient,
-        tile.block, num_warps=tile.warps,
-    )  # fmt: skip
-    return losses
+    # fp16 has no room for numerators that are not yet shares
+    if wants_gradient and not shape.label_smoothing and x.dtype != torch.float16:
+        _loss_and_numerators_kernel[(rows,)](
+            x, targets, weights, losses, factors, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0, shape.z_loss,
+            shape.softcap is not None, weights is not None, tile.block, next_power_of_2(triton.cdiv(vocabulary, tile.block)),
+            num_warps=tile.warps,
+        )  # fmt: skip
+    else:
+        _loss_and_gradient_kernel[(rows,)](
+            x, targets, weights, losses, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0, shape.label_smoothing,
+            shape.z_loss, shape.softcap is not None, weights is not None, shape.label_smoothing != 0, wants_gradient,
+            tile.block, num_warps=tile.warps,
+        )  # fmt: skip
+        factors.fill_(1.0)
+    return losses, factors
 
 
 def log_probabilities(x: Tensor, targets: Tensor, shape: Shape, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,7 +20,7 @@ from chronicals.models import PresentedModel
 from chronicals.objectives.terms import Term, Terms
 
 ROWS = 4096
-"""Rows of logits that exist at a time."""
+"""Rows of logits that exist at a time while a model is scored."""
 
 
 class NextToken:
@@ -40,7 +40,6 @@ class NextToken:
                 scale=head.scale,
                 softcap=head.softcap,
                 weights=batch.weights,
-                chunk_size=ROWS,
             )
         return {"cross_entropy": Term(total)}
 
