@@ -16,7 +16,7 @@ FAMILIES = [
     "jamba",
 ]  # fmt: skip
 ON_THE_CARD = [
-    "Arcee", "Cwm", "Exaone4", "Glm", "Glm4", "GPTNeoX", "Helium", "InternLM3", "Lfm2", "MiniCPM3", "Ministral", "Mixtral",
+    "Arcee", "Cwm", "Exaone4", "Glm", "Glm4", "GPTNeoX", "Helium", "SeedOss", "Lfm2", "MiniCPM3", "Ministral", "Mixtral",
     "Olmo2", "Olmo3", "Phi3", "Qwen2Moe", "Qwen3Moe", "SmolLM3", "StableLm", "Starcoder2", "VaultGemma", "DeepseekV3",
 ]  # fmt: skip
 LAUNCHERS = {

@@ -199,8 +199,8 @@ def run(model: Any, **inputs: Tensor) -> Run:
     """Loss and gradients; of two rows of random tokens, one of them with ignored labels, where nothing else is given."""
     if not inputs:
         generator = torch.Generator().manual_seed(5)
-        size = model.get_input_embeddings().weight.shape[0]
-        ids = torch.randint(FIRST_TOKEN, size, (2, 9), generator=generator)
+        embedding = model.get_input_embeddings().weight
+        ids = torch.randint(FIRST_TOKEN, len(embedding), (2, 9), generator=generator).to(embedding.device)
         labels = ids.clone()
         labels[0, :4] = -100
         inputs = {"input_ids": ids, "labels": labels}
