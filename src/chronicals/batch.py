@@ -24,6 +24,7 @@ class Batch:
         cu_seqlens: int32 ``[N + 1]``: document n is ``cu_seqlens[n]:cu_seqlens[n + 1]``. The tail of a pack is made of
             filler documents without targets, unused entries repeat T, so the shapes never change in a run.
         max_seqlen: bound on the length of any document, filler included; on the host, bucketed.
+        trained: how many targets are not ``IGNORED``, where it is known; on the host.
         weights: optional float32 ``[T]``, what each target's loss is multiplied by.
         segments: tensors that an objective adds, by name.
     """
@@ -33,6 +34,7 @@ class Batch:
     position_ids: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
+    trained: int | None = None
     weights: Tensor | None = None
     segments: Mapping[str, Tensor] = field(default_factory=dict)
 

@@ -91,6 +91,7 @@ def test_every_piece_of_a_batch_is_a_document_or_filler(make_store, width, longe
     for batch in stream:
         assert batch.cu_seqlens.dtype == torch.int32
         assert {t.dtype for t in (batch.input_ids, batch.targets, batch.position_ids)} == {torch.int64}
+        assert batch.trained == (batch.targets != IGNORED).sum()
         bounds = batch.cu_seqlens
         assert bounds[0] == 0
         assert bounds[-1] == len(batch) == 3 * width

@@ -471,7 +471,7 @@ def test_adapter_on_the_head(dtype, frozen, device):
         return hidden, weight, targets, a, b
 
     def ours(hidden, weight, targets, a, b):
-        return linear_cross_entropy(hidden, weight, targets, adapter=(a, b, 0.5), chunk_size=7)
+        return linear_cross_entropy(hidden, weight, targets, adapter=module.Adapter(a, b, 0.5), chunk_size=7)
 
     def torchs(hidden, weight, targets, a, b):
         logits = hidden @ weight.t() + 0.5 * (hidden @ a.t()) @ b.t()
@@ -484,17 +484,20 @@ def test_adapter_on_the_head(dtype, frozen, device):
     hidden, weight, targets, a, b = draw()
     trained = [x.requires_grad_() for x in (hidden, a, b)]
     full = torch.autograd.grad(
-        linear_cross_entropy(hidden, weight.clone().requires_grad_(), targets, adapter=(a, b, 0.5), chunk_size=7), trained
+        linear_cross_entropy(hidden, weight.clone().requires_grad_(), targets, adapter=module.Adapter(a, b, 0.5), chunk_size=7),
+        trained,
     )
     with operators_seen_through(), Shapes() as shapes:
-        some = torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, adapter=(a, b, 0.5), chunk_size=7), trained)
+        some = torch.autograd.grad(
+            linear_cross_entropy(hidden, weight, targets, adapter=module.Adapter(a, b, 0.5), chunk_size=7), trained
+        )
     assert all(torch.equal(x, y) for x, y in zip(full, some))
     assert torch.Size((VOCABULARY, WIDTH)) not in shapes.seen
 
 
 def test_adapter_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="adapter is"):
-        linear_cross_entropy(*tensors({}), adapter=(torch.zeros(2, 4), torch.zeros(10, 2), 1.0))
+        linear_cross_entropy(*tensors({}), adapter=module.Adapter(torch.zeros(2, 4), torch.zeros(10, 2), 1.0))
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0])

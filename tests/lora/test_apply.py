@@ -54,6 +54,7 @@ def test_every_linear_layer_but_the_head(name, expected, targets):
         (["1.mlp.up_proj", "k_proj"], {"model.layers.1.mlp.up_proj"} | in_both_layers("model.layers", [LLAMA[1]])),
         (r".*\.0\..*(up|down)_proj", {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"}),
         ("model.layers.1.self_attn.v_proj", {"model.layers.1.self_attn.v_proj"}),
+        (["lm_head"], {"lm_head"}),
     ],
     ids=str,
 )
@@ -67,11 +68,9 @@ ERRORS = {
     "only the end of a name": (["proj"], "'proj' matches no layer"),
     "no match of the expression": (r"layers\.0\.q_proj", "matches no layer, so nothing would be trained"),
     "an empty list": ([], "matches no layer, so nothing would be trained"),
-    "the head": (["q_proj", "lm_head"], "'lm_head' is the output layer; only inner linear layers"),
-    "the head by expression": (".*head", "'lm_head' is the output layer; only inner linear layers"),
-    "an embedding": (["embed_tokens"], "embed_tokens' is Embedding; only inner linear layers"),
-    "a block": (["mlp"], "layers.0.mlp' is LlamaMLP; only inner linear layers"),
-    "a norm": (["input_layernorm"], "is LlamaRMSNorm; only inner linear layers"),
+    "an embedding": (["embed_tokens"], "embed_tokens' is Embedding; only linear layers"),
+    "a block": (["mlp"], "layers.0.mlp' is LlamaMLP; only linear layers"),
+    "a norm": (["input_layernorm"], "is LlamaRMSNorm; only linear layers"),
 }
 
 

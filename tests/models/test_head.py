@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import tiny
-from chronicals.lora import LoRAConfig, LoRALinear
+from chronicals.lora import LoRAConfig, LoRALinear, apply_lora
 from chronicals.models import Head, UnknownHead, present, read_head
 from chronicals.objectives import NextToken
 from families import build, distance, hand_made_batch
@@ -55,9 +55,98 @@ def test_it_reaches_the_objective(family):
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
 
 
-def test_a_tied_head_is_the_embedding():
-    model = build("llama", tie_word_embeddings=True)
-    assert read_head(model).weight is model.get_input_embeddings().weight
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_the_embedding(tied):
+    model = build("llama", tie_word_embeddings=tied)
+    head = read_head(model)
+    assert head.tied == tied == (head.weight is model.get_input_embeddings().weight)
+    assert not head.frozen and read_head(model.requires_grad_(False)).frozen
+
+
+# --- LoRA on the head ------------------------------------------------------------------------------------------------
+
+
+def ours(model, dropout):
+    return apply_lora(model, LoRAConfig(rank=3, alpha=6, dropout=dropout, target_modules=["lm_head", "q_proj"]))
+
+
+def pefts(model, dropout):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, lora_alpha=6, lora_dropout=dropout, target_modules=["lm_head", "q_proj"])
+    return peft.get_peft_model(model, config)
+
+
+def with_adapters(family, adapt, dropout=0.0, **changes):
+    model = adapt(build(family, **changes), dropout)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def sums(model, batch, fused):
+    """The loss, and the gradients by name, through the head as tensors or through the model's own logits."""
+    torch.manual_seed(3)
+    presented = present(getattr(model, "get_base_model", lambda: model)(), fused_head=fused)
+    assert (presented.head is not None) == fused
+    with presented.attending_documents():
+        total = NextToken()(presented, batch)["cross_entropy"].sum
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return total.item(), dict(zip(trained, torch.autograd.grad(total, list(trained.values()))))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
+@pytest.mark.parametrize("adapt", [ours, pefts])
+def test_lora_on_the_head_reaches_the_objective(adapt, family, tied):
+    """The same loss and gradients as through the whole logits of the wrapped layer; the base stays frozen."""
+    model = with_adapters(family, adapt, tie_word_embeddings=tied).double()
+    batch = hand_made_batch([torch.randint(1, 61, (n,)) for n in (9, 4)])
+    head = read_head(model)
+    assert head.frozen and head.tied == tied and head.adapter.scale == 2 and head.adapter.a.shape == (3, 32)
+    (loss, gradients), (expected, theirs) = sums(model, batch, fused=True), sums(model, batch, fused=False)
+    assert loss == pytest.approx(expected, rel=1e-5)
+    assert any("lm_head" in name for name in gradients) and gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        assert distance(gradient, theirs[name]) <= 1e-6, name
+
+
+@pytest.mark.parametrize("adapt", [ours, pefts])
+def test_dropout_of_the_adapter_is_that_of_training(adapt):
+    model = with_adapters("llama", adapt, dropout=0.4)
+    assert read_head(model.train()).adapter.dropout == 0.4
+    assert read_head(model.eval()).adapter.dropout == 0.0
+    hidden = torch.randn(200, 32)
+    torch.manual_seed(5)
+    expected = model.train().get_output_embeddings()(hidden)
+    torch.manual_seed(5)
+    assert distance(read_head(model).logits(hidden), expected) <= 1e-5
+    assert distance(read_head(model.eval()).logits(hidden), expected) > 1e-2
+
+
+def test_pefts_adapters_as_they_are_now():
+    """Switched off, merged, or more than one."""
+    model = with_adapters("llama", pefts)
+    bare = read_head(model.get_base_model()).adapter
+    assert bare is not None
+    with model.disable_adapter():
+        assert read_head(model).adapter is None
+    assert read_head(model).adapter is not None
+    model.merge_adapter()
+    assert read_head(model).adapter is None
+    model.unmerge_adapter()
+    model.add_adapter("second", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "second"])
+    with pytest.raises(UnknownHead, match="more than one plain LoRA: default, second"):
+        read_head(model)
+
+
+def test_dora_on_the_head_is_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=3, use_dora=True, target_modules=["lm_head"]))
+    with pytest.raises(UnknownHead, match="plain LoRA"):
+        read_head(model)
 
 
 def test_several_factors_multiply():
@@ -70,10 +159,14 @@ class Quantised(nn.Linear):
     pass
 
 
+class Wrapped(LoRALinear):
+    pass
+
+
 UNKNOWN = {
     "Quantised": lambda layer: Quantised(32, 61, bias=False),
     "Sequential": lambda layer: nn.Sequential(layer),
-    "LoRALinear": lambda layer: LoRALinear(layer, LoRAConfig(rank=2), 32, 61),
+    "Wrapped": lambda layer: Wrapped(layer, LoRAConfig(rank=2), 32, 61),
     "NoneType": lambda layer: None,
 }
 

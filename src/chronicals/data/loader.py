@@ -188,7 +188,7 @@ class BatchStream:
         bounds[0] = 0
         bounds[1 : len(ends) + 1] = ends
         ids_T, targets_T, positions_T, cu_seqlens = (torch.from_numpy(a) for a in (ids, targets, positions, bounds))
-        batch = Batch(ids_T, targets_T, positions_T, cu_seqlens, max_seqlen=bucket)
+        batch = Batch(ids_T, targets_T, positions_T, cu_seqlens, bucket, int((targets_T != IGNORED).sum()))
         return batch.pin_memory() if self.pin else batch
 
     def _bucket_widths(self) -> list[int]:

@@ -10,7 +10,7 @@ at hand, and scaled later: three products, none repeated. Floor: 6·T·D·V oper
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,22 @@ from chronicals.kernels.token_log_probability import check_head, chunk_logits, c
 ROWS = 4352
 """Rows of logits that exist at a time. On an H200, 16384 rows, 896 wide, with a vocabulary of 151936 take 23.7 ms in chunks
 of 4352, as they do all at once, and 24.4 in chunks of 4096; 1.25 GiB exist beside the gradients."""
+
+
+class Adapter(NamedTuple):
+    """A low-rank addition to a head: ``α (dropout(h) Aᵀ) Bᵀ``.
+
+    Attributes:
+        a: A, ``[r, D]``.
+        b: B, ``[V, r]``.
+        scale: α.
+        dropout: probability with which an element of h is dropped.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    dropout: float = 0.0
 
 
 @triton.jit
@@ -55,7 +71,7 @@ def _forward(
     """
     shape = Shape(scale, softcap, label_smoothing, z_loss)
     total, d_hidden, *of_head = _outputs(hidden, weight, more_weight, bias, gradient_type, wanted)
-    narrow = weight.to(hidden.dtype) if more_weight is None else torch.cat((weight, more_weight), 1).to(hidden.dtype)
+    narrow = _side_by_side(weight, more_weight, hidden.dtype)
     rows = _trained_rows(targets, count)
     picked, wanted_targets = (hidden, targets) if rows is None else (hidden[rows], targets[rows])
     weights = weights if weights is None or rows is None else weights[rows]
@@ -98,6 +114,10 @@ def _outputs(
         for x, wants in zip((weight, more_weight, bias), wanted[1:])
     ]
     return [hidden.new_zeros((), dtype=wide), torch.zeros_like(hidden) if wanted[0] else nothing, *of_head]
+
+
+def _side_by_side(weight: Tensor, more: Tensor | None, kind: torch.dtype) -> Tensor:
+    return weight.to(kind) if more is None else torch.cat((weight.to(kind), more.to(kind)), 1)
 
 
 def _trained_rows(targets: Tensor, count: int | None) -> Tensor | None:
@@ -172,7 +192,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    adapter: tuple[Tensor, Tensor, float] | None = None,
+    adapter: Adapter | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
@@ -189,7 +209,7 @@ def linear_cross_entropy(
             they require it. A frozen head costs no gradient of its size.
         targets: int64 ``[T]``, −100 is ignored. One outside the vocabulary is an IndexError on the CPU; on a card, which
             is not asked, it makes the loss and the gradients NaN.
-        adapter: ``(A [r, D], B [V, r], α)``, a low-rank addition to the head.
+        adapter: a low-rank addition to the head.
         scale, softcap: applied to the logits, in this order.
         label_smoothing: share ε of the target's probability spread over the vocabulary.
         z_loss: factor ζ on the squared log of the partition sum.
@@ -209,10 +229,11 @@ def linear_cross_entropy(
         raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and less than 1")
     more = None
     if adapter is not None:
-        a, more, factor = adapter
+        a, more = adapter.a, adapter.b
         if a.ndim != 2 or a.shape[1] != hidden.shape[1] or more.shape != (len(weight), len(a)):
             raise ValueError(f"adapter is {tuple(a.shape)}, {tuple(more.shape)}: expected [r, {hidden.shape[1]}] and [V, r]")
-        hidden = torch.cat((hidden, factor * (hidden @ a.t().to(hidden.dtype)).to(hidden.dtype)), 1)
+        down = torch.nn.functional.dropout(hidden, adapter.dropout) @ a.t().to(hidden.dtype)
+        hidden = torch.cat((hidden, (adapter.scale * down).to(hidden.dtype)), 1)
     return _LinearCrossEntropy.apply(
         hidden, weight, more, bias, targets.contiguous(), None if weights is None else weights.contiguous(), scale, softcap,
         label_smoothing, z_loss, chunk_size, count, gradient_type,
@@ -255,7 +276,7 @@ def linear_cross_entropy_reference(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    adapter: tuple[Tensor, Tensor, float] | None = None,
+    adapter: Adapter | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
@@ -265,7 +286,8 @@ def linear_cross_entropy_reference(
     """The definition, with all logits at once."""
     x = torch.nn.functional.linear(hidden, weight, bias)
     if adapter is not None:
-        x = x + adapter[2] * (hidden @ adapter[0].t()) @ adapter[1].t()
+        down = torch.nn.functional.dropout(hidden, adapter.dropout) @ adapter.a.t()
+        x = x + adapter.scale * down @ adapter.b.t()
     z = shaped_reference(x, Shape(scale, softcap))
     losses = torch.nn.functional.cross_entropy(
         z, targets, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing

@@ -71,7 +71,7 @@ def _targets(model: Any, wanted: list[str] | str | None) -> list[str]:
     if not found:
         raise ValueError(f"lora_target_modules={wanted!r}: matches no layer, so nothing would be trained")
     for path in found:
-        if path not in linear:
-            kind = "the output layer" if model.get_submodule(path) is head else type(model.get_submodule(path)).__name__
-            raise ValueError(f"lora_target_modules: {path!r} is {kind}; only inner linear layers can be adapted")
+        layer = model.get_submodule(path)
+        if linear_shape(layer) is None:
+            raise ValueError(f"lora_target_modules: {path!r} is {type(layer).__name__}; only linear layers can be adapted")
     return sorted(set(found))

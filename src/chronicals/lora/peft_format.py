@@ -77,6 +77,9 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
                 if stored is None or stored.shape != own.shape:
                     raise ValueError(f"{folder}: {path}.{name} is missing or not {tuple(own.shape)}: of another model?")
                 own.copy_(stored)
+            stored, own = tensors.pop(f"{PREFIX}{path}.base_layer.weight", None), layer.base_layer.get_parameter("weight")
+            if stored is not None and not torch.equal(stored.to(own), own):  # PEFT adds it where the head is adapted
+                raise ValueError(f"{folder}: holds another weight for {path} than the model has: of another model?")
     if tensors:
         raise ValueError(f"{folder}: holds {len(tensors)} tensors that fit nothing, the first is {next(iter(tensors))}")
     return model

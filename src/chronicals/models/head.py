@@ -6,10 +6,15 @@ refused by name instead of being computed wrongly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from chronicals.kernels.linear_cross_entropy import Adapter
 
 
 class UnknownHead(ValueError):
@@ -18,22 +23,41 @@ class UnknownHead(ValueError):
 
 @dataclass(frozen=True)
 class Head:
-    """``softcap · tanh(scale · (h Wᵀ + b) / softcap)``.
+    """``softcap · tanh(scale · (h Wᵀ + b + α (dropout(h) Aᵀ) Bᵀ) / softcap)``.
 
     Attributes:
-        weight: ``[V, D]``, possibly tied to the embedding.
+        weight: ``[V, D]``.
         bias: ``[V]`` or None.
         scale: factor on the logits.
         softcap: bound of the logits, or None.
+        adapter: A, B and α of LoRA on the head, or None; without dropout where the layer is not being trained.
+        tied: whether ``weight`` is the input embedding too.
     """
 
     weight: Tensor
     bias: Tensor | None
     scale: float
     softcap: float | None
+    adapter: Adapter | None = None
+    tied: bool = False
+
+    @property
+    def frozen(self) -> bool:
+        """Whether ``weight`` gets no gradient."""
+        return not self.weight.requires_grad
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """``[..., V]`` of ``hidden`` ``[..., D]``: products in the type of ``hidden``, the rest in at least fp32."""
+        kind = hidden.dtype
+        x = F.linear(hidden, self.weight.to(kind), None if self.bias is None else self.bias.to(kind))
+        if self.adapter is not None:
+            down = F.linear(F.dropout(hidden, self.adapter.dropout), self.adapter.a.to(kind))
+            x = x + self.adapter.scale * F.linear(down, self.adapter.b.to(kind))
+        x = x.to(torch.promote_types(kind, torch.float32)) * self.scale
+        return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
 
 
-SCALES = {
+SCALES: dict[str, Callable[[float], float]] = {
     "logit_scale": lambda factor: factor,  # Cohere
     "logits_scaling": lambda divisor: 1.0 / divisor,  # Granite
     "lm_head_multiplier": lambda factor: factor,  # Falcon-H1
@@ -41,20 +65,47 @@ SCALES = {
 """Configuration fields that multiply the logits, and the factor they stand for."""
 
 
+def _of_chronicals(layer: Any) -> Adapter:
+    return Adapter(layer.lora_A, layer.lora_B, layer.scale, layer.dropout if layer.training else 0.0)
+
+
+def _of_peft(layer: Any) -> Adapter | None:
+    """The one active adapter of PEFT's LoRA layer; None where none is, or where it is merged."""
+    names = [] if layer.disable_adapters or layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
+    if not names:
+        return None
+    if len(names) > 1 or names[0] in layer.lora_variant or layer.lora_bias.get(names[0]) or layer.fan_in_fan_out:
+        raise UnknownHead(f"the output layer has adapters that are more than one plain LoRA: {', '.join(names)}")
+    (name,) = names
+    dropout = getattr(layer.lora_dropout[name], "p", 0.0) if layer.training else 0.0
+    return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], dropout)
+
+
+ADAPTED: dict[str, Callable[[Any], Adapter | None]] = {
+    "chronicals.lora.layers.LoRALinear": _of_chronicals,
+    "peft.tuners.lora.layer.Linear": _of_peft,
+}
+"""Layers that add an adapter to their ``base_layer``, and how it is read from them."""
+
+
 def read_head(model: Any) -> Head:
-    """The head of a transformers causal language model.
+    """The head of a transformers causal language model as it is now: its adapters may be switched off or merged later.
 
     Raises:
-        UnknownHead: there is no output embedding, or it is not a plain linear layer.
+        UnknownHead: there is no output embedding, or it is neither a plain linear layer nor one with plain LoRA.
     """
-    layer = model.get_output_embeddings()
-    name = type(layer).__name__
+    layer, adapter = model.get_output_embeddings(), None
+    read_adapter = ADAPTED.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
+    if read_adapter is not None:
+        layer, adapter = layer.base_layer, read_adapter(layer)
     if type(layer) is not nn.Linear:
-        raise UnknownHead(f"the output layer of {type(model).__name__} is {name}, not a plain torch.nn.Linear")
+        raise UnknownHead(f"the output layer of {type(model).__name__} is {type(layer).__name__}, not a plain torch.nn.Linear")
     config = model.config.get_text_config()
     scale = 1.0
     for field, factor in SCALES.items():
         value = getattr(config, field, None)
         if value is not None:
             scale *= factor(value)
-    return Head(layer.weight, layer.bias, scale, getattr(config, "final_logit_softcapping", None))
+    softcap = getattr(config, "final_logit_softcapping", None)
+    tied = layer.weight is getattr(model.get_input_embeddings(), "weight", None)
+    return Head(layer.weight, layer.bias, scale, softcap, adapter, tied)

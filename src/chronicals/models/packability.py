@@ -88,7 +88,7 @@ def _documents_packed(twin: Any, order: tuple[int, ...]) -> tuple[list[Tensor], 
     bounds = torch.tensor([0, *lengths, 0]).cumsum(0).to(torch.int32)
     positions = torch.cat([torch.arange(length) for length in lengths])
     batch = Batch(ids, torch.full_like(ids, IGNORED), positions, bounds, max(lengths))
-    with PresentedModel(twin, packed=True, head=None).attending_documents() as presented:
+    with PresentedModel(twin, packed=True, head_is_read=False).attending_documents() as presented:
         flat = presented.hidden_states(batch)
     pieces = dict(zip(order, flat.split(lengths)))
     states = [pieces[n] for n in range(len(order))]
@@ -107,10 +107,7 @@ def _head_is_understood(twin: Any) -> bool:
         hidden = twin.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
     except (UnknownHead, AttributeError, TypeError):
         return False
-    logits = torch.nn.functional.linear(hidden, head.weight, head.bias) * head.scale
-    if head.softcap is not None:
-        logits = head.softcap * torch.tanh(logits / head.softcap)
-    return bool(_distance(twin(input_ids=ids, use_cache=False).logits, logits) <= TOLERANCE)
+    return bool(_distance(twin(input_ids=ids, use_cache=False).logits, head.logits(hidden)) <= TOLERANCE)
 
 
 def _distance(expected: Tensor, got: Tensor) -> float:

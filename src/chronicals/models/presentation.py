@@ -74,12 +74,17 @@ class PresentedModel:
     Attributes:
         model: the Hugging Face model.
         packed: True where it takes documents end to end.
-        head: its head as tensors, or None where the model's own logits must be used.
+        head_is_read: True where its head is taken as tensors, False where the model's own logits must be used.
     """
 
     model: Any
     packed: bool
-    head: Head | None
+    head_is_read: bool
+
+    @property
+    def head(self) -> Head | None:
+        """The head as it is now, or None where the model's own logits must be used."""
+        return read_head(self.model) if self.head_is_read else None
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """``[T, D]`` before the head."""
@@ -145,10 +150,10 @@ def present(model: Any, packing: bool = True, fused_head: bool = True) -> Presen
     from chronicals.models.packability import prove_packability
 
     proof = prove_packability(model)
-    head = None
+    head_is_read = False
     if fused_head and proof.head_proved:
         try:
-            head = read_head(model)
+            head_is_read = read_head(model) is not None
         except UnknownHead as error:
             logger.warning("%s: the model's own logits are used, which takes more memory", error)
     elif fused_head:
@@ -156,4 +161,4 @@ def present(model: Any, packing: bool = True, fused_head: bool = True) -> Presen
     packed = packing and proof.packed
     if packing and not packed:
         logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, proof.reason)
-    return PresentedModel(model, packed, head)
+    return PresentedModel(model, packed, head_is_read)

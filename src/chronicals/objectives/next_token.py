@@ -27,20 +27,14 @@ class NextToken:
     """Cross-entropy of every trained target, summed; through the head without whole logits where it is understood."""
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
-        if model.head is None:
+        head = model.head
+        if head is None:
             losses = F.cross_entropy(model.logits(batch).float(), batch.targets, reduction="none", ignore_index=IGNORED)
-            total = (losses if batch.weights is None else losses * batch.weights).sum()
-        else:
-            head = model.head
-            total = linear_cross_entropy(
-                model.hidden_states(batch),
-                head.weight,
-                batch.targets,
-                bias=head.bias,
-                scale=head.scale,
-                softcap=head.softcap,
-                weights=batch.weights,
-            )
+            return {"cross_entropy": Term((losses if batch.weights is None else losses * batch.weights).sum())}
+        total = linear_cross_entropy(
+            model.hidden_states(batch), head.weight, batch.targets, bias=head.bias, adapter=head.adapter, scale=head.scale,
+            softcap=head.softcap, weights=batch.weights, count=batch.trained,
+        )  # fmt: skip
         return {"cross_entropy": Term(total)}
 
     def counts(self, step: Counts) -> Mapping[str, int]:
@@ -49,15 +43,11 @@ class NextToken:
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Mapping[str, Tensor]:
         """Sums of ``cross_entropy`` and of ``correct`` (targets that are the likeliest token)."""
-        states = model.logits(batch) if model.head is None else model.hidden_states(batch)
+        head = model.head
+        states = model.logits(batch) if head is None else model.hidden_states(batch)
         sums = {name: torch.zeros((), device=states.device) for name in ("cross_entropy", "correct")}
         for rows, targets in zip(states.split(ROWS), batch.targets.split(ROWS)):
-            logits = rows.float()
-            if model.head is not None:
-                bias = None if model.head.bias is None else model.head.bias.to(rows.dtype)
-                logits = F.linear(rows, model.head.weight.to(rows.dtype), bias).float() * model.head.scale
-                if model.head.softcap is not None:
-                    logits = model.head.softcap * torch.tanh(logits / model.head.softcap)
+            logits = rows.float() if head is None else head.logits(rows)
             sums["cross_entropy"] += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
             sums["correct"] += (logits.argmax(-1) == targets).sum()
         return sums

@@ -42,7 +42,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel) -> dict[str, Dec
     on_card = device.type == "cuda"
     possible = {
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
-        "use_fused_kernels": (presented.head is not None, "no whole logits" if presented.head else "head not understood"),
+        "use_fused_kernels": (presented.head_is_read, "no whole logits" if presented.head_is_read else "head not understood"),
         "use_sequence_packing": (presented.packed, "proved on a twin" if presented.packed else "documents become padded rows"),
         "use_gradient_checkpointing": (recompute, estimate),
         "use_torch_compile": (on_card and presented.packed, "decoder layers" if on_card else "compiled on CUDA only"),
