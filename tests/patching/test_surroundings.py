@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import families
 from chronicals import patch_model, unpatch_model
@@ -129,3 +130,56 @@ def test_an_adapter_on_the_head():
         losses.append(out.loss.item())
         assert not isinstance(out.logits, LazyLogits) or order != "after"
     assert losses[1:] == pytest.approx(losses[:1] * 2, rel=1e-5)
+
+
+SPREAD = {
+    "model.embed_tokens": 0,
+    "model.layers.0": 0,
+    "model.layers.1": 1,
+    "model.norm": 1,
+    "model.rotary_emb": 0,
+    "lm_head": 1,
+}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    families.build("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_with_a_device_map_of_one_device(saved):
+    """What ``device_map="auto"`` makes where one device is enough: nothing stands in the way."""
+    plain, mapped = (AutoModelForCausalLM.from_pretrained(saved, device_map=chosen) for chosen in (None, "auto"))
+    report = patch_model(mapped)
+    assert report.counts().keys() >= {"fused_rmsnorm", "fused_swiglu"} and not report.left
+    rows = inputs()
+    theirs, ours = plain(**rows).loss, mapped(**{name: x.to(mapped.device) for name, x in rows.items()}).loss
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+
+
+def test_with_layers_that_are_fetched_from_disk(saved, tmp_path):
+    """Hooks move the weights of such layers: these are left alone, named, and compute what they did."""
+    spread = {name: "disk" if device else "cpu" for name, device in SPREAD.items()}
+    mapped = AutoModelForCausalLM.from_pretrained(saved, device_map=spread, offload_folder=tmp_path / "offload")
+    report = patch_model(mapped)
+    assert any(entry.path == "model.layers.1.input_layernorm" and "offload" in entry.reason for entry in report.left)
+    rows = inputs()
+    with torch.no_grad():
+        theirs, ours = AutoModelForCausalLM.from_pretrained(saved)(**rows).loss, mapped(**rows).loss
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two cards")
+def test_layers_on_two_cards_train(saved):
+    plain, mapped = (AutoModelForCausalLM.from_pretrained(saved, device_map=chosen).train() for chosen in (None, SPREAD))
+    report = patch_model(mapped)
+    assert any("several devices" in entry.reason for entry in report.left)
+    rows = inputs()
+    theirs, ours = plain(**rows).loss, mapped(**{name: x.to("cuda:0") for name, x in rows.items()}).loss
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-4)
+    for loss in (theirs, ours):
+        loss.backward()
+    for (name, a), (_, b) in zip(plain.named_parameters(), mapped.named_parameters(), strict=True):
+        torch.testing.assert_close(b.grad.cpu(), a.grad, rtol=1e-3, atol=1e-5, msg=name)
