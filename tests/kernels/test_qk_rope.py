@@ -304,7 +304,7 @@ MUTATIONS = {
     "not inverted": ("if INVERSE:", "if not INVERSE:"),
     "the other sine": ("b * sin_b, b * cos_b - a * sin_a", "b * sin_a, b * cos_b - a * sin_b"),
     "cosine of the wrong sign": ("a * cos_a + b * sin_b", "b * sin_b - a * cos_a"),
-    "heads of another position": ("(group * K_HEADS + member - Q_HEADS)", "(group * K_HEADS + K_HEADS - 1)"),
+    "tables of another position": ("batch * table_batch + token * table_token", "batch * table_batch + head * table_token"),
 }
 
 
