@@ -339,7 +339,7 @@ def test_twice_gives_the_same_bits(device):
     assert all(torch.equal(a, b) for a, b in zip(results(), results()))
 
 
-TOKENS = {"cpu": 101, "cuda": 40_000}
+TOKENS = {"cpu": 45, "cuda": 40_000}
 """So many that a program of 4 warps takes several blocks of tokens, where a processor gets one program."""
 
 MUTATIONS = {

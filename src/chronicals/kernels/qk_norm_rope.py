@@ -123,6 +123,13 @@ def _qk_norm_rope_forward_kernel(
 
 
 @triton.jit
+def _over_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Summed ``[1, COLUMNS]``, in two stages, which round less than one."""
+    some: tl.constexpr = 8 if ROWS >= 8 else ROWS
+    return tl.sum(tl.sum(tl.reshape(x, (ROWS // some, some, COLUMNS)), axis=1), axis=0)[None, :]
+
+
+@triton.jit
 def _backward_of_heads(
     dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, rstd_ptr, dx_ptr, share_ptr, program, programs, positions, length,
     dy_batch, dy_token, dy_head, x_batch, x_token, x_head, dx_batch, dx_token, dx_head, table_batch, table_token, offset,
@@ -178,10 +185,10 @@ def _backward_of_heads(
             _store_rest(dx_at, rstd * (g_rest - rest * projection), inside, WIDTH, HALF, REST)
     if WANTS_WEIGHTS:
         one = tl.full((1, 1), 1, tl.int1)
-        summed_a, summed_b = tl.sum(dw_a, axis=0)[None, :], tl.sum(dw_b, axis=0)[None, :]
+        summed_a, summed_b = _over_rows(dw_a, ROWS, BLOCK), _over_rows(dw_b, ROWS, BLOCK)
         store_pairs(share_ptr, summed_a, summed_b, one, HALF, BLOCK, INTERLEAVED)
         if REST:
-            _store_rest(share_ptr, tl.sum(dw_rest, axis=0)[None, :], one, WIDTH, HALF, REST)
+            _store_rest(share_ptr, _over_rows(dw_rest, ROWS, REST), one, WIDTH, HALF, REST)
 
 
 @triton.jit

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from chronicals.attention import choose_backend
+from chronicals.kernels.launch import HAS_TRITON
 
 PACKAGES = (
     "chronicals",
@@ -40,7 +41,7 @@ def inspect_machine() -> dict[str, str | int]:
         facts["card"] = "none; training runs on the CPU"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts["attention"] = f"{choose_backend(device, torch.bfloat16)} (bf16), {choose_backend(device, torch.float32)} (fp32)"
-    facts["kernels"] = "plain torch (this version has no compiled ones)"
+    facts["kernels"] = "Triton" if device.type == "cuda" and HAS_TRITON else "their references in plain torch"
     for name in PACKAGES:
         try:
             facts[name] = importlib.metadata.version(name)
