@@ -22,6 +22,7 @@ import triton
 from torch import Tensor
 
 from chronicals import kernels
+from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.glu import geglu_reference, swiglu_reference
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
@@ -253,7 +254,37 @@ def heads():
         )
 
 
-GROUPS = {"norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads}
+def optimizers():
+    """494 million weights in 169 tensors, as Qwen2.5-0.5B has them; torch's fused one keeps no master and bf16 states."""
+    shapes = [(151936, 896), *[(896, 896), (128, 896), (128, 896), (896, 896), (4864, 896), (4864, 896), (896, 4864)] * 24]
+    for kind in (torch.bfloat16, torch.float32):
+        tensors = Tensors()
+        for shape in shapes:
+            weight = torch.randn(shape, device="cuda").to(kind)
+            tensors.weights.append(weight)
+            tensors.gradients.append(torch.randn_like(weight))
+            tensors.means.append(torch.zeros_like(weight, dtype=torch.float32))
+            tensors.squares.append(torch.zeros_like(weight, dtype=torch.float32))
+            tensors.steps.append(torch.zeros((), device="cuda"))
+            if kind == torch.bfloat16:
+                tensors.lows.append(torch.zeros_like(weight, dtype=torch.int16))
+        elements = sum(weight.numel() for weight in tensors.weights)
+        plain = [torch.nn.Parameter(weight.clone()) for weight in tensors.weights]
+        for parameter, gradient in zip(plain, tensors.gradients):
+            parameter.grad = gradient
+        torchs = torch.optim.AdamW(plain, fused=True)
+        factor, applies = torch.ones((), device="cuda"), torch.tensor(True, device="cuda")
+        arms = {
+            "ours": lambda t=tensors, f=factor, a=applies: kernels.fused_adamw_(t, 1e-5, (0.9, 0.999), 1e-8, 0.01, f, a),
+            "torch": torchs.step,
+        }
+        size = torch.finfo(kind).bits // 8
+        moved = (size + 16 + 2 * size + (4 if kind == torch.bfloat16 else 0)) * elements
+        yield Row(f"fused_adamw_ {str(kind).removeprefix('torch.')} weights", arms, bytes=moved)
+        torch.cuda.empty_cache()
+
+
+GROUPS = {"optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads}
 
 
 def sample(call: Callable[[], object]) -> float:

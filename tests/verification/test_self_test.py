@@ -18,6 +18,7 @@ def test_every_kernel_passes_here():
         "qk_norm_rope",
         "linear_cross_entropy",
         "attention",
+        "adamw",
     }
     for result in results:
         assert result.passed, result
@@ -34,6 +35,6 @@ def test_a_wrong_kernel_is_found(monkeypatch):
 
 def test_the_machine_is_described():
     machine = inspect_machine()
-    assert machine["torch"] == torch.__version__
+    assert torch.__version__.startswith(machine["torch"])
     assert machine["cores"] >= 1
     assert module is not None

@@ -1,5 +1,6 @@
 """One operation a file; knows torch and triton and nothing else of ours."""
 
+from chronicals.kernels.adamw import fused_adamw_
 from chronicals.kernels.glu import fused_geglu, fused_swiglu
 from chronicals.kernels.layernorm import fused_layernorm
 from chronicals.kernels.linear_cross_entropy import fused_cross_entropy, linear_cross_entropy
@@ -10,6 +11,7 @@ from chronicals.kernels.softmax import fused_softmax
 from chronicals.kernels.token_log_probability import token_log_probability
 
 __all__ = [
+    "fused_adamw_",
     "fused_add_rmsnorm",
     "fused_cross_entropy",
     "fused_geglu",

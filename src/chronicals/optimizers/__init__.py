@@ -2,14 +2,11 @@
 
 from chronicals.optimizers.adamw import FusedAdamW
 from chronicals.optimizers.lora_plus import create_lora_plus_optimizer
-from chronicals.optimizers.master import join_master, split_master
 from chronicals.optimizers.schedules import SCHEDULES, learning_rate_factor
 
 __all__ = [
     "SCHEDULES",
     "FusedAdamW",
     "create_lora_plus_optimizer",
-    "join_master",
     "learning_rate_factor",
-    "split_master",
 ]

@@ -3,7 +3,7 @@
     m ← β₁ m + (1 − β₁) g        v ← β₂ v + (1 − β₂) g²
     w ← w − lr · λ · w − lr · (m / (1 − β₁ᵗ)) / (sqrt(v / (1 − β₂ᵗ)) + ε)
 
-States are fp32. A bf16 weight is the upper half of its fp32 master, the lower half is a state (see ``master.py``), so
+States are fp32. A bf16 weight is the upper half of its fp32 master, the lower half is a state (see ``kernels/master.py``), so
 that small updates are not lost. Clipping and the decision whether the step counts at all are tensors on the device:
 nothing waits for the host, and a step with ``apply`` at zero changes nothing, bit for bit.
 """
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.optimizers.master import join_master, split_master
+from chronicals.kernels.adamw import Tensors, fused_adamw_
+from chronicals.kernels.master import split_master
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -58,32 +59,33 @@ class FusedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            for tensors in self._by_type(group["params"]).values():
+                fused_adamw_(
+                    tensors, group["lr"], group["betas"], group["eps"], group["weight_decay"], factor=factor, apply=apply
+                )
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group, factor, apply)
+                if parameter in self._versions:
+                    self._versions[parameter] = _stamp(parameter)
         return loss
 
-    def _update(self, parameter: Tensor, group: dict[str, Any], factor: Tensor | None, apply: Tensor | None) -> None:
-        assert parameter.grad is not None
-        state = self.state_of(parameter)
-        gradient = parameter.grad.float() if factor is None else parameter.grad.float() * factor
-        beta1, beta2 = group["betas"]
-        master = self._master(parameter, state)
-        old = (master, state["exp_avg"], state["exp_avg_sq"])
-        step = state["step"] + 1
-        mean = old[1] * beta1 + gradient * (1 - beta1)
-        square = old[2] * beta2 + gradient.square() * (1 - beta2)
-        # In fp64: 1 - 0.999 in fp32 is wrong in its fifth digit, and every update would be.
-        correction1, correction2 = ((1 - beta ** step.double()).float() for beta in (beta1, beta2))
-        root = (square / correction2).sqrt_().add_(group["eps"])
-        updated = master * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * (mean / correction1) / root
-        new: tuple[Tensor, ...] = (updated, mean, square, step)
-        if apply is not None:
-            new = tuple(torch.where(apply, a, b) for a, b in zip(new, (*old, state["step"])))
-        self._store(parameter, state, new[0])
-        state["exp_avg"].copy_(new[1])
-        state["exp_avg_sq"].copy_(new[2])
-        state["step"].copy_(new[3])
+    def _by_type(self, parameters: list[Tensor]) -> dict[tuple[torch.dtype, torch.dtype], Tensors]:
+        """Those that have a gradient, by the types of weight and gradient."""
+        found: dict[tuple[torch.dtype, torch.dtype], Tensors] = {}
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            state = self.state_of(parameter)
+            tensors = found.setdefault((parameter.dtype, parameter.grad.dtype), Tensors())
+            tensors.weights.append(parameter)
+            tensors.gradients.append(parameter.grad)
+            tensors.means.append(state["exp_avg"])
+            tensors.squares.append(state["exp_avg_sq"])
+            tensors.steps.append(state["step"])
+            if "low" in state:
+                if self._versions[parameter] != _stamp(parameter):  # somebody else wrote the weight
+                    state["low"].zero_()
+                tensors.lows.append(state["low"])
+        return found
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         """The states of a weight, made at its first use: ``step``, ``exp_avg``, ``exp_avg_sq``, and ``low`` for bf16."""
@@ -100,16 +102,7 @@ class FusedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
         """Give a weight its fp32 value: exactly, also where the weight is bf16."""
-        self._store(parameter, self.state_of(parameter), value)
-
-    def _master(self, parameter: Tensor, state: dict[str, Tensor]) -> Tensor:
-        if parameter.dtype != torch.bfloat16:
-            return parameter.float()
-        if self._versions.get(parameter) != _stamp(parameter):  # somebody else wrote the weight
-            state["low"].zero_()
-        return join_master(parameter, state["low"])
-
-    def _store(self, parameter: Tensor, state: dict[str, Tensor], value: Tensor) -> None:
+        state = self.state_of(parameter)
         if parameter.dtype != torch.bfloat16:
             parameter.copy_(value)
             return

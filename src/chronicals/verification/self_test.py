@@ -14,6 +14,7 @@ from torch import Tensor
 
 from chronicals.attention import attention_reference, choose_backend, document_attention
 from chronicals.kernels import (
+    fused_adamw_,
     fused_add_rmsnorm,
     fused_geglu,
     fused_layernorm,
@@ -25,10 +26,12 @@ from chronicals.kernels import (
     linear_cross_entropy,
     token_log_probability,
 )
+from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
 from chronicals.kernels.glu import geglu_reference, swiglu_reference
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
 from chronicals.kernels.qk_rope import qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
@@ -113,7 +116,8 @@ def self_test() -> list[SelfTest]:
     ]
     kernels = "triton" if runs_triton(gate) else "torch"
     runs_as = {"attention": choose_backend(device, dtype, head_dim=16)}
-    return [_compare(name, runs_as.get(name, kernels), ours, plain, inputs) for name, ours, plain, inputs in cases]
+    compared = [_compare(name, runs_as.get(name, kernels), ours, plain, inputs) for name, ours, plain, inputs in cases]
+    return [*compared, _compare_adamw(kernels, device)]
 
 
 def _compare(name: str, runs_as: str, ours: Function, plain: Function, inputs: tuple[Tensor, ...]) -> SelfTest:
@@ -128,6 +132,28 @@ def _compare(name: str, runs_as: str, ours: Function, plain: Function, inputs: t
     passed = all(error <= max(ALLOWED * plain_error, rounding) for error, plain_error in pairs)
     error, plain_error = (max(errors) for errors in zip(*pairs))
     return SelfTest(name, runs_as, error, plain_error, passed)
+
+
+def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
+    """The change of weights that one update makes; the weights are bf16 and have a master."""
+
+    def weight_after(update: Callable[..., None], kind: torch.dtype) -> Tensor:
+        weight, mean, square = (x.to(kind) for x in start)
+        tensors = Tensors([weight], [gradient.to(kind)], [mean], [square], [], [torch.ones((), device=device)])
+        if update is fused_adamw_:
+            high, low = split_master(weight)
+            tensors.weights, tensors.lows = [high], [low]
+        update(tensors, lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+        return (join_master(high, low) if tensors.lows else weight).double() - start[0].double()
+
+    start = torch.randn(1001, device=device), torch.randn(1001, device=device) * 0.1, torch.rand(1001, device=device)
+    gradient = torch.randn(1001, device=device)
+    exact = weight_after(fused_adamw_reference_, torch.float64)
+    error, plain_error = (
+        float((weight_after(update, torch.float32) - exact).norm() / exact.norm())
+        for update in (fused_adamw_, fused_adamw_reference_)
+    )
+    return SelfTest("adamw", runs_as, error, plain_error, error <= ALLOWED * plain_error)
 
 
 def _outputs(function: Function, inputs: tuple[Tensor, ...], upstream: Tensor) -> list[Tensor]:

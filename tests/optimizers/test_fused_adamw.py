@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from chronicals.optimizers import FusedAdamW, join_master, split_master
+from chronicals.kernels.master import join_master, split_master
+from chronicals.optimizers import FusedAdamW
 from comparison import FROBENIUS, LARGEST
 
 STEPS = 40

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chronicals.optimizers import join_master, split_master
+from chronicals.kernels.master import join_master, split_master
 
 LOWS = torch.arange(1 << 16, dtype=torch.int64)
 

@@ -1,0 +1,197 @@
+"""AdamW (Loshchilov and Hutter, 2019, algorithm 2) over many tensors in one launch, with an exact master for bf16 weights.
+
+    g ← factor · g,   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
+    w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
+
+Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``); m and v are fp32, gradients
+fp32, bf16 or fp16. ``factor`` and whether the step counts at all are read from the device. A table of pointers leads to
+the tensors. Bytes an element: 24 and the gradient for bf16 weights as for fp32 ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.master import join_master, split_master
+
+BLOCK, CHUNK = 1024, 8192
+"""Elements that four warps hold at a time, and that a program takes."""
+
+
+@triton.jit
+def _joined(high, low):
+    pattern = high.to(tl.int16, bitcast=True).to(tl.int32)
+    magnitude = ((pattern & 0x7FFF) << 16) + low.to(tl.int32)
+    return (magnitude | ((pattern & 0x8000) << 16)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _split(value):
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    finite = magnitude < 0x7F800000
+    kept = (magnitude >> 16) | ((magnitude & 0xFFFF) != 0).to(tl.int32)  # a NaN stays one
+    high = tl.where(finite, (magnitude + 0x8000) >> 16, kept)
+    low = tl.where(finite, magnitude - (high << 16), 0)
+    return (high | ((bits >> 16) & 0x8000)).to(tl.int16).to(tl.bfloat16, bitcast=True), low.to(tl.int16)
+
+
+@triton.jit
+def _pointers(table_ptr, tensor, at, KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+    pointers = tl.load(table_ptr + tensor).to(tl.pointer_type(KIND)) + at
+    if ALIGNED:
+        pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), BLOCK)
+    return pointers
+
+
+@triton.jit
+def _adamw_kernel(
+    table_ptr, sizes_ptr, tensors_ptr, starts_ptr, corrections_ptr, factor_ptr, apply_ptr, count,
+    decay, lr, beta1, rest1, beta2, rest2, eps,
+    W: tl.constexpr, G: tl.constexpr, HAS_LOW: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_APPLY: tl.constexpr,
+    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """``table`` ``[5, count]``: addresses of weights, gradients, m, v and lower halves."""
+    applies = True
+    if HAS_APPLY:
+        applies = tl.load(apply_ptr).to(tl.int1)
+    if applies:
+        tensor, start = tl.load(tensors_ptr + tl.program_id(0)), tl.load(starts_ptr + tl.program_id(0))
+        start, size = tl.multiple_of(start, CHUNK), tl.load(sizes_ptr + tensor)
+        if ALIGNED:
+            size = tl.multiple_of(size, 8)
+        correction1, correction2 = tl.load(corrections_ptr + tensor), tl.load(corrections_ptr + count + tensor)
+        factor = 1.0
+        if HAS_FACTOR:
+            factor = tl.load(factor_ptr).to(tl.float32)
+        for offset in range(0, CHUNK, BLOCK):
+            at = start + offset + tl.arange(0, BLOCK)
+            inside = at < size
+            w_at = _pointers(table_ptr, tensor, at, W, ALIGNED, BLOCK)
+            g_at = _pointers(table_ptr + count, tensor, at, G, ALIGNED, BLOCK)
+            m_at = _pointers(table_ptr + 2 * count, tensor, at, tl.float32, ALIGNED, BLOCK)
+            v_at = _pointers(table_ptr + 3 * count, tensor, at, tl.float32, ALIGNED, BLOCK)
+            w = tl.load(w_at, mask=inside, other=0.0)
+            g = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * factor
+            m = tl.load(m_at, mask=inside, other=0.0) * beta1 + g * rest1
+            v = tl.load(v_at, mask=inside, other=0.0) * beta2 + g * g * rest2
+            if HAS_LOW:
+                low_at = _pointers(table_ptr + 4 * count, tensor, at, tl.int16, ALIGNED, BLOCK)
+                w = _joined(w, tl.load(low_at, mask=inside, other=0))
+            root = tl.sqrt_rn(tl.div_rn(v, correction2)) + eps
+            w = w * decay - lr * tl.div_rn(tl.div_rn(m, correction1), root)
+            if HAS_LOW:
+                w, low = _split(w)
+                tl.store(low_at, low, mask=inside)
+            tl.store(w_at, w, mask=inside)
+            tl.store(m_at, m, mask=inside)
+            tl.store(v_at, v, mask=inside)
+
+
+@dataclass
+class Tensors:
+    """What one launch updates: lists of equal length, tensor by tensor of one size and all dense.
+
+    Attributes:
+        lows: lower halves of the masters where the weights are bf16, else empty.
+        steps: fp32 scalars on the device, how often each was updated before.
+    """
+
+    weights: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    means: list[Tensor] = field(default_factory=list)
+    squares: list[Tensor] = field(default_factory=list)
+    lows: list[Tensor] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+
+
+def fused_adamw_(
+    tensors: Tensors, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None = None, apply: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One update in place of weights, states and steps. Gradients stay.
+
+    Args:
+        factor: scalar tensor that gradients are multiplied by.
+        apply: scalar bool tensor; where False nothing changes, bit for bit.
+
+    Raises:
+        ValueError: types are mixed.
+    """
+    if not tensors.weights:
+        return
+    kinds = {(w.dtype, g.dtype) for w, g in zip(tensors.weights, tensors.gradients, strict=True)}
+    if len(kinds) > 1:
+        raise ValueError(f"weights and gradients are {kinds}: one pair of types at a time")
+    rows = [tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows or tensors.weights]
+    all_dense = all(x.is_contiguous() for row in rows for x in row)
+    if not all_dense or not runs_triton(*tensors.weights, *tensors.gradients) or _needs_master(tensors):
+        fused_adamw_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
+        return
+    corrections = _corrections(tensors.steps, betas)
+    (weight_kind, gradient_kind), count = kinds.pop(), len(tensors.weights)
+    addresses = [[x.data_ptr() for x in row] for row in rows]
+    device = tensors.weights[0].device
+    aligned = all(a % 16 == 0 for row in addresses for a in row) and all(w.numel() % 8 == 0 for w in tensors.weights)
+    table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
+    sizes, of_program, starts = _programs(tuple(x.numel() for x in tensors.weights), device)
+    _adamw_kernel[(len(starts),)](
+        table, sizes, of_program, starts, corrections, factor, apply, count, 1 - lr * weight_decay, lr,
+        betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, _of_triton(weight_kind), _of_triton(gradient_kind),
+        bool(tensors.lows), factor is not None, apply is not None, aligned, BLOCK, CHUNK, num_warps=4,
+    )  # fmt: skip
+    torch._foreach_add_(tensors.steps, 1.0 if apply is None else apply.to(torch.float32))
+    torch.autograd.graph.increment_version([*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows])
+
+
+def _needs_master(tensors: Tensors) -> bool:
+    """Whether 16-bit weights came without the lower halves of their masters."""
+    return tensors.weights[0].dtype != torch.float32 and not tensors.lows
+
+
+def _corrections(steps: list[Tensor], betas: tuple[float, float]) -> Tensor:
+    """1 − βᵗ of the step to come, fp32 ``[2, count]``; made in fp64, since 1 − 0.999 in fp32 is wrong in its fifth digit."""
+    after = torch.stack(steps).double() + 1
+    return torch.stack([1 - beta**after for beta in betas]).float()
+
+
+_cached: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, Tensor, Tensor]] = {}
+
+
+def _programs(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Sizes, and for each program its tensor and where in it it begins; the same in every step of a run."""
+    if (sizes, device) not in _cached:
+        pairs = [(tensor, start) for tensor, size in enumerate(sizes) for start in range(0, size, CHUNK)]
+        found = torch.tensor(sizes), torch.tensor([t for t, _ in pairs]), torch.tensor([s for _, s in pairs])
+        _cached.clear()
+        _cached[sizes, device] = tuple(x.to(device) for x in found)  # type: ignore[assignment]
+    return _cached[sizes, device]
+
+
+def _of_triton(kind: torch.dtype) -> Any:
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[kind]
+
+
+def fused_adamw_reference_(
+    tensors: Tensors, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None = None, apply: Tensor | None = None,
+) -> None:  # fmt: skip
+    corrections = _corrections(tensors.steps, betas)
+    for n, (weight, gradient, mean, square) in enumerate(
+        zip(tensors.weights, tensors.gradients, tensors.means, tensors.squares, strict=True)
+    ):
+        g = gradient.float() if factor is None else gradient.float() * factor
+        value = join_master(weight, tensors.lows[n]) if tensors.lows else weight.to(torch.promote_types(weight.dtype, g.dtype))
+        new_mean, new_square = mean * betas[0] + g * (1 - betas[0]), square * betas[1] + g.square() * (1 - betas[1])
+        root = (new_square / corrections[1, n]).sqrt_().add_(eps)
+        new = value * (1 - lr * weight_decay) - lr * (new_mean / corrections[0, n]) / root
+        parts = split_master(new) if tensors.lows else (new.to(weight.dtype),)
+        kept = (weight, tensors.lows[n]) if tensors.lows else (weight,)
+        for old, updated in zip((*kept, mean, square), (*parts, new_mean, new_square)):
+            old.copy_(updated if apply is None else torch.where(apply, updated, old))
+        tensors.steps[n] += 1.0 if apply is None else apply.to(torch.float32)

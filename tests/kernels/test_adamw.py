@@ -1,0 +1,178 @@
+"""fused_adamw_ against the update by the book in fp64 and against its own reference, with the masters of bf16 weights."""
+
+import copy
+
+import pytest
+import torch
+from mutants import mutant
+
+import chronicals.kernels.adamw as module
+from chronicals.kernels.adamw import Tensors, fused_adamw_, fused_adamw_reference_
+from chronicals.kernels.master import join_master, split_master
+
+SHAPES = [(17, 5), (), (1,), (module.CHUNK + 3,), (2, module.BLOCK), (3, 7, 11)]
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+KINDS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+def drawn(kind, gradient_kind, device, shapes=SHAPES):
+    """Random weights and states as after some steps, each tensor after a number of its own."""
+    tensors = Tensors()
+    for number, shape in enumerate(shapes):
+        value = torch.randn(shape, device=device)
+        high, low = split_master(value)
+        tensors.weights.append(value if kind == torch.float32 else high)
+        if kind == torch.bfloat16:
+            tensors.lows.append(low)
+        tensors.gradients.append((torch.randn(shape, device=device) * 10.0 ** (number - 3)).to(gradient_kind))
+        tensors.means.append(torch.randn(shape, device=device) * 0.1)
+        tensors.squares.append(torch.rand(shape, device=device) * 0.1)
+        tensors.steps.append(torch.tensor(float(number), device=device))
+    return tensors
+
+
+def values(tensors):
+    """Weights, in fp32 as their masters stand for them, and states, flat in fp64."""
+    whole = [join_master(w, low) for w, low in zip(tensors.weights, tensors.lows)] if tensors.lows else tensors.weights
+    return [
+        torch.cat([x.double().flatten().cpu() for x in row])
+        for row in (whole, tensors.means, tensors.squares, tensors.steps)
+    ]  # fmt: skip
+
+
+def by_the_book(tensors, lr, betas, eps, weight_decay, factor=1.0):
+    wide = Tensors(*([x.double().cpu() for x in row] for row in (
+        [join_master(w, low) for w, low in zip(tensors.weights, tensors.lows)] or tensors.weights, tensors.gradients,
+        tensors.means, tensors.squares, [], tensors.steps,
+    )))  # fmt: skip
+    for w, g, m, v, t in zip(wide.weights, wide.gradients, wide.means, wide.squares, wide.steps):
+        g *= factor
+        t += 1
+        m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
+        v.mul_(betas[1]).add_(g * g, alpha=1 - betas[1])
+        w.mul_(1 - lr * weight_decay).sub_(lr * (m / (1 - betas[0] ** t)) / ((v / (1 - betas[1] ** t)).sqrt() + eps))
+    return values(wide)
+
+
+def compare(tensors, function=fused_adamw_, factor=None):
+    exact = by_the_book(tensors, **OPTIONS, factor=1.0 if factor is None else factor.double().item())
+    plain = copy.deepcopy(tensors)
+    fused_adamw_reference_(plain, **OPTIONS, factor=factor)
+    function(tensors, **OPTIONS, factor=factor)
+    for name, e, ours, theirs in zip(("weights", "means", "squares", "steps"), exact, values(tensors), values(plain)):
+        for norm, times in ((torch.linalg.vector_norm, 1.5), (lambda x: x.abs().max(), 2.0)):
+            error, allowed = norm(ours - e), max(times * norm(theirs - e), 2**-23 * norm(e))
+            assert error <= allowed, f"{name}: error {error:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("factor", [None, 0.37])
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_one_update(kinds, factor, device):
+    compare(drawn(*kinds, device), factor=None if factor is None else torch.tensor(factor, device=device))
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_sizes_and_addresses_that_suit_a_card(kinds, device):
+    """Loads are 16 bytes wide then."""
+    compare(drawn(*kinds, device, shapes=[(16, 8), (module.CHUNK + 8,), (24,)]))
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_many_updates(kinds, device):
+    """As the reference does them, whose errors grow as fast."""
+    ours = drawn(*kinds, device, shapes=[(5, 3), (31,)])
+    theirs = copy.deepcopy(ours)
+    for _ in range(10):
+        for a, b in zip(ours.gradients, theirs.gradients):
+            b.copy_(a.copy_(torch.randn_like(a)))
+        fused_adamw_(ours, **OPTIONS)
+        fused_adamw_reference_(theirs, **OPTIONS)
+    for a, b in zip(values(ours), values(theirs)):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_a_step_that_does_not_count_changes_nothing(kinds, device):
+    """Not a bit, whatever the gradients are."""
+    tensors = drawn(*kinds, device)
+    tensors.gradients[0].fill_(float("nan"))
+    before = copy.deepcopy(tensors)
+    fused_adamw_(tensors, **OPTIONS, apply=torch.tensor(False, device=device))
+    for row in vars(tensors):
+        assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(getattr(tensors, row), getattr(before, row))), row
+    fused_adamw_(tensors, **OPTIONS, apply=torch.tensor(True, device=device))
+    assert not torch.equal(tensors.weights[3], before.weights[3]) and tensors.steps[0].item() == 1
+
+
+def test_a_master_is_kept_in_every_half(device):
+    """With a rate of zero the value stays: all lower halves under some upper ones, zeros, subnormals, infinities."""
+    high = torch.tensor([0x3F80, 0x0000, 0x0001, 0x7F7E, 0x4049], dtype=torch.int32)
+    low = torch.arange(1 << 16, dtype=torch.int32)
+    bits = torch.cat([(h << 16) + low for h in high])
+    value = torch.cat([bits.view(torch.float32), -bits.view(torch.float32), torch.tensor([float("inf"), -float("inf")])])
+    weight, rest = (x.to(device) for x in split_master(value))
+    zeros = [torch.zeros(len(value), device=device) for _ in range(3)]
+    step = torch.zeros((), device=device)
+    tensors = Tensors([weight], [zeros[0]], [zeros[1]], [zeros[2]], [rest], [step])
+    fused_adamw_(tensors, 0.0, (0.9, 0.99), 1e-8, 0.0)
+    assert torch.equal(join_master(weight, rest).cpu(), value)
+
+
+def test_a_master_that_is_not_a_number_stays_none(device):
+    weight, rest = (x.to(device) for x in split_master(torch.tensor([float("nan"), 1.0])))
+    state = [torch.zeros(2, device=device) for _ in range(3)]
+    tensors = Tensors([weight], [state[0]], [state[1]], [state[2]], [rest], [torch.zeros((), device=device)])
+    fused_adamw_(tensors, **OPTIONS)
+    assert join_master(weight, rest).isnan().tolist() == [True, False]
+
+
+@pytest.mark.parametrize("layout", ["not aligned", "not dense"])
+def test_tensors_that_lie_otherwise(layout, device):
+    tensors = drawn(torch.float32, torch.float32, device, shapes=[(9, 4), (33,)])
+    for row in (tensors.weights, tensors.means):
+        if layout == "not aligned":
+            row[1] = torch.cat((row[1], row[1]))[33 - 1 : 2 * 33 - 1]
+        else:
+            row[0] = row[0].t().contiguous().t()
+    compare(tensors)
+
+
+def test_nothing_at_all_and_mixed_types(device):
+    fused_adamw_(Tensors(), **OPTIONS)
+    tensors = drawn(torch.float32, torch.float32, device)
+    tensors.gradients[1] = tensors.gradients[1].bfloat16()
+    with pytest.raises(ValueError, match="one pair of types"):
+        fused_adamw_(tensors, **OPTIONS)
+
+
+def test_who_saved_a_weight_notices(device):
+    tensors = drawn(torch.float32, torch.float32, device, shapes=[(5,)])
+    weight = tensors.weights[0].requires_grad_()
+    loss = weight.square().sum()
+    with torch.no_grad():
+        fused_adamw_(tensors, **OPTIONS)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+MUTATIONS = {
+    "no decay": ("w = w * decay", "w = w * 1.0"),
+    "no correction of the mean": ("tl.div_rn(m, correction1)", "m"),
+    "correction of another tensor": ("tl.load(corrections_ptr + count + tensor)", "tl.load(corrections_ptr + count)"),
+    "no factor": (".to(tl.float32) * factor\n", ".to(tl.float32)\n"),
+    "eps within the root": ("tl.sqrt_rn(tl.div_rn(v, correction2)) + eps", "tl.sqrt_rn(tl.div_rn(v, correction2) + 0.1)"),
+    "not rounded to the nearest": ("(magnitude + 0x8000) >> 16", "(magnitude + 0x4000) >> 16"),
+    "the upper half alone": (
+        "magnitude = ((pattern & 0x7FFF) << 16) + low.to(tl.int32)",
+        "magnitude = ((pattern & 0x7FFF) << 16)",
+    ),
+    "the first chunk only": ("at = start + offset", "at = offset"),
+    "steps not counted": ("torch._foreach_add_(tensors.steps, 1.0", "torch._foreach_add_(tensors.steps, 0.0"),
+}
+
+
+@pytest.mark.parametrize("fault", MUTATIONS)
+def test_planted_faults_are_found(fault, device):
+    broken = mutant(module, *MUTATIONS[fault])
+    with pytest.raises(AssertionError, match="error"):
+        compare(drawn(torch.bfloat16, torch.bfloat16, device), broken.fused_adamw_, torch.tensor(0.37, device=device))
