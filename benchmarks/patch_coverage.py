@@ -1,6 +1,6 @@
 """Writes docs/coverage.md: what ``patch_model`` replaces in every architecture of transformers' causal-LM mapping.
 
-``python benchmarks/coverage.py [--out docs/coverage.md]``; some minutes on a CPU.
+``python benchmarks/patch_coverage.py [--out docs/coverage.md]``; some minutes on a CPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def page(lines: list[Line]) -> str:
         [
             "# Coverage of `patch_model`",
             "",
-            f"Written by `benchmarks/coverage.py` with transformers {importlib.metadata.version('transformers')}. Every "
+            f"Written by `benchmarks/patch_coverage.py` with transformers {importlib.metadata.version('transformers')}. Every "
             "architecture of the causal-LM mapping that can be built from a tiny configuration on a CPU, with random weights: "
             "the loss and every gradient in fp32 and greedy generation, with and without the patch.",
             "",
