@@ -7,6 +7,7 @@ import torch
 
 import families
 from chronicals import patch_model, unpatch_model
+from chronicals.patching import patch_parts
 from chronicals.patching.lazy_logits import LazyLogits
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "cohere", "granite", "gpt2", "phi", "gpt_oss"]
@@ -78,6 +79,21 @@ def test_every_part_of_a_llama():
     text = str(report)
     assert "LlamaForCausalLM" in text and "fused_rmsnorm" in text and "5" in text
     assert str(patch_model(patched)) == text, "a second call changed something"
+
+
+def test_the_parts_first_and_the_seams_later():
+    """What the trainer does, and a user afterwards; undone together."""
+    plain, patched = families.build("llama"), families.build("llama")
+    patched.load_state_dict(plain.state_dict())
+    report = patch_parts(patched)
+    assert report.counts() and not report.mentions("loss") and not report.mentions("attention")
+    parts = set(report.counts())
+    assert patch_parts(patched) is report and set(report.counts()) == parts
+    assert patch_model(patched) is report and set(report.counts()) == parts | {"linear_cross_entropy", "document_attention"}
+    ids = torch.randint(1, families.VOCABULARY, (2, 9))
+    torch.testing.assert_close(patched(input_ids=ids, labels=ids).loss, plain(input_ids=ids, labels=ids).loss)
+    unpatch_model(patched)
+    assert not any("forward" in vars(module) for module in patched.modules())
 
 
 def test_left_alone_and_why():

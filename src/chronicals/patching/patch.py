@@ -27,16 +27,27 @@ def patch_model(model: Any) -> PatchReport:
     Raises:
         ValueError: ``model`` is not a model of transformers.
     """
+    return _patch(model, seams=True)
+
+
+def patch_parts(model: Any) -> PatchReport:
+    """As ``patch_model``, but the model's attention and loss stay: for callers who have their own."""
+    return _patch(model, seams=False)
+
+
+def _patch(model: Any, seams: bool) -> PatchReport:
     target = _inside(model)
     known = vars(target).get("_chronicals_report")
-    if isinstance(known, PatchReport):
+    if isinstance(known, PatchReport) and (not seams or known.mentions("loss")):
         return known
-    plan, report = plan_for(target), PatchReport(type(target).__name__)
-    for path, module in target.named_modules():
-        _replace(path, module, plan, report)
-    _replace_loss(target, plan, report)
-    _replace_attention(target, plan, report)
-    if "model" in plan.reasons:
+    plan, report = plan_for(target), known or PatchReport(type(target).__name__)
+    if known is None:
+        for path, module in target.named_modules():
+            _replace(path, module, plan, report)
+    if seams:
+        _replace_loss(target, plan, report)
+        _replace_attention(target, plan, report)
+    if "model" in plan.reasons and known is None:
         report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
     target._chronicals_report = report
     return report

@@ -43,6 +43,10 @@ class PatchReport:
     replaced: list[Replaced] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
 
+    def mentions(self, part: str) -> bool:
+        """Whether ``part`` was looked at, be it replaced or left."""
+        return part in {entry.part for entry in self.replaced} | {entry.part for entry in self.left}
+
     def counts(self) -> dict[str, int]:
         """How many modules run as what."""
         return dict(Counter(entry.by for entry in self.replaced))

@@ -17,6 +17,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
+from chronicals.patching import patch_parts
 from chronicals.training.decisions import decide
 from chronicals.training.precision import Precision
 
@@ -102,6 +103,9 @@ def prepare_model(model: Any, config: ChronicalsConfig) -> PresentedModel:
         logger.info("%s", decision)
     if decisions["use_gradient_checkpointing"].runs:
         enable_gradient_checkpointing(model)
+    if config.use_fused_kernels and input_device(model).type == "cuda":
+        for by, count in patch_parts(model).counts().items():
+            logger.info("use_fused_kernels: %d modules run as %s", count, by)
     if decisions["use_torch_compile"].runs:
         for layer in model.get_decoder().layers:
             layer.compile(dynamic=False)
