@@ -1,8 +1,17 @@
-"""LoRALinear: a frozen linear layer with an adapter beside it."""
+"""LoRALinear: a frozen linear layer with an adapter beside it.
+
+    y = x Wᵀ + b + s · u Bᵀ,   u = dropout(x) Aᵀ
+    g = s · dy B,   dx = dy W + g A,   dA = gᵀ x,   dB = s · dyᵀ u        (no dropout)
+
+Without dropout, over a plain linear layer, the adapter's products are added by the products themselves (``addmm``), both
+ways: no sum passes over y or dx by itself. Saved beside x, W, A and B: u. A compiler is given the plain formula, whose sums
+it puts into what follows.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +41,54 @@ class LoRALinear(nn.Module):
         self.scale, self.dropout = config.scale, config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
+            assert isinstance(self.base_layer, nn.Linear)
+            return _WithAdapter.apply(x, self.base_layer.weight, self.base_layer.bias, self.lora_A, self.lora_B, self.scale)
         base = self.base_layer(x)
         down = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A.to(x.dtype))
         return base + F.linear(down, self.lora_B.to(x.dtype)).to(base.dtype) * self.scale
+
+
+def _is_plain(layer: nn.Module, x: Tensor) -> bool:
+    """Whether ``layer`` is its frozen weight and bias and nothing else: no hooks, no other forward, no autocast."""
+    if type(layer) is not nn.Linear or type(layer.weight) not in (nn.Parameter, Tensor) or "forward" in vars(layer):
+        return False
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    trained = any(p.requires_grad for p in layer.parameters())
+    return not hooks and not trained and layer.weight.dtype == x.dtype and not torch.is_autocast_enabled(x.device.type)
+
+
+class _WithAdapter(torch.autograd.Function):
+    """The base is frozen: weight and bias get no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+    ) -> Tensor:  # fmt: skip
+        rows = x.reshape(-1, x.shape[-1])
+        down = rows @ a.t().to(x.dtype)
+        y = F.linear(rows, weight, bias)
+        y.addmm_(down, b.t().to(x.dtype), alpha=scale)
+        ctx.save_for_backward(rows, weight, a, b, down)
+        ctx.scale, ctx.shape = scale, x.shape
+        return y.view(*x.shape[:-1], len(weight))
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        rows, weight, a, b, down = ctx.saved_tensors
+        dy, kind = upstream.reshape(-1, len(weight)), rows.dtype
+        g = (dy @ b.to(kind)) * ctx.scale
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = (dy @ weight).addmm_(g, a.to(kind)).view(ctx.shape)
+        da = _product(g.t(), rows, a.dtype) if ctx.needs_input_grad[3] else None
+        db = _product(dy.t(), down, b.dtype).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
+        return dx, None, None, da, db, None
+
+
+def _product(left: Tensor, right: Tensor, kind: torch.dtype) -> Tensor:
+    """``left @ right`` in ``kind``, not rounded to a narrower type before where the device can."""
+    if left.is_cuda and left.dtype != kind and kind == torch.float32:
+        return torch.mm(left, right, out_dtype=kind)
+    return (left @ right).to(kind)
