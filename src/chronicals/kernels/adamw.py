@@ -19,8 +19,12 @@ from torch import Tensor
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.master import join_master, split_master
 
-BLOCK, CHUNK = 1024, 8192
-"""Elements that four warps hold at a time, and that a program takes."""
+BLOCK, CHUNK = 1024, 2048
+"""Elements that four warps hold at a time, and that a program takes; on an H200 0.94 of the copy rate, 0.92 with 8192."""
+
+
+GROUPS = 16
+"""Lists of sizes whose division among programs is kept; an optimizer has one for each of its groups and types."""
 
 
 @triton.jit
@@ -51,7 +55,7 @@ def _pointers(table_ptr, tensor, at, KIND: tl.constexpr, ALIGNED: tl.constexpr, 
 
 @triton.jit
 def _adamw_kernel(
-    table_ptr, sizes_ptr, tensors_ptr, starts_ptr, corrections_ptr, factor_ptr, apply_ptr, count,
+    table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, corrections_ptr, factor_ptr, apply_ptr, count,
     decay, lr, beta1, rest1, beta2, rest2, eps,
     W: tl.constexpr, G: tl.constexpr, HAS_LOW: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_APPLY: tl.constexpr,
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -61,8 +65,8 @@ def _adamw_kernel(
     if HAS_APPLY:
         applies = tl.load(apply_ptr).to(tl.int1)
     if applies:
-        tensor, start = tl.load(tensors_ptr + tl.program_id(0)), tl.load(starts_ptr + tl.program_id(0))
-        start, size = tl.multiple_of(start, CHUNK), tl.load(sizes_ptr + tensor)
+        tensor = tl.load(tensors_ptr + tl.program_id(0))
+        start, size = (tl.program_id(0) - tl.load(firsts_ptr + tensor)) * CHUNK, tl.load(sizes_ptr + tensor)
         if ALIGNED:
             size = tl.multiple_of(size, 8)
         correction1, correction2 = tl.load(corrections_ptr + tensor), tl.load(corrections_ptr + count + tensor)
@@ -139,9 +143,9 @@ def fused_adamw_(
     device = tensors.weights[0].device
     aligned = all(a % 16 == 0 for row in addresses for a in row) and all(w.numel() % 8 == 0 for w in tensors.weights)
     table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
-    sizes, of_program, starts = _programs(tuple(x.numel() for x in tensors.weights), device)
-    _adamw_kernel[(len(starts),)](
-        table, sizes, of_program, starts, corrections, factor, apply, count, 1 - lr * weight_decay, lr,
+    sizes, of_program, firsts = _programs(tuple(x.numel() for x in tensors.weights), device)
+    _adamw_kernel[(len(of_program),)](
+        table, sizes, of_program, firsts, corrections, factor, apply, count, 1 - lr * weight_decay, lr,
         betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, _of_triton(weight_kind), _of_triton(gradient_kind),
         bool(tensors.lows), factor is not None, apply is not None, aligned, BLOCK, CHUNK, num_warps=4,
     )  # fmt: skip
@@ -164,11 +168,13 @@ _cached: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, Tensor, Tensor
 
 
 def _programs(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Sizes, and for each program its tensor and where in it it begins; the same in every step of a run."""
+    """Sizes, for each program its tensor, for each tensor its first program; the same in every step of a run."""
     if (sizes, device) not in _cached:
-        pairs = [(tensor, start) for tensor, size in enumerate(sizes) for start in range(0, size, CHUNK)]
-        found = torch.tensor(sizes), torch.tensor([t for t, _ in pairs]), torch.tensor([s for _, s in pairs])
-        _cached.clear()
+        programs = torch.tensor([triton.cdiv(size, CHUNK) for size in sizes])
+        of_program = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), programs)
+        found = torch.tensor(sizes), of_program, programs.cumsum(0) - programs
+        if len(_cached) == GROUPS:
+            _cached.clear()
         _cached[sizes, device] = tuple(x.to(device) for x in found)  # type: ignore[assignment]
     return _cached[sizes, device]
 
