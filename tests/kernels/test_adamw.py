@@ -4,11 +4,11 @@ import copy
 
 import pytest
 import torch
-from mutants import mutant
 
 import chronicals.kernels.adamw as module
 from chronicals.kernels.adamw import Tensors, fused_adamw_, fused_adamw_reference_
 from chronicals.kernels.master import join_master, split_master
+from mutants import mutant
 
 SHAPES = [(17, 5), (), (1,), (module.CHUNK + 3,), (2, module.BLOCK), (3, 7, 11)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}

@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from mutants import mutant
 from torch import Tensor
 
 from chronicals.kernels import fused_geglu, fused_swiglu, glu
 from chronicals.kernels.glu import geglu_reference, swiglu_reference
 from comparison import assert_as_exact_as_plain
+from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 

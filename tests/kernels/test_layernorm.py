@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from mutants import mutant
 from torch import Tensor
 
 from chronicals.kernels import fused_layernorm
 from chronicals.kernels.layernorm import layernorm_reference
 from comparison import assert_as_exact_as_plain, outputs_and_gradients
+from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (13, 64), (7, 2), (13, 37), (2, 5, 101), (3, 257)]

@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from mutants import mutant
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -20,6 +19,7 @@ from chronicals.kernels import fused_cross_entropy, linear_cross_entropy
 from chronicals.kernels.launch import interpreting
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from comparison import assert_as_exact_as_plain
+from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16]
 module = sys.modules["chronicals.kernels.linear_cross_entropy"]  # the package has a function of that name

@@ -6,10 +6,10 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from mutants import mutant
 
 import chronicals.kernels.logit_rows as module
 from chronicals.kernels.logit_rows import IGNORED, Shape
+from mutants import mutant
 
 ROWS, VOCABULARY = 11, 211
 SHAPES = [

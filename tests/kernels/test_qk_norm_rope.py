@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from mutants import mutant
 from torch import Tensor
 
 import chronicals.kernels.qk_norm_rope as module
 from chronicals.kernels import fused_qk_norm_rope, fused_qk_rope, fused_rmsnorm
 from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
 from comparison import assert_as_exact_as_plain, outputs_and_gradients
+from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16]
 

@@ -4,12 +4,12 @@ import contextlib
 
 import pytest
 import torch
-from mutants import mutant
 from torch import Tensor
 
 import chronicals.kernels.qk_rope as module
 from chronicals.kernels import fused_qk_rope
 from comparison import assert_as_exact_as_plain
+from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16]
 

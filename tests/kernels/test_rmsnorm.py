@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from mutants import mutant
 from torch import Tensor
 
 from chronicals.kernels import fused_add_rmsnorm, fused_rmsnorm
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from comparison import assert_as_exact_as_plain
+from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (13, 64), (1, 1), (7, 1), (13, 37), (2, 5, 101), (3, 257)]

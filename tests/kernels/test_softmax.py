@@ -4,13 +4,13 @@ import sys
 
 import pytest
 import torch
-from mutants import mutant
 from torch import Tensor
 
 from chronicals.kernels import fused_softmax
 from chronicals.kernels.launch import WIDEST
 from chronicals.kernels.softmax import softmax_reference
 from comparison import assert_as_exact_as_plain
+from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (13, 64), (7, 1), (13, 37), (5,), (2, 5, 101), (3, 257), (67, 48)]

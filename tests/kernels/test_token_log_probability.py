@@ -4,12 +4,12 @@ import sys
 
 import pytest
 import torch
-from mutants import mutant
 
 import chronicals.kernels.logit_rows as module
 from chronicals.kernels import fused_cross_entropy, token_log_probability
 from chronicals.kernels.logit_rows import IGNORED
 from comparison import assert_as_exact_as_plain
+from mutants import mutant
 
 ROWS, VOCABULARY = 11, 211
 TYPES = [torch.float32, torch.bfloat16]
