@@ -17,15 +17,11 @@ from pathlib import Path
 import torch
 import transformers
 import triton
+from baseline import SHAPE
 
 from chronicals import patch_model
 
 STEPS, WARM_UP, TOKENS = 12, 4, 16384
-SHAPE = {
-    "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
-    "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "use_cache": False,
-}  # fmt: skip
 
 
 def rows() -> dict[str, dict[str, torch.Tensor]]:

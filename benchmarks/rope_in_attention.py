@@ -20,6 +20,7 @@ from torch import Tensor
 
 from chronicals.kernels import fused_qk_rope
 from chronicals.kernels.qk_rope import qk_rope_reference
+from kernels import sample
 
 SAMPLES, WARM_UP = 15, 3
 
@@ -82,16 +83,6 @@ def reference(q: Tensor, k: Tensor, v: Tensor, length: int) -> Tensor:
     heads = (x.unflatten(0, (-1, length)).transpose(1, 2) for x in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
     return out.transpose(1, 2).flatten(0, 1)
-
-
-def sample(call) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
 
 
 def measure(heads: int, groups: int, width: int, tokens: int = 16384, length: int = 2048) -> dict:

@@ -20,7 +20,7 @@ from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.master import join_master, split_master
 
 BLOCK, CHUNK = 1024, 2048
-"""Elements that four warps hold at a time, and that a program takes: 2048 gave 0.94 of an H200's copy rate, 8192 gave 0.92."""
+"""Elements that four warps hold at a time, and that a program takes; on an H200 2048 is 2 % faster than 8192."""
 
 
 GROUPS = 16
