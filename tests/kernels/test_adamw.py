@@ -72,6 +72,43 @@ def test_one_update(kinds, factor, device):
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_a_rate_on_the_device(kinds, device):
+    """The same update, bit for bit, as from a number."""
+    tensors = drawn(*kinds, device)
+    other = copy.deepcopy(tensors)
+    fused_adamw_(tensors, **OPTIONS)
+    fused_adamw_(other, **OPTIONS | {"lr": torch.tensor(OPTIONS["lr"], device=device)})
+    assert all(torch.equal(a, b) for a, b in zip(values(tensors), values(other)))
+
+
+@pytest.mark.parametrize("function", [fused_adamw_, fused_adamw_reference_])
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_states_in_bf16(kinds, function, device):
+    """Weights as with wide states that begin alike; states one of the two neighbours, and right in the mean."""
+    tensors = drawn(*kinds, device, shapes=[(module.CHUNK, 3), (5, 7)])
+    tensors.means, tensors.squares = ([x.bfloat16() for x in row] for row in (tensors.means, tensors.squares))
+    exact = by_the_book(tensors, **OPTIONS)
+    function(tensors, **OPTIONS)
+    for e, ours in zip(exact[1:3], values(tensors)[1:3]):
+        assert ((ours - e).abs() <= e.abs() * 2**-7 + e.abs().max() * 2**-23).all()
+        assert (ours != e.bfloat16().double()).any()  # to the nearest would never go the other way
+        share = ((ours - e) / e.abs().clamp(min=1e-12)).clamp(-(2**-7), 2**-7).mean().abs()
+        assert share < 6 * 2**-7 / 12**0.5 / len(e) ** 0.5
+    assert (values(tensors)[0] - exact[0]).norm() <= 2**-20 * exact[0].norm()
+
+
+def test_small_changes_of_bf16_states_add_up(device):
+    """An average that moves by a hundredth of a spacing a step arrives where it should; rounded to the nearest it stays."""
+    value = torch.ones(4096, device=device)
+    tensors = Tensors(
+        [value], [torch.full_like(value, 2.0)], [value.bfloat16()], [value.bfloat16()], [], [torch.tensor(0.0, device=device)]
+    )
+    for _ in range(100):
+        fused_adamw_(tensors, 0.0, (1 - 2**-14, 0.5), 1e-8, 0.0)
+    assert abs(tensors.means[0].float().mean().item() - (2 - (1 - 2**-14) ** 100)) < 1e-3
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
 def test_sizes_and_addresses_that_suit_a_card(kinds, device):
     """Loads are 16 bytes wide then."""
     compare(drawn(*kinds, device, shapes=[(16, 8), (module.CHUNK + 8,), (24,)]))
@@ -141,7 +178,7 @@ def test_nothing_at_all_and_mixed_types(device):
     fused_adamw_(Tensors(), **OPTIONS)
     tensors = drawn(torch.float32, torch.float32, device)
     tensors.gradients[1] = tensors.gradients[1].bfloat16()
-    with pytest.raises(ValueError, match="one pair of types"):
+    with pytest.raises(ValueError, match="one set of types"):
         fused_adamw_(tensors, **OPTIONS)
 
 

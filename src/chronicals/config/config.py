@@ -58,7 +58,6 @@ def remembers_what_was_set(cls: T) -> T:
 NOT_YET: dict[str, tuple[Any, str]] = {
     "use_fp8": (False, "FP8 linear layers are not part of this version; leave use_fp8 at False"),
     "use_8bit_optimizer": (False, "the 8-bit optimizer is not part of this version; leave use_8bit_optimizer at False"),
-    "optimizer_state_dtype": ("fp32", "only fp32 optimizer states are part of this version"),
     "activation_offload": (
         False,
         "activation offload is not part of this version; use_gradient_checkpointing saves memory",
@@ -101,7 +100,10 @@ class ChronicalsConfig:
     use_fused_kernels: bool = Field(default=True, description="Permit the loss without whole logits, and fused kernels")
     use_sequence_packing: bool = Field(default=True, description="Several documents in a pack; off: one in each")
     use_gradient_checkpointing: bool = Field(default=True, description="Permit recomputation where memory needs it")
-    use_torch_compile: bool = Field(default=True, description="Permit compilation of the decoder layers, on CUDA")
+    use_torch_compile: bool = Field(
+        default=True, description="Permit compilation of the decoder layers where they do not run fused, on CUDA"
+    )
+    use_cuda_graphs: bool = Field(default=True, description="Permit replaying whole steps as CUDA graphs")
 
     use_lora: bool = Field(default=False, description="Train low-rank adapters instead of the weights")
     lora_rank: Positive = Field(default=64, description="Rank of the adapters")
@@ -120,7 +122,9 @@ class ChronicalsConfig:
     adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment")
     max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this norm")
     use_8bit_optimizer: bool = Field(default=False, description="8-bit optimizer states")
-    optimizer_state_dtype: Literal["fp32", "bf16"] = Field(default="fp32", description="Type of the optimizer states")
+    optimizer_state_dtype: Literal["fp32", "bf16"] = Field(
+        default="fp32", description="Type of the optimizer states; bf16 is rounded stochastically"
+    )
     activation_offload: bool = Field(default=False, description="Keep activations in host memory")
     mixed_precision: Literal["bf16", "fp16", "fp32"] = Field(default="bf16", description="Type of the products")
     use_fp8: bool = Field(default=False, description="FP8 linear layers")

@@ -3,9 +3,11 @@
     g ← factor · g,   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
 
-Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``); m and v are fp32, gradients
-fp32, bf16 or fp16. ``factor`` and whether the step counts at all are read from the device. A table of pointers leads to
-the tensors. Bytes an element: 24 and the gradient for bf16 weights as for fp32 ones.
+Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``); m and v are fp32, or bf16
+rounded stochastically (Gupta et al., 2015, section 3.1): up as often as the part cut off is of a spacing, so that what is
+too small for one step adds up over many. Gradients are fp32, bf16 or fp16. lr, ``factor`` and whether the step counts at all
+are read from the device, and a table of pointers leads to the tensors: a launch can be replayed as it is.
+Bytes an element: 24 and the gradient for bf16 weights as for fp32 ones; 16 with states in bf16.
 """
 
 from __future__ import annotations
@@ -46,6 +48,15 @@ def _split(value):
 
 
 @triton.jit
+def _rounded(value, dice, KIND: tl.constexpr):
+    """``value`` in ``KIND``; bf16 by adding 16 random bits below those that stay. Not for values beyond its range."""
+    if tl.bfloat16 == KIND:
+        value = (value.to(tl.int32, bitcast=True) + (dice & 0xFFFF)) >> 16
+        return value.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return value
+
+
+@triton.jit
 def _pointers(table_ptr, tensor, at, KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
     pointers = tl.load(table_ptr + tensor).to(tl.pointer_type(KIND)) + at
     if ALIGNED:
@@ -55,10 +66,10 @@ def _pointers(table_ptr, tensor, at, KIND: tl.constexpr, ALIGNED: tl.constexpr, 
 
 @triton.jit
 def _adamw_kernel(
-    table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, corrections_ptr, factor_ptr, apply_ptr, count,
-    decay, lr, beta1, rest1, beta2, rest2, eps,
-    W: tl.constexpr, G: tl.constexpr, HAS_LOW: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_APPLY: tl.constexpr,
-    ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, corrections_ptr, lr_ptr, factor_ptr, apply_ptr, seed_ptr, count,
+    weight_decay, beta1, rest1, beta2, rest2, eps,
+    W: tl.constexpr, G: tl.constexpr, STATE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_FACTOR: tl.constexpr,
+    HAS_APPLY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """``table`` ``[5, count]``: addresses of weights, gradients, m, v and lower halves."""
     applies = True
@@ -70,6 +81,8 @@ def _adamw_kernel(
         if ALIGNED:
             size = tl.multiple_of(size, 8)
         correction1, correction2 = tl.load(corrections_ptr + tensor), tl.load(corrections_ptr + count + tensor)
+        lr = tl.load(lr_ptr).to(tl.float32)
+        decay = 1.0 - lr * weight_decay
         factor = 1.0
         if HAS_FACTOR:
             factor = tl.load(factor_ptr).to(tl.float32)
@@ -78,12 +91,12 @@ def _adamw_kernel(
             inside = at < size
             w_at = _pointers(table_ptr, tensor, at, W, ALIGNED, BLOCK)
             g_at = _pointers(table_ptr + count, tensor, at, G, ALIGNED, BLOCK)
-            m_at = _pointers(table_ptr + 2 * count, tensor, at, tl.float32, ALIGNED, BLOCK)
-            v_at = _pointers(table_ptr + 3 * count, tensor, at, tl.float32, ALIGNED, BLOCK)
+            m_at = _pointers(table_ptr + 2 * count, tensor, at, STATE, ALIGNED, BLOCK)
+            v_at = _pointers(table_ptr + 3 * count, tensor, at, STATE, ALIGNED, BLOCK)
             w = tl.load(w_at, mask=inside, other=0.0)
             g = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * factor
-            m = tl.load(m_at, mask=inside, other=0.0) * beta1 + g * rest1
-            v = tl.load(v_at, mask=inside, other=0.0) * beta2 + g * g * rest2
+            m = tl.load(m_at, mask=inside, other=0.0).to(tl.float32) * beta1 + g * rest1
+            v = tl.load(v_at, mask=inside, other=0.0).to(tl.float32) * beta2 + g * g * rest2
             if HAS_LOW:
                 low_at = _pointers(table_ptr + 4 * count, tensor, at, tl.int16, ALIGNED, BLOCK)
                 w = _joined(w, tl.load(low_at, mask=inside, other=0))
@@ -93,8 +106,11 @@ def _adamw_kernel(
                 w, low = _split(w)
                 tl.store(low_at, low, mask=inside)
             tl.store(w_at, w, mask=inside)
-            tl.store(m_at, m, mask=inside)
-            tl.store(v_at, v, mask=inside)
+            dice = 0
+            if tl.bfloat16 == STATE:
+                dice = tl.randint(tl.load(seed_ptr), tl.program_id(0) * CHUNK + offset + tl.arange(0, BLOCK), 7)
+            tl.store(m_at, _rounded(m, dice, STATE), mask=inside)
+            tl.store(v_at, _rounded(v, dice >> 16, STATE), mask=inside)
 
 
 @dataclass
@@ -115,12 +131,13 @@ class Tensors:
 
 
 def fused_adamw_(
-    tensors: Tensors, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    tensors: Tensors, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
     factor: Tensor | None = None, apply: Tensor | None = None,
 ) -> None:  # fmt: skip
     """One update in place of weights, states and steps. Gradients stay.
 
     Args:
+        lr: a number, or a scalar tensor on the device.
         factor: scalar tensor that gradients are multiplied by.
         apply: scalar bool tensor; where False nothing changes, bit for bit.
 
@@ -129,28 +146,55 @@ def fused_adamw_(
     """
     if not tensors.weights:
         return
-    kinds = {(w.dtype, g.dtype) for w, g in zip(tensors.weights, tensors.gradients, strict=True)}
+    kinds = {(w.dtype, g.dtype, m.dtype) for w, g, m in zip(tensors.weights, tensors.gradients, tensors.means, strict=True)}
     if len(kinds) > 1:
-        raise ValueError(f"weights and gradients are {kinds}: one pair of types at a time")
-    rows = [tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows or tensors.weights]
-    all_dense = all(x.is_contiguous() for row in rows for x in row)
-    if not all_dense or not runs_triton(*tensors.weights, *tensors.gradients) or _needs_master(tensors):
+        raise ValueError(f"weights, gradients and states are {kinds}: one set of types at a time")
+    if not _runs_here(tensors):
         fused_adamw_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
         return
     corrections = _corrections(tensors.steps, betas)
-    (weight_kind, gradient_kind), count = kinds.pop(), len(tensors.weights)
-    addresses = [[x.data_ptr() for x in row] for row in rows]
-    device = tensors.weights[0].device
-    aligned = all(a % 16 == 0 for row in addresses for a in row) and all(w.numel() % 8 == 0 for w in tensors.weights)
-    table = torch.tensor(addresses, dtype=torch.int64).to(device, non_blocking=True)
-    sizes, of_program, firsts = _programs(tuple(x.numel() for x in tensors.weights), device)
+    (weight_kind, gradient_kind, state_kind), count = kinds.pop(), len(tensors.weights)
+    table, aligned = table_of(tensors)
+    sizes, of_program, firsts = _programs(tuple(x.numel() for x in tensors.weights), table.device)
+    lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=table.device)
     _adamw_kernel[(len(of_program),)](
-        table, sizes, of_program, firsts, corrections, factor, apply, count, 1 - lr * weight_decay, lr,
-        betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps, _of_triton(weight_kind), _of_triton(gradient_kind),
+        table, sizes, of_program, firsts, corrections, lr, factor, apply, _seed(tensors.steps[0]), count, weight_decay,
+        betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
+        _of_triton(weight_kind), _of_triton(gradient_kind), _of_triton(state_kind),
         bool(tensors.lows), factor is not None, apply is not None, aligned, BLOCK, CHUNK, num_warps=4,
     )  # fmt: skip
     torch._foreach_add_(tensors.steps, 1.0 if apply is None else apply.to(torch.float32))
     torch.autograd.graph.increment_version([*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows])
+
+
+def _seed(step: Tensor) -> Tensor:
+    """Of the rounding: another in each step, the same when the step is repeated."""
+    return step.to(torch.int64)
+
+
+def _runs_here(tensors: Tensors) -> bool:
+    dense = all(x.is_contiguous() for row in _rows(tensors) for x in row)
+    return dense and runs_triton(*tensors.weights, *tensors.gradients) and not _needs_master(tensors)
+
+
+def _rows(tensors: Tensors) -> list[list[Tensor]]:
+    return [tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows or tensors.weights]
+
+
+_tables: dict[tuple[int, ...], tuple[Tensor, bool]] = {}
+
+
+def table_of(tensors: Tensors) -> tuple[Tensor, bool]:
+    """The addresses ``[5, count]`` on the device, and whether all suit 16-byte loads; kept while they stay the same, so that
+    a captured launch finds it where it was."""
+    addresses = tuple(x.data_ptr() for row in _rows(tensors) for x in row)
+    if addresses not in _tables:
+        if len(_tables) >= GROUPS:
+            _tables.pop(next(iter(_tables)))
+        aligned = all(a % 16 == 0 for a in addresses) and all(w.numel() % 8 == 0 for w in tensors.weights)
+        table = torch.tensor(addresses, dtype=torch.int64).view(5, -1)
+        _tables[addresses] = table.to(tensors.weights[0].device, non_blocking=True), aligned
+    return _tables[addresses]
 
 
 def _needs_master(tensors: Tensors) -> bool:
@@ -184,7 +228,7 @@ def _of_triton(kind: torch.dtype) -> Any:
 
 
 def fused_adamw_reference_(
-    tensors: Tensors, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    tensors: Tensors, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
     factor: Tensor | None = None, apply: Tensor | None = None,
 ) -> None:  # fmt: skip
     corrections = _corrections(tensors.steps, betas)
@@ -193,11 +237,23 @@ def fused_adamw_reference_(
     ):
         g = gradient.float() if factor is None else gradient.float() * factor
         value = join_master(weight, tensors.lows[n]) if tensors.lows else weight.to(torch.promote_types(weight.dtype, g.dtype))
-        new_mean, new_square = mean * betas[0] + g * (1 - betas[0]), square * betas[1] + g.square() * (1 - betas[1])
+        new_mean = mean.float() * betas[0] + g * (1 - betas[0])
+        new_square = square.float() * betas[1] + g.square() * (1 - betas[1])
         root = (new_square / corrections[1, n]).sqrt_().add_(eps)
         new = value * (1 - lr * weight_decay) - lr * (new_mean / corrections[0, n]) / root
         parts = split_master(new) if tensors.lows else (new.to(weight.dtype),)
         kept = (weight, tensors.lows[n]) if tensors.lows else (weight,)
-        for old, updated in zip((*kept, mean, square), (*parts, new_mean, new_square)):
+        states = (_in_type(x, mean.dtype, tensors.steps[n], n, part) for part, x in enumerate((new_mean, new_square)))
+        for old, updated in zip((*kept, mean, square), (*parts, *states)):
             old.copy_(updated if apply is None else torch.where(apply, updated, old))
         tensors.steps[n] += 1.0 if apply is None else apply.to(torch.float32)
+
+
+def _in_type(value: Tensor, kind: torch.dtype, step: Tensor, *place: int) -> Tensor:
+    """``value`` in ``kind``: to bf16 it is rounded stochastically, by dice that depend on step and place alone."""
+    if kind != torch.bfloat16:
+        return value.to(kind)
+    seed = hash((int(step), *place)) % 2**63
+    dice = torch.randint(0, 2**16, value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    cut = (value.float().contiguous().view(torch.int32) + dice.to(value.device)) & -(2**16)
+    return cut.view(torch.float32).bfloat16()

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.launch import Tile, in_rows, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import Tile, in_rows, next_power_of_2, runs_triton, tl, triton, with_room
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -45,7 +45,7 @@ def _activate(g, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _glu_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, width, gate_stride, up_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    gate_ptr, up_ptr, y_ptr, width, gate_stride, up_stride, y_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -54,12 +54,12 @@ def _glu_forward_kernel(
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     activated, _ = _activate(gate, ACTIVATION)
-    tl.store(y_ptr + row * width + column, (activated * up).to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + row * y_stride + column, (activated * up).to(y_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def _glu_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, width, dy_stride, gate_stride, up_stride,
+    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, width, dy_stride, gate_stride, up_stride, d_gate_stride, d_up_stride,
     ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK)
@@ -71,8 +71,8 @@ def _glu_backward_kernel(
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _activate(gate, ACTIVATION)
     kind = d_gate_ptr.dtype.element_ty
-    tl.store(d_gate_ptr + row * width + column, (dy * up * slope).to(kind), mask=inside)
-    tl.store(d_up_ptr + row * width + column, (dy * activated).to(kind), mask=inside)
+    tl.store(d_gate_ptr + row * d_gate_stride + column, (dy * up * slope).to(kind), mask=inside)
+    tl.store(d_up_ptr + row * d_up_stride + column, (dy * activated).to(kind), mask=inside)
 
 
 def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
@@ -86,25 +86,23 @@ def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
 
 
 @torch.library.custom_op("chronicals::glu_forward", mutates_args=())
-def _forward(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    y = gate.new_empty(gate.shape)
+def _forward(gate: Tensor, up: Tensor, activation: str, room: int) -> Tensor:
+    y = with_room(gate, *gate.shape, room)
     if y.numel():
-        grid, width, strides, tile = _grid([gate, up])
+        grid, width, strides, tile = _grid([gate, up, y])
         _glu_forward_kernel[grid](gate, up, y, width, *strides, activation, tile.block, num_warps=tile.warps)
     return y
 
 
 @_forward.register_fake
-def _(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    return gate.new_empty(gate.shape)
+def _(gate: Tensor, up: Tensor, activation: str, room: int) -> Tensor:
+    return with_room(gate, *gate.shape, room)
 
 
 @torch.library.custom_op("chronicals::glu_backward", mutates_args=())
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    if dy.numel():
-        grid, width, strides, tile = _grid([dy, gate, up])
-        _glu_backward_kernel[grid](dy, gate, up, d_gate, d_up, width, *strides, activation, tile.block, num_warps=tile.warps)
+    _launch_backward(dy, gate, up, d_gate, d_up, activation)
     return d_gate, d_up
 
 
@@ -113,18 +111,48 @@ def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Te
     return gate.new_empty(gate.shape), gate.new_empty(gate.shape)
 
 
+@torch.library.custom_op("chronicals::glu_of_both_backward", mutates_args=())
+def _backward_of_both(dy: Tensor, both: Tensor, activation: str, room: int) -> Tensor:
+    d_both = with_room(both, *both.shape, room)
+    _launch_backward(dy, *both.chunk(2, -1), *d_both.chunk(2, -1), activation)
+    return d_both
+
+
+@_backward_of_both.register_fake
+def _(dy: Tensor, both: Tensor, activation: str, room: int) -> Tensor:
+    return with_room(both, *both.shape, room)
+
+
+def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, activation: str) -> None:
+    if dy.numel():
+        grid, width, strides, tile = _grid([dy, gate, up, d_gate, d_up])
+        _glu_backward_kernel[grid](dy, gate, up, d_gate, d_up, width, *strides, activation, tile.block, num_warps=tile.warps)
+
+
 class _GLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, activation: str) -> Tensor:
         rows = in_rows(gate), in_rows(up)
         ctx.save_for_backward(*rows)
         ctx.activation = activation
-        return _forward(*rows, activation).view(gate.shape)
+        return _forward(*rows, activation, 0).view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d_gate, d_up = _backward(in_rows(dy), *ctx.saved_tensors, ctx.activation)
         return d_gate.view(dy.shape), d_up.view(dy.shape), None
+
+
+class _GLUOfBoth(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, both: Tensor, activation: str, room: int, gradient_room: int) -> Tensor:
+        ctx.save_for_backward(both)
+        ctx.options = activation, gradient_room
+        return _forward(*both.chunk(2, -1), activation, room)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return _backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options), None, None, None
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -148,6 +176,21 @@ def fused_geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     if approximate not in APPROXIMATIONS:
         raise ValueError(f"approximate={approximate!r}: expected 'none' or 'tanh'")
     return _glu(gate, up, APPROXIMATIONS[approximate])
+
+
+def glu_of_both(both: Tensor, activation: str, room: int = 0, gradient_room: int = 0) -> Tensor:
+    """The gated unit of a merged product ``[T, 2F]``, gate before up, whose gradient comes as one tensor too.
+
+    Args:
+        activation: ``silu``, ``gelu`` or ``gelu_tanh``.
+        room, gradient_room: columns left free behind each row of the result and of the gradient.
+
+    Returns:
+        ``[T, F]``.
+    """
+    if runs_triton(both):
+        return _GLUOfBoth.apply(both, activation, room, gradient_room)
+    return REFERENCES[activation](*both.chunk(2, -1))
 
 
 def _glu(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -68,6 +68,11 @@ def in_rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
+def with_room(like: Tensor, rows: int, width: int, room: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Empty ``[rows, width]`` with ``room`` columns free behind each row, where a product may lay what belongs to it."""
+    return like.new_empty((rows, width + room), dtype=dtype)[:, :width]
+
+
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

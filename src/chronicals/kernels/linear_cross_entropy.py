@@ -17,6 +17,7 @@ from torch import Tensor
 
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.logit_rows import IGNORED, Shape, loss_and_gradient_, shaped_reference
+from chronicals.kernels.products import product
 from chronicals.kernels.token_log_probability import check_head, chunk_logits, chunks, product_type, token_log_probability
 
 ROWS = 4352
@@ -83,7 +84,7 @@ def _forward(
         losses, factors = loss_and_gradient_(x, wanted_targets[part], of_row, shape, any(wanted))
         total += losses.sum()
         if wanted[0]:
-            _scale(_product(x, narrow, factors.dtype), factors, d_picked[part])
+            _scale(product(x, narrow, factors.dtype), factors, d_picked[part])
         _accumulate_of_head(of_head, x, picked[part], factors, weight.shape[1], first=part.start == 0)
     if wanted[0] and rows is not None:
         d_hidden[rows] = d_picked
@@ -144,13 +145,6 @@ def _accumulate_of_head(of_head: list[Tensor], x: Tensor, hidden: Tensor, factor
             _add_product(gradient, x.t(), columns, first)
     if d_bias.numel():
         _add_product(d_bias[:, None], x.t(), factors[:, None].to(x.dtype), first)
-
-
-def _product(left: Tensor, right: Tensor, kind: torch.dtype) -> Tensor:
-    """``left @ right``, rounded to ``kind`` only where the device can."""
-    if left.is_cuda and left.dtype != kind:
-        return torch.mm(left, right, out_dtype=kind)
-    return torch.mm(left, right)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import Tile, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import Tile, next_power_of_2, runs_triton, tl, triton, with_room
 
 
 def _tile(half: int, rest: int) -> Tile:
@@ -199,6 +199,50 @@ class _Rotation(torch.autograd.Function):
         return *_rotate_both(d_q, d_k, *ctx.saved_tensors, ctx.interleaved, True), None, None, None, None
 
 
+@torch.library.custom_op("chronicals::qkv_rope_backward", mutates_args=())
+def _merged_gradient(
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int
+) -> Tensor:  # fmt: skip
+    d_qkv = _gradient_like(d_q, d_k, d_v, room)
+    *rotated, values = _heads(d_qkv, d_q.shape[1], d_k.shape[1])
+    given = [dense(x).transpose(0, 1)[None] for x in (d_q, d_k)]
+    _launch(*given, *(x.transpose(0, 1)[None] for x in rotated), cos[None], sin[None], interleaved, True)
+    values.copy_(d_v)
+    return d_qkv
+
+
+def _gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
+    return with_room(d_q, len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2], room)
+
+
+@_merged_gradient.register_fake
+def _(
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int
+) -> Tensor:  # fmt: skip
+    return _gradient_like(d_q, d_k, d_v, room)
+
+
+def _heads(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views ``[T, H or K, D]`` of ``[T, (H + 2K) · D]``."""
+    return qkv.unflatten(1, (q_heads + 2 * k_heads, -1)).split((q_heads, k_heads, k_heads), 1)  # type: ignore[return-value]
+
+
+class _MergedRotation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool, room: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos, sin)
+        ctx.options = interleaved, room
+        q, k, v = _heads(qkv, *heads)
+        _rotate_in_place(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None], interleaved)
+        return q.detach(), k.detach(), v.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options), *(None,) * 5
+
+
 def _rotate_without_kernel(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in_place: bool
 ) -> tuple[Tensor, Tensor]:
@@ -234,6 +278,33 @@ def fused_qk_rope(
     of_q, of_k = run(of_q, of_k, cos, sin, interleaved, in_place)
     # squeeze, since an index would copy the gradient
     return (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1)) if packed else (of_q, of_k)
+
+
+def fused_qkv_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool = False, gradient_room: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of a merged product, the first two rotated, in the product's own memory.
+
+    Args:
+        qkv: ``[T, (H + 2K) · D]``, which must not be used afterwards.
+        cos, sin: ``[T, R]``, as in ``fused_qk_rope``.
+        heads: H and K.
+        interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
+        gradient_room: columns left free behind each row of the gradient.
+
+    Returns:
+        ``[T, H, D]``, ``[T, K, D]`` and ``[T, K, D]``.
+
+    Raises:
+        ValueError: shapes do not fit each other.
+    """
+    q, k, v = _heads(qkv, *heads)
+    check_rope(q, k, cos, sin)
+    if not runs_triton(qkv, cos, sin):
+        return *qk_rope_reference(q, k, cos, sin, interleaved), v
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return _MergedRotation.apply(qkv, cos, sin, heads, interleaved, gradient_room)
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

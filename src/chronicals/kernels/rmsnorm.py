@@ -17,7 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import WIDEST, Tile, in_rows, multiprocessors, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import (
+    WIDEST,
+    Tile,
+    in_rows,
+    multiprocessors,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+    with_room,
+)
 
 WARPS_A_PROCESSOR = 16
 """Of the backward pass: as many programs a multiprocessor as make so many warps."""
@@ -39,31 +49,30 @@ def _tile(width: int, backward: bool) -> Tile:
 
 @triton.jit
 def _rmsnorm_forward_kernel(
-    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, rows, width, x_stride, r_stride, eps, offset,
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, rows, width, x_stride, r_stride, y_stride, eps, offset,
     HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     s = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-    dense = row[:, None] * width + column[None, :]
     if HAS_RESIDUAL:
         r = tl.load(r_ptr + row[:, None] * r_stride + column[None, :], mask=inside, other=0.0)
         s = (s.to(tl.float32) + r.to(tl.float32)).to(s_ptr.dtype.element_ty)
-        tl.store(s_ptr + dense, s, mask=inside)
+        tl.store(s_ptr + row[:, None] * width + column[None, :], s, mask=inside)
     s = s.to(tl.float32)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(s * s, axis=1) / width + eps)
     y = s * rstd[:, None]
     if HAS_WEIGHT:
         y *= tl.load(w_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :] + offset
-    tl.store(y_ptr + dense, y.to(y_ptr.dtype.element_ty), mask=inside)
+    tl.store(y_ptr + row[:, None] * y_stride + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
 
 
 @triton.jit
 def _rmsnorm_backward_kernel(
-    dy_ptr, s_ptr, w_ptr, rstd_ptr, extra_ptr, ds_ptr, dw_ptr, rows, width, dy_stride, s_stride, extra_stride, offset,
-    HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr, HAS_EXTRA: tl.constexpr, ROWS: tl.constexpr,
+    dy_ptr, s_ptr, w_ptr, rstd_ptr, extra_ptr, ds_ptr, dw_ptr, rows, width, dy_stride, s_stride, extra_stride, ds_stride,
+    offset, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr, HAS_EXTRA: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program takes every n-th block of rows, so that its share of dw stays in registers: no atomics, one order."""
@@ -93,36 +102,42 @@ def _rmsnorm_backward_kernel(
         if HAS_EXTRA:
             at_extra = extra_ptr + at[:, None] * extra_stride + column[None, :]
             ds += tl.load(at_extra, mask=here, other=0.0).to(tl.float32)
-        tl.store(ds_ptr + at[:, None] * width + column[None, :], ds.to(ds_ptr.dtype.element_ty), mask=here)
+        tl.store(ds_ptr + at[:, None] * ds_stride + column[None, :], ds.to(ds_ptr.dtype.element_ty), mask=here)
     if WANTS_WEIGHT:
         share = tl.program_id(0).to(tl.int64) * width + column
         tl.store(dw_ptr + share, tl.sum(dw, axis=0), mask=column < width)
 
 
 @torch.library.custom_op("chronicals::rmsnorm_forward", mutates_args=())
-def _forward(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float) -> list[Tensor]:
+def _forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int
+) -> list[Tensor]:  # fmt: skip
     """``[y, rstd]``, and the sum where there is a residual; ``x`` ``[rows, D]``."""
-    y, rstd, total = _outputs(x, residual, weight)
+    y, rstd, total = _outputs(x, residual, weight, room)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
         _rmsnorm_forward_kernel[(triton.cdiv(rows, tile.rows),)](
             x, residual, weight, y, total, rstd, rows, width, x.stride(0), 0 if residual is None else residual.stride(0),
-            eps, offset, residual is not None, weight is not None, tile.rows, tile.block, num_warps=tile.warps,
+            y.stride(0), eps, offset, residual is not None, weight is not None, tile.rows, tile.block, num_warps=tile.warps,
         )  # fmt: skip
     return [y, rstd] if total is None else [y, rstd, total]
 
 
 @_forward.register_fake
-def _(x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float) -> list[Tensor]:
-    return [out for out in _outputs(x, residual, weight) if out is not None]
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int
+) -> list[Tensor]:  # fmt: skip
+    return [out for out in _outputs(x, residual, weight, room) if out is not None]
 
 
-def _outputs(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _outputs(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (
-        x.new_empty(x.shape, dtype=result),
+        with_room(x, *x.shape, room, result),
         x.new_empty(x.shape[:1], dtype=torch.float32),
         None if residual is None else x.new_empty(x.shape, dtype=summed),
     )
@@ -130,18 +145,19 @@ def _outputs(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> tuple
 
 @torch.library.custom_op("chronicals::rmsnorm_backward", mutates_args=())
 def _backward(
-    dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool
-) -> list[Tensor]:
+    dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
+    room: int,
+) -> list[Tensor]:  # fmt: skip
     """``[ds]``, and dw where it is wanted; ``extra`` is the gradient that reaches the sum by another way."""
     rows, width = s.shape
     tile = _tile(width, backward=True)
     programs = min(triton.cdiv(rows, tile.rows), multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
-    ds = s.new_empty(s.shape)
+    ds = with_room(s, *s.shape, room)
     shares = s.new_empty((programs, width), dtype=torch.float32) if wants_weight else None
     if rows:
         _rmsnorm_backward_kernel[(programs,)](
             dy, s, weight, rstd, extra, ds, shares, rows, width, dy.stride(0), s.stride(0),
-            0 if extra is None else extra.stride(0), offset, weight is not None, wants_weight, extra is not None,
+            0 if extra is None else extra.stride(0), ds.stride(0), offset, weight is not None, wants_weight, extra is not None,
             tile.rows, tile.block, num_warps=tile.warps,
         )  # fmt: skip
     return [ds] if shares is None or weight is None else [ds, shares.sum(0).to(weight.dtype)]
@@ -149,40 +165,45 @@ def _backward(
 
 @_backward.register_fake
 def _(
-    dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool
-) -> list[Tensor]:
-    ds = s.new_empty(s.shape)
+    dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
+    room: int,
+) -> list[Tensor]:  # fmt: skip
+    ds = with_room(s, *s.shape, room)
     return [ds] if weight is None or not wants_weight else [ds, torch.empty_like(weight)]
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, forks: bool,
+        room: int, gradient_room: int,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """``forks``: the sum, or x where there is no residual, comes out too, and what reaches it joins in the backward."""
         rows, weight = in_rows(x), None if weight is None else weight.contiguous()
-        out = _forward(rows, None if residual is None else in_rows(residual), weight, eps, offset)
+        out = _forward(rows, None if residual is None else in_rows(residual), weight, eps, offset, room)
         y, rstd, total = out[0], out[1], out[2] if residual is not None else rows
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
+        ctx.room = gradient_room
         ctx.set_materialize_grads(False)
-        return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
+        y = y.view(x.shape) if x.ndim != 2 else y
+        return (y, x if residual is None else total.view(x.shape)) if forks else y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, extra: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         s, weight, rstd = ctx.saved_tensors
         if dy is None and extra is None:
-            return (None,) * 5
+            return (None,) * 8
         shape = (dy if dy is not None else extra).shape  # type: ignore[union-attr]
         if dy is None:
             ds, dw = extra, None
         else:
             wants_weight = weight is not None and ctx.needs_input_grad[2]
             rows = None if extra is None else in_rows(extra)
-            ds, *rest = _backward(in_rows(dy), s, weight, rstd, rows, ctx.offset, wants_weight)
-            ds, dw = ds.view(shape), rest[0] if rest else None
+            ds, *rest = _backward(in_rows(dy), s, weight, rstd, rows, ctx.offset, wants_weight, ctx.room)
+            ds, dw = ds.view(shape) if len(shape) != 2 else ds, rest[0] if rest else None
         of_x, of_residual = (None if kind is None else ds.to(kind) for kind in ctx.types)  # type: ignore[union-attr]
-        return of_x, of_residual, dw, None, None
+        return of_x, of_residual, dw, *(None,) * 5
 
 
 def fused_rmsnorm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
@@ -196,14 +217,19 @@ def fused_rmsnorm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: f
     """
     _check(x, weight)
     if runs_triton(x, weight) and x.shape[-1] <= WIDEST:
-        return _RMSNorm.apply(x, None, weight, eps, offset)
+        return _RMSNorm.apply(x, None, weight, eps, offset, False, 0, 0)
     return rmsnorm_reference(x, weight, eps, offset)
 
 
 def fused_add_rmsnorm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, room: int = 0,
+    gradient_room: int = 0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm of ``x + residual``, and that sum; all ``[..., D]``, differentiable in the three tensors.
+
+    Args:
+        residual: None where ``x`` is the sum already.
+        room, gradient_room: columns left free behind each row of the norm and of the gradient, for ``[T, D]``.
 
     Returns:
         The norm, and the sum, which is the residual from here on.
@@ -212,10 +238,10 @@ def fused_add_rmsnorm(
         ValueError: shapes do not fit.
     """
     _check(x, weight)
-    if residual.shape != x.shape:
+    if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}: they must be alike")
     if runs_triton(x, residual, weight) and x.shape[-1] <= WIDEST:
-        return _RMSNorm.apply(x, residual, weight, eps, offset)
+        return _RMSNorm.apply(x, residual, weight, eps, offset, True, room, gradient_room)
     return add_rmsnorm_reference(x, residual, weight, eps, offset)
 
 
@@ -233,7 +259,7 @@ def rmsnorm_reference(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offse
 
 
 def add_rmsnorm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    total = x + residual
+    total = x if residual is None else x + residual
     return rmsnorm_reference(total, weight, eps, offset), total

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from chronicals.kernels.products import product
 from chronicals.lora.config import LoRAConfig
 
 
@@ -82,13 +83,6 @@ class _WithAdapter(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = (dy @ weight).addmm_(g, a.to(kind)).view(ctx.shape)
-        da = _product(g.t(), rows, a.dtype) if ctx.needs_input_grad[3] else None
-        db = _product(dy.t(), down, b.dtype).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
+        da = product(g.t(), rows, a.dtype) if ctx.needs_input_grad[3] else None
+        db = product(dy.t(), down, b.dtype).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
         return dx, None, None, da, db, None
-
-
-def _product(left: Tensor, right: Tensor, kind: torch.dtype) -> Tensor:
-    """``left @ right`` in ``kind``, not rounded to a narrower type before where the device can."""
-    if left.is_cuda and left.dtype != kind and kind == torch.float32:
-        return torch.mm(left, right, out_dtype=kind)
-    return (left @ right).to(kind)

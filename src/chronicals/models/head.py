@@ -12,9 +12,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from chronicals.kernels.linear_cross_entropy import Adapter
+from chronicals.models.linear import UnknownLinear, read_linear
 
 
 class UnknownHead(ValueError):
@@ -65,41 +66,16 @@ SCALES: dict[str, Callable[[float], float]] = {
 """Configuration fields that multiply the logits, and the factor they stand for."""
 
 
-def _of_chronicals(layer: Any) -> Adapter:
-    return Adapter(layer.lora_A, layer.lora_B, layer.scale, layer.dropout if layer.training else 0.0)
-
-
-def _of_peft(layer: Any) -> Adapter | None:
-    """The one active adapter of PEFT's LoRA layer; None where none is, or where it is merged."""
-    names = [] if layer.disable_adapters or layer.merged else [name for name in layer.active_adapters if name in layer.lora_A]
-    if not names:
-        return None
-    if len(names) > 1 or names[0] in layer.lora_variant or layer.lora_bias.get(names[0]) or layer.fan_in_fan_out:
-        raise UnknownHead(f"the output layer has adapters that are more than one plain LoRA: {', '.join(names)}")
-    (name,) = names
-    dropout = getattr(layer.lora_dropout[name], "p", 0.0) if layer.training else 0.0
-    return Adapter(layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name], dropout)
-
-
-ADAPTED: dict[str, Callable[[Any], Adapter | None]] = {
-    "chronicals.lora.layers.LoRALinear": _of_chronicals,
-    "peft.tuners.lora.layer.Linear": _of_peft,
-}
-"""Layers that add an adapter to their ``base_layer``, and how it is read from them."""
-
-
 def read_head(model: Any) -> Head:
     """The head of a transformers causal language model as it is now: its adapters may be switched off or merged later.
 
     Raises:
         UnknownHead: there is no output embedding, or it is neither a plain linear layer nor one with plain LoRA.
     """
-    layer, adapter = model.get_output_embeddings(), None
-    read_adapter = ADAPTED.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
-    if read_adapter is not None:
-        layer, adapter = layer.base_layer, read_adapter(layer)
-    if type(layer) is not nn.Linear:
-        raise UnknownHead(f"the output layer of {type(model).__name__} is {type(layer).__name__}, not a plain torch.nn.Linear")
+    try:
+        layer, adapter = read_linear(model.get_output_embeddings())
+    except UnknownLinear as error:
+        raise UnknownHead(f"the output layer of {type(model).__name__} {error}") from None
     config = model.config.get_text_config()
     scale = 1.0
     for field, factor in SCALES.items():

@@ -3,9 +3,10 @@
     m ← β₁ m + (1 − β₁) g        v ← β₂ v + (1 − β₂) g²
     w ← w − lr · λ · w − lr · (m / (1 − β₁ᵗ)) / (sqrt(v / (1 − β₂ᵗ)) + ε)
 
-States are fp32. A bf16 weight is the upper half of its fp32 master, the lower half is a state (see ``kernels/master.py``), so
-that small updates are not lost. Clipping and the decision whether the step counts at all are tensors on the device:
-nothing waits for the host, and a step with ``apply`` at zero changes nothing, bit for bit.
+States are fp32, or bf16 with stochastic rounding. A bf16 weight is the upper half of its fp32 master, the lower half is a
+state (see ``kernels/master.py``), so that small updates are not lost. The learning rate, clipping and the decision whether the step counts at all are tensors on
+the device: nothing waits for the host, a step can be captured in a CUDA graph, and one with ``apply`` at zero changes
+nothing, bit for bit.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adamw import Tensors, fused_adamw_
+from chronicals.kernels.adamw import Tensors, fused_adamw_, table_of
 from chronicals.kernels.master import split_master
 
 
@@ -26,6 +27,7 @@ class FusedAdamW(torch.optim.Optimizer):
     Args:
         params: tensors or groups; a group may set ``lr`` and ``weight_decay``.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        state_dtype: of both moments, fp32 or bf16.
 
     Raises:
         ValueError: a value is out of range.
@@ -38,10 +40,15 @@ class FusedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        state_dtype: torch.dtype = torch.float32,
     ):
+        if state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype={state_dtype}: expected torch.float32 or torch.bfloat16")
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self.state_dtype = state_dtype
+        self._rates: dict[tuple[int, torch.device], Tensor] = {}
         self._versions: dict[Tensor, tuple[int, int]] = {}
 
     @torch.no_grad()
@@ -58,15 +65,36 @@ class FusedAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        self.refresh_rates()
+        for number, group in enumerate(self.param_groups):
             for tensors in self._by_type(group["params"]).values():
-                fused_adamw_(
-                    tensors, group["lr"], group["betas"], group["eps"], group["weight_decay"], factor=factor, apply=apply
-                )
+                rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
+                fused_adamw_(tensors, rate, group["betas"], group["eps"], group["weight_decay"], factor=factor, apply=apply)
             for parameter in group["params"]:
                 if parameter in self._versions:
                     self._versions[parameter] = _stamp(parameter)
         return loss
+
+    def refresh_rates(self) -> None:
+        """Bring every group's ``lr`` to where the device reads it; a captured step is replayed after this."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        for number, group in enumerate(self.param_groups):
+            for device in {p.device for p in group["params"] if p.is_cuda}:
+                rate = torch.tensor(group["lr"], dtype=torch.float32).pin_memory()
+                held = self._rates.setdefault((number, device), torch.empty((), device=device))
+                held.copy_(rate, non_blocking=True)
+
+    @torch.no_grad()
+    def prepare_capture(self) -> None:
+        """Make what a step looks up by address, for the gradients that are there now."""
+        for group in self.param_groups:
+            for tensors in self._by_type(group["params"]).values():
+                table_of(tensors)
+
+    def weights_moved(self) -> None:
+        """The data of weights lies elsewhere but is the same: the lower halves of their masters stay valid."""
+        self._versions = {parameter: _stamp(parameter) for parameter in self._versions}
 
     def _by_type(self, parameters: list[Tensor]) -> dict[tuple[torch.dtype, torch.dtype], Tensors]:
         """Those that have a gradient, by the types of weight and gradient."""
@@ -92,8 +120,8 @@ class FusedAdamW(torch.optim.Optimizer):
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype, memory_format=torch.contiguous_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype, memory_format=torch.contiguous_format)
             if parameter.dtype == torch.bfloat16:
                 state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
                 self._versions[parameter] = _stamp(parameter)

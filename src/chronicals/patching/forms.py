@@ -35,10 +35,12 @@ class Form:
     Attributes:
         by: its name, for the report.
         forward: of the module and its input.
+        reads: what a larger form needs to compute the same by itself, where the kind of module has that.
     """
 
     by: str
     forward: Callable
+    reads: Any = None
 
     def __post_init__(self) -> None:
         setattr(self.forward, FORM, self.by)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -14,6 +15,19 @@ from torch import Tensor, nn
 
 from chronicals.kernels import fused_geglu, fused_swiglu
 from chronicals.patching.forms import Form, Forward, as_called, is_proved, random_numbers, takes_one_tensor
+
+ACTIVATIONS = {"fused_swiglu": "silu", "fused_geglu (tanh)": "gelu_tanh", "fused_geglu": "gelu"}
+"""By the names of the gates, those of ``glu_of_both``."""
+
+
+@dataclass(frozen=True)
+class GatedMLPReads:
+    """Names of the children whose outputs side by side are gate and up, of the last child, and the activation."""
+
+    first: tuple[str, ...]
+    down: str
+    activation: str
+
 
 GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "fused_swiglu": fused_swiglu,
@@ -31,17 +45,17 @@ def recognise_gated_mlp(module: nn.Module) -> Form | None:
     if not takes_one_tensor(module):
         return None
     with random_numbers(module):
-        for by, width, forward in _candidates(linear):
+        for by, width, forward, reads in _candidates(linear):
             x = torch.randn(2, 5, width)
             try:
                 if is_proved(module, forward, [x, 0.1 * x, 300.0 * x]):
-                    return Form(by, as_called(module, forward))
+                    return Form(by, as_called(module, forward), reads)
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None  # a module that does not take such a tensor is no MLP
     return None
 
 
-def _candidates(linear: dict[str, nn.Linear]) -> Iterator[tuple[str, int, Forward]]:
+def _candidates(linear: dict[str, nn.Linear]) -> Iterator[tuple[str, int, Forward, GatedMLPReads | None]]:
     """Names of the gate, up and down children (or of the merged and down), where their widths allow."""
     for names in itertools.permutations(linear):
         *first, down = (linear[name] for name in names)
@@ -52,10 +66,12 @@ def _candidates(linear: dict[str, nn.Linear]) -> Iterator[tuple[str, int, Forwar
             continue
         for by, activate in GATES.items():
             if len(first) == 2:
-                yield by, first[0].in_features, _apart(names[0], names[1], names[2], activate)
+                reads = GatedMLPReads(names[:2], names[2], ACTIVATIONS[by])
+                yield by, first[0].in_features, _apart(names[0], names[1], names[2], activate), reads
             else:
                 for gate_first in (True, False):
-                    yield f"{by}, merged", first[0].in_features, _merged(names[0], names[1], activate, gate_first)
+                    merged = GatedMLPReads(names[:1], names[1], ACTIVATIONS[by]) if gate_first else None
+                    yield f"{by}, merged", first[0].in_features, _merged(names[0], names[1], activate, gate_first), merged
 
 
 def _apart(gate: str, up: str, down: str, activate: Callable[[Tensor, Tensor], Tensor]) -> Forward:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,19 @@ CONSTANTS = (1e-5, 1e-6)
 Epsilon = Callable[[nn.Module, Tensor], float]
 
 
+@dataclass(frozen=True)
+class RMSNormReads:
+    """Where an RMSNorm keeps its weight and its epsilon, and what it adds to the weight."""
+
+    weight: str | None
+    epsilon: Epsilon
+    offset: float
+
+    def of(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, float]:
+        """Weight, epsilon and offset for an input ``x``."""
+        return None if self.weight is None else getattr(module, self.weight), self.epsilon(module, x), self.offset
+
+
 def recognise_norm(module: nn.Module) -> Form | None:
     """The form of ``module``, an instance of a twin, or None where it is no norm that a kernel computes."""
     vectors = {name: p for name, p in module._parameters.items() if p is not None}
@@ -30,9 +44,9 @@ def recognise_norm(module: nn.Module) -> Form | None:
     with random_numbers(module):
         inputs = [torch.randn(3, 5, width) * scale for scale in (1.0, 3e-3, 300.0)]  # epsilon counts, or a bound
         try:
-            for by, forward in _candidates(module, list(vectors)):
+            for by, forward, reads in _candidates(module, list(vectors)):
                 if is_proved(module, forward, inputs):
-                    return Form(by, as_called(module, _of_its_type(module, forward, inputs[0])))
+                    return Form(by, as_called(module, _of_its_type(module, forward, inputs[0])), reads)
         except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
             return None  # a module that does not take such a tensor is no norm
     return None
@@ -45,15 +59,16 @@ def _kept_width(module: nn.Module) -> int | None:
     return widths[0] if widths else UNWEIGHTED_WIDTH if numbers(module) else None
 
 
-def _candidates(module: nn.Module, vectors: list[str]) -> Iterator[tuple[str, Forward]]:
+def _candidates(module: nn.Module, vectors: list[str]) -> Iterator[tuple[str, Forward, RMSNormReads | None]]:
     for weight, bias in [(w, b) for w, b in itertools.permutations([*vectors, None, None], 2)][:: 1 if vectors else 2]:
         if {weight, bias} - {None} != set(vectors):
             continue
         for epsilon in epsilons(module):
             if bias is None:
                 for offset in (0.0, 1.0) if weight else (0.0,):
-                    yield "fused_rmsnorm", _rmsnorm(weight, epsilon, offset)
-            yield "fused_layernorm", _layernorm(weight, bias, epsilon)
+                    reads = RMSNormReads(weight, epsilon, offset)
+                    yield "fused_rmsnorm", _rmsnorm(reads), reads
+            yield "fused_layernorm", _layernorm(weight, bias, epsilon), None
 
 
 def epsilons(module: nn.Module) -> Iterator[Epsilon]:
@@ -65,9 +80,9 @@ def epsilons(module: nn.Module) -> Iterator[Epsilon]:
         yield lambda module, x: torch.finfo(x.dtype).eps  # torch.nn.RMSNorm without one
 
 
-def _rmsnorm(weight: str | None, epsilon: Epsilon, offset: float) -> Forward:
+def _rmsnorm(reads: RMSNormReads) -> Forward:
     def forward(module: nn.Module, x: Tensor) -> Tensor:
-        return fused_rmsnorm(x, None if weight is None else getattr(module, weight), epsilon(module, x), offset)
+        return fused_rmsnorm(x, *reads.of(module, x))
 
     return forward
 

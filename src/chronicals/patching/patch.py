@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from chronicals.patching import attention, loss
+from chronicals.patching.decoder_layer import ATTENTION, NAME, layer_signature
 from chronicals.patching.forms import FORM, holds_experts, looks_like, signature
 from chronicals.patching.plan import Plan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
@@ -30,12 +31,16 @@ def patch_model(model: Any) -> PatchReport:
     return _patch(model, seams=True)
 
 
-def patch_parts(model: Any) -> PatchReport:
-    """As ``patch_model``, but the model's attention and loss stay: for callers who have their own."""
-    return _patch(model, seams=False)
+def patch_parts(model: Any, whole_layers: bool = False) -> PatchReport:
+    """As ``patch_model``, but the model's attention and loss stay: for callers who have their own.
+
+    Args:
+        whole_layers: decoder layers that are given the bounds of documents run as one.
+    """
+    return _patch(model, seams=False, whole_layers=whole_layers)
 
 
-def _patch(model: Any, seams: bool) -> PatchReport:
+def _patch(model: Any, seams: bool, whole_layers: bool = False) -> PatchReport:
     target = _inside(model)
     known = vars(target).get("_chronicals_report")
     if isinstance(known, PatchReport) and (not seams or known.mentions("loss")):
@@ -44,6 +49,8 @@ def _patch(model: Any, seams: bool) -> PatchReport:
     if known is None:
         for path, module in target.named_modules():
             _replace(path, module, plan, report)
+    if whole_layers:
+        _replace_layers(target, plan, report)
     if seams:
         _replace_loss(target, plan, report)
         _replace_attention(target, plan, report)
@@ -87,6 +94,18 @@ def _replace(path: str, module: nn.Module, plan: Plan, report: PatchReport) -> N
     else:
         module.forward = MethodType(form.forward, module)
         report.replaced.append(Replaced(path, part, form.by))
+
+
+def _replace_layers(target: Any, plan: Plan, report: PatchReport) -> None:
+    for path, layer in target.named_modules():
+        form = plan.layers.get(layer_signature(layer)) if hasattr(layer, ATTENTION) else None
+        if form is not None and "forward" not in vars(layer):
+            layer.forward = MethodType(form.forward, layer)
+            report.replaced.append(Replaced(path, type(layer).__name__, form.by))
+        elif form is not None:
+            report.left.append(Left(path, type(layer).__name__, "its forward was replaced by something else (hooks, offload)"))
+    if not plan.layers:
+        report.left.append(Left("", NAME, plan.reasons.get(NAME, plan.reasons.get("model", ""))))
 
 
 def _replace_loss(target: Any, plan: Plan, report: PatchReport) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from chronicals.batch import IGNORED, Batch
+from chronicals.models import PresentedModel
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
-from chronicals.patching import attention, loss
+from chronicals.patching import attention, decoder_layer, loss
 from chronicals.patching.forms import Form, signature
 from chronicals.patching.gated_mlps import recognise_gated_mlp
 from chronicals.patching.gated_norms import recognise_gated_norm
@@ -28,6 +30,8 @@ RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
 }
 NOTHING = "computes nothing that a kernel does"
 NO_TWIN = "there is no twin"
+LENGTHS = (7, 1, 9, 4)
+"""Of the documents that whole layers are proved on."""
 DISAGREES = "the whole twin did not agree with it"
 TOLERANCE, FLOOR = 1e-4, 1e-2
 """Of a tensor's gradient in fp64, in its norm, relative to the larger of its own and a hundredth of the mean of all: the
@@ -36,9 +40,11 @@ gradient of a key's bias is nothing but rounding, and classes round to fp32 here
 
 @dataclass
 class Plan:
-    """Forms by the signature of a module, and whether the seams of loss and attention hold; ``reasons`` for the rest."""
+    """Forms by the signature of a module, whole decoder layers by theirs, and whether the seams of loss and attention hold;
+    ``reasons`` for the rest."""
 
     forms: dict[tuple, tuple[str, Form]] = field(default_factory=dict)
+    layers: dict[tuple, Form] = field(default_factory=dict)
     seen: dict[tuple, str] = field(default_factory=dict)
     loss: bool = False
     attention: bool = False
@@ -47,7 +53,7 @@ class Plan:
     def without(self, role: str) -> Plan:
         kept = {key: entry for key, entry in self.forms.items() if entry[0] != role}
         seen = self.seen | {key: DISAGREES for key in self.forms if key not in kept}
-        return Plan(kept, seen, self.loss and role != loss.NAME, self.attention, dict(self.reasons))
+        return Plan(kept, {}, seen, self.loss and role != loss.NAME, self.attention, dict(self.reasons))
 
 
 Run = tuple[float, dict[str, Tensor]]
@@ -109,7 +115,58 @@ def _make(cls: type, config: Any) -> Plan:
     if reason:
         plan.reasons[attention.NAME] = reason
     plan.attention = not reason
+    plan.layers = _whole_layers(twin, plan)
+    if not plan.layers:
+        plan.reasons[decoder_layer.NAME] = "no layer of it is built of norm, attention, norm and gated MLP as is known here"
     return plan
+
+
+def _whole_layers(twin: Any, plan: Plan) -> dict[tuple, Form]:
+    """Fused layers with which the twin, given documents end to end, gives what it gives by itself; all or none."""
+    layers = getattr(twin.get_decoder(), "layers", ())
+    anatomies = {decoder_layer.layer_signature(layer): decoder_layer.read_layer(layer, plan.forms) for layer in layers}
+    if not anatomies or None in anatomies.values():
+        return {}
+    try:
+        expected = _run_packed(twin)
+    except Exception:  # a class that knows no bounds fails in its own way
+        return {}
+    for interleaved in (False, True):
+        forms = {
+            key: decoder_layer.layer_form(replace(anatomy, interleaved=interleaved))
+            for key, anatomy in anatomies.items() if anatomy is not None
+        }  # fmt: skip
+        if _layers_hold(twin, forms, expected):
+            return forms
+    return {}
+
+
+def _layers_hold(twin: Any, forms: dict[tuple, Form], expected: Run) -> bool:
+    layers, before = list(twin.get_decoder().layers), decoder_layer.runs[0]
+    for layer in layers:
+        layer.forward = MethodType(forms[decoder_layer.layer_signature(layer)].forward, layer)
+    try:
+        return agree(expected, _run_packed(twin)) and decoder_layer.runs[0] == before + len(layers)
+    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+        return False  # it has parts under these names that are something else
+    finally:
+        for layer in layers:
+            del layer.forward
+
+
+def _run_packed(twin: Any) -> Run:
+    """As ``run``, of hidden states of documents that lie end to end, weighed at random."""
+    generator = torch.Generator().manual_seed(8)
+    ids = torch.randint(FIRST_TOKEN, len(twin.get_input_embeddings().weight), (sum(LENGTHS),), generator=generator)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+    batch = Batch(ids, torch.full_like(ids, IGNORED), positions, bounds, max(LENGTHS))
+    with PresentedModel(twin, packed=True, head_is_read=False).attending_documents() as presented:
+        states = presented.hidden_states(batch)
+    value = (states * torch.randn(states.shape, generator=generator)).sum()
+    named = [(name, p) for name, p in twin.named_parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(value, [p for _, p in named], allow_unused=True)
+    return value.item(), {name: g for (name, _), g in zip(named, gradients) if g is not None}
 
 
 def _why_not_documents(twin: Any) -> str:

@@ -1,0 +1,263 @@
+"""Linear layers of one input as one product, with their adapters inside it.
+
+    y_i = x W_iᵀ + b_i + s_i · u_i B_iᵀ,   u_i = dropout(x) A_iᵀ          for the layers i, side by side
+
+Weights lie in one buffer M whose margins hold the adapters, so that no sum passes over y or dx by itself:
+
+    M = | W    s·B |       [y] = [x  u] · [W  s·B]ᵀ        u is laid behind the rows of x
+        | A     ·  |       [dx] = [dy  g] · [W ; A]        g = s · dy B is laid behind the rows of dy
+
+    dW = dyᵀ x,   dA = gᵀ dropout(x),   dB = s · dyᵀ u
+
+B stands on the diagonal of its margin. Dropout cannot ride along in dx: there g A is masked and added. ``x`` is ``[T, in]``;
+weights of the type of x, adapters in fp32 (Hu et al., 2022, section 4.1). Operations: those of the frozen layers with
+``in + R`` and ``out + R`` in place of ``in`` and ``out``, and four products as wide as R; R is the sum of the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chronicals.kernels.launch import in_rows, runs_triton, tl, triton
+from chronicals.kernels.linear_cross_entropy import Adapter
+from chronicals.kernels.products import product
+
+EIGHT = 8
+"""The margins' width is a multiple of it: rows of 16-bit values then begin at multiples of 16 bytes."""
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Where the weights of some linear layers lie.
+
+    Attributes:
+        buffer: M, ``[out + R, in + R]``.
+        bias: ``[out]``, or None.
+        sizes: outputs of each layer.
+        ranks: ranks of their adapters, 0 where there is none.
+    """
+
+    buffer: Tensor
+    bias: Tensor | None
+    sizes: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    @property
+    def outputs(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def room(self) -> int:
+        """R: columns that x and dy should have free behind their rows."""
+        return room_for(self.ranks)
+
+    @property
+    def width(self) -> int:
+        return self.buffer.shape[1] - self.room
+
+    @property
+    def weights(self) -> tuple[Tensor, ...]:
+        """Views ``[out_i, in]``."""
+        return self.buffer[: self.outputs, : self.width].split(self.sizes)
+
+    def margins(self) -> list[tuple[Tensor, Tensor]]:
+        """For each layer the places of A ``[r, in]`` and of s·B ``[out_i, r]``."""
+        found, row, column = [], 0, 0
+        for size, rank in zip(self.sizes, self.ranks):
+            down = self.buffer[self.outputs + column :][:rank, : self.width]
+            found.append((down, self.buffer[row : row + size, self.width + column :][:, :rank]))
+            row, column = row + size, column + rank
+        return found
+
+
+def room_for(ranks: Sequence[int]) -> int:
+    """R for adapters of these ranks."""
+    return -(-sum(ranks) // EIGHT) * EIGHT
+
+
+@triton.jit
+def _margins_kernel(
+    a_ptr, b_ptr, down_ptr, up_ptr, a_elements, b_elements, width, rank, stride, scale, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The first programs lay A, the others s·B."""
+    of_a = tl.cdiv(a_elements, BLOCK)
+    if tl.program_id(0) < of_a:
+        at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(a_ptr + at, mask=at < a_elements)
+        place = (at // width).to(tl.int64) * stride + at % width
+        tl.store(down_ptr + place, value.to(down_ptr.dtype.element_ty), mask=at < a_elements)
+    else:
+        at = (tl.program_id(0) - of_a) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(b_ptr + at, mask=at < b_elements).to(tl.float32) * scale
+        place = (at // rank).to(tl.int64) * stride + at % rank
+        tl.store(up_ptr + place, value.to(up_ptr.dtype.element_ty), mask=at < b_elements)
+
+
+def _lay_adapters(merged: Merged, downs: Sequence[Tensor | None], ups: Sequence[Tensor | None], scales: list[float]) -> None:
+    for (down, up), a, b, scale in zip(merged.margins(), downs, ups, scales):
+        if a is None or b is None:
+            continue
+        if runs_triton(merged.buffer, a, b) and a.is_contiguous() and b.is_contiguous():
+            programs = triton.cdiv(a.numel(), 1024) + triton.cdiv(b.numel(), 1024)
+            _margins_kernel[(programs,)](
+                a, b, down, up, a.numel(), b.numel(), a.shape[1], b.shape[1], merged.buffer.stride(0), scale, 1024
+            )
+        else:
+            down.copy_(a)
+            up.copy_(b * scale)
+
+
+def _extended(x: Tensor, room: int, made_with_room: bool) -> Tensor:
+    """``[T, width + room]`` that begins with ``x``: its own memory, where it was made so."""
+    rows, width = x.shape
+    if made_with_room and x.stride() == (width + room, 1):
+        return x.as_strided((rows, width + room), x.stride())
+    extended = x.new_empty((rows, width + room))
+    extended[:, :width].copy_(x)
+    return extended
+
+
+class _MergedLinear(torch.autograd.Function):
+    """After the options: the weights, biases, A and B of all layers, each list as long as there are layers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, merged: Merged, scales: list[float], dropout: float, roomy: tuple[bool, bool],
+        *tensors: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        count = len(merged.sizes)
+        rows, kept, mask = x, x, None
+        if merged.room:
+            _lay_adapters(merged, tensors[2 * count : 3 * count], tensors[3 * count :], scales)
+            rows = _extended(x, merged.room, roomy[0])
+            if dropout:
+                kept, mask = torch.native_dropout(x, dropout, True)
+            torch.mm(kept, merged.buffer[merged.outputs :, : merged.width].t(), out=rows[:, merged.width :])
+        matrix = merged.buffer[: merged.outputs].t()
+        y = torch.mm(rows, matrix) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
+        ctx.save_for_backward(rows if any(ctx.needs_input_grad[5:]) else None, mask)
+        ctx.merged, ctx.scales, ctx.dropout, ctx.roomy = merged, scales, dropout, roomy[1]
+        ctx.kinds = [None if x is None else x.dtype for x in tensors]
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        merged: Merged = ctx.merged
+        rows, mask = ctx.saved_tensors
+        dy = in_rows(upstream)
+        x = None if rows is None else rows[:, : merged.width]
+        extended = dy if not merged.room else _extended(dy, merged.room, ctx.roomy)
+        if merged.room:
+            torch.mm(dy, merged.buffer[: merged.outputs, merged.width :], out=extended[:, merged.outputs :])
+        needs = ctx.needs_input_grad
+        dx = _of_input(ctx, dy, extended, mask) if needs[0] else None
+        count = len(merged.sizes)
+        of_weights: list[Tensor | None] = [None] * 2 * count
+        if any(needs[5 : 5 + count]) and x is not None:
+            of_weights[:count] = torch.mm(dy.t(), x).split(merged.sizes)
+        if any(needs[5 + count : 5 + 2 * count]):
+            of_weights[count:] = dy.sum(0).split(merged.sizes)
+        of_adapters: list[Tensor | None] = [None] * 2 * count
+        if any(needs[5 + 2 * count :]) and rows is not None:
+            of_adapters = _of_adapters(ctx, dy, extended, rows, mask)
+        wanted = zip([*of_weights, *of_adapters], needs[5:])
+        return dx, None, None, None, None, *(gradient if needed else None for gradient, needed in wanted)
+
+
+def _of_input(ctx: Any, dy: Tensor, extended: Tensor, mask: Tensor | None) -> Tensor:
+    merged = ctx.merged
+    if mask is None:
+        return torch.mm(extended, merged.buffer[:, : merged.width])
+    dx = torch.mm(dy, merged.buffer[: merged.outputs, : merged.width])
+    through = torch.mm(extended[:, merged.outputs :], merged.buffer[merged.outputs :, : merged.width])
+    return dx.add_(torch.ops.aten.native_dropout_backward(through, mask, 1 / (1 - ctx.dropout)))
+
+
+def _of_adapters(ctx: Any, dy: Tensor, extended: Tensor, rows: Tensor, mask: Tensor | None) -> list[Tensor | None]:
+    """Gradients of all A, then of all B."""
+    merged, kind = ctx.merged, next(kind for kind in ctx.kinds[2 * len(ctx.scales) :] if kind is not None)
+    x, u = rows[:, : merged.width], rows[:, merged.width :]
+    if mask is not None:
+        x = torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - ctx.dropout))
+    of_downs, of_ups = product(extended[:, merged.outputs :].t(), x, kind), product(dy.t(), u, kind)
+    downs: list[Tensor | None] = []
+    ups: list[Tensor | None] = []
+    row = column = 0
+    for size, rank, scale in zip(merged.sizes, merged.ranks, ctx.scales):
+        downs.append(of_downs[column : column + rank])
+        ups.append(of_ups[row : row + size, column : column + rank] * scale)
+        row, column = row + size, column + rank
+    return [*downs, *ups]
+
+
+def merged_linear(
+    x: Tensor,
+    merged: Merged,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    adapters: Sequence[Adapter | None],
+    roomy: bool = False,
+    gradient_roomy: bool = False,
+) -> Tensor:
+    """The outputs of all layers side by side, ``[T, out]``; differentiable in x, weights, biases and adapters.
+
+    Dropout is drawn once for all layers.
+
+    Args:
+        x: ``[T, in]``.
+        weights, biases: of each layer; they must lie in ``merged``.
+        adapters: of each layer, or None.
+        roomy, gradient_roomy: x, and the gradient of what is returned, were made with ``merged.room`` columns behind each
+            row, which are written to here.
+
+    Raises:
+        ValueError: adapters differ in dropout.
+    """
+    there = [adapter for adapter in adapters if adapter is not None]
+    dropouts = {adapter.dropout for adapter in there}
+    if len(dropouts) > 1:
+        raise ValueError(f"adapters of one input have dropouts {sorted(dropouts)}: give them one")
+    scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
+    matrices = [*(x and x.a for x in adapters), *(x and x.b for x in adapters)]
+    dropout = dropouts.pop() if dropouts else 0.0
+    return _MergedLinear.apply(x, merged, scales, dropout, (roomy, gradient_roomy), *weights, *biases, *matrices)
+
+
+def side_by_side(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], ranks: Sequence[int]
+) -> Merged:  # fmt: skip
+    """Copies of the weights and biases, laid out with room for adapters of these ranks.
+
+    Raises:
+        ValueError: some layers have a bias and some have none.
+    """
+    if len({bias is None for bias in biases}) > 1:
+        raise ValueError("some of the layers have a bias and some have none")
+    room, (_, width) = room_for(ranks), weights[0].shape
+    sizes = tuple(len(weight) for weight in weights)
+    buffer = weights[0].new_zeros((sum(sizes) + room, width + room))
+    bias = None if biases[0] is None else torch.cat([b.detach() for b in biases if b is not None])
+    merged = Merged(buffer, bias, sizes, tuple(ranks))
+    for place, weight in zip(merged.weights, weights):
+        place.copy_(weight.detach())
+    return merged
+
+
+def merged_linear_reference(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], adapters: Sequence[Adapter | None]
+) -> Tensor:  # fmt: skip
+    dropped = F.dropout(x, max((adapter.dropout for adapter in adapters if adapter is not None), default=0.0))
+    outputs = []
+    for weight, bias, adapter in zip(weights, biases, adapters):
+        y = F.linear(x, weight, bias)
+        if adapter is not None:
+            down = F.linear(dropped, adapter.a.to(x.dtype))
+            y = y + adapter.scale * F.linear(down, adapter.b.to(x.dtype))
+        outputs.append(y)
+    return torch.cat(outputs, 1)

@@ -1,0 +1,197 @@
+"""The fused decoder layer: norm → QKV → rotation → attention → output → norm → gate and up → unit → down, over documents.
+
+Norms stand before the branches (Llama and most), after them (OLMo 2), or both (Gemma); heads may be normed, each by itself
+or all together. One product makes queries, keys and values, one gate and up; adapters ride in them. What a module is
+called in transformers' families tells its role; that the whole computes what the class computes is proved on a twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.attention import document_attention
+from chronicals.kernels import fused_add_rmsnorm, fused_qk_norm_rope, fused_qk_rope, fused_rmsnorm
+from chronicals.kernels.glu import glu_of_both
+from chronicals.kernels.qk_rope import fused_qkv_rope
+from chronicals.patching.forms import FORM, Form, signature
+from chronicals.patching.gated_mlps import GatedMLPReads
+from chronicals.patching.norms import RMSNormReads
+from chronicals.patching.side_by_side import Group, Unmerged, is_hooked, say_once
+
+NAME, BY = "decoder layer", "fused decoder layer"
+ATTENTION, MLP, OUT = "self_attn", "mlp", ("o_proj",)
+QUERY_KEY_VALUE = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+
+ARRANGEMENTS: tuple[dict[str, str], ...] = (
+    {
+        "before_attention": "input_layernorm",
+        "after_attention": "post_attention_layernorm",
+        "before_mlp": "pre_feedforward_layernorm",
+        "after_mlp": "post_feedforward_layernorm",
+    },
+    {"after_attention": "post_attention_layernorm", "after_mlp": "post_feedforward_layernorm"},
+    {"before_attention": "input_layernorm", "before_mlp": "post_attention_layernorm"},
+)
+"""Names of the norms by their place; the first of which all are there, and no other norm, is taken."""
+
+runs = [0]
+"""How often a layer ran fused."""
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What is read from a decoder layer.
+
+    Attributes:
+        norms: by place, the name of the child and how it is read.
+        heads: how the norms of queries and of keys are read, or None.
+        products: names of the children that make queries, keys and values.
+        mlp: how the MLP is read.
+        interleaved: how channels are paired for the rotation.
+    """
+
+    norms: Mapping[str, tuple[str, RMSNormReads]]
+    heads: tuple[RMSNormReads, RMSNormReads] | None
+    products: tuple[str, ...]
+    mlp: GatedMLPReads
+    interleaved: bool = False
+
+
+def layer_signature(layer: nn.Module) -> tuple:
+    """What an instance must share with the one that was proved."""
+    parts = [getattr(layer, name, None) for name in (ATTENTION, MLP)]
+    return signature(layer), *(None if part is None else signature(part) for part in parts)
+
+
+def read_layer(layer: nn.Module, forms: Mapping[tuple, tuple[str, Form]]) -> Anatomy | None:
+    """The anatomy of ``layer`` by the forms that were proved of its parts, or None where it is built otherwise."""
+
+    def reads(module: nn.Module | None) -> Any:
+        _, form = forms.get(signature(module), (None, None)) if module is not None else (None, None)
+        return None if form is None else form.reads
+
+    attention, mlp = getattr(layer, ATTENTION, None), getattr(layer, MLP, None)
+    of_mlp = reads(mlp)
+    if attention is None or not isinstance(of_mlp, GatedMLPReads):
+        return None
+    products = next((names for names in QUERY_KEY_VALUE if all(hasattr(attention, name) for name in names)), None)
+    known = {name: reads(child) for name, child in layer.named_children() if isinstance(reads(child), RMSNormReads)}
+    places = next((names for names in ARRANGEMENTS if set(names.values()) == set(known)), None)
+    of_heads = [reads(getattr(attention, name, None)) for name in ("q_norm", "k_norm")]
+    if products is None or places is None or not hasattr(attention, OUT[0]):
+        return None
+    heads = (of_heads[0], of_heads[1]) if all(isinstance(x, RMSNormReads) for x in of_heads) else None
+    return Anatomy({place: (name, known[name]) for place, name in places.items()}, heads, products, of_mlp)
+
+
+def layer_form(anatomy: Anatomy) -> Form:
+    """What runs in place of the forward of a layer of this anatomy."""
+    return Form(BY, partial(_forward, anatomy))
+
+
+def _forward(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+    bounds, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
+    if not args and bounds is not None and longest is not None:
+        try:
+            _check_input(layer, hidden_states, given)
+            fused = _Layer(anatomy, layer, hidden_states.dtype)
+        except Unmerged as reason:
+            say_once(f"{type(layer).__name__} runs part by part: {reason}")
+        else:
+            runs[0] += 1
+            cos, sin = (table[0] for table in given["position_embeddings"])
+            return fused(hidden_states[0], cos, sin, bounds, longest)[None]
+    return type(layer).forward(layer, hidden_states, *args, **given)
+
+
+def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:
+    """Raises Unmerged where something is asked that the fused layer does not do."""
+    for name in ("past_key_values", "attention_mask"):
+        if given.get(name) is not None:
+            raise Unmerged(f"it was given {name}")
+    if len(x) != 1 or not isinstance(given.get("position_embeddings"), tuple):
+        raise Unmerged("its input is not one row with rotary tables")
+    if torch.is_autocast_enabled(x.device.type):
+        raise Unmerged("it runs under autocast")
+    drops = any(isinstance(module, nn.Dropout) and module.p for module in layer.modules())
+    if layer.training and (drops or getattr(layer.self_attn, "attention_dropout", 0.0)):
+        raise Unmerged("it has dropout")
+
+
+class _Layer:
+    """A decoder layer as it is now: its groups of products and its numbers."""
+
+    def __init__(self, anatomy: Anatomy, layer: Any, dtype: torch.dtype):
+        self.anatomy, self.layer, self.attention = anatomy, layer, layer.self_attn
+        self.qkv, self.out = Group(self.attention, anatomy.products), Group(self.attention, OUT)
+        self.both, self.down = Group(layer.mlp, anatomy.mlp.first), Group(layer.mlp, (anatomy.mlp.down,))
+        for group in (self.qkv, self.out, self.both, self.down):
+            if group.dtype != dtype:
+                raise Unmerged(f"its input is {dtype}, its weights {group.dtype}")
+        for module in (self.attention, *self._norms()):
+            if is_hooked(module) and not hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
+                raise Unmerged(f"{type(module).__name__} has hooks or another forward")
+        self.multiplier = getattr(layer, "residual_multiplier", 1.0)
+
+    def _norms(self) -> list[nn.Module]:
+        of_heads = [self.attention.q_norm, self.attention.k_norm] if self.anatomy.heads else []
+        return [getattr(self.layer, name) for name, _ in self.anatomy.norms.values()] + of_heads
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int) -> Tensor:
+        normed, x = self._before("before_attention", x, None, self.qkv, 0)
+        attended = self._attend(self.qkv(normed, True, True), cos, sin, cu, longest)
+        branch = self._after("after_attention", self.out(attended, False, "after_attention" not in self.anatomy.norms))
+        normed, x = self._before("before_mlp", x, branch, self.both, self.out.room)
+        unit = glu_of_both(self.both(normed, True, True), self.anatomy.mlp.activation, self.down.room, self.both.room)
+        return x + self._after("after_mlp", self.down(unit, True, False))
+
+    def _before(self, place: str, x: Tensor, branch: Tensor | None, group: Group, gradient_room: int) -> tuple[Tensor, Tensor]:
+        """What goes into a branch, and the residual, to which ``branch`` is added."""
+        if place not in self.anatomy.norms:
+            total = x if branch is None else x + branch
+            return total, total
+        name, reads = self.anatomy.norms[place]
+        norm = reads.of(getattr(self.layer, name), x)
+        given = (x, None) if branch is None else (branch, x)
+        return fused_add_rmsnorm(*given, *norm, room=group.room, gradient_room=gradient_room)
+
+    def _after(self, place: str, branch: Tensor) -> Tensor:
+        if place in self.anatomy.norms:
+            name, reads = self.anatomy.norms[place]
+            branch = fused_rmsnorm(branch, *reads.of(getattr(self.layer, name), branch))
+        return branch if self.multiplier == 1.0 else branch * self.multiplier
+
+    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int) -> Tensor:
+        attention, config = self.attention, self.attention.config
+        q, k, v = self._turned(qkv, cos, sin)
+        window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
+        out = document_attention(
+            q, k, v, cu, longest, scale=attention.scaling, window=window,
+            softcap=getattr(attention, "attn_logit_softcapping", None),
+        )  # fmt: skip
+        return out.flatten(1)
+
+    def _turned(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values ``[T, H or K, D]``, normed and rotated."""
+        width, interleaved = self.attention.head_dim, self.anatomy.interleaved
+        config = self.attention.config
+        heads = config.num_attention_heads, config.num_key_value_heads
+        if self.anatomy.heads is None and getattr(self.attention, "use_rope", True):
+            return fused_qkv_rope(qkv, cos, sin, heads, interleaved, self.qkv.room)
+        q, k, v = qkv.split((heads[0] * width, heads[1] * width, heads[1] * width), 1)
+        if self.anatomy.heads is None:
+            return tuple(x.unflatten(1, (-1, width)) for x in (q, k, v))  # type: ignore[return-value]
+        of_q, of_k = (
+            reads.of(norm, qkv) for reads, norm in zip(self.anatomy.heads, (self.attention.q_norm, self.attention.k_norm))
+        )
+        if of_q[0] is not None and of_k[0] is not None and len(of_q[0]) == width and of_q[1:] == of_k[1:]:
+            q, k, v = (x.unflatten(1, (-1, width)) for x in (q, k, v))
+            return *fused_qk_norm_rope(q, k, of_q[0], of_k[0], cos, sin, of_q[1], of_q[2], interleaved), v
+        q, k = (fused_rmsnorm(x, *of).unflatten(1, (-1, width)) for x, of in ((q, of_q), (k, of_k)))
+        return *fused_qk_rope(q, k, cos, sin, interleaved=interleaved), v.unflatten(1, (-1, width))

@@ -1,0 +1,124 @@
+"""Weights of several linear layers in one storage, so that one product serves them all.
+
+Parameters keep names, shapes and identity: only their data lies elsewhere. Whether it still does is asked at every call by
+its address, for ``.to()``, a load with ``assign=True`` or a new adapter move it; then it is laid anew, said once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.kernels.linear_cross_entropy import Adapter
+from chronicals.kernels.merged_linear import Merged, merged_linear, side_by_side
+from chronicals.models.linear import UnknownLinear, read_linear
+
+logger = logging.getLogger(__name__)
+
+MERGED = "_chronicals_merged"
+_said: set[str] = set()
+
+
+class Unmerged(ValueError):
+    """These layers cannot be one product; the message says why."""
+
+
+class Group:
+    """Linear layers of one input, as they are now.
+
+    Args:
+        owner: the module whose children they are; it remembers where their weights lie.
+        names: of the children.
+
+    Raises:
+        Unmerged: one of them is not a plain linear layer, with an adapter or without, or they do not fit each other.
+    """
+
+    def __init__(self, owner: nn.Module, names: tuple[str, ...]):
+        self.linears: list[nn.Linear] = []
+        self.adapters: list[Adapter | None] = []
+        for name in names:
+            child = getattr(owner, name)
+            try:
+                linear, adapter = read_linear(child)
+            except UnknownLinear as error:
+                raise Unmerged(f"{name} {error}") from None
+            if is_hooked(child) or is_hooked(linear) or type(linear.weight.data) is not Tensor:
+                raise Unmerged(f"{name} has hooks, another forward or sharded weights")
+            self.linears.append(linear)
+            self.adapters.append(adapter)
+        if len({adapter.dropout for adapter in self.adapters if adapter is not None}) > 1:
+            raise Unmerged("adapters of one input differ in dropout")
+        if len({(x.weight.dtype, x.weight.device, x.bias is None) for x in self.linears}) > 1:
+            raise Unmerged("layers of one input differ in type, device or bias")
+        self.merged = _merged(owner, names, self.linears, [0 if x is None else len(x.a) for x in self.adapters])
+
+    @property
+    def room(self) -> int:
+        return self.merged.room
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.merged.buffer.dtype
+
+    def __call__(self, x: Tensor, roomy: bool, gradient_roomy: bool) -> Tensor:
+        weights, biases = [x.weight for x in self.linears], [x.bias for x in self.linears]
+        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, gradient_roomy)
+
+
+def is_hooked(module: Any) -> bool:
+    """Whether calling the module would do more than its class's forward."""
+    return bool(
+        "forward" in vars(module)
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+    )
+
+
+def _merged(owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linear], ranks: Sequence[int]) -> Merged:
+    if len(linears) == 1 and not any(ranks):
+        bias = linears[0].bias
+        return Merged(linears[0].weight.detach(), None if bias is None else bias.detach(), (len(linears[0].weight),), (0,))
+    known: dict[tuple[str, ...], Merged] = vars(owner).setdefault(MERGED, {})
+    merged = known.get(names)
+    if merged is None or merged.ranks != tuple(ranks) or not _lie_in(merged, linears):
+        if merged is not None:
+            say_once(f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are laid side by side anew")
+        merged = known[names] = _laid(linears, ranks)
+    return merged
+
+
+def _lie_in(merged: Merged, linears: Sequence[nn.Linear]) -> bool:
+    biases = [None] * len(linears) if merged.bias is None else merged.bias.split(merged.sizes)
+    return all(
+        _is(linear.weight, place) and (bias is None) == (linear.bias is None) and (bias is None or _is(linear.bias, bias))
+        for linear, place, bias in zip(linears, merged.weights, biases)
+    )
+
+
+def _is(parameter: Tensor, place: Tensor) -> bool:
+    same = parameter.data_ptr() == place.data_ptr() and parameter.dtype == place.dtype
+    return same and parameter.shape == place.shape and parameter.stride() == place.stride()
+
+
+@torch.no_grad()
+def _laid(linears: Sequence[nn.Linear], ranks: Sequence[int]) -> Merged:
+    merged = side_by_side([x.weight for x in linears], [x.bias for x in linears], ranks)
+    for linear, place in zip(linears, merged.weights):
+        linear.weight.data = place
+    if merged.bias is not None:
+        for linear, bias in zip(linears, merged.bias.split(merged.sizes)):
+            linear.bias.data = bias
+    return merged
+
+
+def say_once(message: str) -> None:
+    if message not in _said:
+        _said.add(message)
+        logger.warning(message)
