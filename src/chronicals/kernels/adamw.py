@@ -51,9 +51,11 @@ def _split(value):
 def _rounded(value, dice, KIND: tl.constexpr):
     """``value`` in ``KIND``; bf16 by adding 16 random bits below those that stay. Not for values beyond its range."""
     if tl.bfloat16 == KIND:
-        value = (value.to(tl.int32, bitcast=True) + (dice & 0xFFFF)) >> 16
-        return value.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return value
+        bits = (value.to(tl.int32, bitcast=True) + (dice & 0xFFFF).to(tl.int32)) >> 16
+        rounded = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        rounded = value
+    return rounded
 
 
 @triton.jit
