@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gemma": ("Gemma", {**SIZES, "head_dim": 8}),
     "gemma2": ("Gemma2", {**SIZES, **GEMMA2}),
     "gemma3": ("Gemma3", {**SIZES, "head_dim": 8, "sliding_window": 4}),
+    "phi3": ("Phi3", {**SIZES}),
+    "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0]}),
+    "olmo2": ("Olmo2", {**SIZES}),
+    "olmo3": ("Olmo3", {**SIZES, "sliding_window": 4}),
     "mistral": ("Mistral", {**SIZES, "sliding_window": 4}),
     "gpt2": ("GPT2", {**GPT2, **IDS, **NO_DROPOUT}),
     "phi": ("Phi", {**SIZES}),
@@ -129,6 +134,12 @@ def hand_made_batch(pieces: list[Tensor]) -> Batch:
     bounds = torch.tensor([0, *(len(piece) for piece in pieces)]).cumsum(0).to(torch.int32)
     longest = max(len(piece) for piece in pieces)
     return Batch(torch.cat(pieces), torch.cat(targets), torch.cat(positions), bounds, longest)
+
+
+def documents_batch(lengths: tuple[int, ...] = (7, 1, 12, 5)) -> Batch:
+    """Random documents of these lengths, and an entry that is empty."""
+    batch = hand_made_batch([torch.randint(1, VOCABULARY, (length,)) for length in lengths])
+    return replace(batch, cu_seqlens=torch.cat((batch.cu_seqlens, batch.cu_seqlens[-1:])))
 
 
 def gradients(model: Any, call: Callable[[], Tensor]) -> dict[str, Tensor]:

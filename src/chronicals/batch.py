@@ -24,7 +24,7 @@ class Batch:
         cu_seqlens: int32 ``[N + 1]``: document n is ``cu_seqlens[n]:cu_seqlens[n + 1]``. The tail of a pack is made of
             filler documents without targets, unused entries repeat T, so the shapes never change in a run.
         max_seqlen: bound on the length of any document, filler included; on the host, bucketed.
-        trained: how many targets are not ``IGNORED``, where it is known; on the host.
+        trained: at least so many as targets that are not ``IGNORED``, where it is known; on the host.
         weights: optional float32 ``[T]``, what each target's loss is multiplied by.
         segments: tensors that an objective adds, by name.
     """

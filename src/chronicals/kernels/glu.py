@@ -87,7 +87,7 @@ def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
 
 @torch.library.custom_op("chronicals::glu_forward", mutates_args=())
 def _forward(gate: Tensor, up: Tensor, activation: str, room: int) -> Tensor:
-    y = with_room(gate, *gate.shape, room)
+    y = with_room(gate, gate.shape, room)
     if y.numel():
         grid, width, strides, tile = _grid([gate, up, y])
         _glu_forward_kernel[grid](gate, up, y, width, *strides, activation, tile.block, num_warps=tile.warps)
@@ -96,7 +96,7 @@ def _forward(gate: Tensor, up: Tensor, activation: str, room: int) -> Tensor:
 
 @_forward.register_fake
 def _(gate: Tensor, up: Tensor, activation: str, room: int) -> Tensor:
-    return with_room(gate, *gate.shape, room)
+    return with_room(gate, gate.shape, room)
 
 
 @torch.library.custom_op("chronicals::glu_backward", mutates_args=())
@@ -113,14 +113,15 @@ def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Te
 
 @torch.library.custom_op("chronicals::glu_of_both_backward", mutates_args=())
 def _backward_of_both(dy: Tensor, both: Tensor, activation: str, room: int) -> Tensor:
-    d_both = with_room(both, *both.shape, room)
-    _launch_backward(dy, *both.chunk(2, -1), *d_both.chunk(2, -1), activation)
+    d_both = with_room(both, both.shape, room)
+    (gate, up), (d_gate, d_up) = both.chunk(2, -1), d_both.chunk(2, -1)
+    _launch_backward(dy, gate, up, d_gate, d_up, activation)
     return d_both
 
 
 @_backward_of_both.register_fake
 def _(dy: Tensor, both: Tensor, activation: str, room: int) -> Tensor:
-    return with_room(both, *both.shape, room)
+    return with_room(both, both.shape, room)
 
 
 def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, activation: str) -> None:

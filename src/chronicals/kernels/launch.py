@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -68,8 +68,9 @@ def in_rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
-def with_room(like: Tensor, rows: int, width: int, room: int, dtype: torch.dtype | None = None) -> Tensor:
+def with_room(like: Tensor, shape: Sequence[int], room: int, dtype: torch.dtype | None = None) -> Tensor:
     """Empty ``[rows, width]`` with ``room`` columns free behind each row, where a product may lay what belongs to it."""
+    rows, width = shape
     return like.new_empty((rows, width + room), dtype=dtype)[:, :width]
 
 

@@ -130,10 +130,10 @@ def _trained_rows(targets: Tensor, count: int | None) -> Tensor | None:
 
 
 def _places(kept: Tensor, count: int) -> Tensor:
-    """``kept.nonzero()`` of a mask with ``count`` true entries, without a synchronisation."""
-    places = torch.zeros(count + 1, dtype=torch.int64, device=kept.device)
-    slot = torch.where(kept, kept.cumsum(0) - 1, count).clamp_(max=count)
-    return places.scatter_(0, slot, torch.arange(len(kept), device=kept.device))[:count]
+    """``count`` places of a mask without a synchronisation: those of its true entries, then others to make up the number."""
+    before = kept.cumsum(0)
+    slot = torch.where(kept, before - 1, before[-1] - 1 + (~kept).cumsum(0))
+    return torch.empty_like(slot).scatter_(0, slot, torch.arange(len(kept), device=kept.device))[:count]
 
 
 def _accumulate_of_head(of_head: list[Tensor], x: Tensor, hidden: Tensor, factors: Tensor, width: int, first: bool) -> None:
@@ -208,8 +208,8 @@ def linear_cross_entropy(
         label_smoothing: share ε of the target's probability spread over the vocabulary.
         z_loss: factor ζ on the squared log of the partition sum.
         weights: optional ``[T]``, not differentiated.
-        count: how many targets are not −100, where the host knows it: on a card the others are then left out of the
-            products without a synchronisation. On the CPU they always are.
+        count: a bound on how many targets are not −100, where the host knows one: on a card only so many rows go through the
+            products, without a synchronisation. On the CPU exactly those that count do.
         chunk_size: no more rows of logits than these exist at a time.
         gradient_type: the type in which the head's gradient is summed over chunks, at least that of ``hidden``.
 

@@ -158,12 +158,12 @@ class _MergedLinear(torch.autograd.Function):
         needs = ctx.needs_input_grad
         dx = _of_input(ctx, dy, extended, mask) if needs[0] else None
         count = len(merged.sizes)
-        of_weights: list[Tensor | None] = [None] * 2 * count
+        of_weights: list[Tensor | None] = [None for _ in range(2 * count)]
         if any(needs[5 : 5 + count]) and x is not None:
             of_weights[:count] = torch.mm(dy.t(), x).split(merged.sizes)
         if any(needs[5 + count : 5 + 2 * count]):
             of_weights[count:] = dy.sum(0).split(merged.sizes)
-        of_adapters: list[Tensor | None] = [None] * 2 * count
+        of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
         if any(needs[5 + 2 * count :]) and rows is not None:
             of_adapters = _of_adapters(ctx, dy, extended, rows, mask)
         wanted = zip([*of_weights, *of_adapters], needs[5:])

@@ -204,15 +204,15 @@ def _merged_gradient(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int
 ) -> Tensor:  # fmt: skip
     d_qkv = _gradient_like(d_q, d_k, d_v, room)
-    *rotated, values = _heads(d_qkv, d_q.shape[1], d_k.shape[1])
-    given = [dense(x).transpose(0, 1)[None] for x in (d_q, d_k)]
-    _launch(*given, *(x.transpose(0, 1)[None] for x in rotated), cos[None], sin[None], interleaved, True)
-    values.copy_(d_v)
+    of_q, of_k, of_v = _heads(d_qkv, d_q.shape[1], d_k.shape[1])
+    q, k, of_q, of_k = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, of_q, of_k))
+    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True)
+    of_v.copy_(d_v)
     return d_qkv
 
 
 def _gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
-    return with_room(d_q, len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2], room)
+    return with_room(d_q, (len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2]), room)
 
 
 @_merged_gradient.register_fake

@@ -137,7 +137,7 @@ def _outputs(
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (
-        with_room(x, *x.shape, room, result),
+        with_room(x, x.shape, room, result),
         x.new_empty(x.shape[:1], dtype=torch.float32),
         None if residual is None else x.new_empty(x.shape, dtype=summed),
     )
@@ -152,7 +152,7 @@ def _backward(
     rows, width = s.shape
     tile = _tile(width, backward=True)
     programs = min(triton.cdiv(rows, tile.rows), multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
-    ds = with_room(s, *s.shape, room)
+    ds = with_room(s, s.shape, room)
     shares = s.new_empty((programs, width), dtype=torch.float32) if wants_weight else None
     if rows:
         _rmsnorm_backward_kernel[(programs,)](
@@ -168,7 +168,7 @@ def _(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
     room: int,
 ) -> list[Tensor]:  # fmt: skip
-    ds = with_room(s, *s.shape, room)
+    ds = with_room(s, s.shape, room)
     return [ds] if weight is None or not wants_weight else [ds, torch.empty_like(weight)]
 
 

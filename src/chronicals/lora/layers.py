@@ -35,6 +35,7 @@ class LoRALinear(nn.Module):
     def __init__(self, base_layer: nn.Module, config: LoRAConfig, in_features: int, out_features: int):
         super().__init__()
         self.base_layer = base_layer.requires_grad_(False)
+        self.in_features, self.out_features = in_features, out_features
         device = next(base_layer.parameters()).device
         self.lora_A = nn.Parameter(torch.empty(config.rank, in_features, device=device, dtype=torch.float32))
         self.lora_B = nn.Parameter(torch.zeros(out_features, config.rank, device=device, dtype=torch.float32))

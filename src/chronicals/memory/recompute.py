@@ -18,7 +18,10 @@ def enable_gradient_checkpointing(model: Any) -> None:
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ValueError(f"use_gradient_checkpointing: {type(model).__name__} cannot recompute its layers; turn it off")
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    shares = [getattr(module, name, 0.0) for module in model.modules() for name in ("p", "dropout", "attention_dropout")]
+    drops = any(isinstance(share, float) and share > 0 for share in shares)
+    options = {"use_reentrant": False, "preserve_rng_state": drops}  # a random state cannot be read while a graph is captured
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def needs_recomputation(model: Any, tokens: int) -> tuple[bool, str]:

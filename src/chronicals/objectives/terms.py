@@ -42,7 +42,11 @@ class Objective(Protocol):
         """Sums for evaluation, at least the objective's own terms."""
 
 
-def divide(terms: Terms, counts: Mapping[str, int]) -> Tensor:
-    """``Σ coefficient · sum / count``: the only place where a loss is divided."""
-    parts = [term.sum * (term.coefficient / max(counts[name], 1)) for name, term in terms.items()]
+def divide(terms: Terms, counts: Mapping[str, int | Tensor]) -> Tensor:
+    """``Σ coefficient · sum / count``: the only place where a loss is divided. Counts may be scalars on the device."""
+    parts = [term.sum * (term.coefficient / _at_least_one(counts[name])) for name, term in terms.items()]
     return torch.stack(parts).sum()
+
+
+def _at_least_one(count: int | Tensor) -> int | Tensor:
+    return count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

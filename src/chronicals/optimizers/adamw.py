@@ -4,9 +4,9 @@
     w ← w − lr · λ · w − lr · (m / (1 − β₁ᵗ)) / (sqrt(v / (1 − β₂ᵗ)) + ε)
 
 States are fp32, or bf16 with stochastic rounding. A bf16 weight is the upper half of its fp32 master, the lower half is a
-state (see ``kernels/master.py``), so that small updates are not lost. The learning rate, clipping and the decision whether the step counts at all are tensors on
-the device: nothing waits for the host, a step can be captured in a CUDA graph, and one with ``apply`` at zero changes
-nothing, bit for bit.
+state (see ``kernels/master.py``), so that small updates are not lost. The learning rate, clipping and the decision whether
+the step counts at all are tensors on the device: nothing waits for the host, a step can be captured in a CUDA graph, and one
+with ``apply`` at zero changes nothing, bit for bit.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ called in transformers' families tells its role; that the whole computes what th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -95,6 +96,18 @@ def layer_form(anatomy: Anatomy) -> Form:
     return Form(BY, partial(_forward, anatomy))
 
 
+def lay_side_by_side(model: nn.Module) -> None:
+    """Bring the weights of fused layers to where one product finds them; else the first step does it.
+
+    A weight's data then has another address: who keeps addresses must be told.
+    """
+    for layer in model.modules():
+        forward = getattr(vars(layer).get("forward"), "__func__", None)
+        if isinstance(forward, partial) and getattr(forward, FORM, None) == BY:
+            with contextlib.suppress(Unmerged):  # said when it runs
+                _Layer(forward.args[0], layer, next(layer.parameters()).dtype)
+
+
 def _forward(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
     bounds, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
     if not args and bounds is not None and longest is not None:
@@ -157,9 +170,9 @@ class _Layer:
             total = x if branch is None else x + branch
             return total, total
         name, reads = self.anatomy.norms[place]
-        norm = reads.of(getattr(self.layer, name), x)
-        given = (x, None) if branch is None else (branch, x)
-        return fused_add_rmsnorm(*given, *norm, room=group.room, gradient_room=gradient_room)
+        weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
+        branch, residual = (x, None) if branch is None else (branch, x)
+        return fused_add_rmsnorm(branch, residual, weight, epsilon, offset, group.room, gradient_room)
 
     def _after(self, place: str, branch: Tensor) -> Tensor:
         if place in self.anatomy.norms:

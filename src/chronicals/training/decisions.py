@@ -11,6 +11,7 @@ from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.memory import needs_recomputation
 from chronicals.models import PresentedModel, input_device
+from chronicals.patching.plan import plan_for
 
 
 @dataclass(frozen=True)
@@ -25,8 +26,11 @@ class Decision:
         return f"{self.field}: {'on' if self.runs else 'off'}, {self.reason}"
 
 
-def decide(config: ChronicalsConfig, presented: PresentedModel) -> dict[str, Decision]:
+def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) -> dict[str, Decision]:
     """For every ``use_*`` switch whether it runs.
+
+    Args:
+        ranks: how many processes train together.
 
     Raises:
         ConfigurationError: a switch that was set cannot be honoured.
@@ -40,14 +44,39 @@ def decide(config: ChronicalsConfig, presented: PresentedModel) -> dict[str, Dec
     flash = presented.packed and backend in FLASH
     recompute, estimate = needs_recomputation(model, tokens)
     on_card = device.type == "cuda"
+    fused = runs_whole_layers(config, presented)
+    graphs, why_not_graphs = _graphs(config, presented, on_card, ranks)
     possible = {
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (presented.head_is_read, "no whole logits" if presented.head_is_read else "head not understood"),
         "use_sequence_packing": (presented.packed, "proved on a twin" if presented.packed else "documents become padded rows"),
         "use_gradient_checkpointing": (recompute, estimate),
-        "use_torch_compile": (on_card and presented.packed, "decoder layers" if on_card else "compiled on CUDA only"),
+        "use_torch_compile": (
+            on_card and presented.packed and not fused,
+            "decoder layers run fused" if fused else "decoder layers" if on_card else "compiled on CUDA only",
+        ),
+        "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
     return {field: _decide(config, model, field, *can) for field, can in possible.items()}
+
+
+def runs_whole_layers(config: ChronicalsConfig, presented: PresentedModel) -> bool:
+    """Whether decoder layers run fused: on a card, from packs, where they were proved and no compilation was asked for."""
+    compiled = config.use_torch_compile and "use_torch_compile" in config.explicit
+    here = input_device(presented.model).type == "cuda" and presented.packed and config.mixed_precision != "fp16"
+    return here and config.use_fused_kernels and not compiled and bool(plan_for(presented.model).layers)
+
+
+def _graphs(config: ChronicalsConfig, presented: PresentedModel, on_card: bool, ranks: int) -> tuple[bool, str]:
+    obstacles = {
+        "not on a card": not on_card,
+        "documents become padded rows": not presented.packed,
+        "the model's own logits are used": not presented.head_is_read,
+        f"{ranks} processes share a step": ranks > 1,
+        "fp16 runs under autocast": config.mixed_precision == "fp16",
+    }
+    reason = next((reason for reason, there in obstacles.items() if there), None)
+    return reason is None, reason or "micro-step and update are replayed"
 
 
 def _head_dim(shape: Any) -> int:

@@ -51,10 +51,10 @@ class Precision:
     def update(self, finite: Tensor) -> None:
         """Adapt the scale to whether the step was finite."""
         if self.mode == "fp16":
-            self.good_steps = torch.where(finite, self.good_steps + 1, 0.0)
-            grown = self.good_steps >= GROWTH_INTERVAL
-            self.scale = torch.where(finite, torch.where(grown, self.scale * 2, self.scale), self.scale / 2)
-            self.good_steps = torch.where(grown, 0.0, self.good_steps)
+            good_steps = torch.where(finite, self.good_steps + 1, 0.0)
+            grown = good_steps >= GROWTH_INTERVAL
+            self.scale.copy_(torch.where(finite, torch.where(grown, self.scale * 2, self.scale), self.scale / 2))
+            self.good_steps.copy_(torch.where(grown, 0.0, good_steps))
 
     def state(self) -> dict[str, float]:
         return {"scale": float(self.scale), "good_steps": float(self.good_steps)}

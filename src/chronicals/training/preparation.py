@@ -17,8 +17,8 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
-from chronicals.patching import patch_parts
-from chronicals.training.decisions import decide
+from chronicals.patching import lay_side_by_side, patch_parts
+from chronicals.training.decisions import Decision, decide, runs_whole_layers
 from chronicals.training.precision import Precision
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def open_stores(
     return stores[0], stores[1] if len(stores) > 1 else None
 
 
-def prepare_model(model: Any, config: ChronicalsConfig) -> PresentedModel:
+def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple[PresentedModel, dict[str, Decision]]:
     """Adapters, the way in, what runs of what is permitted; logged with the reasons."""
     if config.use_lora and not hasattr(model, "chronicals_lora"):
         apply_lora(
@@ -98,18 +98,19 @@ def prepare_model(model: Any, config: ChronicalsConfig) -> PresentedModel:
             ),
         )
     presented = present(model, fused_head=config.use_fused_kernels)
-    decisions = decide(config, presented)
+    decisions = decide(config, presented, ranks)
+    whole_layers = runs_whole_layers(config, presented)
     for decision in decisions.values():
         logger.info("%s", decision)
     if decisions["use_gradient_checkpointing"].runs:
         enable_gradient_checkpointing(model)
     if config.use_fused_kernels and input_device(model).type == "cuda":
-        for by, count in patch_parts(model).counts().items():
+        for by, count in patch_parts(model, whole_layers).counts().items():
             logger.info("use_fused_kernels: %d modules run as %s", count, by)
     if decisions["use_torch_compile"].runs:
         for layer in model.get_decoder().layers:
             layer.compile(dynamic=False)
-    return presented
+    return presented, decisions
 
 
 def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
@@ -135,7 +136,11 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
         raise ConfigurationError("the model has no parameter that requires a gradient; unfreeze some or set use_lora=True")
-    options: dict[str, Any] = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
+    options: dict[str, Any] = {
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "state_dtype": torch.bfloat16 if config.optimizer_state_dtype == "bf16" else torch.float32,
+    }
     if hasattr(model, "chronicals_lora") and config.use_lora_plus:
         optimizer = create_lora_plus_optimizer(
             model, config.learning_rate, config.lora_plus_ratio, config.weight_decay, **options
@@ -149,6 +154,8 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
     for group in optimizer.param_groups:
         group["peak"] = group["lr"]
     precision.prepare(model, optimizer)
+    lay_side_by_side(model)
+    optimizer.weights_moved()
     if sums_gradients:
         for parameter in trained:
             parameter.grad_dtype = torch.float32

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from chronicals.batch import Batch
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
 from chronicals.models import PresentedModel
@@ -34,23 +35,36 @@ def train_step(
     counts = objective.counts(step.counts)
     total = torch.zeros((), device=precision.device)
     for batch in step.batches:
-        with precision.autocast():
-            terms = objective(model, batch.to(precision.device, non_blocking=True))
-            loss = divide(terms, counts)
-        (loss * precision.scale).backward()
-        total += loss.detach()
-
+        total += micro_step(model, objective, batch.to(precision.device, non_blocking=True), counts, precision)
     ranks.sum_gradients(parameters)
     ranks.sum(total)
-    grad_norm = gradient_norm(parameters) / precision.scale
-    finite = torch.isfinite(grad_norm)
     if inspect_gradients is not None:
         inspect_gradients()
+    scalars = update(parameters, optimizer, precision, max_grad_norm)
+    optimizer.zero_grad()
+    return {"loss": total, **scalars}
+
+
+def micro_step(
+    model: PresentedModel, objective: Objective, batch: Batch, counts: Mapping[str, int | Tensor], precision: Precision
+) -> Tensor:
+    """Gradients of one forward pass, added to those there are; its share of the step's loss, a scalar on the device."""
+    with precision.autocast():
+        loss = divide(objective(model, batch), counts)
+    (loss * precision.scale).backward()
+    return loss.detach()
+
+
+def update(
+    parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision, max_grad_norm: float
+) -> dict[str, Tensor]:  # fmt: skip
+    """Clip and apply the gradients, unless they are not finite; ``grad_norm`` before clipping, and ``applied``."""
+    grad_norm = gradient_norm(parameters) / precision.scale
+    finite = torch.isfinite(grad_norm)
     clip = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     optimizer.step(factor=clip / precision.scale, apply=finite)
-    optimizer.zero_grad()
     precision.update(finite)
-    return {"loss": total, "grad_norm": grad_norm, "applied": finite}
+    return {"grad_norm": grad_norm, "applied": finite}
 
 
 def gradient_norm(parameters: list[Tensor]) -> Tensor:

@@ -21,6 +21,7 @@ from chronicals.training.audit import Coverage, FirstStepAudit
 from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, TensorBoard, read_metrics
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import evaluate
+from chronicals.training.graphs import GraphedStep
 from chronicals.training.metrics import Moment, PendingMetrics, StepMetrics
 from chronicals.training.precision import Precision
 from chronicals.training.preparation import (
@@ -86,7 +87,7 @@ class ChronicalsTrainer:
             train_dataset, eval_dataset, model, self.tokenizer, config, builder=self.ranks.first
         )
         torch.manual_seed(config.seed)
-        presented = prepare_model(model, config)
+        presented, decisions = prepare_model(model, config, self.ranks.count)
         teach_generation_to_stop(model, self.tokenizer, chats="chat" in train_store.kinds and config.objective != "pretraining")
         self.ranks.same_weights(model.parameters())
         precision = Precision(config.mixed_precision, self.device)
@@ -100,7 +101,8 @@ class ChronicalsTrainer:
             self._resume(run, optimizer, precision, train_store)
         run.trainable_share = self._trainable_share()
         with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run):
-            self._loop(run, presented, precision, optimizer, stream, eval_store)
+            graphed = decisions["use_cuda_graphs"].runs
+            self._loop(run, presented, precision, optimizer, stream, eval_store, graphed)
             result = self._finish(run, train_store)
         model.eval()
         return result
@@ -109,19 +111,24 @@ class ChronicalsTrainer:
 
     def _loop(
         self, run: Run, presented: PresentedModel, precision: Precision, optimizer: FusedAdamW, stream: BatchStream,
-        eval_store: TokenStore | None,
+        eval_store: TokenStore | None, graphed: bool,
     ) -> None:  # fmt: skip
         config, parameters = self.config, [p for p in self.model.parameters() if p.requires_grad]
         audit = FirstStepAudit(self.model, optimizer) if run.step == 0 else None
+        given = presented, self.objective, parameters, optimizer, precision
+        replayed = GraphedStep(*given, config.max_grad_norm) if graphed else None
         pending, began = None, Moment(self.device)
         self.model.train()
 
         for step in stream.steps(run.position, count=run.total_steps - run.step):
             rate = self._set_learning_rate(optimizer, run)
-            scalars = train_step(
-                presented, self.objective, step, parameters, optimizer, precision, self.ranks, config.max_grad_norm,
-                inspect_gradients=audit.see_gradients if audit else None,
-            )  # fmt: skip
+            if replayed and not audit:
+                scalars = replayed(step)
+            else:
+                inspect = audit.see_gradients if audit else None
+                scalars = train_step(
+                    presented, self.objective, step, parameters, optimizer, precision, self.ranks, config.max_grad_norm, inspect
+                )
             run.step, run.position = run.step + 1, step.position
             if audit:
                 run.coverage, audit = self._close_audit(audit, scalars), None
@@ -146,6 +153,8 @@ class ChronicalsTrainer:
                     logger.info("stopped early after step %d: no better held-out loss", run.step)
                     break
                 began = Moment(self.device)
+        if replayed:
+            replayed.release()
 
     def _due(self, run: Run, has_eval: bool) -> set[str]:
         """What is to be done after this step; anything at all waits for its metrics first."""

@@ -1,0 +1,178 @@
+"""The step as CUDA graphs: one of a micro-step and one of the update, replayed over memory that stays where it is.
+
+A micro-step's graph belongs to a shape: (T, entries of the bounds, ``max_seqlen``, targets rounded up). A shape is run as
+usual when it is first met, for kernels are compiled then, and captured when it is met again. What changes between steps
+lives on the device: the batch, the counts, the learning rate, the random state of dropout, which torch keeps for graphs.
+
+The first graph's gradients stay and are everybody's: the first micro-step of an optimizer step lays them there, by itself
+in that graph and by a copy in the others; later ones add to them. All graphs share one pool of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.data.loader import Step
+from chronicals.models import PresentedModel
+from chronicals.objectives import Objective
+from chronicals.optimizers import FusedAdamW
+from chronicals.training.precision import Precision
+from chronicals.training.step import micro_step, update
+
+logger = logging.getLogger(__name__)
+
+SHARES = 16
+"""Targets of a batch are rounded up to a multiple of such a share of its tokens: rows of the head that cost, but are the
+same in many batches."""
+
+MOST = 16
+"""Shapes that are captured; further ones run as usual."""
+
+Shape = tuple[int, int, int, int | None, bool]
+
+
+@dataclass
+class _Captured:
+    """A micro-step's graph, the batch that it reads and the loss that it leaves."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    loss: Tensor
+
+
+class GraphedStep:
+    """In place of ``train_step``, on one card.
+
+    Args:
+        model, objective, parameters, optimizer, precision, max_grad_norm: as of ``train_step``.
+    """
+
+    def __init__(
+        self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW,
+        precision: Precision, max_grad_norm: float,
+    ):  # fmt: skip
+        self.model, self.objective, self.precision = model, objective, precision
+        self.parameters, self.optimizer, self.max_grad_norm = parameters, optimizer, max_grad_norm
+        self.stream = torch.cuda.Stream(precision.device)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.met: set[Shape] = set()
+        self.micro: dict[Shape, _Captured] = {}
+        self.counts: dict[str, Tensor] = {}
+        self.total = torch.zeros((), device=precision.device)
+        self.gradients: list[Tensor | None] | None = None
+        self.of_update: tuple[torch.cuda.CUDAGraph, dict[str, Tensor]] | None = None
+        self.failed = False
+
+    def __call__(self, step: Step) -> dict[str, Tensor]:
+        """One optimizer step; scalars on the device, as ``train_step`` returns them."""
+        caller = torch.cuda.current_stream(self.precision.device)
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            self._bring_counts(self.objective.counts(step.counts))
+            self.total.zero_()
+            for number, batch in enumerate(step.batches):
+                self.total += self._micro_step(_rounded(batch), first=number == 0)
+            scalars = {"loss": self.total, **self._update()}
+        caller.wait_stream(self.stream)
+        return scalars
+
+    def _bring_counts(self, counts: Mapping[str, int]) -> None:
+        for name, count in counts.items():
+            held = self.counts.setdefault(name, torch.empty((), device=self.precision.device))
+            held.copy_(torch.tensor(float(count)).pin_memory(), non_blocking=True)
+
+    def _micro_step(self, batch: Batch, first: bool) -> Tensor:
+        shape = (len(batch), len(batch.cu_seqlens), batch.max_seqlen, batch.trained, first)
+        if shape not in self.micro and shape in self.met and len(self.micro) < MOST and not self.failed:
+            self._try_to_capture(shape, batch, first)
+        self.met.add(shape)
+        captured = self.micro.get(shape)
+        if captured is None:
+            return self._as_usual(batch, first)
+        _fill(captured.batch, batch)
+        captured.graph.replay()
+        return captured.loss
+
+    def _as_usual(self, batch: Batch, first: bool) -> Tensor:
+        if first and self.gradients is not None:
+            torch._foreach_zero_(_there(self.gradients))
+        moved = batch.to(self.precision.device, non_blocking=True)
+        return micro_step(self.model, self.objective, moved, self.counts, self.precision)
+
+    def _try_to_capture(self, shape: Shape, batch: Batch, first: bool) -> None:
+        try:
+            self.micro[shape] = self._capture(batch, first)
+        except RuntimeError as error:
+            self.failed = True
+            self._set_gradients(self.gradients)
+            reason = str(error).splitlines()[0]
+            logger.warning("use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)", reason)
+
+    def _capture(self, batch: Batch, first: bool) -> _Captured:
+        static = batch.to(self.precision.device)
+        graph = torch.cuda.CUDAGraph()
+        if first:
+            self._set_gradients(None)
+        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            loss = micro_step(self.model, self.objective, static, self.counts, self.precision)
+            if first and self.gradients is not None:
+                torch._foreach_copy_(_there(self.gradients), _there(p.grad for p in self.parameters))
+        if first and self.gradients is None:
+            self.gradients = [p.grad for p in self.parameters]
+        self._set_gradients(self.gradients)
+        return _Captured(graph, static, loss)
+
+    def _set_gradients(self, gradients: list[Tensor | None] | None) -> None:
+        for number, parameter in enumerate(self.parameters):
+            parameter.grad = None if gradients is None else gradients[number]
+
+    def _update(self) -> dict[str, Tensor]:
+        self.optimizer.refresh_rates()
+        if self.gradients is None:
+            scalars = update(self.parameters, self.optimizer, self.precision, self.max_grad_norm)
+            self.optimizer.zero_grad()
+            return scalars
+        if self.of_update is None:
+            self.optimizer.prepare_capture()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                scalars = update(self.parameters, self.optimizer, self.precision, self.max_grad_norm)
+            self.of_update = graph, scalars
+        graph, scalars = self.of_update
+        graph.replay()
+        return scalars
+
+    def release(self) -> None:
+        """Give the memory of the graphs back; gradients are none afterwards."""
+        torch.cuda.synchronize(self.precision.device)
+        self.micro.clear()
+        self.met.clear()
+        self.of_update = self.gradients = None
+        self._set_gradients(None)
+
+
+def _there(gradients: Iterable[Tensor | None]) -> list[Tensor]:
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def _rounded(batch: Batch) -> Batch:
+    """With ``trained`` rounded up, so that few shapes occur."""
+    if batch.trained is None:
+        return batch
+    share = -(-len(batch) // SHARES)
+    return replace(batch, trained=min(len(batch), -(-batch.trained // share) * share))
+
+
+def _fill(static: Batch, batch: Batch) -> None:
+    for name in ("input_ids", "targets", "position_ids", "cu_seqlens"):
+        getattr(static, name).copy_(getattr(batch, name), non_blocking=True)
+    if static.weights is not None and batch.weights is not None:
+        static.weights.copy_(batch.weights, non_blocking=True)
+    for name, tensor in static.segments.items():
+        tensor.copy_(batch.segments[name], non_blocking=True)

@@ -1,0 +1,173 @@
+"""merged_linear against linear layers and adapters one by one, in all mixtures, with room and without."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from chronicals.kernels import merged_linear as module
+from chronicals.kernels.launch import with_room
+from chronicals.kernels.linear_cross_entropy import Adapter
+from chronicals.kernels.merged_linear import merged_linear, merged_linear_reference, room_for, side_by_side
+from comparison import assert_as_exact_as_plain
+from mutants import mutant
+
+TYPES = [torch.float32, torch.bfloat16]
+RANKS = [(0,), (0, 0, 0), (4,), (3, 3, 3), (0, 5, 0), (8, 0)]
+SIZES = (24, 7, 13)
+
+
+def roomy(x, room):
+    made = with_room(x, x.shape, room)
+    made.copy_(x)
+    return made
+
+
+def functions(ranks, biased, made_with_room, dropout=0.0, of=module):
+    """Ours and the plain one, of x, the weights, the biases, and the A and B of the layers that have them."""
+    count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
+
+    def parts(tensors):
+        weights, rest = tensors[:count], tensors[count:]
+        biases, rest = (rest[:count], rest[count:]) if biased else ([None] * count, rest)
+        adapters = [None] * count
+        for place, n in enumerate(adapted):
+            a, b = rest[place], rest[len(adapted) + place]
+            adapters[n] = Adapter(a, b, 0.5 + n, dropout)
+        return weights, biases, adapters
+
+    def ours(x, *tensors):
+        weights, biases, adapters = parts(tensors)
+        merged = side_by_side([w.detach() for w in weights], [None if b is None else b.detach() for b in biases], ranks)
+        x = _Roomy.apply(x, merged.room) if made_with_room else x * 1
+        y = of.merged_linear(x, merged, weights, biases, adapters, made_with_room, made_with_room)
+        return _GradientRoomy.apply(y, merged.room) if made_with_room else y * 1
+
+    def plain(x, *tensors):
+        return merged_linear_reference(x, *parts(tensors))
+
+    return ours, plain
+
+
+class _Roomy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, room):
+        return roomy(x, room)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g, None
+
+
+class _GradientRoomy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, room):
+        ctx.room = room
+        return y * 1
+
+    @staticmethod
+    def backward(ctx, g):
+        return roomy(g, ctx.room), None
+
+
+def draw(ranks, biased, dtype, device, rows=13, width=20):
+    def drawn():
+        def random(*shape, scale=1.0, kind=dtype):
+            return (torch.randn(*shape, device=device) * scale).to(kind)
+
+        sizes = SIZES[: len(ranks)]
+        weights = [random(size, width, scale=width**-0.5) for size in sizes]
+        biases = [random(size) for size in sizes] if biased else []
+        downs = [random(rank, width, scale=width**-0.5, kind=torch.float32) for rank in ranks if rank]
+        ups = [random(size, rank, kind=torch.float32) for size, rank in zip(sizes, ranks) if rank]
+        return [random(rows, width), *weights, *biases, *downs, *ups]
+
+    return drawn
+
+
+@pytest.mark.parametrize("made_with_room", [True, False], ids=["room", "dense"])
+@pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("ranks", RANKS, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_equals_the_layers_one_by_one(dtype, ranks, biased, made_with_room, device):
+    ours, plain = functions(ranks, biased, made_with_room)
+    assert_as_exact_as_plain(ours, plain, draw(ranks, biased, dtype, device))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 131])
+def test_rows(rows, device):
+    ours, plain = functions((3, 3, 3), True, True)
+    assert_as_exact_as_plain(ours, plain, draw((3, 3, 3), True, torch.float32, device, rows=rows, width=33))
+
+
+def test_what_is_frozen_gets_no_gradient(device):
+    ours, _ = functions((3, 3), False, True)
+    x, w1, w2, a1, a2, b1, b2 = draw((3, 3), False, torch.float32, device)()
+    leaves = [tensor.requires_grad_() for tensor in (a1, a2, b1, b2)]
+    y = ours(x, w1, w2, *leaves)
+    y.sum().backward()
+    assert x.grad is None and w1.grad is None and all(leaf.grad is not None for leaf in leaves)
+
+
+def test_dropout_is_that_of_the_mean(device):
+    """The mean over draws is what is computed without dropout, of outputs and of gradients; a draw is something else."""
+    ranks = (4, 4)
+    inputs = [tensor.double() for tensor in draw(ranks, False, torch.float32, device, rows=3)()]
+    upstream = torch.randn(3, sum(SIZES[:2]), device=device, dtype=torch.float64)
+
+    def run(function):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+    exact = run(functions(ranks, False, False)[1])
+    draws = [run(functions(ranks, False, False, dropout=0.5)[0]) for _ in range(800)]
+    for e, *drawn in zip(exact, *draws):
+        mean, spread = torch.stack(drawn).mean(0), torch.stack(drawn).std(0)
+        assert ((mean - e).abs() <= 6 * spread / 800**0.5 + 1e-9).all()
+    assert not torch.equal(draws[0][0], draws[1][0])
+
+
+def test_dropout_in_forward_and_backward_is_the_same(device):
+    """Gradients are those of the very function that was drawn: a step along dx changes y as it says."""
+    ours, _ = functions((4,), False, True, dropout=0.5)
+    tensors = [x.double() for x in draw((4,), False, torch.float32, device)()]
+
+    def value(x):
+        torch.manual_seed(5)
+        return ours(x, *tensors[1:])
+
+    torch.autograd.gradcheck(value, (tensors[0].requires_grad_(),))
+
+
+def test_margins_are_those_of_a_multiple_of_eight():
+    assert [room_for(ranks) for ranks in ((), (0, 0), (1,), (8,), (3, 3, 3))] == [0, 0, 8, 8, 16]
+
+
+def test_layers_must_fit_each_other():
+    x, w = torch.randn(3, 4), torch.randn(5, 4)
+    with pytest.raises(ValueError, match="some of the layers have a bias"):
+        side_by_side([w, w], [torch.zeros(5), None], (0, 0))
+    a, b = torch.randn(2, 4), torch.randn(5, 2)
+    merged = side_by_side([w, w], [None, None], (2, 2))
+    with pytest.raises(ValueError, match="dropouts"):
+        merged_linear(x, merged, [w, w], [None, None], [Adapter(a, b, 1.0, 0.1), Adapter(a, b, 1.0, 0.2)])
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("column : column + rank] * scale)", "column : column + rank])"),
+        ("torch.mm(dy, merged.buffer[: merged.outputs, merged.width :], out=", "torch.mm(-dy, merged.buffer[: merged.outputs, merged.width :], out="),
+        ("torch.mm(dy.t(), x).split(merged.sizes)", "torch.mm(dy.t(), 1.1 * x).split(merged.sizes)"),
+    ],
+)  # fmt: skip
+def test_a_wrong_backward_is_found(old, new, device):
+    ours, plain = functions((3, 3), False, True, of=mutant(module, old, new))
+    with pytest.raises(AssertionError):
+        assert_as_exact_as_plain(ours, plain, draw((3, 3), False, torch.float32, device))
+
+
+def test_is_what_linear_computes(device):
+    x, w = torch.randn(5, 4, device=device), torch.randn(6, 4, device=device)
+    merged = side_by_side([w], [None], (0,))
+    torch.testing.assert_close(merged_linear(x, merged, [w], [None], [None]), F.linear(x, w))

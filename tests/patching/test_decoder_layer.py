@@ -1,0 +1,188 @@
+"""The fused decoder layer: the same hidden states and gradients as the class's own, over documents, in every family."""
+
+import copy
+import logging
+
+import pytest
+import torch
+from torch import nn
+
+import families
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.models import PresentedModel
+from chronicals.patching import decoder_layer, lay_side_by_side, patch_parts, side_by_side, unpatch_model
+from chronicals.patching.decoder_layer import BY
+from mutants import mutant
+
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "phi3", "smollm3", "olmo2", "olmo3", "granite"]
+
+
+def states_and_gradients(model, batch):
+    with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+        states = presented.hidden_states(batch)
+    upstream = torch.randn(states.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    found = torch.autograd.grad((states * upstream.to(states)).sum(), [p for _, p in named], allow_unused=True)
+    return {"states": states.detach(), **{name: g for (name, _), g in zip(named, found) if g is not None}}
+
+
+def assert_same(expected, got, tolerance=3e-5):
+    """In fp64, where the classes themselves round to fp32 in their norms; the gradient of a key's bias is but rounding."""
+    assert expected.keys() == got.keys()
+    mean = torch.stack([x.norm() for x in expected.values()]).mean().item()
+    for name, x in expected.items():
+        assert (x - got[name]).norm().item() <= tolerance * max(x.norm().item(), 1e-2 * mean), name
+
+
+def fused(model):
+    """``model`` patched; every layer must run fused in what follows."""
+    report = patch_parts(model, whole_layers=True)
+    assert report.counts()[BY] == len(model.get_decoder().layers)
+    return model
+
+
+def both(model, batch):
+    plain = states_and_gradients(copy.deepcopy(model), batch)
+    model, before = fused(model), decoder_layer.runs[0]
+    ours = states_and_gradients(model, batch)
+    assert decoder_layer.runs[0] == before + len(model.get_decoder().layers)
+    return plain, ours
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_the_class(family):
+    assert_same(*both(families.build(family).double(), families.documents_batch()))
+
+
+@pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj"], ["down_proj"]], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma3"])
+def test_with_adapters(family, targets):
+    model = families.build(family)
+    if targets is not None and family == "phi3":
+        targets = ["qkv_proj"]
+    apply_lora(model, LoRAConfig(rank=3, alpha=5, dropout=0.0, target_modules=targets))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.3)
+    assert_same(*both(model.double(), families.documents_batch()))
+
+
+def test_no_gradient_below_the_first_adapter():
+    """The first layer's input needs none, so no product is made for it."""
+    model = apply_lora(families.build("llama"), LoRAConfig(rank=2, dropout=0.0))
+    fused(model)
+    seen = []
+    model.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
+    states_and_gradients(model, families.documents_batch())
+    assert seen == [False]
+
+
+def test_parameters_keep_names_shapes_and_identity():
+    model = families.build("qwen2")
+    before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
+    lay_side_by_side(fused(model))
+    for name, p in model.named_parameters():
+        assert p is before[name][0] and torch.equal(p, before[name][1]), name
+    attention = model.get_decoder().layers[0].self_attn
+    assert attention.k_proj.weight.data_ptr() == attention.q_proj.weight.data_ptr() + attention.q_proj.weight.nbytes
+
+
+def move(model):
+    return model.float().double()
+
+
+def load(model):
+    model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+    return model
+
+
+def adapt(model):
+    return apply_lora(model, LoRAConfig(rank=2, dropout=0.0, target_modules=["q_proj", "up_proj"])).double()
+
+
+def deep_copy(model):
+    return copy.deepcopy(model)
+
+
+def save_and_load(model, folder):
+    model.save_pretrained(folder)
+    return type(model).from_pretrained(folder, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("operation", [move, load, adapt, deep_copy])
+def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
+    """They are laid side by side anew, and the result is that of the class."""
+    monkeypatch.setattr(side_by_side, "_said", set())
+    model = fused(families.build("llama").double())
+    batch = families.documents_batch()
+    states_and_gradients(model, batch)
+    with caplog.at_level(logging.WARNING):
+        model = operation(model)
+        before = decoder_layer.runs[0]
+        got = states_and_gradients(model, batch)
+    assert decoder_layer.runs[0] == before + 2
+    if operation is not deep_copy:
+        assert "laid side by side anew" in caplog.text
+    unpatch_model(model)
+    assert_same(states_and_gradients(model, batch), got)
+
+
+def test_saved_and_loaded_as_the_class(tmp_path):
+    model = fused(families.build("llama").double())
+    batch = families.documents_batch()
+    got = states_and_gradients(model, batch)
+    assert_same(states_and_gradients(save_and_load(model, tmp_path), batch), got)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m: m.get_decoder().layers[0].self_attn.q_proj.register_forward_hook(lambda *_: None), "hooks"),
+        (lambda m: setattr(m.get_decoder().layers[0].self_attn, "attention_dropout", 0.1), "dropout"),
+        (lambda m: m.get_decoder().layers[0].mlp.gate_proj.float(), "differ in type"),
+    ],
+    ids=["hook", "dropout", "type"],
+)
+def test_what_it_does_not_do_runs_part_by_part_and_is_said(change, reason, caplog, monkeypatch):
+    monkeypatch.setattr(side_by_side, "_said", set())
+    model = fused(families.build("llama").double()).train()
+    change(model)
+    before = decoder_layer.runs[0]
+    with caplog.at_level(logging.WARNING):
+        try:
+            states_and_gradients(model, families.documents_batch())
+        except (ValueError, RuntimeError):  # the class itself cannot either
+            assert reason != "hooks"
+    assert decoder_layer.runs[0] <= before + 1
+    assert reason in caplog.text and "part by part" in caplog.text
+
+
+def test_generation_takes_the_class_way():
+    model = families.build("llama")
+    ids = torch.randint(1, families.VOCABULARY, (1, 5))
+    expected = model.generate(ids, max_new_tokens=4, do_sample=False)
+    assert torch.equal(fused(model).generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+@pytest.mark.parametrize("family", ["cohere", "gpt2", "phi", "gpt_oss"])
+def test_other_layers_keep_their_parts(family):
+    report = patch_parts(families.build(family), whole_layers=True)
+    assert BY not in report.counts() and report.mentions("decoder layer")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("return x + self._after(", "return 2 * x + self._after("),
+        ("scale=attention.scaling", "scale=1.01 * attention.scaling"),
+        ('normed, x = self._before("before_mlp", x, branch', 'normed, _ = self._before("before_mlp", x, branch'),
+    ],
+)
+def test_a_wrong_layer_is_not_taken(old, new, monkeypatch):
+    """The proof on the twin refuses it."""
+    from chronicals.patching import plan
+
+    wrong = mutant(decoder_layer, old, new)
+    monkeypatch.setattr(plan, "decoder_layer", wrong)
+    monkeypatch.setattr(plan, "_PLANS", {})
+    assert not plan.plan_for(families.build("llama")).layers
