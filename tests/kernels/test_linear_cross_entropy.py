@@ -425,8 +425,8 @@ def test_kernels_of_the_rows(device):
 
 FACTORS = {
     "hidden states without factors": (
-        "_product(x, narrow, factors.dtype), factors,",
-        "_product(x, narrow, factors.dtype), one,",
+        "_scale(product(x, narrow, factors.dtype), factors,",
+        "_scale(product(x, narrow, factors.dtype), one,",
     ),
     "head without factors": ("_scale(hidden, factors,", "_scale(hidden, one,"),
     "bias without factors": ("factors[:, None].to(x.dtype), first", "one.expand(len(x), 1), first"),

@@ -67,7 +67,7 @@ MUTATIONS = {
     "no scale of dB": (".mul_(ctx.scale)", ".mul_(1.0)"),
     "no adapter in dx": ("(dy @ weight).addmm_(g, a.to(kind))", "(dy @ weight)"),
     "no base in dx": ("(dy @ weight).addmm_", "torch.zeros_like(rows).addmm_"),
-    "dA of the output's gradient": ("_product(g.t(), rows, a.dtype)", "_product(down.t(), rows, a.dtype)"),
+    "dA of the output's gradient": ("product(g.t(), rows, a.dtype)", "product(down.t(), rows, a.dtype)"),
 }
 
 

@@ -165,7 +165,10 @@ def fused_adamw_(
         _of_triton(weight_kind), _of_triton(gradient_kind), _of_triton(state_kind),
         bool(tensors.lows), factor is not None, apply is not None, aligned, BLOCK, CHUNK, num_warps=4,
     )  # fmt: skip
-    torch._foreach_add_(tensors.steps, 1.0 if apply is None else apply.to(torch.float32))
+    if apply is None:
+        torch._foreach_add_(tensors.steps, 1.0)
+    else:  # a list, since one tensor for all would be brought to the host
+        torch._foreach_add_(tensors.steps, [apply.to(torch.float32)] * count)
     torch.autograd.graph.increment_version([*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows])
 
 

@@ -45,7 +45,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     recompute, estimate = needs_recomputation(model, tokens)
     on_card = device.type == "cuda"
     fused = runs_whole_layers(config, presented)
-    graphs, why_not_graphs = _graphs(config, presented, on_card, ranks)
+    graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
     possible = {
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (presented.head_is_read, "no whole logits" if presented.head_is_read else "head not understood"),
@@ -67,12 +67,13 @@ def runs_whole_layers(config: ChronicalsConfig, presented: PresentedModel) -> bo
     return here and config.use_fused_kernels and not compiled and bool(plan_for(presented.model).layers)
 
 
-def _graphs(config: ChronicalsConfig, presented: PresentedModel, on_card: bool, ranks: int) -> tuple[bool, str]:
+def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str, ranks: int) -> tuple[bool, str]:
     obstacles = {
-        "not on a card": not on_card,
+        "not on a card": input_device(presented.model).type != "cuda",
         "documents become padded rows": not presented.packed,
         "the model's own logits are used": not presented.head_is_read,
         f"{ranks} processes share a step": ranks > 1,
+        f"attention by {backend} asks the host": backend not in FLASH,
         "fp16 runs under autocast": config.mixed_precision == "fp16",
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)

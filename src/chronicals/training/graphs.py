@@ -11,8 +11,9 @@ in that graph and by a copy in the others; later ones add to them. All graphs sh
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ same in many batches."""
 MOST = 16
 """Shapes that are captured; further ones run as usual."""
 
+Result = TypeVar("Result")
 Shape = tuple[int, int, int, int | None, bool]
 
 
@@ -90,11 +92,11 @@ class GraphedStep:
     def _micro_step(self, batch: Batch, first: bool) -> Tensor:
         shape = (len(batch), len(batch.cu_seqlens), batch.max_seqlen, batch.trained, first)
         if shape not in self.micro and shape in self.met and len(self.micro) < MOST and not self.failed:
-            self._try_to_capture(shape, batch, first)
+            self._capture_micro_step(shape, batch)
         self.met.add(shape)
-        captured = self.micro.get(shape)
-        if captured is None:
+        if shape not in self.micro:
             return self._as_usual(batch, first)
+        captured = self.micro[shape]
         _fill(captured.batch, batch)
         captured.graph.replay()
         return captured.loss
@@ -105,28 +107,23 @@ class GraphedStep:
         moved = batch.to(self.precision.device, non_blocking=True)
         return micro_step(self.model, self.objective, moved, self.counts, self.precision)
 
-    def _try_to_capture(self, shape: Shape, batch: Batch, first: bool) -> None:
-        try:
-            self.micro[shape] = self._capture(batch, first)
-        except RuntimeError as error:
-            self.failed = True
-            self._set_gradients(self.gradients)
-            reason = str(error).splitlines()[0]
-            logger.warning("use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)", reason)
-
-    def _capture(self, batch: Batch, first: bool) -> _Captured:
-        static = batch.to(self.precision.device)
-        graph = torch.cuda.CUDAGraph()
+    def _capture_micro_step(self, shape: Shape, batch: Batch) -> None:
+        static, first = batch.to(self.precision.device), shape[-1]
         if first:
             self._set_gradients(None)
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+
+        def run() -> Tensor:
             loss = micro_step(self.model, self.objective, static, self.counts, self.precision)
             if first and self.gradients is not None:
                 torch._foreach_copy_(_there(self.gradients), _there(p.grad for p in self.parameters))
-        if first and self.gradients is None:
-            self.gradients = [p.grad for p in self.parameters]
-        self._set_gradients(self.gradients)
-        return _Captured(graph, static, loss)
+            return loss
+
+        captured = self._captured(run)
+        if captured is not None:
+            self.micro[shape] = _Captured(captured[0], static, captured[1])
+            self.gradients = self.gradients or [p.grad for p in self.parameters]
+        if first or captured is None:
+            self._set_gradients(self.gradients)
 
     def _set_gradients(self, gradients: list[Tensor | None] | None) -> None:
         for number, parameter in enumerate(self.parameters):
@@ -134,19 +131,33 @@ class GraphedStep:
 
     def _update(self) -> dict[str, Tensor]:
         self.optimizer.refresh_rates()
-        if self.gradients is None:
-            scalars = update(self.parameters, self.optimizer, self.precision, self.max_grad_norm)
-            self.optimizer.zero_grad()
-            return scalars
-        if self.of_update is None:
+        given = self.parameters, self.optimizer, self.precision, self.max_grad_norm
+        if self.gradients is not None and self.of_update is None and not self.failed:
             self.optimizer.prepare_capture()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                scalars = update(self.parameters, self.optimizer, self.precision, self.max_grad_norm)
-            self.of_update = graph, scalars
-        graph, scalars = self.of_update
-        graph.replay()
+            self.of_update = self._captured(lambda: update(*given))
+        if self.of_update is not None:
+            graph, scalars = self.of_update
+            graph.replay()
+            return scalars
+        scalars = update(*given)
+        if self.gradients is None:
+            self.optimizer.zero_grad()
         return scalars
+
+    def _captured(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result] | None:
+        """The graph of ``run`` and what it returns, not yet filled; None, said once, where it cannot be captured."""
+        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.precision.device.index or 0]
+        before = generator.clone_state()
+        try:
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                return graph, run()
+        except RuntimeError as error:
+            generator.graphsafe_set_state(before)  # the one that took part would go on waiting for the capture
+            self.failed = True
+            first = error.__context__ or error
+            reason = str(first).splitlines()[0]
+            logger.warning("use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)", reason)
+            return None
 
     def release(self) -> None:
         """Give the memory of the graphs back; gradients are none afterwards."""

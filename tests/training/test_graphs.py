@@ -1,0 +1,119 @@
+"""Steps replayed as CUDA graphs: the losses, gradient norms and weights of steps run as usual."""
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+
+import runs
+import tiny
+from chronicals.batch import Batch
+from chronicals.training import Callback
+from chronicals.training.graphs import SHARES, GraphedStep, _rounded
+
+STEPS = 8
+ARMS = {
+    "full": {},
+    "accumulated": {"gradient_accumulation_steps": 3},
+    "adapters": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0},
+    "dropout": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.3},
+    "recomputed": {"use_gradient_checkpointing": True},
+    "recomputed with dropout": {"use_gradient_checkpointing": True, "use_lora": True, "lora_rank": 4},
+    "bf16 states": {"optimizer_state_dtype": "bf16"},
+    "evaluated": {"validation_split": 0.2, "eval_steps": 3},
+}
+
+
+def run(folder, graphed, **changes):
+    torch.manual_seed(11)
+    options = {"mixed_precision": "bf16", "max_steps": STEPS, "gradient_accumulation_steps": 1, "save_steps": None, **changes}
+    result = runs.train(folder, use_cuda_graphs=graphed, **options)
+    return runs.trajectory(folder), runs.weights(folder), result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arm", ARMS)
+def test_replayed_is_as_usual(arm, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        (usual, weights, first), (replayed, ours, second) = (
+            run(tmp_path / name, graphed, **ARMS[arm]) for name, graphed in (("usual", False), ("graphs", True))
+        )
+    assert ("could not be captured" in caplog.text) == (arm == "recomputed with dropout")  # it asks for the random state
+    for (_, loss, norm), (_, our_loss, our_norm) in zip(usual, replayed, strict=True):
+        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+    for name, weight in weights.items():
+        assert (ours[name].float() - weight.float()).norm() <= 2e-2 * weight.float().norm(), name
+    if first.evaluation:
+        assert second.evaluation.loss == pytest.approx(first.evaluation.loss, rel=2e-3)
+
+
+@pytest.mark.gpu
+def test_resumed_is_uninterrupted(tmp_path):
+    """Dropout's random state, kept for graphs by torch, is in the checkpoint too."""
+    options = {**ARMS["dropout"], "save_steps": 4}
+    whole, weights, _ = run(tmp_path / "whole", True, **options)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path / "part", True, **options, callbacks=[_Stops(at=6)])
+    rest, ours, _ = run(tmp_path / "part", True, **options, resume=True)
+    assert rest[-1] == pytest.approx(whole[-1], rel=1e-6)
+    assert all(torch.equal(weights[name], ours[name]) for name in weights)
+
+
+class _Stops(Callback):
+    def __init__(self, at):
+        self.at = at
+
+    def step_done(self, metrics):
+        if metrics.step == self.at:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.gpu
+def test_what_cannot_be_captured_runs_as_usual_and_is_said(tmp_path, caplog, monkeypatch):
+    from chronicals.objectives import NextToken
+
+    usual = NextToken.__call__
+
+    def asks_the_host(self, model, batch):
+        assert bool((batch.targets > -200).all())
+        return usual(self, model, batch)
+
+    expected, weights, _ = run(tmp_path / "usual", False)
+    monkeypatch.setattr(NextToken, "__call__", asks_the_host)
+    with caplog.at_level(logging.WARNING):
+        got, ours, _ = run(tmp_path / "graphs", True)
+    assert caplog.text.count("could not be captured") == 1
+    assert [loss for _, loss, _ in got] == pytest.approx([loss for _, loss, _ in expected], rel=2e-3)
+    assert weights.keys() == ours.keys()
+
+
+@pytest.mark.gpu
+def test_graphs_are_really_replayed(tmp_path, monkeypatch):
+    seen = []
+    release = GraphedStep.release
+
+    def spy(self):
+        seen.append((len(self.micro), self.of_update is not None, self.failed))
+        release(self)
+
+    monkeypatch.setattr(GraphedStep, "release", spy)
+    run(tmp_path, True)
+    ((shapes, updated, failed),) = seen
+    assert shapes >= 1 and updated and not failed
+
+
+def test_targets_are_rounded_up():
+    ids = torch.zeros(160, dtype=torch.int64)
+    batch = Batch(ids, ids, ids, torch.tensor([0, 160], dtype=torch.int32), 160, 41)
+    assert _rounded(batch).trained == 50 and 160 // SHARES == 10
+    assert _rounded(replace(batch, trained=160)).trained == 160
+    assert _rounded(replace(batch, trained=None)).trained is None
+
+
+def test_off_without_a_card_and_refused_where_asked_for(tmp_path):
+    if torch.cuda.is_available():
+        pytest.skip("there is a card")
+    runs.train(tmp_path / "permitted", max_steps=2)
+    with pytest.raises(ValueError, match="use_cuda_graphs=True cannot be honoured here: not on a card"):
+        runs.train(tmp_path / "asked", max_steps=2, use_cuda_graphs=True, model=tiny.llama())
