@@ -170,7 +170,7 @@ def test_a_wrong_mask_is_noticed(fault, monkeypatch):
     draw = qkv(sum(lengths), sinks=True)
     compare(lengths, draw, window=6, softcap=1.5)
 
-    def wrong(q, k, v, cu, longest, scale, window, softcap, sinks):
+    def wrong(q, k, v, cu, longest, scale, window, softcap, sinks, *_):
         cu, *rest = FAULTS[fault](cu, window, softcap, sinks)
         return right.attend(q, k, v, cu, longest, scale, *rest)
 

@@ -26,6 +26,7 @@ def document_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     backend: str | None = None,
+    room: int = 0,
 ) -> Tensor:
     """Attention output ``[T, H, D]``, in the type of the inputs.
 
@@ -37,6 +38,7 @@ def document_attention(
         softcap: scores become ``softcap · tanh(score / softcap)``.
         sinks: ``[H]``, a logit each head may spend its attention on.
         backend: one of ``BACKENDS``; chosen by ``choose_backend`` if None.
+        room: values that may be left free behind the heads of each token, by a backend that can.
 
     Raises:
         ValueError: shapes or types do not fit, or ``backend`` cannot do what is asked.
@@ -55,7 +57,7 @@ def document_attention(
     if missing:
         q_THD, k_TKD, v_TKD = (F.pad(x, (0, missing)) for x in (q_THD, k_TKD, v_TKD))
     scale = head_dim**-0.5 if scale is None else scale
-    out = chosen.attend(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, scale, window, softcap, sinks)
+    out = chosen.attend(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, scale, window, softcap, sinks, room)
     return out[..., :head_dim] if missing else out
 
 

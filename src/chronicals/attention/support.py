@@ -10,8 +10,8 @@ from torch import Tensor
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None, float | None, Tensor | None], Tensor]
-"""``(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, scale, window, softcap, sinks)`` to ``[T, H, D]``."""
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None, float | None, Tensor | None, int], Tensor]
+"""``(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, scale, window, softcap, sinks, room)`` to ``[T, H, D]``."""
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chronicals.kernels.dropped_products import (
+    add_dropped_product_,
+    draw_seed,
+    dropped_down,
+    dropped_gradient_of_down,
+)
 from chronicals.kernels.launch import in_rows, runs_triton, tl, triton
 from chronicals.kernels.linear_cross_entropy import Adapter
-from chronicals.kernels.products import product
+from chronicals.kernels.products import product, product_into
 
 EIGHT = 8
 """The margins' width is a multiple of it: rows of 16-bit values then begin at multiples of 16 bytes."""
@@ -132,16 +138,14 @@ class _MergedLinear(torch.autograd.Function):
         *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         count = len(merged.sizes)
-        rows, kept, mask = x, x, None
+        rows, seed = x, None
         if merged.room:
             _lay_adapters(merged, tensors[2 * count : 3 * count], tensors[3 * count :], scales)
-            rows = _extended(x, merged.room, roomy[0])
-            if dropout:
-                kept, mask = torch.native_dropout(x, dropout, True)
-            torch.mm(kept, merged.buffer[merged.outputs :, : merged.width].t(), out=rows[:, merged.width :])
+            rows, seed = _extended(x, merged.room, roomy[0]), draw_seed(x) if dropout else None
+            _down(merged, x, seed, dropout, rows[:, merged.width :])
         matrix = merged.buffer[: merged.outputs].t()
-        y = torch.mm(rows, matrix) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
-        ctx.save_for_backward(rows if any(ctx.needs_input_grad[5:]) else None, mask)
+        y = product(rows, matrix, x.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
+        ctx.save_for_backward(rows if any(ctx.needs_input_grad[5:]) else None, seed)
         ctx.merged, ctx.scales, ctx.dropout, ctx.roomy = merged, scales, dropout, roomy[1]
         ctx.kinds = [None if x is None else x.dtype for x in tensors]
         return y
@@ -149,43 +153,51 @@ class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         merged: Merged = ctx.merged
-        rows, mask = ctx.saved_tensors
+        rows, seed = ctx.saved_tensors
         dy = in_rows(upstream)
         x = None if rows is None else rows[:, : merged.width]
         extended = dy if not merged.room else _extended(dy, merged.room, ctx.roomy)
         if merged.room:
-            torch.mm(dy, merged.buffer[: merged.outputs, merged.width :], out=extended[:, merged.outputs :])
+            product_into(extended[:, merged.outputs :], dy, merged.buffer[: merged.outputs, merged.width :])
         needs = ctx.needs_input_grad
-        dx = _of_input(ctx, dy, extended, mask) if needs[0] else None
+        dx = _of_input(ctx, dy, extended, seed) if needs[0] else None
         count = len(merged.sizes)
         of_weights: list[Tensor | None] = [None for _ in range(2 * count)]
         if any(needs[5 : 5 + count]) and x is not None:
-            of_weights[:count] = torch.mm(dy.t(), x).split(merged.sizes)
+            of_weights[:count] = product(dy.t(), x, x.dtype).split(merged.sizes)
         if any(needs[5 + count : 5 + 2 * count]):
             of_weights[count:] = dy.sum(0).split(merged.sizes)
         of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
         if any(needs[5 + 2 * count :]) and rows is not None:
-            of_adapters = _of_adapters(ctx, dy, extended, rows, mask)
+            of_adapters = _of_adapters(ctx, dy, extended, rows, seed)
         wanted = zip([*of_weights, *of_adapters], needs[5:])
         return dx, None, None, None, None, *(gradient if needed else None for gradient, needed in wanted)
 
 
-def _of_input(ctx: Any, dy: Tensor, extended: Tensor, mask: Tensor | None) -> Tensor:
+def _down(merged: Merged, x: Tensor, seed: Tensor | None, dropout: float, out: Tensor) -> None:
+    """``out = dropout(x) Aᵀ``."""
+    matrix = merged.buffer[merged.outputs :, : merged.width]
+    if seed is None:
+        product_into(out, x, matrix.t())
+    else:
+        dropped_down(x, matrix, seed, dropout, out)
+
+
+def _of_input(ctx: Any, dy: Tensor, extended: Tensor, seed: Tensor | None) -> Tensor:
     merged = ctx.merged
-    if mask is None:
-        return torch.mm(extended, merged.buffer[:, : merged.width])
-    dx = torch.mm(dy, merged.buffer[: merged.outputs, : merged.width])
-    through = torch.mm(extended[:, merged.outputs :], merged.buffer[merged.outputs :, : merged.width])
-    return dx.add_(torch.ops.aten.native_dropout_backward(through, mask, 1 / (1 - ctx.dropout)))
+    if seed is None:
+        return product(extended, merged.buffer[:, : merged.width], dy.dtype)
+    dx = product(dy, merged.buffer[: merged.outputs, : merged.width], dy.dtype)
+    down = merged.buffer[merged.outputs :, : merged.width]
+    return add_dropped_product_(dx, extended[:, merged.outputs :], down, seed, ctx.dropout)
 
 
-def _of_adapters(ctx: Any, dy: Tensor, extended: Tensor, rows: Tensor, mask: Tensor | None) -> list[Tensor | None]:
+def _of_adapters(ctx: Any, dy: Tensor, extended: Tensor, rows: Tensor, seed: Tensor | None) -> list[Tensor | None]:
     """Gradients of all A, then of all B."""
     merged, kind = ctx.merged, next(kind for kind in ctx.kinds[2 * len(ctx.scales) :] if kind is not None)
-    x, u = rows[:, : merged.width], rows[:, merged.width :]
-    if mask is not None:
-        x = torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - ctx.dropout))
-    of_downs, of_ups = product(extended[:, merged.outputs :].t(), x, kind), product(dy.t(), u, kind)
+    x, u, g = rows[:, : merged.width], rows[:, merged.width :], extended[:, merged.outputs :]
+    of_downs = product(g.t(), x, kind) if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout).to(kind)
+    of_ups = product(dy.t(), u, kind)
     downs: list[Tensor | None] = []
     ups: list[Tensor | None] = []
     row = column = 0

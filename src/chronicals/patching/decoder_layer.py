@@ -118,8 +118,8 @@ def _forward(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **
             say_once(f"{type(layer).__name__} runs part by part: {reason}")
         else:
             runs[0] += 1
-            cos, sin = (table[0] for table in given["position_embeddings"])
-            return fused(hidden_states[0], cos, sin, bounds, longest)[None]
+            cos, sin = (table.squeeze(0) for table in given["position_embeddings"])
+            return fused(hidden_states.squeeze(0), cos, sin, bounds, longest).unsqueeze(0)  # an index would copy gradients
     return type(layer).forward(layer, hidden_states, *args, **given)
 
 
@@ -138,7 +138,11 @@ def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:
 
 
 class _Layer:
-    """A decoder layer as it is now: its groups of products and its numbers."""
+    """A decoder layer as it is now: its groups of products and its numbers.
+
+    What goes into a product, and the gradient that comes back to it, is made with room for its adapters; that of ``down`` by
+    the first norm of the layer above, which is built alike.
+    """
 
     def __init__(self, anatomy: Anatomy, layer: Any, dtype: torch.dtype):
         self.anatomy, self.layer, self.attention = anatomy, layer, layer.self_attn
@@ -157,12 +161,12 @@ class _Layer:
         return [getattr(self.layer, name) for name, _ in self.anatomy.norms.values()] + of_heads
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int) -> Tensor:
-        normed, x = self._before("before_attention", x, None, self.qkv, 0)
+        normed, x = self._before("before_attention", x, None, self.qkv, self.down.room)
         attended = self._attend(self.qkv(normed, True, True), cos, sin, cu, longest)
-        branch = self._after("after_attention", self.out(attended, False, "after_attention" not in self.anatomy.norms))
+        branch = self._after("after_attention", self.out(attended, True, True))
         normed, x = self._before("before_mlp", x, branch, self.both, self.out.room)
         unit = glu_of_both(self.both(normed, True, True), self.anatomy.mlp.activation, self.down.room, self.both.room)
-        return x + self._after("after_mlp", self.down(unit, True, False))
+        return x + self._after("after_mlp", self.down(unit, True, True))
 
     def _before(self, place: str, x: Tensor, branch: Tensor | None, group: Group, gradient_room: int) -> tuple[Tensor, Tensor]:
         """What goes into a branch, and the residual, to which ``branch`` is added."""
@@ -186,7 +190,7 @@ class _Layer:
         window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
         out = document_attention(
             q, k, v, cu, longest, scale=attention.scaling, window=window,
-            softcap=getattr(attention, "attn_logit_softcapping", None),
+            softcap=getattr(attention, "attn_logit_softcapping", None), room=self.out.room,
         )  # fmt: skip
         return out.flatten(1)
 

@@ -44,10 +44,10 @@ def _common(cu: Tensor, longest: int, scale: float, window: int | None, sinks: T
 @torch.library.custom_op("chronicals::flash_attn_4_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None, room: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     forward, _ = _kernels()
-    out, lse = _outputs(q)
+    out, lse = _outputs(q, room)
     with torch.cuda.device_of(q):
         forward(q, k, v, softcap=softcap, out=out, lse=lse, return_lse=True, **_common(cu, longest, scale, window, sinks))
     return out, lse
@@ -56,13 +56,15 @@ def _forward(
 @_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None, room: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _outputs(q)
+    return _outputs(q, room)
 
 
-def _outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+def _outputs(q: Tensor, room: int) -> tuple[Tensor, Tensor]:
+    tokens, heads, width = q.shape
+    out = q.new_empty((tokens, heads * width + room))[:, : heads * width].unflatten(1, (heads, width))
+    return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @torch.library.custom_op("chronicals::flash_attn_4_backward", mutates_args=())
@@ -90,7 +92,7 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu, *options, sinks = inputs
+    q, k, v, cu, *options, sinks, _ = inputs
     ctx.save_for_backward(q, k, v, *output, cu, sinks)
     ctx.options = options
     ctx.set_materialize_grads(False)
@@ -98,10 +100,10 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 9
+        return (None,) * 10
     *saved, sinks = ctx.saved_tensors
     dq, dk, dv, *dsinks = _backward(dout, *saved, *ctx.options, sinks)
-    return dq, dk, dv, None, None, None, None, None, dsinks[0] if dsinks else None
+    return dq, dk, dv, None, None, None, None, None, dsinks[0] if dsinks else None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
@@ -109,9 +111,9 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None,
+    softcap: float | None, sinks: Tensor | None, room: int = 0,
 ) -> Tensor:  # fmt: skip
-    return _forward(q, k, v, cu, longest, scale, window, softcap, sinks)[0]
+    return _forward(q, k, v, cu, longest, scale, window, softcap, sinks, room)[0]
 
 
 BACKEND = Backend(

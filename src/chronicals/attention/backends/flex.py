@@ -76,7 +76,7 @@ def make_block_mask(cu: Tensor, tokens: int, window: int | None) -> BlockMask:
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _longest: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None,
+    softcap: float | None, sinks: Tensor | None, _room: int = 0,
 ) -> Tensor:  # fmt: skip
     def capped(score: Tensor, *_place: Tensor) -> Tensor:
         assert softcap is not None

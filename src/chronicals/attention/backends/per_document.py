@@ -15,7 +15,7 @@ from chronicals.attention.support import Backend, Support
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _longest: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None,
+    softcap: float | None, sinks: Tensor | None, _room: int = 0,
 ) -> Tensor:  # fmt: skip
     bounds = cu.tolist()
     out = [

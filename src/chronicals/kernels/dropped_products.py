@@ -1,0 +1,180 @@
+"""Products of a tensor under dropout (Srivastava et al., 2014) with the thin matrices of an adapter, the mask never in memory.
+
+    u = drop(x) Aᵀ        dA = gᵀ drop(x)        dx += drop(g A)        drop(x) = m ∘ x / (1 − p)
+
+m is a function of a seed and of the place: forward and backward make the same one, so it is not saved. It comes from a hash
+of 32 bits (two rounds of multiplying and shifting, Ellis, 2018, "lowbias32"). ``x`` is ``[T, D]``, A ``[r, D]``, g and u
+``[T, r]``. Bytes in 16 bit: 2·D a token for u, 2·D for dA, 4·D for dx: the thin sides stay in the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import multiprocessors, next_power_of_2, runs_triton, tl, triton
+
+WIDEST_RANK = 256
+"""Columns of u that a program holds; wider ones take the reference."""
+
+
+@triton.jit
+def _kept(seed, row, column, width, bound):
+    """Whether the element at ``row``, ``column`` stays: its hash is at least ``bound``."""
+    x = (row * width + column).to(tl.uint32) ^ seed
+    x ^= x >> 16
+    x *= 0x7FEB352D
+    x ^= x >> 15
+    x *= 0x846CA68B
+    x ^= x >> 16
+    return x >= bound
+
+
+@triton.jit
+def _down_kernel(
+    x_ptr, a_ptr, u_ptr, seed_ptr, rows, width, rank, x_stride, a_stride, u_stride, bound, factor,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    seed = tl.load(seed_ptr).to(tl.uint32)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r = tl.arange(0, RANK)
+    total = tl.zeros((ROWS, RANK), tl.float32)
+    for first in range(0, width, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        x = tl.where(_kept(seed, row[:, None], column[None, :], width, bound), x.to(tl.float32), 0.0)
+        a_inside = (r < rank)[:, None] & (column < width)[None, :]
+        a = tl.load(a_ptr + r[:, None] * a_stride + column[None, :], mask=a_inside, other=0.0)
+        total = tl.dot(x.to(KIND), tl.trans(a.to(KIND)), total, input_precision="ieee")
+    at = u_ptr + row.to(tl.int64)[:, None] * u_stride + r[None, :]
+    tl.store(at, (total * factor).to(u_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (r < rank)[None, :])
+
+
+@triton.jit
+def _of_a_kernel(
+    g_ptr, x_ptr, shares_ptr, seed_ptr, rows, width, rank, g_stride, x_stride, bound, factor,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Programs along the second axis take every n-th block of rows each; their shares are summed afterwards, in one order."""
+    seed = tl.load(seed_ptr).to(tl.uint32)
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    r = tl.arange(0, RANK)
+    total = tl.zeros((RANK, BLOCK), tl.float32)
+    for first in range(tl.program_id(1) * ROWS, rows, tl.num_programs(1) * ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
+        x = tl.where(_kept(seed, row[:, None], column[None, :], width, bound), x.to(tl.float32), 0.0)
+        g_inside = (row < rows)[:, None] & (r < rank)[None, :]
+        g = tl.load(g_ptr + row.to(tl.int64)[:, None] * g_stride + r[None, :], mask=g_inside, other=0.0)
+        total = tl.dot(tl.trans(g.to(KIND)), x.to(KIND), total, input_precision="ieee")
+    at = shares_ptr + (tl.program_id(1) * rank + r[:, None]) * width + column[None, :]
+    tl.store(at, total * factor, mask=(r < rank)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _of_x_kernel(
+    dx_ptr, g_ptr, a_ptr, seed_ptr, rows, width, rank, dx_stride, g_stride, a_stride, bound, factor,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    seed = tl.load(seed_ptr).to(tl.uint32)
+    blocks = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
+    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    r = tl.arange(0, RANK)
+    g_inside = (row < rows)[:, None] & (r < rank)[None, :]
+    g = tl.load(g_ptr + row.to(tl.int64)[:, None] * g_stride + r[None, :], mask=g_inside, other=0.0)
+    a_inside = (r < rank)[:, None] & (column < width)[None, :]
+    a = tl.load(a_ptr + r[:, None] * a_stride + column[None, :], mask=a_inside, other=0.0)
+    through = tl.dot(g.to(KIND), a.to(KIND), input_precision="ieee") * factor
+    through = tl.where(_kept(seed, row[:, None], column[None, :], width, bound), through, 0.0)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    at = dx_ptr + row.to(tl.int64)[:, None] * dx_stride + column[None, :]
+    tl.store(at, (tl.load(at, mask=inside, other=0.0).to(tl.float32) + through).to(dx_ptr.dtype.element_ty), mask=inside)
+
+
+def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the kernels are compiled for, and the launch; the interpreter multiplies in fp32 only."""
+    wide = x.dtype == torch.float32
+    kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
+    kind = tl.float32 if triton.knobs.runtime.interpret else kind
+    constants = {"ROWS": 64, "BLOCK": 128, "RANK": max(16, next_power_of_2(rank)), "KIND": kind}
+    return constants, {"num_warps": 4, "num_stages": 1 if wide else 3}
+
+
+def _bound(dropout: float) -> tuple[int, float]:
+    """The hash below which an element is dropped, and what the others are multiplied by."""
+    return min(int(dropout * 2**32), 2**32 - 1), 1 / (1 - dropout)
+
+
+def _runs(*tensors: Tensor) -> bool:
+    dense = all(x.stride(-1) == 1 for x in tensors)
+    return dense and runs_triton(*tensors) and len({x.dtype for x in tensors}) == 1
+
+
+def draw_seed(like: Tensor) -> Tensor:
+    """A seed for a mask, int64 ``[1]`` on the device, from torch's generator there."""
+    return torch.randint(0, 2**31, (1,), device=like.device)
+
+
+def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:
+    """``out = drop(x) Aᵀ``; ``out`` ``[T, r]`` may have strided rows."""
+    rank = len(a)
+    if not _runs(x, a, out) or rank > WIDEST_RANK:
+        out.copy_(dropped_reference(x, seed, dropout) @ a.t())
+        return
+    rows, width = x.shape
+    (bound, factor), (constants, launch) = _bound(dropout), _constants(x, rank)
+    _down_kernel[(triton.cdiv(rows, 64),)](
+        x, a, out, seed, rows, width, rank, x.stride(0), a.stride(0), out.stride(0), bound, factor,
+        **constants, **launch,
+    )  # fmt: skip
+
+
+def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    """``gᵀ drop(x)``, fp32 ``[r, D]``."""
+    rank = g.shape[1]
+    if not _runs(g, x) or rank > WIDEST_RANK:
+        kept = dropped_reference(x, seed, dropout)
+        return (g.t() @ kept).to(torch.promote_types(x.dtype, torch.float32))
+    rows, width = x.shape
+    blocks = triton.cdiv(width, 128)
+    parts = max(1, min(triton.cdiv(rows, 64), 4 * multiprocessors(x.device) // blocks))
+    shares = x.new_empty((parts, rank, width), dtype=torch.float32)
+    (bound, factor), (constants, launch) = _bound(dropout), _constants(x, rank)
+    _of_a_kernel[(blocks, parts)](
+        g, x, shares, seed, rows, width, rank, g.stride(0), x.stride(0), bound, factor,
+        **constants, **launch,
+    )  # fmt: skip
+    return shares.sum(0)
+
+
+def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    """``dx += drop(g A)``; ``dx`` ``[T, D]``."""
+    rank = len(a)
+    if not _runs(dx, g, a) or rank > WIDEST_RANK:
+        return dx.add_(dropped_reference(g @ a, seed, dropout))
+    rows, width = dx.shape
+    (bound, factor), (constants, launch) = _bound(dropout), _constants(dx, rank)
+    _of_x_kernel[(triton.cdiv(rows, 64) * triton.cdiv(width, 128),)](
+        dx, g, a, seed, rows, width, rank, dx.stride(0), g.stride(0), a.stride(0), bound, factor,
+        **constants, **launch,
+    )  # fmt: skip
+    return dx
+
+
+def dropped_reference(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
+    """``drop(x)``, with the very mask of the kernels."""
+    rows, width = x.shape
+    whole = 2**32 - 1
+    h = (torch.arange(rows * width, device=x.device) & whole) ^ seed
+    h = h ^ (h >> 16)
+    h = (h * 0x7FEB352D) & whole
+    h = h ^ (h >> 15)
+    h = (h * 0x846CA68B) & whole
+    h = h ^ (h >> 16)
+    bound, factor = _bound(dropout)
+    return torch.where((h >= bound).view(rows, width), x * factor, 0.0)

@@ -1,0 +1,132 @@
+"""Products under dropout against the same mask laid down in memory, and that mask against chance."""
+
+import pytest
+import torch
+
+from chronicals.kernels import dropped_products as module
+from chronicals.kernels.dropped_products import draw_seed, dropped_reference
+from comparison import assert_as_exact_as_plain
+from mutants import mutant
+
+SHAPES = [(1, 16, 1), (67, 130, 8), (131, 40, 3), (64, 128, 16), (200, 257, 96)]
+TYPES = [torch.float32, torch.bfloat16]
+DROPOUTS = [0.05, 0.7]
+
+
+def down(x, a, seed, p, of=module):
+    out = x.new_empty(len(x), len(a) + 3)[:, : len(a)]
+    of.dropped_down(x, a, seed, p, out)
+    return out
+
+
+def compare(ours, plain, *shapes, dtype, device):
+    def draw():
+        return [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
+
+    assert_as_exact_as_plain(ours, plain, draw)
+
+
+class _Constant(torch.autograd.Function):
+    """The kernels are not differentiable themselves; the comparison asks for gradients."""
+
+    @staticmethod
+    def forward(ctx, function, *inputs):
+        ctx.shapes = inputs
+        return function(*(x.detach() for x in inputs))
+
+    @staticmethod
+    def backward(ctx, _):
+        return None, *(torch.zeros_like(x) for x in ctx.shapes)
+
+
+def values(function):
+    return lambda *inputs: _Constant.apply(function, *inputs)
+
+
+@pytest.mark.parametrize("p", DROPOUTS)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_all_three(shape, dtype, p, device):
+    rows, width, rank = shape
+    seed = draw_seed(torch.zeros(1, device=device))
+    options = {"dtype": dtype, "device": device}
+
+    def masked(x):
+        return dropped_reference(x, seed.to(x.device), p)
+
+    compare(
+        values(lambda x, a: down(x, a, seed, p)),
+        values(lambda x, a: masked(x) @ a.t()),
+        (rows, width),
+        (rank, width),
+        **options,
+    )
+    compare(
+        values(lambda g, x: module.dropped_gradient_of_down(g, x, seed, p).to(x.dtype)),
+        values(lambda g, x: g.t() @ masked(x)),
+        (rows, rank),
+        (rows, width),
+        **options,
+    )
+    compare(
+        values(lambda dx, g, a: module.add_dropped_product_(dx.clone(), g, a, seed, p)),
+        values(lambda dx, g, a: dx + masked(g @ a)),
+        (rows, width),
+        (rows, rank),
+        (rank, width),
+        **options,
+    )
+
+
+def test_strided_rows(device):
+    """As they come from a merged product: x, g and u among other columns."""
+    seed, p = draw_seed(torch.zeros(1, device=device)), 0.4
+    wide, thin = torch.randn(37, 50, device=device), torch.randn(37, 20, device=device)
+    x, g, a = wide[:, :40], thin[:, 8:16], torch.randn(8, 40, device=device)
+    kept = dropped_reference(x, seed, p)
+    torch.testing.assert_close(down(x, a, seed, p), kept @ a.t(), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(module.dropped_gradient_of_down(g, x, seed, p), g.t() @ kept, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.9])
+def test_the_mask_is_fair_and_without_pattern(p):
+    """The share that stays, in all, by row and by column, and neighbours that stay together."""
+    rows, width = 512, 640
+    kept = dropped_reference(torch.ones(rows, width), draw_seed(torch.zeros(1)), p) > 0
+    stay = 1 - p
+    for share, count in (
+        (kept.float().mean(), rows * width),
+        (kept.float().mean(0), rows),
+        (kept.float().mean(1), width),
+        ((kept[:, 1:] & kept[:, :-1]).float().mean().sqrt(), rows * width),
+        ((kept[1:] & kept[:-1]).float().mean().sqrt(), rows * width),
+    ):
+        assert ((share - stay).abs() <= 6 * (stay * p / count) ** 0.5).all()
+
+
+def test_seeds_make_masks_of_their_own():
+    x = torch.ones(64, 64)
+    one, other = (dropped_reference(x, torch.tensor([seed]), 0.5) > 0 for seed in (7, 8))
+    assert abs((one == other).float().mean().item() - 0.5) < 0.05
+    torch.manual_seed(3)
+    first = draw_seed(x)
+    torch.manual_seed(3)
+    assert torch.equal(draw_seed(x), first) and not torch.equal(draw_seed(x), first)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("tl.trans(a.to(KIND)), total,", "tl.trans(a.to(KIND)),"),
+        ('a.to(KIND), input_precision="ieee") * factor', 'a.to(KIND), input_precision="ieee")'),
+        ("tl.store(at, total * factor, mask=(r", "tl.store(at, total, mask=(r"),
+    ],
+)
+def test_planted_faults_are_found(old, new, device):
+    wrong, seed, p = mutant(module, old, new), draw_seed(torch.zeros(1, device=device)), 0.5
+    x, g, a = torch.randn(67, 300, device=device), torch.randn(67, 8, device=device), torch.randn(8, 300, device=device)
+    results = [
+        (down(x, a, seed, p, of), of.dropped_gradient_of_down(g, x, seed, p), of.add_dropped_product_(x.clone(), g, a, seed, p))
+        for of in (module, wrong)
+    ]
+    assert any(not torch.allclose(one, other) for one, other in zip(*results))
