@@ -120,10 +120,13 @@ def _lay_adapters(merged: Merged, downs: Sequence[Tensor | None], ups: Sequence[
 
 
 def _extended(x: Tensor, room: int, made_with_room: bool) -> Tensor:
-    """``[T, width + room]`` that begins with ``x``: its own memory, where it was made so."""
+    """``[T, width + room]`` that begins with ``x``: its own memory, where it was made so.
+
+    Taken from ``x.data``, whose version autograd does not follow: what is written behind the rows is nothing of x.
+    """
     rows, width = x.shape
     if made_with_room and x.stride() == (width + room, 1):
-        return x.as_strided((rows, width + room), x.stride())
+        return x.data.as_strided((rows, width + room), x.stride())
     extended = x.new_empty((rows, width + room))
     extended[:, :width].copy_(x)
     return extended
