@@ -83,7 +83,7 @@ def _show(found: Verification, console: Console) -> None:
         )  # fmt: skip
     console.print(losses, "", modules)
     if len(rows) > SHOWN:
-        console.print(f"… and {len(rows) - SHOWN} more rows, each nearer to fp32 for what it is allowed")
+        console.print(f"… and {len(rows) - SHOWN} more rows, each further inside what it is allowed")
     for note in found.notes:
         console.print(f"note: {escape(note)}")
     for failure in found.failures[:SHOWN]:
