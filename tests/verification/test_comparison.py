@@ -37,6 +37,7 @@ def test_a_module_owns_its_weights_and_an_expert_its_slices(modules):
     assert modules.names == ["layers.0.q_proj", "layers.1.q_proj", *experts, "layers.1.o_proj.lora_A"]
     assert modules.sizes.tolist() == [72, 64, 128, 128, 128, 16]
     assert modules.places["layers.1.mlp.experts.down"] == (2, 3) and modules.places["layers.0.q_proj.bias"] == (0, 1)
+    assert modules.routed.tolist() == [False, False, True, True, True, False]
     assert modules.kinds == ["layers.*.q_proj"] * 2 + ["layers.*.mlp.experts.*"] * 3 + ["lora_A"]
 
 

@@ -11,9 +11,10 @@ gradient (an adapter whose B just left zero), makes one step an outlier and enla
 go, all steps of ours summed together may not deviate by more than ``OUTLIERS`` times what is allowed.
 
 The scale ‖p − f‖ / ‖f‖ of a module is that of its kind (the same part of every layer, in the quadratic mean) or that of
-the middle one of all modules where these are larger: one module's own is the draw of a few roundings. A module whose ‖f‖ is
-below ``NEAR_ZERO`` of what its share of the elements would have is measured against that: what is zero but for rounding
-(the bias of keys) has no relative error.
+the middle one of all modules where these are larger: one module's own is the draw of a few roundings. Of experts and what
+routes to them it is that of the worst one in its worst step: which few tokens a rounding sends elsewhere, and so which
+experts and steps it concerns, is chance in both arms. A module whose ‖f‖ is below ``NEAR_ZERO`` of what its share of the
+elements would have is measured against that: what is zero but for rounding (the bias of keys) has no relative error.
 
 Floors, for roundings that p does not show:
     eps of the run's type: two roundings of the result, half a spacing each, for g may be stored once more than p is;
@@ -160,9 +161,9 @@ class Tally:
         """
         each = self.sums()
         together = each.sum(0)
-        ours_each, _ = self._relative(each)
+        ours_each, plain_each = self._relative(each)
         ours, plain = (x[0] for x in self._relative(together[None]))
-        allowed = torch.maximum(ALLOWED * self._scale(plain), torch.as_tensor(floor, dtype=torch.float64))
+        allowed = torch.maximum(ALLOWED * self._scale(plain, plain_each), torch.as_tensor(floor, dtype=torch.float64))
         typical = torch.minimum(ours, _median_where(ours_each, each[..., 0] > 0))
         fp32, _, _, dot, own = together.unbind(1)
         cosine, ratio = dot / (fp32 * own).sqrt().clamp(min=TINY), (own / fp32.clamp(min=TINY)).sqrt()
@@ -176,13 +177,17 @@ class Tally:
         base = torch.maximum(fp32, share * NEAR_ZERO**2).clamp(min=TINY)
         return (sums[..., 1] / base).sqrt(), (sums[..., 2] / base).sqrt()
 
-    def _scale(self, plain: Tensor) -> Tensor:
-        """``[M]``: the largest of a module's own, the quadratic mean of its kind, and the median of all modules."""
+    def _scale(self, plain: Tensor, plain_each: Tensor) -> Tensor:
+        """``[M]``: the largest of a module's own, the quadratic mean of its kind, and the median of all modules;
+        for routed ones the largest of theirs, ``[steps, M]`` by themselves."""
+        routed = self.modules.routed
         members: dict[str, list[int]] = {}
         for row, kind in enumerate(self.modules.kinds):
             members.setdefault(kind, []).append(row)
         mean = {kind: plain[rows].square().mean().sqrt() for kind, rows in members.items()}
         of_kind = torch.stack([mean[kind] for kind in self.modules.kinds])
+        if routed.any():
+            of_kind[routed] = plain_each[:, routed].nan_to_num(0.0).max()
         return torch.maximum(plain, of_kind).clamp(min=float(plain.nan_to_num(0.0).median()))
 
 

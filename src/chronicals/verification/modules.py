@@ -18,6 +18,7 @@ class Modules:
         names: a path for each module: of the layer that owns the weights, ``….experts.3`` for an expert among several
             in one tensor, ``….q_proj.lora_A`` for a matrix of an adapter.
         kinds: the same without the numbers of layers and experts, ``….layers.*.q_proj``; ``lora_A`` of every adapter's A.
+        routed: bool ``[M]``, whether a module is part of a block whose tokens are sent to experts that train.
         sizes: float64 ``[M]``, elements of each.
         places: for the name of a weight the number of its first module, and how many modules share it along its first
             dimension.
@@ -25,6 +26,7 @@ class Modules:
 
     names: list[str]
     kinds: list[str]
+    routed: torch.Tensor
     sizes: torch.Tensor
     places: dict[str, tuple[int, int]]
 
@@ -45,4 +47,6 @@ class Modules:
                 sizes[names[name]] += shape.numel() // len(own)
             places[weight] = (names[own[0]], len(own))
         kinds = [re.sub(r".*\.(?=lora_)", "", re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names]
-        return cls(list(names), kinds, torch.tensor(sizes, dtype=torch.float64), places)
+        blocks = tuple({name.partition(".experts.")[0] + "." for name in names if ".experts." in name})
+        routed = torch.tensor([name.startswith(blocks) for name in names])
+        return cls(list(names), kinds, routed, torch.tensor(sizes, dtype=torch.float64), places)
