@@ -15,6 +15,7 @@ from chronicals.cli.evaluate import evaluate
 from chronicals.cli.generate import generate
 from chronicals.cli.quickstart import quickstart
 from chronicals.cli.train import train
+from chronicals.cli.verify import verify
 
 app = typer.Typer(
     name="chronicals",
@@ -32,7 +33,7 @@ def begin() -> None:
     transformers_logging.disable_progress_bar()  # ours is the one to watch
 
 
-for command in (quickstart, train, evaluate, generate, doctor):
+for command in (quickstart, train, evaluate, generate, verify, doctor):
     app.command()(command)
 
 

@@ -139,7 +139,7 @@ class BatchStream:
 
     def step(self, position: int) -> Step:
         """The step that begins at ``position``."""
-        packs = [self._pack_at(position + n) for n in range(self.packs_a_step)]
+        packs = self.packs_of(position)
         documents = np.concatenate([*packs, np.zeros(0, np.int64)])
         counts = Counts(
             targets=int(self.store.targets[documents].sum()),
@@ -151,6 +151,10 @@ class BatchStream:
             packs[(micro * self.ranks + self.rank) * self.batch_size :][: self.batch_size] for micro in range(self.accumulation)
         ]
         return Step([self._assemble(group) for group in mine], counts, position + self.packs_a_step)
+
+    def packs_of(self, position: int) -> list[np.ndarray]:
+        """The documents of each pack of the step that begins at ``position``, of all ranks, by their number in the store."""
+        return [self._pack_at(position + n) for n in range(self.packs_a_step)]
 
     def _pack_at(self, position: int) -> np.ndarray:
         epoch, index = divmod(position, len(self.plan))

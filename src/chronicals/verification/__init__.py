@@ -1,6 +1,7 @@
-"""What this machine has, and whether the kernels compute what they should on it."""
+"""This run against fp32; whether the kernels compute what they should on this machine, and what it has."""
 
 from chronicals.verification.machine import inspect_machine
 from chronicals.verification.self_test import SelfTest, self_test
+from chronicals.verification.verify import Verification, verify
 
-__all__ = ["SelfTest", "inspect_machine", "self_test"]
+__all__ = ["SelfTest", "Verification", "inspect_machine", "self_test", "verify"]

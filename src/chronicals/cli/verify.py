@@ -1,0 +1,95 @@
+"""``chronicals verify``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chronicals.cli.options import with_recipe_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from chronicals.verification import Verification
+
+SHOWN = 15
+"""Rows of the table of modules; the JSON has them all."""
+
+
+@with_recipe_flags
+def verify(
+    recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")] = None,
+    steps: Annotated[int, typer.Option(min=5, max=20, help="Optimizer steps to compare")] = 5,
+    output: Annotated[Path | None, typer.Option(help="Also write every figure to this JSON file")] = None,
+    preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
+    **flags: Any,
+) -> None:
+    """Does this run train what it should? `chronicals verify` takes what `train` takes, and writes no model.
+
+    The first steps of the run are computed three times from the same weights: as `train` would, by plain transformers in
+    fp32 (eager attention, no packing, no accumulation), and by plain transformers in the run's own type. The loss of each
+    step and the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is. Exit code 1
+    if one is further, or if something that should be trained is not.
+    """
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from chronicals.config import PRESETS, ConfigurationError, Recipe
+    from chronicals.models import load_model, load_tokenizer
+    from chronicals.models.loading import DTYPES
+    from chronicals.verification import verify as compare
+
+    if preset is not None and preset not in PRESETS:
+        raise ConfigurationError(f"preset={preset!r}: no such preset; there are {', '.join(PRESETS)}")
+    fields = {**(PRESETS[preset] if preset else {}), **flags}
+    plan = Recipe.from_yaml(recipe, **fields) if recipe else Recipe(**fields)
+    config, console = plan.config(), Console(stderr=True)
+    tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
+    model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("steps in three arms", total=steps)
+        found = compare(
+            model, tokenizer, config, plan.data, plan.validation_data, steps,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )  # fmt: skip
+    _show(found, console)
+    text = json.dumps(found.to_dict(), indent=2)
+    print(text)  # noqa: T201
+    if output is not None:
+        output.write_text(text)
+    if not found.passed:
+        raise typer.Exit(1)
+
+
+def _show(found: Verification, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    losses = Table("step", "loss", "fp32", "plain", "off by", "allowed", show_edge=False)
+    for row in found.losses:
+        figures = (f"{value:.6f}" for value in (row.ours, row.fp32, row.plain))
+        losses.add_row(str(row.step), *figures, f"{abs(row.ours - row.fp32):.1e}", f"{row.allowed:.1e}")
+    modules = Table("module", "of", "deviation", "plain's", "allowed", "cosine", "norm", "", show_edge=False)
+    rows = sorted([*found.gradients, *found.updates], key=lambda row: -row.share)
+    for deviation in rows[:SHOWN]:
+        modules.add_row(
+            deviation.module, deviation.quantity,
+            *(f"{value:.1e}" for value in (deviation.deviation, deviation.plain, deviation.allowed)),
+            f"{deviation.cosine:.6f}", f"{deviation.norm_ratio:.4f}",
+            "[green]ok[/]" if deviation.share <= 1 else "[bold red]differs[/]",
+        )  # fmt: skip
+    console.print(losses, "", modules)
+    if len(rows) > SHOWN:
+        console.print(f"… and {len(rows) - SHOWN} more rows, each further inside what it is allowed")
+    for note in found.notes:
+        console.print(f"note: {escape(note)}")
+    for failure in found.failures[:SHOWN]:
+        console.print(f"[bold red]failed[/] {escape(failure)}", soft_wrap=True)
+    if len(found.failures) > SHOWN:
+        console.print(f"[bold red]failed[/] and {len(found.failures) - SHOWN} more, in the JSON")
+    if found.passed:
+        worst = max((row.share for row in rows), default=0.0)
+        console.print(f"[bold green]passed[/] {len(found.losses)} steps; the worst module is at {worst:.0%} of what is allowed")

@@ -1,0 +1,52 @@
+"""Which weights make a module of the table: its own, those of an expert, or one matrix of an adapter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Size
+
+
+@dataclass(frozen=True)
+class Modules:
+    """The modules of a model's trained weights.
+
+    Attributes:
+        names: a path for each module: of the layer that owns the weights, ``….experts.3`` for an expert among several
+            in one tensor, ``….q_proj.lora_A`` for a matrix of an adapter.
+        kinds: the same without the numbers of layers and experts, ``….layers.*.q_proj``; ``lora_A`` of every adapter's A.
+        routed: bool ``[M]``, whether a module is part of a block whose tokens are sent to experts that train.
+        sizes: float64 ``[M]``, elements of each.
+        places: for the name of a weight the number of its first module, and how many modules share it along its first
+            dimension.
+    """
+
+    names: list[str]
+    kinds: list[str]
+    routed: torch.Tensor
+    sizes: torch.Tensor
+    places: dict[str, tuple[int, int]]
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Size]) -> Modules:
+        """From the shapes of the weights by name."""
+        names: dict[str, int] = {}
+        sizes: list[int] = []
+        places = {}
+        for weight, shape in shapes.items():
+            owner, _, last = weight.rpartition(".")
+            several = len(shape) == 3 and owner.rpartition(".")[2] == "experts"
+            own = [f"{owner}.{n}" for n in range(shape[0])] if several else [weight if last.startswith("lora_") else owner]
+            for name in own:
+                if name not in names:
+                    names[name] = len(sizes)
+                    sizes.append(0)
+                sizes[names[name]] += shape.numel() // len(own)
+            places[weight] = (names[own[0]], len(own))
+        kinds = [re.sub(r".*\.(?=lora_)", "", re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name in names]
+        blocks = tuple({name.partition(".experts.")[0] + "." for name in names if ".experts." in name})
+        routed = torch.tensor([name.startswith(blocks) for name in names])
+        return cls(list(names), kinds, routed, torch.tensor(sizes, dtype=torch.float64), places)

@@ -1,0 +1,91 @@
+"""The path of training, one step at a time, with its gradients and fp32 weights held still to be looked at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.config import ChronicalsConfig
+from chronicals.data import BatchStream
+from chronicals.data.loader import Step
+from chronicals.distributed import Ranks
+from chronicals.kernels.master import join_master
+from chronicals.objectives import OBJECTIVES
+from chronicals.optimizers import learning_rate_factor
+from chronicals.training.precision import Precision
+from chronicals.training.preparation import build_optimizer, prepare_model
+from chronicals.training.step import train_step
+
+
+@dataclass(frozen=True)
+class Made:
+    """What one step of training computed.
+
+    Attributes:
+        loss: of the whole step.
+        applied: False where a gradient was not finite and the update was left out.
+        gradients: by the name of the weight, before clipping, in the type they came in but for fp16's loss scale.
+    """
+
+    loss: float
+    applied: bool
+    gradients: dict[str, Tensor]
+
+
+class TrainingPath:
+    """Prepared and stepped as ``ChronicalsTrainer`` does it.
+
+    Args:
+        model: on its device; it is trained by the steps.
+        config: of the run.
+        stream: what is trained on.
+    """
+
+    def __init__(self, model: Any, config: ChronicalsConfig, stream: BatchStream, device: torch.device):
+        self.model, self.config = model, config
+        torch.manual_seed(config.seed)
+        self.presented = prepare_model(model, config)
+        self.precision = Precision(config.mixed_precision, device)
+        self.optimizer = build_optimizer(model, config, self.precision, config.gradient_accumulation_steps > 1)
+        self.objective = OBJECTIVES[config.objective]()
+        self.total_steps = stream.steps_in_all or config.max_steps
+        self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+        torch.manual_seed(config.seed)
+        model.train()
+
+    def rate_factor(self, number: int) -> float:
+        """Of the schedule at step ``number``, from 0."""
+        config, warmup = self.config, self.config.warmup_steps
+        if "warmup_steps" not in config.explicit:
+            warmup = min(warmup, self.total_steps // 10)
+        return learning_rate_factor(
+            config.lr_scheduler, number, self.total_steps, warmup, config.min_lr_ratio, config.wsd_decay_ratio
+        )
+
+    def step(self, step: Step, number: int) -> Made:
+        """Train once; within ``presented.attending_documents()``."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * self.rate_factor(number)
+        gradients: dict[str, Tensor] = {}
+
+        def hold() -> None:
+            scale = float(self.precision.scale)
+            for name, parameter in self.trained.items():
+                if parameter.grad is not None:
+                    gradients[name] = parameter.grad.clone() if scale == 1.0 else parameter.grad / scale
+
+        scalars = train_step(
+            self.presented, self.objective, step, list(self.trained.values()), self.optimizer, self.precision, Ranks(),
+            self.config.max_grad_norm, inspect_gradients=hold,
+        )  # fmt: skip
+        return Made(float(scalars["loss"]), bool(scalars["applied"]), gradients)
+
+    @torch.no_grad()
+    def weight(self, name: str) -> Tensor:
+        """A copy of a trained weight in fp32: one in bf16 with the half that its master adds."""
+        parameter = self.trained[name]
+        low = self.optimizer.state.get(parameter, {}).get("low")
+        return parameter.detach().float().clone() if low is None else join_master(parameter, low)

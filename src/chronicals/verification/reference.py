@@ -1,0 +1,254 @@
+"""The plain arms: transformers' own modules, eager attention, each document a row, one division by the step's count.
+
+Nothing here is shared with the path of training: the model is made anew from its class and configuration, adapters are
+two products in a hook, the loss is a log-softmax of the model's own logits in fp32, the update is torch's AdamW. Documents
+and what is trained in them come from the store, not from a Batch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+
+ROW_TOKENS, LOGITS = 4096, 2**28
+"""Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole attention weights of so many
+tokens, exist at once. One document is never divided."""
+
+Document = tuple[np.ndarray, np.ndarray]
+"""Ids and mask of a document, as ``TokenStore.document`` gives them."""
+
+
+class PlainArm:
+    """A model of transformers as it comes, and plain adapters where the run has them.
+
+    Args:
+        model: the user's, whose class, configuration and weights are taken; before anything is done to it.
+        device: where to compute.
+        config: of the run; its LoRA fields say what is adapted.
+        alone: every document in a forward pass of its own, instead of padded rows.
+
+    Raises:
+        ConfigurationError: the class cannot be made with eager attention.
+    """
+
+    def __init__(self, model: Any, device: torch.device, config: ChronicalsConfig, alone: bool = False):
+        self.device, self.alone = device, alone
+        self.model = _fresh(model, device)
+        self.trained: dict[str, nn.Parameter] = {}
+        self.autocast: torch.dtype | None = None
+        if config.use_lora or hasattr(model, "chronicals_lora"):
+            self._adapt(*_adapter_fields(model, config))
+        else:
+            asked = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(asked[name])
+                if asked[name]:
+                    self.trained[name] = parameter
+        self.model.train()
+        if device.type == "cuda" and getattr(self.model, "supports_gradient_checkpointing", False):
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def use_types_of(self, model: Any, autocast: torch.dtype | None) -> None:
+        """Keep every weight in the type it has in ``model``, the run's; gradients of several passes meet in fp32."""
+        types = {name.replace(".base_layer.", "."): parameter.dtype for name, parameter in model.named_parameters()}
+        for name, parameter in self.model.named_parameters():
+            parameter.data = parameter.data.to(types[name])
+            if parameter.requires_grad:
+                parameter.grad_dtype = torch.float32
+        self.autocast = autocast
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Take fp32 values for what is trained; a weight that is not given is left as it was."""
+        for name, parameter in self.trained.items():
+            if name in weights:
+                parameter.copy_(weights[name])
+
+    def differentiate(self, documents: Sequence[Document], scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+        """Forward and backward over a whole step.
+
+        Args:
+            scale: factor on the loss while it is differentiated (fp16).
+
+        Returns:
+            Each document's loss summed over its targets, float64 ``[documents]`` on the host; the gradients of the
+            mean over all targets by name, in the types they come in, but for ``scale``.
+        """
+        count = sum(int(trained[1:].sum()) for _, trained in documents)
+        found = torch.zeros(len(documents), dtype=torch.float64)
+        for rows in self._forward_passes([len(ids) for ids, _ in documents]):
+            with self._products():
+                sums = self._losses([documents[row] for row in rows])
+            (sums.sum() * (scale / max(count, 1))).backward()
+            found[rows] = sums.detach().double().cpu()
+        gradients = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
+        for parameter in self.trained.values():
+            parameter.grad = None
+        if scale != 1.0:
+            gradients = {name: gradient.float() / scale for name, gradient in gradients.items()}
+        return found, gradients
+
+    def _forward_passes(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Documents by decreasing length, as many together as the limits allow when padded to the longest."""
+        tokens = min(ROW_TOKENS, LOGITS // self.model.get_input_embeddings().weight.shape[0])
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+        while order:
+            many = 1 if self.alone else max(1, tokens // lengths[order[0]])
+            yield order[:many]
+            order = order[many:]
+
+    def _losses(self, documents: list[Document]) -> Tensor:
+        """``[rows]``: −Σ log p of the trained targets of each document."""
+        width = max(len(ids) for ids, _ in documents)
+        ids = torch.zeros(len(documents), width, dtype=torch.long)
+        mask, trained = torch.zeros_like(ids), torch.zeros(len(documents), width, dtype=torch.bool)
+        for row, (tokens, marks) in enumerate(documents):
+            ids[row, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
+            trained[row, 1 : len(tokens)] = torch.from_numpy(marks[1:].astype(bool))
+            mask[row, : len(tokens)] = 1
+        ids, mask, trained = (x.to(self.device) for x in (ids, mask, trained))
+        logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        likelihood = F.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
+        return -torch.where(trained[:, 1:], likelihood, 0.0).sum(1)
+
+    def _products(self) -> AbstractContextManager:
+        return torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()
+
+    def _adapt(self, targets: list[str] | str | None, rank: int, scale: float) -> None:
+        """``x ↦ layer(x) + scale · B (A x)`` for every targeted layer; the rest is frozen."""
+        self.model.requires_grad_(False)
+        for path in targeted(self.model, targets):
+            layer = self.model.get_submodule(path)
+            weight = layer.get_parameter("weight")
+            wide, narrow = weight.shape[::-1] if isinstance(layer, nn.Linear) else weight.shape  # Conv1D is [in, out]
+            a = nn.Parameter(torch.randn(rank, wide, device=self.device) / math.sqrt(wide))
+            b = nn.Parameter(torch.zeros(narrow, rank, device=self.device))
+            self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
+            layer.register_forward_hook(_adapter(a, b, scale))
+
+
+def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float) -> Any:
+    """fp32 matrices, products in the type of the layer's input: PEFT's layer in a trainer that computes in that type."""
+
+    def add(_layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        x = inputs[0]
+        return out + (F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scale).to(out.dtype)
+
+    return add
+
+
+def _adapter_fields(model: Any, config: ChronicalsConfig) -> tuple[list[str] | str | None, int, float]:
+    """Targets, rank and scale, of the adapters that are there already or of those that the run will attach."""
+    if hasattr(model, "chronicals_lora"):
+        own = model.chronicals_lora
+        return own.target_modules, own.rank, own.alpha / (math.sqrt(own.rank) if own.use_rslora else own.rank)
+    rank = config.lora_rank
+    return config.lora_target_modules, rank, config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+def targeted(model: Any, wanted: list[str] | str | None) -> list[str]:
+    """Paths of the linear layers that the option asks to adapt, in a model without adapters."""
+    head = model.get_output_embeddings()
+    paths = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"]
+    if wanted is None or wanted == "all-linear":
+        return [path for path in paths if model.get_submodule(path) is not head]
+    if isinstance(wanted, str):
+        return [path for path in paths if re.fullmatch(wanted, path)]
+    return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in wanted)]
+
+
+def _fresh(model: Any, device: torch.device) -> Any:
+    """A model of the same class, configuration and weights, in fp32, with eager attention and without dropout."""
+    config = copy.deepcopy(model.config)
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    try:
+        with torch.device(device):
+            fresh = type(model)(config).float()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"model: {type(model).__name__} cannot be made with eager attention ({error}), which the plain arms need; "
+            "verify a model of the same family that can"
+        ) from error
+    without_dropout(fresh)
+    weights = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
+    fresh.load_state_dict({name: tensor for name, tensor in weights.items() if ".lora_" not in name})
+    return fresh
+
+
+def without_dropout(model: nn.Module) -> list[str]:
+    """Set every dropout of ``model`` to zero; in words what was not zero before.
+
+    A dropout is a layer of that kind, or a number that a module keeps under a name with ``drop`` in it.
+    """
+    found: dict[float, list[str]] = {}
+    for path, layer in model.named_modules():
+        names = ["p"] if isinstance(layer, nn.Dropout) else [name for name in vars(layer) if "drop" in name]
+        for name in names:
+            share = getattr(layer, name)
+            if isinstance(share, float) and share:
+                found.setdefault(share, []).append(f"{path}.{name}")
+                setattr(layer, name, 0.0)
+    return [
+        f"dropout {share} in {len(places)} places ({places[0]}, …) is 0 here: the arms' masks would differ"
+        for share, places in found.items()
+    ]
+
+
+class PlainAdamW:
+    """torch's AdamW with states of its own over fp32 copies, which are set before every update.
+
+    Args:
+        weights: fp32 tensors by name.
+        config: rates, decay, clipping.
+        lora: whether these are adapters, so that B may learn faster.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], config: ChronicalsConfig, lora: bool):
+        self.weights = {name: nn.Parameter(tensor.clone()) for name, tensor in weights.items()}
+        self.clip = config.max_grad_norm
+        faster = config.lora_plus_ratio if lora and config.use_lora_plus else 1.0
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, parameter in self.weights.items():
+            peak = config.learning_rate * (faster if name.endswith("lora_B") else 1.0)
+            groups.setdefault((peak, config.weight_decay if parameter.ndim > 1 else 0.0), []).append(parameter)
+        self.optimizer = torch.optim.AdamW(
+            [{"params": members, "peak": peak, "weight_decay": decay} for (peak, decay), members in groups.items()],
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_epsilon,
+        )
+
+    def update(self, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], factor: float) -> None:
+        """One update of ``weights`` from the values ``before``; ``factor`` is the schedule's."""
+        with torch.no_grad():
+            for name, parameter in self.weights.items():
+                parameter.copy_(before[name])
+                if name in gradients:  # a copy, since clipping writes into it
+                    parameter.grad = gradients[name].to(torch.float32, copy=True)
+        torch.nn.utils.clip_grad_norm_(self.weights.values(), self.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """fp32 products in fp32, not in TF32."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

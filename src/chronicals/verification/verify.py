@@ -1,0 +1,231 @@
+"""A run against plain transformers in fp32: the same steps, losses, gradients and updates, module by module.
+
+Three arms compute every step from the same weights, those that the path of training has at that moment:
+
+    ours    the path of training with the user's options: packs, kernels, accumulation, adapters, clipping, schedule
+    fp32    plain transformers: eager attention, a document a row, one mean over the step, torch's AdamW
+    plain   the same in the run's own types, which is the scale of what rounding does (of an fp32 run: a document a pass)
+
+Only the states of the optimizers differ by more than one step's roundings, for each arm keeps its own.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.data import BatchStream, TokenStore
+from chronicals.data.loader import Step
+from chronicals.distributed import Ranks
+from chronicals.training.preparation import Source, check_precision, one_device, open_stores
+from chronicals.verification import comparison
+from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
+from chronicals.verification.modules import Modules
+from chronicals.verification.path import Made, TrainingPath
+from chronicals.verification.reference import Document, PlainAdamW, PlainArm, exact_products, without_dropout
+
+FEWEST, MOST = 5, 20
+PACKAGES = ("chronicals", "torch", "triton", "transformers", "flash-attn-4")
+TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PLAIN_SCALE = 2.0**12
+"""Loss scale of the plain arm in fp16: below what overflows, above what underflows, in a model that trains."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What was compared, and what failed.
+
+    Attributes:
+        losses: a row for each step.
+        gradients, updates: a row for each module, worst first.
+        failures: in words, empty if the run is as exact as plain transformers in its own type.
+        notes: what was done differently from the run, by name.
+        facts: the run, the machine, the versions.
+    """
+
+    losses: list[StepLoss]
+    gradients: list[Deviation]
+    updates: list[Deviation]
+    failures: list[str]
+    notes: list[str]
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+    def to_dict(self) -> dict:
+        return {
+            "passed": self.passed,
+            "failures": self.failures,
+            "notes": self.notes,
+            "losses": [row.to_dict() for row in self.losses],
+            "gradients": [row.to_dict() for row in self.gradients],
+            "updates": [row.to_dict() for row in self.updates],
+            "facts": self.facts,
+        }
+
+
+def verify(
+    model: Any,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    train_dataset: Source,
+    eval_dataset: Source | None = None,
+    steps: int = FEWEST,
+    progress: Callable[[int, int], None] | None = None,
+) -> Verification:
+    """Train ``model`` for a few steps with ``config`` beside the plain arms. The model is changed: load it anew to train.
+
+    Args:
+        train_dataset, eval_dataset: as ``ChronicalsTrainer.train`` takes them.
+        steps: 5 to 20; fewer where the data has fewer.
+        progress: called with the steps done and the steps in all.
+
+    Raises:
+        ConfigurationError: the run cannot be honoured, or not be compared; the message names the field.
+        DataError: the data would make training wrong.
+    """
+    if not FEWEST <= steps <= MOST:
+        raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
+    if Ranks.current().count > 1:
+        raise ConfigurationError("verify compares one process with the plain arms; start it without torchrun")
+    device = one_device(model, Ranks())
+    check_precision(config, device)
+    notes = without_dropout(model)
+    if config.use_lora and config.lora_dropout:
+        notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
+    config = config.replace(lora_dropout=0.0)
+    store, _ = open_stores(train_dataset, eval_dataset, model, tokenizer, config, builder=True)
+    stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=config.num_epochs, pin=device.type == "cuda")
+    if stream.steps_in_all is not None and stream.steps_in_all < steps:
+        notes.append(f"the data has {stream.steps_in_all} steps in num_epochs={config.num_epochs}, not {steps}")
+        steps = stream.steps_in_all
+    fp32, plain = (PlainArm(model, device, config, alone=alone) for alone in (False, config.mixed_precision == "fp32"))
+    path = TrainingPath(model, config, stream, device)
+    plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
+    compared = _Comparison(path, fp32, plain, config, device)
+    with path.presented.attending_documents():
+        for number, step in enumerate(stream.steps(count=steps)):
+            compared.one_step(step, number, documents_of(store, stream, step.position - stream.packs_a_step))
+            if progress is not None:
+                progress(number + 1, steps)
+    return compared.verification(notes, _facts(model, config, device, steps))
+
+
+def documents_of(store: TokenStore, stream: BatchStream, position: int) -> list[Document]:
+    """The documents of the step that begins at ``position``, each by itself, from the store."""
+    return [store.document(document) for pack in stream.packs_of(position) for document in pack]
+
+
+class _Comparison:
+    """The three arms, and the sums over the steps done so far."""
+
+    def __init__(self, path: TrainingPath, fp32: PlainArm, plain: PlainArm, config: ChronicalsConfig, device: torch.device):
+        self.path, self.fp32, self.plain, self.config, self.device = path, fp32, plain, config, device
+        start = self._weights()
+        self.modules = Modules.of({name: tensor.shape for name, tensor in start.items()})
+        self.gradients, self.updates, self.sizes = (
+            Tally(quantity, self.modules, device) for quantity in ("gradient", "update", "weight")
+        )
+        lora = hasattr(path.model, "chronicals_lora")
+        self.fp32_optimizer, self.plain_optimizer = (PlainAdamW(start, config, lora) for _ in range(2))
+        layers = path.model.config.get_text_config().num_hidden_layers
+        self.walk = rounding_walk(layers)
+        self.losses: list[tuple[float, Tensor, Tensor, int]] = []
+        self.skipped: list[int] = []
+
+    def _weights(self) -> dict[str, Tensor]:
+        """fp32 values of everything that should be trained: ours, or the plain arm's where ours has none."""
+        own = self.fp32.trained
+        return {name: self.path.weight(name) if name in self.path.trained else own[name].detach().clone() for name in own}
+
+    def one_step(self, step: Step, number: int, documents: list[Document]) -> None:
+        before = self._weights()
+        self.fp32.load(before)
+        self.plain.load(before)
+        made = self.path.step(step, number)
+        if not made.applied:
+            self.skipped.append(number + 1)
+            return
+        with exact_products():
+            exact_losses, exact = self.fp32.differentiate(documents)
+        scale = PLAIN_SCALE if self.config.mixed_precision == "fp16" else 1.0
+        plain_losses, plain = self.plain.differentiate(documents, scale)
+        targets = sum(int(trained[1:].sum()) for _, trained in documents)
+        self.losses.append((made.loss, exact_losses, plain_losses, targets))
+        self._compare(made, exact, plain, before, self.path.rate_factor(number))
+
+    @torch.no_grad()
+    def _compare(
+        self, made: Made, exact: dict[str, Tensor], plain: dict[str, Tensor], before: dict[str, Tensor], factor: float
+    ) -> None:
+        self.fp32_optimizer.update(before, exact, factor)
+        self.plain_optimizer.update(before, plain, factor)
+        for tally in (self.gradients, self.updates, self.sizes):
+            tally.begin_step()
+        for name, weight in before.items():
+            nothing = torch.zeros((), device=self.device).expand_as(weight)
+            g, p, f = (gradients.get(name, nothing) for gradients in (made.gradients, plain, exact))
+            self.gradients.add(name, g, p, f)
+            clear = comparison.decided(f, p, self.walk)
+            after = self.path.weight(name) if name in self.path.trained else weight
+            arms = after, self.plain_optimizer.weights[name], self.fp32_optimizer.weights[name]
+            self.updates.add(name, *((now - weight) * clear for now in arms))
+            self.sizes.add(name, weight, weight, weight)
+
+    def verification(self, notes: list[str], facts: dict[str, Any]) -> Verification:
+        if self.skipped:
+            notes = [*notes, f"steps {self.skipped} were skipped for a gradient that is not finite, and are not compared"]
+        eps = torch.finfo(TYPES[self.config.mixed_precision]).eps
+        losses = comparison.step_losses(self.losses, self.walk)
+        gradients = self.gradients.deviations(max(eps, self.walk))
+        sizes, changes = (tally.sums()[..., 0].sum(0).sqrt() for tally in (self.sizes, self.updates))
+        updates = self.updates.deviations(comparison.update_floors(gradients, self.modules, sizes, changes))
+        return Verification(losses, gradients, updates, self._failures(losses, gradients, updates), notes, facts)
+
+    def _failures(self, losses: list[StepLoss], gradients: list[Deviation], updates: list[Deviation]) -> list[str]:
+        asked, trained = set(self.fp32.trained), set(self.path.trained)
+        failures = [f"{name}: not trained, though the options ask for it" for name in sorted(asked - trained)]
+        failures += [f"{name}: trained, though the options do not ask for it" for name in sorted(trained - asked)]
+        if not losses:
+            failures.append(f"no step could be compared: the gradients of all steps ({self.skipped}) are not finite")
+        elif self.skipped and self.config.mixed_precision != "fp16":
+            failures.append(f"the gradients of steps {self.skipped} are not finite")
+        failures += [
+            f"loss of step {row.step}: {row.ours:.6g}, in fp32 {row.fp32:.6g}, may differ by {row.allowed:.1e}"
+            for row in comparison.wrong_losses(losses)
+        ]
+        for found in (*gradients, *updates):
+            if found.missing:
+                failures.append(f"{found.module}: {found.quantity} is zero; in fp32 it is not")
+            elif found.share > 1:
+                failures.append(
+                    f"{found.module}: {found.quantity} deviates by {found.deviation:.2e}, allowed {found.allowed:.2e}"
+                )
+        return failures
+
+
+def _facts(model: Any, config: ChronicalsConfig, device: torch.device, steps: int) -> dict[str, Any]:
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return {
+        "model": model.config._name_or_path or type(model).__name__,
+        "class": type(model).__name__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "steps": steps,
+        "allowed": comparison.ALLOWED,
+        "versions": versions,
+        "configuration": config.to_dict(),
+    }

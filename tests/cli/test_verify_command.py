@@ -1,0 +1,47 @@
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+import tiny
+from chronicals.cli.app import app
+
+
+@pytest.fixture
+def command(tmp_path):
+    tiny.llama().save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
+    flags = {
+        "--model": tmp_path / "base", "--data": tmp_path / "data.jsonl", "--cache-dir": tmp_path / "tokens",
+        "--max-seq-length": 128, "--batch-size": 1, "--output": tmp_path / "figures.json", "--max-steps": 50,
+    }  # fmt: skip
+    return ["verify", *(str(part) for flag in flags.items() for part in flag), "--no-use-torch-compile"]
+
+
+def test_a_healthy_run(command, tmp_path):
+    done = CliRunner().invoke(app, [*command, "--use-lora", "--lora-rank", "4"])
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures == json.loads(done.stdout) and figures["passed"] and len(figures["losses"]) == 5
+    assert {"model.layers.0.self_attn.q_proj.lora_B"} <= {row["module"] for row in figures["gradients"]}
+    for words in ("passed", "cosine", "note: lora_dropout=0.05"):
+        assert words in done.stderr
+    assert not (tmp_path / "chronicals-output").exists()
+
+
+def test_a_fault_is_exit_code_1_and_named(command, tmp_path, monkeypatch):
+    import sys
+
+    apply = sys.modules["chronicals.lora.apply"]
+    right = apply._targets
+    monkeypatch.setattr(apply, "_targets", lambda model, wanted: right(model, wanted)[:-1])
+    done = CliRunner().invoke(app, [*command, "--use-lora", "--lora-rank", "4"])
+    assert done.exit_code == 1
+    assert "model.layers.1.self_attn.v_proj.lora_A: not trained" in done.stderr
+    assert not json.loads((tmp_path / "figures.json").read_text())["passed"]
+
+
+def test_help_says_what_it_does():
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["verify", "--help"])
+    assert done.exit_code == 0 and "plain transformers" in done.output and "--gradient-accumulation-steps" in done.output

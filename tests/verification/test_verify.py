@@ -1,0 +1,316 @@
+"""A run beside plain transformers: healthy runs pass at the default thresholds, planted faults fail."""
+
+import dataclasses
+import re
+import sys
+import time
+
+import pytest
+import torch
+
+import families
+import runs
+import tiny
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.data import BatchStream
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.patching import patch_model
+from chronicals.verification import verify
+
+PATH = "chronicals.verification.path"
+LORA = {"use_lora": True, "lora_rank": 8}
+GPT2_LORA = {**LORA, "lora_target_modules": ["c_attn", "c_proj", "c_fc"]}
+UNEVEN = {"use_sequence_packing": False}
+"""A document a micro-batch, so that their counts differ."""
+
+EXPERTS = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"moe_intermediate_size": 48, "shared_expert_intermediate_size": 48, "num_experts": 4},
+    "Qwen3Moe": {"moe_intermediate_size": 48, "num_experts": 4, "head_dim": 16},
+}
+
+
+def build(family, seed):
+    """As a user would load it: initialised, norms of one."""
+    if family == "llama":
+        return tiny.llama(seed)
+    torch.manual_seed(seed)
+    if family not in EXPERTS:
+        return families.build(family, random=False, vocab_size=300, max_position_embeddings=512)
+    import transformers
+
+    sizes = {**families.SIZES, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 300, "max_position_embeddings": 512}
+    config = getattr(transformers, f"{family}Config")(**{**sizes, "num_experts_per_tok": 2, **EXPERTS[family]})
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def compare(folder, model, **changes):
+    given = {"learning_rate": 2e-4, "batch_size": 1, **changes}
+    return verify(model, tiny.tokenizer(), runs.config(folder, **given), tiny.chat_rows())
+
+
+HEALTHY = [
+    ("llama", {"mixed_precision": "fp32"}),
+    ("llama", {"mixed_precision": "fp32", **LORA, "gradient_accumulation_steps": 1}),
+    ("llama", {"mixed_precision": "bf16"}),
+    ("llama", {"mixed_precision": "bf16", **LORA}),
+    ("llama", {"mixed_precision": "bf16", "use_sequence_packing": False, "batch_size": 8}),
+    ("llama", {"mixed_precision": "bf16", **LORA, "use_gradient_checkpointing": True, "lora_dropout": 0.3}),
+    ("llama", {"mixed_precision": "bf16", "use_fused_kernels": False, "max_grad_norm": 0.1, "weight_decay": 0.1}),
+    ("qwen2", {"mixed_precision": "bf16", "gradient_accumulation_steps": 1, "batch_size": 4}),
+    ("qwen2", {"mixed_precision": "fp32", **LORA, "use_sequence_packing": False}),
+    ("qwen2", {"mixed_precision": "bf16", **LORA, "use_rslora": True, "lora_target_modules": ["q_proj", "v_proj", "lm_head"]}),
+    ("qwen3", {"mixed_precision": "bf16"}),
+    ("qwen3", {"mixed_precision": "bf16", **LORA, "use_lora_plus": False, "lora_target_modules": r".*(up|down)_proj"}),
+    ("gemma2", {"mixed_precision": "bf16"}),
+    ("gemma3", {"mixed_precision": "fp32"}),
+    ("gemma3", {"mixed_precision": "bf16", **LORA}),
+    ("gpt2", {"mixed_precision": "bf16", **GPT2_LORA}),
+    ("mamba", {"mixed_precision": "bf16"}),
+    ("Mixtral", {"mixed_precision": "fp32", "gradient_accumulation_steps": 1}),
+    ("Qwen2Moe", {"mixed_precision": "bf16", **LORA}),
+    ("Qwen3Moe", {"mixed_precision": "bf16", "batch_size": 4}),
+]
+
+
+@pytest.mark.parametrize("family, changes", HEALTHY, ids=[f"{n}-{family}" for n, (family, _) in enumerate(HEALTHY)])
+def test_a_healthy_run_passes(tmp_path, seed, family, changes):
+    found = compare(tmp_path, build(family, seed), seed=seed, **changes)
+    assert found.passed, found.failures
+    assert len(found.losses) == 5 and all(row.deviation >= 0 for row in found.gradients)
+    for row in found.gradients:
+        assert row.cosine > 0.99 or row.plain > 0.1, row
+
+
+def test_a_patched_model_passes(tmp_path, seed):
+    """The plain arms are of the class, not of the instance with its replaced forwards."""
+    model = tiny.llama(seed)
+    assert patch_model(model).counts()
+    assert compare(tmp_path, model, mixed_precision="bf16", seed=seed).passed
+
+
+@pytest.mark.parametrize("changes", [{"mixed_precision": "bf16"}, {**LORA, "lora_dropout": 0.0, "lr_scheduler": "wsd"}])
+def test_ours_is_the_run_itself(tmp_path, seed, changes):
+    """Bit for bit what ``ChronicalsTrainer`` trains."""
+    given = {"learning_rate": 2e-4, "batch_size": 1, "max_steps": 5, "warmup_steps": 3, "seed": seed, **changes}
+    found = verify(tiny.llama(seed), tiny.tokenizer(), runs.config(tmp_path, **given), tiny.chat_rows())
+    runs.train(tmp_path, model=tiny.llama(seed), **given)
+    trained = [loss for _, loss, _ in runs.trajectory(tmp_path)]
+    assert [row.ours for row in found.losses] == pytest.approx(trained, rel=1e-5 if torch.cuda.is_available() else 0, abs=0)
+
+
+# --- planted faults -----------------------------------------------------------------------------------------------------
+
+
+def a_wrong_head(monkeypatch, model):
+    """The hidden states' gradient from the head is a tenth too large."""
+    kernel = sys.modules["chronicals.kernels.linear_cross_entropy"]._LinearCrossEntropy
+    right = kernel.backward
+
+    def wrong(ctx, upstream):
+        hidden, *rest = right(ctx, upstream)
+        return hidden * 1.1, *rest
+
+    monkeypatch.setattr(kernel, "backward", staticmethod(wrong))
+
+
+def a_wrong_swiglu(monkeypatch, model):
+    """The gradient of ``up`` lacks a tenth, in the kernel and in its reference."""
+    patch_model(model)
+    glu = sys.modules["chronicals.kernels.glu"]
+    reference, backward = glu.REFERENCES["silu"], glu._GLU.backward
+
+    def wrong(ctx, upstream):
+        gate, up, *rest = backward(ctx, upstream)
+        return gate, 0.9 * up, *rest
+
+    monkeypatch.setitem(glu.REFERENCES, "silu", lambda gate, up: reference(gate, 0.9 * up + (0.1 * up).detach()))
+    monkeypatch.setattr(glu._GLU, "backward", staticmethod(wrong))
+
+
+def a_dropped_bound(monkeypatch, model):
+    """The first two documents of a Batch are one to the attention."""
+    right = BatchStream._assemble
+
+    def wrong(self, packs):
+        batch = right(self, packs)
+        bounds = torch.cat((batch.cu_seqlens[:1], batch.cu_seqlens[2:], batch.cu_seqlens[-1:]))
+        return dataclasses.replace(batch, cu_seqlens=bounds, max_seqlen=self.width)
+
+    monkeypatch.setattr(BatchStream, "_assemble", wrong)
+
+
+def a_mean_of_means(monkeypatch, model):
+    """Every micro-batch is divided by its own count."""
+    step = sys.modules["chronicals.training.step"]
+    objective = sys.modules["chronicals.objectives.next_token"].NextToken
+    right, own = objective.__call__, {}
+
+    def remember(self, presented, batch):
+        own["cross_entropy"] = 2 * batch.trained
+        return right(self, presented, batch)
+
+    divide = step.divide
+    monkeypatch.setattr(objective, "__call__", remember)
+    monkeypatch.setattr(step, "divide", lambda terms, _: divide(terms, own))
+
+
+def an_adapter_left_out(monkeypatch, model):
+    apply = sys.modules["chronicals.lora.apply"]
+    right = apply._targets
+    monkeypatch.setattr(apply, "_targets", lambda model, wanted: right(model, wanted)[1:])
+
+
+def a_frozen_expert(monkeypatch, model):
+    """One of the slices of the experts' weights gets no gradient."""
+    frozen = torch.tensor([2])
+    for weight in model.get_submodule("model.layers.1.mlp.experts").parameters():
+        weight.register_hook(lambda gradient: gradient.index_fill(0, frozen.to(gradient.device), 0.0))
+
+
+def frozen_experts(monkeypatch, model):
+    path = sys.modules[PATH]
+    right = path.prepare_model
+
+    def wrong(model, config):
+        model.get_submodule("model.layers.0.mlp.experts").requires_grad_(False)
+        return right(model, config)
+
+    monkeypatch.setattr(path, "prepare_model", wrong)
+
+
+def no_faster_b(monkeypatch, model):
+    """LoRA+ is asked for, and B learns as slowly as A."""
+    path = sys.modules[PATH]
+    right = path.build_optimizer
+
+    def wrong(*given):
+        optimizer = right(*given)
+        for group in optimizer.param_groups:
+            group["peak"] = 2e-4
+        return optimizer
+
+    monkeypatch.setattr(path, "build_optimizer", wrong)
+
+
+def a_weight_that_is_not_updated(monkeypatch, model):
+    path = sys.modules[PATH]
+    right = path.build_optimizer
+
+    def wrong(*given):
+        optimizer = right(*given)
+        optimizer.param_groups[0]["params"].pop(3)
+        return optimizer
+
+    monkeypatch.setattr(path, "build_optimizer", wrong)
+
+
+FAULTS = [
+    (a_wrong_head, "llama", {}, "gradient deviates"),
+    (a_wrong_swiglu, "llama", {}, "up_proj: gradient deviates"),
+    (a_wrong_swiglu, "qwen2", LORA, r"up_proj.lora_B: gradient deviates"),
+    (a_dropped_bound, "llama", {}, "q_proj: gradient deviates"),
+    (a_dropped_bound, "qwen3", LORA, "gradient deviates"),
+    (a_mean_of_means, "llama", UNEVEN, "gradient deviates"),
+    (a_mean_of_means, "gemma3", {**LORA, **UNEVEN}, "gradient deviates"),
+    (an_adapter_left_out, "llama", LORA, "mlp.down_proj.lora_B: not trained"),
+    (a_frozen_expert, "Qwen3Moe", {}, r"layers.1.mlp.experts.2: gradient is zero"),
+    (frozen_experts, "Mixtral", {}, r"layers.0.mlp.experts.*: not trained"),
+    (no_faster_b, "llama", LORA, "lora_B: update deviates"),
+    (a_weight_that_is_not_updated, "llama", {}, "update is zero"),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("fault, family, changes, message", FAULTS, ids=[f"{f.__name__}-{name}" for f, name, *_ in FAULTS])
+def test_a_planted_fault_fails(tmp_path, monkeypatch, seed, fault, family, changes, message, precision):
+    model = build(family, seed)
+    fault(monkeypatch, model)
+    found = compare(tmp_path, model, mixed_precision=precision, seed=seed, **changes)
+    assert not found.passed
+    assert re.search(message, "\n".join(found.failures)), found.failures[:5]
+
+
+# --- what it says -------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_frozen_stays_out(tmp_path, seed):
+    model = tiny.llama(seed)
+    model.get_input_embeddings().requires_grad_(False)
+    found = compare(tmp_path, model, seed=seed)
+    assert found.passed and "model.embed_tokens" not in {row.module for row in found.gradients}
+
+
+def test_adapters_that_are_there_already(tmp_path, seed):
+    model = apply_lora(tiny.llama(seed), LoRAConfig(4, 8, 0.1, ["q_proj", "down_proj"]))
+    found = compare(tmp_path, model, mixed_precision="bf16", seed=seed)
+    assert found.passed, found.failures
+    assert len(found.gradients) == 8 and any("dropout 0.1" in note for note in found.notes)
+
+
+def test_dropout_is_left_out_of_every_arm_by_name(tmp_path, seed):
+    sizes = {"vocab_size": 300, "max_position_embeddings": 512, "resid_pdrop": 0.2, "attn_pdrop": 0.1}
+    model = families.build("gpt2", random=False, **sizes)
+    found = compare(tmp_path, model, seed=seed, **{**GPT2_LORA, "lora_dropout": 0.3})
+    assert found.passed and max(row.plain for row in found.gradients) < 1e-5
+    for share in ("dropout 0.2", "dropout 0.1", "lora_dropout=0.3"):
+        assert any(share in note for note in found.notes), found.notes
+
+
+def test_an_epoch_of_fewer_steps_is_said(tmp_path, seed):
+    config = ChronicalsConfig(
+        num_epochs=1, batch_size=4, gradient_accumulation_steps=2, max_seq_length=128, mixed_precision="fp32",
+        use_torch_compile=False, cache_dir=tmp_path, seed=seed,
+    )  # fmt: skip
+    found = verify(tiny.llama(seed), tiny.tokenizer(), config, tiny.chat_rows(30))
+    assert found.passed and 0 < len(found.losses) < 5 and "num_epochs=1" in found.notes[0]
+
+
+def test_the_figures_are_json(tmp_path, seed):
+    import json
+
+    found = json.loads(json.dumps(compare(tmp_path, tiny.llama(seed), seed=seed).to_dict(), allow_nan=False))
+    assert found["passed"] and found["facts"]["versions"]["transformers"] and found["facts"]["configuration"]["seed"] == seed
+
+
+@pytest.mark.parametrize("steps", [4, 21])
+def test_steps_out_of_range(tmp_path, steps):
+    with pytest.raises(ConfigurationError, match=f"steps={steps}: give 5 to 20"):
+        verify(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), tiny.chat_rows(), steps=steps)
+
+
+def test_a_class_without_eager_attention_is_named(tmp_path, monkeypatch):
+    reference = sys.modules["chronicals.verification.reference"]
+
+    class Stubborn(type(tiny.llama())):
+        def __init__(self, config):
+            if config._attn_implementation == "eager":
+                raise ValueError("no eager attention")
+            super().__init__(config)
+
+    with pytest.raises(ConfigurationError, match="Stubborn cannot be made with eager attention"):
+        reference._fresh(Stubborn(tiny.llama().config), torch.device("cpu"))
+
+
+@pytest.mark.gpu
+@pytest.mark.long
+@pytest.mark.parametrize("changes", [{}, {**LORA, "lora_rank": 32}], ids=["full", "lora"])
+def test_half_a_billion_parameters_take_less_than_two_minutes(tmp_path, seed, changes):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(seed)
+    shape = {
+        "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+        "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
+    }  # fmt: skip
+    with torch.device("cuda"):
+        model = Qwen2ForCausalLM(Qwen2Config(**shape)).bfloat16()
+    lengths = torch.empty(400).log_normal_(6.0, 0.8).clamp(32, 2048).long().tolist()
+    rows = [{"input_ids": torch.randint(1, shape["vocab_size"], (length,)).tolist()} for length in lengths]
+    config = ChronicalsConfig(
+        batch_size=8, gradient_accumulation_steps=1, max_steps=100, cache_dir=tmp_path, seed=seed, **changes
+    )  # fmt: skip
+    began = time.monotonic()
+    found = verify(model, tiny.tokenizer(), config, rows)
+    assert found.passed, found.failures[:10]
+    assert time.monotonic() - began < 120
