@@ -1,0 +1,217 @@
+"""The order of a benchmark: prepare, rates, reference, a scouting round of all arms, decisive rounds of the best.
+
+In the decisive rounds stand our arms and the two fastest peers, each in a fresh process over the same prepared files, in
+turning order (A B C, C B A, A B C …), so that a drift of the card's clocks falls on all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chronicals.benchmark.floor import Job
+from chronicals.benchmark.measurement import COMPARED, Measurement
+from chronicals.benchmark.parity import Tolerance, refusal
+from chronicals.benchmark.processes import OURS, Arm, ArmFailed, missing, run_arm, run_process, run_rates
+from chronicals.benchmark.work import Work
+
+logger = logging.getLogger(__name__)
+
+BEST_PEERS = 2
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a row is measured.
+
+    Attributes:
+        against: peers by name.
+        variants: changes to our configuration, each an arm beside ours.
+        rounds: decisive rounds.
+        time_limit: seconds after which nothing new is begun; None has no end.
+        arm_timeout: seconds that one process may take.
+        trace: where to write a trace of ours; None still traces a few steps for the launch gaps.
+    """
+
+    against: Sequence[str] = ()
+    variants: Sequence[dict[str, Any]] = ()
+    rounds: int = 3
+    time_limit: float | None = None
+    arm_timeout: float = 300
+    tolerance: Tolerance = Tolerance()
+    trace: Path | None = None
+
+
+@dataclass
+class Row:
+    """All that was measured of a row, also when it ended early.
+
+    Attributes:
+        rates: of the machine, with the floor; empty where they could not be measured.
+        job: sizes of a mean step.
+        reference: the fp32 steps.
+        runs: measurements of each arm; the first is the scouting round's.
+        refused, failed, absent: arms without a speed, with the reason.
+        orders: arms of each decisive round, in the order they ran.
+        notes: what else must be said.
+        seconds: that the whole took.
+    """
+
+    work: Work
+    job: Job
+    rates: dict[str, Any] = field(default_factory=dict)
+    reference: Measurement | None = None
+    runs: dict[str, list[Measurement]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    orders: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def decisive(self, name: str) -> list[Measurement]:
+        """Runs of the decisive rounds, or the scouting run of an arm that was in none."""
+        return self.runs[name][1:] or self.runs[name]
+
+
+def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable[[Row], None] = lambda row: None) -> Row:
+    """Measure a row.
+
+    Args:
+        say: is told what begins.
+        keep: is given the row after every arm, so that what was measured is not lost.
+
+    Raises:
+        ArmFailed: the work itself could not be prepared.
+    """
+    began = time.perf_counter()
+    say("preparing weights, tokens and adapters")
+    run_process(work, "prepare", [], max(options.arm_timeout, 600), "prepare")
+    row = Row(work, work.job())
+    session = _Session(row, options, say, keep, began)
+    session.measure_rates()
+    session.measure_reference()
+    arms = session.scout()
+    session.decide(arms)
+    row.seconds = time.perf_counter() - began
+    keep(row)
+    return row
+
+
+def order_of(arms: Sequence[Arm], number: int) -> list[Arm]:
+    """The arms of decisive round ``number`` (from 0) in the order they run."""
+    return list(arms) if number % 2 == 0 else list(reversed(arms))
+
+
+@dataclass
+class _Session:
+    """One row being measured."""
+
+    row: Row
+    options: Options
+    say: Say
+    keep: Callable[[Row], None]
+    began: float
+    took: dict[str, float] = field(default_factory=dict)
+
+    def measure_rates(self) -> None:
+        self.say("measuring this machine's rates at the step's shapes")
+        try:
+            self.row.rates = run_rates(self.row.work, self.options.arm_timeout)
+        except ArmFailed as error:
+            self.row.notes.append(f"no floor: rates could not be measured: {error}")
+
+    def measure_reference(self) -> None:
+        self.say("running the fp32 reference")
+        try:
+            self.row.reference = self._reference(None, "")
+        except ArmFailed as error:
+            self.row.notes.append(f"no reference: {error}")
+
+    def _reference(self, documents: Path | None, label: str) -> Measurement:
+        steps = max(COMPARED - self.row.work.warm_up, 0)
+        return run_arm(self.row.work, "reference", steps, self.options.arm_timeout, documents=documents, label=label)
+
+    def scout(self) -> list[Arm]:
+        """Every arm once; those that go on: ours, and the fastest peers that trained as they should."""
+        row = self.row
+        ours = [Arm(OURS), *(Arm(OURS, changes) for changes in self.options.variants)]
+        peers = []
+        for name in self.options.against:
+            lacking = missing(name, row.work.mode)
+            if lacking:
+                row.absent[name] = f"not installed: {', '.join(lacking)}"
+                self.say(f"{name}: skipped, {row.absent[name]}")
+            else:
+                peers.append(Arm(name))
+        for arm in [*ours, *peers]:
+            self.run(arm, "scouting", "scout", traced=arm == ours[0])
+        able = [arm for arm in peers if arm.name in row.runs and arm.name not in row.refused]
+        best = sorted(able, key=lambda arm: -_median(row.runs[arm.name][0].rates))[:BEST_PEERS]
+        return [arm for arm in ours if arm.name in row.runs and arm.name not in row.refused] + best
+
+    def decide(self, arms: list[Arm]) -> None:
+        for number in range(self.options.rounds if arms else 0):
+            if self._late(sum(self.took.get(arm.name, 0.0) for arm in arms)):
+                self.row.notes.append(f"stopped by the time limit after {number} of {self.options.rounds} decisive rounds")
+                self.say(self.row.notes[-1])
+                return
+            ran = []
+            for arm in order_of(arms, number):
+                if arm.name in self.row.refused or arm.name in self.row.failed:
+                    continue
+                self.run(arm, f"round {number + 1} of {self.options.rounds}", f"round{number + 1}")
+                ran.append(arm.name)
+            self.row.orders.append(ran)
+
+    def run(self, arm: Arm, stage: str, label: str, traced: bool = False) -> None:
+        if self._late(0.0):
+            self.row.notes.append(f"{arm.name}: not run in the {stage}, the time limit was reached")
+            return
+        self.say(f"{stage}: {arm.name}")
+        row, work, began = self.row, self.row.work, time.perf_counter()
+        trace = (self.options.trace or work.folder / "results" / "trace.json") if traced else None
+        try:
+            measured = run_arm(work, arm, work.steps, self.options.arm_timeout, trace=trace, label=label)
+        except ArmFailed as error:
+            row.failed[arm.name] = str(error)
+            self.say(f"{arm.name}: failed, {error}")
+            self.keep(row)
+            return
+        self.took[arm.name] = time.perf_counter() - began
+        row.runs.setdefault(arm.name, []).append(measured)
+        reason = self._refusal(arm, measured, label)
+        if reason:
+            row.refused[arm.name] = reason
+            self.say(f"{arm.name}: no speed, {reason}")
+        row.seconds = time.perf_counter() - self.began
+        self.keep(row)
+
+    def _refusal(self, arm: Arm, measured: Measurement, label: str) -> str | None:
+        """Beside the reference on the documents that the arm itself took."""
+        reference = self.row.reference
+        if measured.own_batches:
+            path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"
+            path.write_text(json.dumps(measured.own_batches))
+            try:
+                reference = self._reference(path, f"{arm.kind}-{label}")
+            except ArmFailed as error:
+                return f"no reference on its own batches: {error}"
+            measured.extra["reference"] = {"losses": reference.losses, "grad_norms": reference.grad_norms}
+        fields = {**self.row.work.fields, **arm.changes}
+        dropout = arm.ours and bool(fields.get("use_lora")) and bool(self.row.work.config(**arm.changes).lora_dropout)
+        return refusal(measured, reference, self.options.tolerance, dropout)
+
+    def _late(self, needed: float) -> bool:
+        limit = self.options.time_limit
+        return limit is not None and time.perf_counter() - self.began + needed > limit
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,184 @@
+"""``chronicals benchmark``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chronicals.cli.options import with_recipe_flags
+
+
+@with_recipe_flags
+def benchmark(
+    recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below")] = None,
+    mode: Annotated[str | None, typer.Option(help="full or lora (default: what the recipe does, else full)")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a round (default: 20, 8 for 8B)")] = None,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them, compilation included, told apart")] = 5,
+    against: Annotated[
+        str, typer.Option(help="Peers, with commas: transformers,torch-compile,liger,unsloth,trl; those installed run")
+    ] = "",
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Another arm of ours, field=value[,field=value]; may be repeated")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="Decisive rounds of ours and the two fastest peers")] = 3,
+    time_limit: Annotated[float | None, typer.Option(help="Begin nothing new after so many seconds")] = None,
+    arm_timeout: Annotated[float, typer.Option(help="Seconds one process may take")] = 300,
+    loss_tolerance: Annotated[float, typer.Option(help="Relative deviation of a loss from fp32 that has a speed")] = 0.01,
+    norm_tolerance: Annotated[float, typer.Option(help="The same for a gradient norm")] = 0.10,
+    profile: Annotated[bool, typer.Option("--profile", help="Where the time goes, and a trace beside the output")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write all of it to this JSON file, and bars beside it as PNG")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keep weights and compilers' caches here for the next row")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record (default: what git says)")] = None,
+    **flags: Any,
+) -> None:
+    """How fast a recipe trains here: real tokens/s beside the floor of its step and beside the peers.
+
+    `chronicals benchmark` measures the Qwen2.5-0.5B shape with random weights; `--model llama-3.1-8b` the other built-in
+    shape, or any `--model DIR_OR_HUB` with any `--data FILE`; `--data fixed` (packs full with one document) and
+    `--data ragged` (documents of very different lengths) are made here. Each arm trains in a process of its own on the
+    same weights, documents, order and labels.
+
+    A speed is refused where losses or gradient norms leave a plain fp32 run of the same steps, or a gradient is zero.
+    """
+    from rich.console import Console
+
+    from chronicals.benchmark.parity import Tolerance
+    from chronicals.benchmark.record import draw, to_dict
+    from chronicals.benchmark.rounds import Options, Row, measure
+    from chronicals.benchmark.work import plan_work
+
+    console = Console(stderr=True)
+    name, data, fields, uses_lora = _recipe(recipe, flags)
+    trace = output.with_suffix(".trace.json").absolute() if profile and output else None
+    options = Options(
+        against=_peers(against), variants=[_changes(text) for text in variant or []], rounds=rounds, time_limit=time_limit,
+        arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
+    )  # fmt: skip
+
+    def keep(row: Row) -> None:
+        if output:
+            output.write_text(json.dumps(to_dict(row, commit), indent=1))
+
+    with contextlib.ExitStack() as scratch:
+        place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))
+        work = plan_work(place, name, data, mode or ("lora" if uses_lora else "full"), fields, steps, warm_up)
+        with console.status("") as status:
+            row = measure(work, options, say=lambda words: (status.update(words), console.print(f"[dim]{words}[/]"))[0], keep=keep)
+        result = to_dict(row, commit)
+    _print(result, profile)
+    if output:
+        draw(result, output.with_suffix(".png"))
+        console.print(f"[bold]written[/] {output}, {output.with_suffix('.png')}" + (f", {trace}" if trace else ""))
+    if result["arms"].get("ours", {}).get("status") != "measured":
+        raise typer.Exit(1)
+
+
+def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], bool]:
+    """Model, data, the fields that were set, and whether they ask for adapters."""
+    from chronicals.config import Recipe
+
+    if recipe is None:
+        plan = Recipe(**{"model": "qwen2.5-0.5b", "data": "fixed", **flags})
+    else:
+        plan = Recipe.from_yaml(recipe, **flags)
+    config = plan.config()
+    fields = {name: value for name, value in config.to_dict().items() if name in config.explicit}
+    return plan.model, plan.data, fields, config.use_lora
+
+
+def _peers(against: str) -> list[str]:
+    """Peers by name; Unsloth runs without recomputation and with."""
+    from chronicals.benchmark.processes import PEERS
+    from chronicals.config import ConfigurationError
+
+    asked = [name.strip() for name in against.split(",") if name.strip()]
+    for name in asked:
+        if name not in PEERS:
+            raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
+    return list(dict.fromkeys(peer for name in asked for peer in ([name, "unsloth-recompute"] if name == "unsloth" else [name])))
+
+
+def _changes(text: str) -> dict[str, Any]:
+    import yaml
+
+    from chronicals.config import ConfigurationError
+
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and sign for name, sign, _ in pairs):
+        raise ConfigurationError(f"variant={text!r}: expected field=value, with commas between several")
+    return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+
+
+def _print(result: dict[str, Any], profile: bool) -> None:
+    from rich.console import Console
+
+    console = Console()
+    row, floor, gaps = result["row"], result["floor"], None
+    for arm in result["arms"].values():
+        gaps = gaps or ((arm.get("profile") or {}).get("share") or {}).get("gaps")
+    console.print(_arms_table(result))
+    for name, ratio in result["ratios"].items():
+        console.print(f"ours / {name}: [bold]{ratio['median']:.3f}[/] (rounds {', '.join(f'{r:.3f}' for r in ratio['by_round'])})")
+    if floor:
+        parts = ", ".join(f"{name} {1e3 * floor[name]:.2f}" for name in ("products", "attention", "elementwise", "loss", "optimizer"))
+        console.print(f"floor of our step: {floor['tokens_per_second']:,.0f} tokens/s = {1e3 * floor['seconds']:.2f} ms ({parts})")
+    console.print(f"{row['tokens_a_step']:,} real tokens a step, {result['needed_flops_a_token'] / 1e9:.2f} GFLOP needed for each")
+    if gaps is not None:
+        console.print(f"launch gaps: {gaps:.1%} of the time no kernel runs")
+    if profile:
+        _print_profile(console, result)
+    for note in result["notes"]:
+        console.print(f"[yellow]{note}[/]")
+
+
+def _arms_table(result: dict[str, Any]) -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    row = result["row"]
+    table = Table(title=f"{row['model']}, {row['mode']}, {row['data']}", title_justify="left")
+    for column in ("", "real tokens/s", "quartiles", "", "MFU", "floor", "GiB", "padding", "loss", "grad norm", "trained", "first step"):
+        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
+    rates = {name: arm["tokens_per_second"]["median"] for name, arm in result["arms"].items() if "tokens_per_second" in arm}
+    order = sorted(result["arms"], key=lambda name: -rates.get(name, 0.0))
+    for name in order:
+        arm = result["arms"][name]
+        if name not in rates:
+            table.add_row(name, f"[yellow]{arm['status']}[/]", *[""] * 10)
+            continue
+        low, high = arm["tokens_per_second"]["quartiles"]
+        share = arm["share_of_floor"]
+        table.add_row(
+            f"[bold]{name}[/]" if name == "ours" else name, f"{rates[name]:,.0f}", f"{low:,.0f}–{high:,.0f}",
+            "█" * max(1, round(20 * rates[name] / max(rates.values()))), f"{arm['mfu']:.1%}",
+            f"{share:.1%}" if share else "-", f"{arm['peak_gib']:.1f}", f"{arm['padding_share']:.1%}",
+            f"{arm['first_loss']:.3f} → {arm['last_loss'] or float('nan'):.3f}",
+            f"{next(norm for norm in reversed(arm['grad_norms']) if norm is not None):.3f}",
+            f"{arm['trained_share']:.2%}", f"{arm['first_step_seconds']:.1f} s",
+        )  # fmt: skip
+    reasons = [f"{name}: {escape(str(arm['reason']))}" for name, arm in result["arms"].items() if arm.get("reason")]
+    table.caption = "\n".join(reasons) or None
+    return table
+
+
+def _print_profile(console: Any, result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    for name, arm in result["arms"].items():
+        found = arm.get("profile")
+        if not found:
+            continue
+        table = Table("where the time goes", "share", "ms a step", title=name, title_justify="left")
+        for kind, share in sorted(found["share"].items(), key=lambda item: -item[1]):
+            table.add_row(kind, f"{share:.1%}", f"{found['milliseconds_a_step'][kind]:.2f}")
+        longest = Table("kernel", "kind", "calls a step", "ms a step")
+        for kernel in found["kernels"][:15]:
+            longest.add_row(
+                kernel["name"][:70], kernel["kind"], f"{kernel['calls_a_step']:.0f}", f"{kernel['milliseconds_a_step']:.2f}"
+            )
+        console.print(table, longest)
