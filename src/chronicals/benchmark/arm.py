@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import sys
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ ARMS = {
     "liger": "plain:liger",
     "unsloth": "unsloth:unsloth",
     "unsloth-recompute": "unsloth:unsloth_recompute",
+    "unsloth-padded": "unsloth:unsloth_padded",
     "trl": "trl:trl",
     "reference": "plain:reference",
 }
@@ -61,4 +61,3 @@ def main(arguments: list[str] | None = None) -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.flush()

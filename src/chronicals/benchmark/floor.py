@@ -171,7 +171,12 @@ class Product:
 def products(job: Job) -> list[Product]:
     """The step's products, with QKV and gate/up merged, as the needed FLOPs count them."""
     s, T = job.shape, job.tokens
-    layer = {"qkv": (s.width, s.q + 2 * s.kv), "out": (s.q, s.width), "gate_up": (s.width, 2 * s.inner), "down": (s.inner, s.width)}
+    layer = {
+        "qkv": (s.width, s.q + 2 * s.kv),
+        "out": (s.q, s.width),
+        "gate_up": (s.width, 2 * s.inner),
+        "down": (s.inner, s.width),
+    }
     found = []
     for name, (inputs, outputs) in layer.items():
         found.append(Product(name, "forward", T, inputs, outputs, s.layers))

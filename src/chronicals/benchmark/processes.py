@@ -23,6 +23,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "liger": ("liger_kernel",),
     "unsloth": ("unsloth",),
     "unsloth-recompute": ("unsloth",),
+    "unsloth-padded": ("unsloth",),
     "trl": ("trl", "datasets"),
 }
 """Peers by name, and the packages each needs; LoRA also needs peft."""
@@ -57,7 +58,13 @@ def missing(peer: str, mode: str) -> list[str]:
 
 
 def run_arm(
-    work: Work, arm: Arm | str, steps: int, timeout: float, trace: Path | None = None, documents: Path | None = None, label: str = ""
+    work: Work,
+    arm: Arm | str,
+    steps: int,
+    timeout: float,
+    trace: Path | None = None,
+    documents: Path | None = None,
+    label: str = "",
 ) -> Measurement:
     """Run one arm on the work and read what it measured.
 

@@ -157,9 +157,7 @@ def documents_of(step: Step) -> list[Document]:
     return found
 
 
-def plan_work(
-    folder: Path, model: str, data: str, mode: str, fields: dict[str, Any], steps: int | None, warm_up: int
-) -> Work:
+def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, Any], steps: int | None, warm_up: int) -> Work:
     """Decide a row and write its documents; the weights come later, from a process of their own.
 
     Args:

@@ -56,7 +56,7 @@ def benchmark(
     name, data, fields, uses_lora = _recipe(recipe, flags)
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     options = Options(
-        against=_peers(against), variants=[_changes(text) for text in variant or []], rounds=rounds, time_limit=time_limit,
+        against=_peers(against, data), variants=[_changes(text) for text in variant or []], rounds=rounds, time_limit=time_limit,
         arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
     )  # fmt: skip
 
@@ -68,7 +68,9 @@ def benchmark(
         place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))
         work = plan_work(place, name, data, mode or ("lora" if uses_lora else "full"), fields, steps, warm_up)
         with console.status("") as status:
-            row = measure(work, options, say=lambda words: (status.update(words), console.print(f"[dim]{words}[/]"))[0], keep=keep)
+            row = measure(
+                work, options, say=lambda words: (status.update(words), console.print(f"[dim]{words}[/]"))[0], keep=keep
+            )
         result = to_dict(row, commit)
     _print(result, profile)
     if output:
@@ -91,8 +93,8 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
     return plan.model, plan.data, fields, config.use_lora
 
 
-def _peers(against: str) -> list[str]:
-    """Peers by name; Unsloth runs without recomputation and with."""
+def _peers(against: str, data: str) -> list[str]:
+    """Peers by name; Unsloth runs without recomputation and with, and beside its packing with padded rows."""
     from chronicals.benchmark.processes import PEERS
     from chronicals.config import ConfigurationError
 
@@ -100,7 +102,8 @@ def _peers(against: str) -> list[str]:
     for name in asked:
         if name not in PEERS:
             raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
-    return list(dict.fromkeys(peer for name in asked for peer in ([name, "unsloth-recompute"] if name == "unsloth" else [name])))
+    ways = ["unsloth", "unsloth-recompute", *(["unsloth-padded"] if data != "fixed" else [])]
+    return list(dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name])))
 
 
 def _changes(text: str) -> dict[str, Any]:
@@ -116,18 +119,30 @@ def _changes(text: str) -> dict[str, Any]:
 
 def _print(result: dict[str, Any], profile: bool) -> None:
     from rich.console import Console
+    from rich.markup import escape
 
     console = Console()
     row, floor, gaps = result["row"], result["floor"], None
     for arm in result["arms"].values():
         gaps = gaps or ((arm.get("profile") or {}).get("share") or {}).get("gaps")
-    console.print(_arms_table(result))
+    console.print(_speeds(result), _proofs(result), "")
+    for name, arm in result["arms"].items():
+        if arm.get("reason"):
+            console.print(f"[yellow]{name}[/]: {escape(str(arm['reason']))}", soft_wrap=True)
     for name, ratio in result["ratios"].items():
-        console.print(f"ours / {name}: [bold]{ratio['median']:.3f}[/] (rounds {', '.join(f'{r:.3f}' for r in ratio['by_round'])})")
+        console.print(
+            f"ours / {name}: [bold]{ratio['median']:.3f}[/] (rounds {', '.join(f'{r:.3f}' for r in ratio['by_round'])})"
+        )
     if floor:
-        parts = ", ".join(f"{name} {1e3 * floor[name]:.2f}" for name in ("products", "attention", "elementwise", "loss", "optimizer"))
-        console.print(f"floor of our step: {floor['tokens_per_second']:,.0f} tokens/s = {1e3 * floor['seconds']:.2f} ms ({parts})")
-    console.print(f"{row['tokens_a_step']:,} real tokens a step, {result['needed_flops_a_token'] / 1e9:.2f} GFLOP needed for each")
+        parts = ", ".join(
+            f"{name} {1e3 * floor[name]:.2f}" for name in ("products", "attention", "elementwise", "loss", "optimizer")
+        )
+        console.print(
+            f"floor of our step: {floor['tokens_per_second']:,.0f} tokens/s = {1e3 * floor['seconds']:.2f} ms ({parts})"
+        )
+    console.print(
+        f"{row['tokens_a_step']:,} real tokens a step, {result['needed_flops_a_token'] / 1e9:.2f} GFLOP needed for each"
+    )
     if gaps is not None:
         console.print(f"launch gaps: {gaps:.1%} of the time no kernel runs")
     if profile:
@@ -136,33 +151,46 @@ def _print(result: dict[str, Any], profile: bool) -> None:
         console.print(f"[yellow]{note}[/]")
 
 
-def _arms_table(result: dict[str, Any]) -> Any:
-    from rich.markup import escape
+def _speeds(result: dict[str, Any]) -> Any:
+    """Real tokens per second in the median, half the distance of the quartiles, bars, MFU, share of the floor, memory."""
     from rich.table import Table
 
-    row = result["row"]
+    row, arms = result["row"], result["arms"]
     table = Table(title=f"{row['model']}, {row['mode']}, {row['data']}", title_justify="left")
-    for column in ("", "real tokens/s", "quartiles", "", "MFU", "floor", "GiB", "padding", "loss", "grad norm", "trained", "first step"):
-        table.add_column(column, justify="left" if not column else "right", no_wrap=True)
-    rates = {name: arm["tokens_per_second"]["median"] for name, arm in result["arms"].items() if "tokens_per_second" in arm}
-    order = sorted(result["arms"], key=lambda name: -rates.get(name, 0.0))
-    for name in order:
-        arm = result["arms"][name]
+    for column in ("arm", "tokens/s", "±", "bar", "MFU", "floor", "GiB"):
+        table.add_column(
+            "" if column == "bar" else column, justify="left" if column in ("arm", "bar") else "right", no_wrap=True
+        )
+    rates = {name: arm["tokens_per_second"]["median"] for name, arm in arms.items() if "tokens_per_second" in arm}
+    for name in sorted(arms, key=lambda name: -rates.get(name, 0.0)):
+        arm = arms[name]
         if name not in rates:
-            table.add_row(name, f"[yellow]{arm['status']}[/]", *[""] * 10)
+            table.add_row(name, f"[yellow]{arm['status']}[/]")
             continue
         low, high = arm["tokens_per_second"]["quartiles"]
-        share = arm["share_of_floor"]
+        share, bar = arm["share_of_floor"], "█" * max(1, round(12 * rates[name] / max(rates.values())))
         table.add_row(
-            f"[bold]{name}[/]" if name == "ours" else name, f"{rates[name]:,.0f}", f"{low:,.0f}–{high:,.0f}",
-            "█" * max(1, round(20 * rates[name] / max(rates.values()))), f"{arm['mfu']:.1%}",
-            f"{share:.1%}" if share else "-", f"{arm['peak_gib']:.1f}", f"{arm['padding_share']:.1%}",
-            f"{arm['first_loss']:.3f} → {arm['last_loss'] or float('nan'):.3f}",
-            f"{next(norm for norm in reversed(arm['grad_norms']) if norm is not None):.3f}",
-            f"{arm['trained_share']:.2%}", f"{arm['first_step_seconds']:.1f} s",
+            f"[bold]{name}[/]" if name.startswith("ours") else name, f"{rates[name]:,.0f}", f"{(high - low) / 2 / rates[name]:.1%}", bar,
+            f"{arm['mfu']:.1%}", f"{share:.1%}" if share else "-", f"{arm['peak_gib']:.1f}",
         )  # fmt: skip
-    reasons = [f"{name}: {escape(str(arm['reason']))}" for name, arm in result["arms"].items() if arm.get("reason")]
-    table.caption = "\n".join(reasons) or None
+    return table
+
+
+def _proofs(result: dict[str, Any]) -> Any:
+    """What stands beside each speed: loss, gradient norm, what was trained, and how far from fp32."""
+    from rich.table import Table
+
+    table = Table("arm", "loss", "grad norm", "from fp32", "trained", "padding", "warm-up", show_edge=False)
+    for name, arm in result["arms"].items():
+        if "tokens_per_second" not in arm:
+            continue
+        norm = next(norm for norm in reversed(arm["grad_norms"]) if norm is not None)
+        last = f"{arm['last_loss']:.3f}" if arm["last_loss"] is not None else "?"
+        away = arm["parity"]["loss"]["largest_deviation"]
+        table.add_row(
+            name, f"{arm['first_loss']:.3f} → {last}", f"{norm:.3f}", f"{away:.1e}" if away is not None else "-",
+            f"{arm['trained_share']:.2%}", f"{arm['padding_share']:.1%}", f"{arm['warm_up_seconds']:.1f} s",
+        )  # fmt: skip
     return table
 
 

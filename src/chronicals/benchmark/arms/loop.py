@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,7 +55,12 @@ def padded(documents: Sequence[Document], rows: int, place: torch.device) -> Pad
 
 
 def train_padded(
-    model: Any, work: Work, plan: Plan, settings: str, steps: Sequence[Sequence[Document]] | None = None, rows: int | None = None
+    model: Any,
+    work: Work,
+    plan: Plan,
+    settings: str,
+    steps: Sequence[Sequence[Document]] | None = None,
+    rows: int | None = None,
 ) -> Measurement:
     """Train ``model`` for the planned steps and report each.
 
@@ -99,7 +105,7 @@ def train_padded(
         profiler = Profiler(plan.trace)
         for batch in batches[plan.in_all :]:
             run(batch)
-        profile = profiler.stop(PROFILED_STEPS)
+        profile = profiler.stop(PROFILED_STEPS, statistics.median(seconds[plan.warm_up :]))
     measured = slice(0, plan.in_all)
     return Measurement(
         settings=settings,

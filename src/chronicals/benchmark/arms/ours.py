@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import statistics
 import time
 from typing import Any
 
@@ -44,7 +45,9 @@ class Collector(Callback):
                 raise Enough
             self.profiler = Profiler(self.plan.trace)
         if self.profiler is not None and metrics.step == last + PROFILED_STEPS:
-            self.profile = self.profiler.stop(PROFILED_STEPS)
+            measured = self.steps[self.plan.warm_up :]
+            step_seconds = statistics.median(step.tokens / step.tokens_per_second for step in measured)
+            self.profile = self.profiler.stop(PROFILED_STEPS, step_seconds)
             raise Enough
 
 
