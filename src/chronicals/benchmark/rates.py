@@ -22,8 +22,8 @@ def measure_rates(work: Work) -> dict[str, Any]:
     """Everything the floor of the row's step needs, and the floor itself.
 
     Returns:
-        ``machine``: the card; ``copy_bytes_per_second``; ``products``: seconds and FLOP/s by shape; ``attention``: backend, seconds and FLOP/s
-        of one layer, forward and backward; ``floor``: seconds of the step by part.
+        ``machine``: the card; ``copy_bytes_per_second``; ``products``: seconds and FLOP/s by shape; ``attention``:
+        backend, seconds and FLOP/s of one layer, forward and backward; ``floor``: seconds of the step by part.
     """
     job, config = work.job(), work.config()
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]

@@ -44,7 +44,7 @@ class Options:
     rounds: int = 3
     time_limit: float | None = None
     arm_timeout: float = 300
-    tolerance: Tolerance = Tolerance()
+    tolerance: Tolerance = field(default_factory=Tolerance)
     trace: Path | None = None
 
 

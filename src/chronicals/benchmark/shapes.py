@@ -60,7 +60,7 @@ SHAPES = {
 
 DATA = ("fixed", "ragged")
 MEDIAN, SPREAD, SHORTEST = 400, 0.8, 32
-"""Lengths of ragged documents: lognormal with this median and σ, no shorter than this, no longer than a pack."""
+"""Lengths of ragged documents: lognormal with this median and spread, no shorter than this, no longer than a pack."""
 
 
 def build_model(name: str, folder: Path, device: str) -> None:

@@ -46,6 +46,7 @@ def benchmark(
     A speed is refused where losses or gradient norms leave a plain fp32 run of the same steps, or a gradient is zero.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from chronicals.benchmark.parity import Tolerance
     from chronicals.benchmark.record import draw, to_dict
@@ -56,8 +57,8 @@ def benchmark(
     name, data, fields, uses_lora = _recipe(recipe, flags)
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     options = Options(
-        against=_peers(against, data), variants=[_changes(text) for text in variant or []], rounds=rounds, time_limit=time_limit,
-        arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
+        against=_peers(against, data), variants=[_changes(text) for text in variant or []], rounds=rounds,
+        time_limit=time_limit, arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
     )  # fmt: skip
 
     def keep(row: Row) -> None:
@@ -68,9 +69,12 @@ def benchmark(
         place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))
         work = plan_work(place, name, data, mode or ("lora" if uses_lora else "full"), fields, steps, warm_up)
         with console.status("") as status:
-            row = measure(
-                work, options, say=lambda words: (status.update(words), console.print(f"[dim]{words}[/]"))[0], keep=keep
-            )
+
+            def say(words: str) -> None:
+                status.update(escape(words))
+                console.print(f"[dim]{escape(words)}[/]")
+
+            row = measure(work, options, say, keep)
         result = to_dict(row, commit)
     _print(result, profile)
     if output:
@@ -130,19 +134,15 @@ def _print(result: dict[str, Any], profile: bool) -> None:
         if arm.get("reason"):
             console.print(f"[yellow]{name}[/]: {escape(str(arm['reason']))}", soft_wrap=True)
     for name, ratio in result["ratios"].items():
-        console.print(
-            f"ours / {name}: [bold]{ratio['median']:.3f}[/] (rounds {', '.join(f'{r:.3f}' for r in ratio['by_round'])})"
-        )
+        by_round = ", ".join(f"{part:.3f}" for part in ratio["by_round"])
+        console.print(f"ours / {name}: [bold]{ratio['median']:.3f}[/] (rounds {by_round})")
     if floor:
-        parts = ", ".join(
-            f"{name} {1e3 * floor[name]:.2f}" for name in ("products", "attention", "elementwise", "loss", "optimizer")
-        )
-        console.print(
-            f"floor of our step: {floor['tokens_per_second']:,.0f} tokens/s = {1e3 * floor['seconds']:.2f} ms ({parts})"
-        )
-    console.print(
-        f"{row['tokens_a_step']:,} real tokens a step, {result['needed_flops_a_token'] / 1e9:.2f} GFLOP needed for each"
-    )
+        kinds = ("products", "attention", "elementwise", "loss", "optimizer")
+        parts = ", ".join(f"{kind} {1e3 * floor[kind]:.2f}" for kind in kinds)
+        rate, time = floor["tokens_per_second"], 1e3 * floor["seconds"]
+        console.print(f"floor of our step: {rate:,.0f} tokens/s = {time:.2f} ms ({parts})")
+    needed = result["needed_flops_a_token"] / 1e9
+    console.print(f"{row['tokens_a_step']:,} real tokens a step, {needed:.2f} GFLOP needed for each")
     if gaps is not None:
         console.print(f"launch gaps: {gaps:.1%} of the time no kernel runs")
     if profile:
@@ -157,10 +157,8 @@ def _speeds(result: dict[str, Any]) -> Any:
 
     row, arms = result["row"], result["arms"]
     table = Table(title=f"{row['model']}, {row['mode']}, {row['data']}", title_justify="left")
-    for column in ("arm", "tokens/s", "±", "bar", "MFU", "floor", "GiB"):
-        table.add_column(
-            "" if column == "bar" else column, justify="left" if column in ("arm", "bar") else "right", no_wrap=True
-        )
+    for column in ("arm", "tokens/s", "±", "", "MFU", "floor", "GiB"):
+        table.add_column(column, justify="left" if column in ("arm", "") else "right", no_wrap=True)
     rates = {name: arm["tokens_per_second"]["median"] for name, arm in arms.items() if "tokens_per_second" in arm}
     for name in sorted(arms, key=lambda name: -rates.get(name, 0.0)):
         arm = arms[name]
@@ -168,10 +166,11 @@ def _speeds(result: dict[str, Any]) -> Any:
             table.add_row(name, f"[yellow]{arm['status']}[/]")
             continue
         low, high = arm["tokens_per_second"]["quartiles"]
-        share, bar = arm["share_of_floor"], "█" * max(1, round(12 * rates[name] / max(rates.values())))
+        rate, share = rates[name], arm["share_of_floor"]
         table.add_row(
-            f"[bold]{name}[/]" if name.startswith("ours") else name, f"{rates[name]:,.0f}", f"{(high - low) / 2 / rates[name]:.1%}", bar,
-            f"{arm['mfu']:.1%}", f"{share:.1%}" if share else "-", f"{arm['peak_gib']:.1f}",
+            f"[bold]{name}[/]" if name.startswith("ours") else name, f"{rate:,.0f}", f"{(high - low) / 2 / rate:.1%}",
+            "█" * max(1, round(12 * rate / max(rates.values()))), f"{arm['mfu']:.1%}", f"{share:.1%}" if share else "-",
+            f"{arm['peak_gib']:.1f}",
         )  # fmt: skip
     return table
 

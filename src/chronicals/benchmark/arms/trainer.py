@@ -44,7 +44,7 @@ def train_with_trainer(
         "logging_steps": 10**6, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False,
         "disable_tqdm": True, "dataloader_drop_last": True, **arguments,
     }  # fmt: skip
-    trainer = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described))
+    trainer: Any = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described))
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
     watch = Watch(trainer, plan)
     movement = Movement(trainer.model)

@@ -29,10 +29,11 @@ def trl(work: Work, plan: Plan) -> Measurement:
     if work.mode == "lora":
         model = with_peft(model, work)
     liger = device().type == "cuda" and find_spec("liger_kernel") is not None
+    sizes: dict[str, int] = {}
     if attention is not None:
-        how, sizes = f"packing (bfd), {attention}", {}
+        how = f"packing (bfd), {attention}"
     elif work.data == "fixed":
-        how, sizes = "rows without padding, sdpa", {}
+        how = "rows without padding, sdpa"
     else:
         counts = [len(documents) for documents in work.documents_by_step(plan.in_all)]
         mean = round(sum(counts) / len(counts))

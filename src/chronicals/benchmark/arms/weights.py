@@ -17,9 +17,9 @@ def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     place = {"device_map": {"": 0}} if device().type == "cuda" and find_spec("accelerate") else {}
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **place, **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **place, **options)
     model.config.use_cache = False
-    return model.to(device()) if not place else model
+    return model if place else model.to(device())
 
 
 def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False) -> Any:
