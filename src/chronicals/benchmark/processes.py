@@ -65,12 +65,14 @@ def run_arm(
     trace: Path | None = None,
     documents: Path | None = None,
     label: str = "",
+    warm_up: int | None = None,
 ) -> Measurement:
     """Run one arm on the work and read what it measured.
 
     Args:
         timeout: seconds after which it is ended.
         label: tells the log file from those of other runs of the arm.
+        warm_up: first steps told apart; the work's by default.
 
     Raises:
         ArmFailed: it crashed or took too long.
@@ -78,7 +80,16 @@ def run_arm(
     arm = Arm(arm) if isinstance(arm, str) else arm
     stem = re.sub(r"[^\w.=-]+", "-", arm.name) + (f"-{label}" if label else "")
     out = work.folder / "results" / f"{stem}.json"
-    options = ["--steps", str(steps), "--warm-up", str(work.warm_up), "--out", str(out), "--changes", json.dumps(arm.changes)]
+    options = [
+        "--steps",
+        str(steps),
+        "--warm-up",
+        str(work.warm_up if warm_up is None else warm_up),
+        "--out",
+        str(out),
+        "--changes",
+        json.dumps(arm.changes),
+    ]
     options += ["--trace", str(trace)] if trace else []
     options += ["--documents", str(documents)] if documents else []
     run_process(work, arm.kind, options, timeout, stem)

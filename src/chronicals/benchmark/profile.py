@@ -11,6 +11,7 @@ from typing import Any
 PROFILED_STEPS = 3
 
 KINDS: dict[str, str] = {
+    "communication": r"nccl",
     "attention": r"flash|fmha|attention|attn|sdpa|softmax_warp|splitkv|mha_",
     "loss": r"cross_?entropy|log_?softmax|cunn_softmax|log_probability|margins|logit_rows|_loss|loss_",
     "optimizer": r"adam|multi_tensor|lpnorm|foreach|clip_?grad|optimizer",

@@ -119,6 +119,7 @@ class _Session:
     keep: Callable[[Row], None]
     began: float
     took: dict[str, float] = field(default_factory=dict)
+    own_references: dict[str, tuple[list[list[list[int]]], Measurement]] = field(default_factory=dict)
 
     def measure_rates(self) -> None:
         self.say("measuring this machine's rates at the step's shapes")
@@ -135,8 +136,17 @@ class _Session:
             self.row.notes.append(f"no reference: {error}")
 
     def _reference(self, documents: Path | None, label: str) -> Measurement:
-        steps = max(COMPARED - self.row.work.warm_up, 0)
-        return run_arm(self.row.work, "reference", steps, self.options.arm_timeout, documents=documents, label=label)
+        """The fp32 steps; where they fail for want of memory, the first alone, which needs no optimizer states."""
+
+        def run(steps: int) -> Measurement:
+            timeout = self.options.arm_timeout
+            return run_arm(self.row.work, "reference", steps, timeout, documents=documents, label=label, warm_up=0)
+
+        try:
+            return run(COMPARED)
+        except ArmFailed as error:
+            self.row.notes.append(f"the reference has one step, more failed: {error}")
+            return run(1)
 
     def scout(self) -> list[Arm]:
         """Every arm once; those that go on: ours, and the fastest peers that trained as they should."""
@@ -197,16 +207,23 @@ class _Session:
         """Beside the reference on the documents that the arm itself took."""
         reference = self.row.reference
         if measured.own_batches:
-            path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"
-            path.write_text(json.dumps(measured.own_batches))
             try:
-                reference = self._reference(path, f"{arm.kind}-{label}")
+                reference = self._reference_on(measured.own_batches, arm, label)
             except ArmFailed as error:
                 return f"no reference on its own batches: {error}"
             measured.extra["reference"] = {"losses": reference.losses, "grad_norms": reference.grad_norms}
         fields = {**self.row.work.fields, **arm.changes}
         dropout = arm.ours and bool(fields.get("use_lora")) and bool(self.row.work.config(**arm.changes).lora_dropout)
         return refusal(measured, reference, self.options.tolerance, dropout)
+
+    def _reference_on(self, batches: list[list[list[int]]], arm: Arm, label: str) -> Measurement:
+        known = self.own_references.get(arm.name)
+        if known is None or known[0] != batches:
+            path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"
+            path.write_text(json.dumps(batches))
+            known = batches, self._reference(path, f"{arm.kind}-{label}")
+            self.own_references[arm.name] = known
+        return known[1]
 
     def _late(self, needed: float) -> bool:
         limit = self.options.time_limit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,7 @@ def train_padded(
     settings: str,
     steps: Sequence[Sequence[Document]] | None = None,
     rows: int | None = None,
+    updates: bool = True,
 ) -> Measurement:
     """Train ``model`` for the planned steps and report each.
 
@@ -69,6 +71,7 @@ def train_padded(
     Args:
         steps: documents of each step; the work's own by default.
         rows: documents in a micro-batch; the work's by default.
+        updates: False never makes optimizer states: for a single step where they do not fit.
     """
     in_all = plan.in_all + (PROFILED_STEPS if plan.trace else 0)
     steps = list(work.documents_by_step(in_all)) if steps is None else steps
@@ -90,11 +93,13 @@ def train_padded(
             loss.backward()
             total += loss.detach()
         norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).detach())
-        optimizer.step()
+        if updates:
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(total)
         clock.mark()
 
+    loaded = time.perf_counter() - plan.began
     reset_peak()
     clock.mark()
     for batch in batches[: plan.in_all]:
@@ -118,5 +123,6 @@ def train_padded(
         peak_gib=peak,
         trained_share=movement.trained_share,
         moved_share=movement.moved_share(),
+        load_seconds=loaded,
         profile=profile,
     )

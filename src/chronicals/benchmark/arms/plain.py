@@ -13,6 +13,9 @@ from chronicals.benchmark.arms.weights import load, with_peft
 from chronicals.benchmark.measurement import Measurement, Plan, device
 from chronicals.benchmark.work import Document, Work
 
+TIGHT_STEPS = 3
+"""Reference steps of a model whose weights, gradients and states fill the card."""
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -52,28 +55,25 @@ def liger(work: Work, plan: Plan) -> Measurement:
 def reference(work: Work, plan: Plan) -> Measurement:
     """The plain model in fp32 without TF32: what losses and gradients should be.
 
-    Where weights, gradients and states fill most of the card, activations are recomputed a row at a time; where they do
-    not fit, there is one step.
+    Where the weights are a good part of the card, activations are recomputed, one row at a time, over few steps.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     model = load(work.model, torch.float32, attn_implementation="sdpa")
-    size = 16 * sum(p.numel() for p in model.parameters()) if work.mode == "full" else 0
-    room = torch.cuda.get_device_properties(0).total_memory if device().type == "cuda" else float("inf")
-    tight = 4 * sum(p.numel() for p in model.parameters()) > room / 8
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    tight = device().type == "cuda" and weights > torch.cuda.get_device_properties(0).total_memory / 8
     if tight:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if work.mode == "lora":
         model = with_peft(model, work)
-        if tight:
-            model.enable_input_require_grads()
-    count = plan.in_all if not tight else min(plan.in_all, 3) if size < 0.88 * room else 1
+    count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
     if plan.documents is None:
         steps = list(work.documents_by_step(count))
     else:
         steps = [[_document(ids) for ids in step] for step in json.loads(plan.documents.read_text())][:count]
     short = Plan(len(steps), 0, began=plan.began)
-    return train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows=1 if tight else 4)
+    rows = 1 if tight else 4
+    return train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows, updates=len(steps) > 1)
 
 
 def _document(ids: list[int]) -> Document:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ def train_with_trainer(
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
     watch = Watch(trainer, plan)
     movement = Movement(trainer.model)
+    loaded = time.perf_counter() - plan.began
     reset_peak()
     trainer.train()
     return Measurement(
@@ -61,6 +63,7 @@ def train_with_trainer(
         peak_gib=peak_gib(),
         trained_share=movement.trained_share,
         moved_share=movement.moved_share(),
+        load_seconds=loaded,
         own_batches=watch.batches,
     )
 
