@@ -42,8 +42,7 @@ def bench(tmp_path, monkeypatch):
 
     rates = {"floor": FLOOR, "machine": {"card": "none"}, "copy_bytes_per_second": 1.0, "products": {}, "attention": {}}
     monkeypatch.setattr(rounds, "run_arm", run_arm)
-    monkeypatch.setattr(rounds, "run_process", lambda *given: None)
-    monkeypatch.setattr(rounds, "run_rates", lambda *given: rates)
+    monkeypatch.setattr(rounds, "run_preparation", lambda *given: rates)
     monkeypatch.setattr(rounds, "missing", lambda peer, mode: [peer] if peer in bench.absent else [])
     return bench
 

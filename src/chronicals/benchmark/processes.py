@@ -96,14 +96,14 @@ def run_arm(
     return Measurement.read(out)
 
 
-def run_rates(work: Work, timeout: float) -> dict[str, Any]:
-    """Measure the rates that the floor is made of.
+def run_preparation(work: Work, timeout: float) -> dict[str, Any]:
+    """Write what the arms share and measure the rates that the floor is made of; ``error`` where those failed.
 
     Raises:
-        ArmFailed: it crashed or took too long.
+        ArmFailed: the work could not be prepared.
     """
     out = work.folder / "results" / "rates.json"
-    run_process(work, "rates", ["--out", str(out)], timeout, "rates")
+    run_process(work, "prepare", ["--out", str(out)], timeout, "prepare")
     return json.loads(out.read_text())
 
 
@@ -142,6 +142,7 @@ def environment(work: Work) -> dict[str, str]:
         "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
         "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(caches / "flash"),
         "TOKENIZERS_PARALLELISM": "false",
+        "UNSLOTH_DISABLE_STATISTICS": "1",
     }
     path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
     offline = {"HF_HUB_OFFLINE": "1"} if Path(work.model).exists() else {}

@@ -17,6 +17,8 @@ from chronicals.benchmark.work import Work
 MILLISECONDS = 60
 """Of repetition for each measurement on a card."""
 
+ALIGNED = 128
+
 
 def measure_rates(work: Work) -> dict[str, Any]:
     """Everything the floor of the row's step needs, and the floor itself.
@@ -78,21 +80,18 @@ def copy_rate() -> float:
 
 
 def product_seconds(product: Product, kind: torch.dtype) -> float:
-    """Time of one product in the layout that a linear layer gives it."""
-    rows, inputs, outputs = product.rows, product.inputs, product.outputs
+    """Time of one product in the layout that a linear layer gives it.
 
-    def random(*sizes: int) -> torch.Tensor:
-        return torch.randn(*sizes, device=device(), dtype=kind)
-
-    if product.kind == "forward":
-        x, weight = random(rows, inputs), random(outputs, inputs)
-        return median_seconds(lambda: x @ weight.t())
-    upstream = random(rows, outputs)
-    if product.kind == "dX":
-        weight = random(outputs, inputs)
-        return median_seconds(lambda: upstream @ weight)
-    x = random(rows, inputs)
-    return median_seconds(lambda: upstream.t() @ x)
+    A step of ragged documents has any number of tokens; it is measured at the nearest multiple of ``ALIGNED`` rows, as
+    packs have it, and scaled.
+    """
+    rows = max(round(product.rows / ALIGNED), 1) * ALIGNED if product.rows > ALIGNED else product.rows
+    x, upstream, weight = (
+        torch.randn(*sizes, device=device(), dtype=kind)
+        for sizes in ((rows, product.inputs), (rows, product.outputs), (product.outputs, product.inputs))
+    )
+    run = {"forward": lambda: x @ weight.t(), "dX": lambda: upstream @ weight, "dW": lambda: upstream.t() @ x}[product.kind]
+    return median_seconds(run) * product.rows / rows
 
 
 def attention_rates(work: Work, job: Job, kind: torch.dtype) -> dict[str, Any]:

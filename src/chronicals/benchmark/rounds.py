@@ -17,12 +17,15 @@ from typing import Any
 from chronicals.benchmark.floor import Job
 from chronicals.benchmark.measurement import COMPARED, Measurement
 from chronicals.benchmark.parity import Tolerance, refusal
-from chronicals.benchmark.processes import OURS, Arm, ArmFailed, missing, run_arm, run_process, run_rates
+from chronicals.benchmark.processes import OURS, Arm, ArmFailed, missing, run_arm, run_preparation
 from chronicals.benchmark.work import Work
 
 logger = logging.getLogger(__name__)
 
 BEST_PEERS = 2
+PREPARATION_SECONDS = 600
+"""At least these for writing weights, whatever an arm may take."""
+
 Say = Callable[[str], None]
 
 
@@ -91,11 +94,12 @@ def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable
         ArmFailed: the work itself could not be prepared.
     """
     began = time.perf_counter()
-    say("preparing weights, tokens and adapters")
-    run_process(work, "prepare", [], max(options.arm_timeout, 600), "prepare")
-    row = Row(work, work.job())
+    say("preparing weights, tokens and adapters; measuring this machine's rates at the step's shapes")
+    rates = run_preparation(work, max(options.arm_timeout, PREPARATION_SECONDS))
+    row = Row(work, work.job(), rates)
+    if "error" in rates:
+        row.notes.append(f"no floor: the rates could not be measured: {rates['error']}")
     session = _Session(row, options, say, keep, began)
-    session.measure_rates()
     session.measure_reference()
     arms = session.scout()
     session.decide(arms)
@@ -120,13 +124,6 @@ class _Session:
     began: float
     took: dict[str, float] = field(default_factory=dict)
     own_references: dict[str, tuple[list[list[list[int]]], Measurement]] = field(default_factory=dict)
-
-    def measure_rates(self) -> None:
-        self.say("measuring this machine's rates at the step's shapes")
-        try:
-            self.row.rates = run_rates(self.row.work, self.options.arm_timeout)
-        except ArmFailed as error:
-            self.row.notes.append(f"no floor: rates could not be measured: {error}")
 
     def measure_reference(self) -> None:
         self.say("running the fp32 reference")
@@ -220,6 +217,7 @@ class _Session:
         known = self.own_references.get(arm.name)
         if known is None or known[0] != batches:
             path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"
+            path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(batches))
             known = batches, self._reference(path, f"{arm.kind}-{label}")
             self.own_references[arm.name] = known

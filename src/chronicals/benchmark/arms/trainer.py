@@ -47,6 +47,7 @@ def train_with_trainer(
     }  # fmt: skip
     trainer: Any = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described))
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
+    expected = [[document.ids.tolist() for document in step] for step in work.documents_by_step(COMPARED)]
     watch = Watch(trainer, plan)
     movement = Movement(trainer.model)
     loaded = time.perf_counter() - plan.began
@@ -64,7 +65,7 @@ def train_with_trainer(
         trained_share=movement.trained_share,
         moved_share=movement.moved_share(),
         load_seconds=loaded,
-        own_batches=watch.batches,
+        own_batches=None if watch.batches == expected else watch.batches,
     )
 
 
