@@ -46,7 +46,9 @@ class Shape:
 
     @classmethod
     def of(cls, config: Any) -> Shape:
-        """The shape in a transformers configuration; small parameters (norms, biases) are not counted."""
+        """The shape in a transformers configuration, taken as a dense decoder with gated MLPs; small parameters (norms,
+        biases) are not counted.
+        """
         config = config.get_text_config()
         heads = config.num_attention_heads
         shape = cls(
@@ -55,7 +57,7 @@ class Shape:
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            inner=config.intermediate_size,
+            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             vocabulary=config.vocab_size,
             parameters=0,
         )

@@ -152,5 +152,5 @@ def environment(work: Work) -> dict[str, str]:
 def last_words(log: str, code: int) -> str:
     """The last line of a log that names an error, else its last line."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt|Enough|Failure|Failed)\b", line)]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt|Failure|Failed)\b", line)]
     return (errors or lines or [f"exit code {code}"])[-1][:500]

@@ -143,7 +143,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
         low, high = rate["quartiles"]
         spread = [[max(rate["median"] - low, 0)], [max(high - rate["median"], 0)]]
         axis.barh(place, rate["median"], color="tab:blue" if name.startswith("ours") else "0.65", xerr=spread, height=0.6)
-        axis.text(rate["median"], place, f"  {rate['median']:,.0f} · {arm['peak_gib']:.1f} GiB", va="center", fontsize=9)
+        axis.text(
+            max(high, rate["median"]), place, f"  {rate['median']:,.0f} · {arm['peak_gib']:.1f} GiB", va="center", fontsize=9
+        )
     if result["floor"]:
         axis.axvline(result["floor"]["tokens_per_second"], color="black", ls=":", lw=1.2, label="floor of our step")
         axis.legend(frameon=False, fontsize=9, loc="lower right")
@@ -151,6 +153,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axis.set_yticks(range(len(arms)), list(arms))
     axis.set_xlabel("real tokens per second")
     axis.set_title(f"{row['model']}, {row['mode']}, {row['data']} ({result['machine'].get('card', 'CPU')})", loc="left")
-    axis.margins(x=0.2)
+    axis.margins(x=0.25)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
