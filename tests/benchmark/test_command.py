@@ -1,6 +1,7 @@
 """``chronicals benchmark`` on the CPU, each arm in its own process; and how it prints."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,22 +14,23 @@ from chronicals.config import ConfigurationError
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
 
+def run(folder, *arguments):
+    """The command in its own process, on the tiny shape in fp32; its output and what it wrote."""
+    given = ["--model", "tiny", "--mixed-precision", "fp32", "--warm-up", 3, "--rounds", 0, "--output", "row.json", *arguments]
+    program = [sys.executable, "-c", "from chronicals.cli import main; main()", "benchmark", *map(str, given)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran, json.loads((folder / "row.json").read_text()), folder
+
+
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """Ours, a variant of it whose learning rate is absurd, and transformers; one scouting round."""
-    folder = tmp_path_factory.mktemp("benchmark")
-    arguments = [
-        "--model", "tiny", "--data", "ragged", "--mode", "full", "--steps", 2, "--warm-up", 3, "--rounds", 0,
-        "--mixed-precision", "fp32", "--against", "transformers,unsloth", "--variant", "learning_rate=0.5",
-        "--output", "row.json", "--commit", "abc",
-    ]  # fmt: skip
-    program = [sys.executable, "-c", "from chronicals.cli import main; main()", "benchmark", *map(str, arguments)]
-    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(SOURCE), "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
-    import os
-
-    ran = subprocess.run(program, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, timeout=240)
-    assert ran.returncode == 0, ran.stdout + ran.stderr
-    return ran, json.loads((folder / "row.json").read_text()), folder
+    return run(
+        tmp_path_factory.mktemp("benchmark"), "--data", "ragged", "--steps", 2, "--commit", "abc",
+        "--against", "transformers,unsloth", "--variant", "learning_rate=0.5",
+    )  # fmt: skip
 
 
 def test_ours_and_transformers_train_alike_in_their_own_processes(done):
@@ -63,6 +65,16 @@ def test_what_is_printed(done):
     assert rate in ran.stdout and "floor of our step" in ran.stdout and "█" in ran.stdout
     assert "unsloth-recompute" in ran.stdout and "not installed: unsloth" in ran.stdout
     assert (folder / "row.png").exists() and result["commit"] == "abc"
+
+
+@pytest.mark.long
+def test_trl_and_torch_compile_train_alike_with_adapters(tmp_path):
+    _, result, _ = run(tmp_path, "--mode", "lora", "--steps", 3, "--against", "torch-compile,trl")
+    for name in ("ours", "torch-compile", "trl"):
+        arm = result["arms"][name]
+        assert arm["status"] == "measured", arm["reason"]
+        assert arm["parity"]["loss"]["largest_deviation"] < 1e-4
+        assert arm["trained_share"] == pytest.approx(result["row"]["trained_parameters"] / 212_000, rel=0.1)
 
 
 def test_flags_that_are_wrong_are_named():

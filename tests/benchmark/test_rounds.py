@@ -10,6 +10,7 @@ from chronicals.benchmark.floor import Job, Shape
 from chronicals.benchmark.processes import Arm, ArmFailed
 from chronicals.benchmark.record import draw, to_dict
 from chronicals.benchmark.rounds import Options, measure, order_of
+from chronicals.config import ConfigurationError
 
 SPEEDS = {"ours": 2000.0, "ours lora_dropout=0.1": 1900.0, "transformers": 1000.0, "liger": 1500.0, "torch-compile": 1200.0}
 FLOOR = {"products": 0.03, "attention": 0.005, "elementwise": 0.003, "loss": 0.001, "optimizer": 0.001, "seconds": 0.04,
@@ -109,6 +110,18 @@ def test_ours_is_held_to_the_same(bench):
     bench.changes = {"ours": {"moved_share": 0.0}}
     result = to_dict(bench.measure(against=["liger"], rounds=1))
     assert result["arms"]["ours"]["status"] == "refused" and result["ratios"] == {}
+
+
+def test_without_ours_there_is_nothing_to_decide(bench):
+    bench.crash = {"ours"}
+    row = bench.measure(against=["liger"], rounds=3)
+    assert row.orders == [] and any("no decisive rounds" in note for note in row.notes)
+
+
+def test_adapters_need_peft_for_their_reference(tmp_path, monkeypatch):
+    monkeypatch.setattr(rounds, "missing", lambda peer, mode: ["peft"] if mode == "lora" else [])
+    with pytest.raises(ConfigurationError, match=r"chronicals\[peft\]"):
+        measure(made.work(tmp_path, mode="lora"), Options())
 
 
 def test_without_a_reference_nobody_has_a_speed(bench):

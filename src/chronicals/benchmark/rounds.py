@@ -19,6 +19,7 @@ from chronicals.benchmark.measurement import COMPARED, Measurement
 from chronicals.benchmark.parity import Tolerance, refusal
 from chronicals.benchmark.processes import OURS, Arm, ArmFailed, missing, run_arm, run_preparation
 from chronicals.benchmark.work import Work
+from chronicals.config import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +92,12 @@ def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable
         keep: is given the row after every arm, so that what was measured is not lost.
 
     Raises:
+        ConfigurationError: the reference of adapters needs a package that is not there.
         ArmFailed: the work itself could not be prepared.
     """
+    lacking = missing("transformers", work.mode)
+    if lacking:
+        raise ConfigurationError(f"mode={work.mode!r}: its reference needs {', '.join(lacking)}; install chronicals[peft]")
     began = time.perf_counter()
     say("preparing weights, tokens and adapters; measuring this machine's rates at the step's shapes")
     rates = run_preparation(work, max(options.arm_timeout, PREPARATION_SECONDS))
@@ -164,7 +169,10 @@ class _Session:
         return [arm for arm in ours if arm.name in row.runs and arm.name not in row.refused] + best
 
     def decide(self, arms: list[Arm]) -> None:
-        for number in range(self.options.rounds if arms else 0):
+        if self.options.rounds and Arm(OURS) not in arms:
+            self.row.notes.append("no decisive rounds: our own arm has no speed")
+            return
+        for number in range(self.options.rounds):
             if self._late(sum(self.took.get(arm.name, 0.0) for arm in arms)):
                 self.row.notes.append(f"stopped by the time limit after {number} of {self.options.rounds} decisive rounds")
                 self.say(self.row.notes[-1])

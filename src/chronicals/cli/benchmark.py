@@ -54,6 +54,8 @@ def benchmark(
     from chronicals.benchmark.work import plan_work
 
     console = Console(stderr=True)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
     name, data, fields, uses_lora = _recipe(recipe, flags)
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     options = Options(
