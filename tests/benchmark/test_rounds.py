@@ -124,6 +124,15 @@ def test_adapters_need_peft_for_their_reference(tmp_path, monkeypatch):
         measure(made.work(tmp_path, mode="lora"), Options())
 
 
+def test_work_that_cannot_be_prepared_is_an_error_of_the_user(tmp_path, monkeypatch):
+    def fail(*given):
+        raise ArmFailed("DataError: nothing to train on")
+
+    monkeypatch.setattr(rounds, "run_preparation", fail)
+    with pytest.raises(ConfigurationError, match="model='tiny'.*nothing to train on"):
+        measure(made.work(tmp_path), Options())
+
+
 def test_without_a_reference_nobody_has_a_speed(bench):
     bench.crash = {"reference"}
     result = to_dict(bench.measure(against=["liger"], rounds=1))

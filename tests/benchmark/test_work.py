@@ -40,6 +40,15 @@ def test_an_unknown_mode_is_named(tmp_path):
         plan_work(tmp_path, "tiny", "fixed", "lorra", {}, None, 1)
 
 
+def test_arms_find_a_model_that_was_named_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    work = plan_work(tmp_path / "bench", "base", "rows.jsonl", "full", {}, 3, 1)
+    assert (work.model, work.documents) == (str(tmp_path / "base"), tmp_path / "rows.jsonl")
+    assert plan_work(tmp_path / "bench", "someone/model", "rows.jsonl", "full", {}, 3, 1).model == "someone/model"
+
+
 def test_fixed_documents_fill_every_pack(tmp_path):
     work = planned(tmp_path)
     for step in work.stream().steps(count=5):

@@ -92,15 +92,18 @@ def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable
         keep: is given the row after every arm, so that what was measured is not lost.
 
     Raises:
-        ConfigurationError: the reference of adapters needs a package that is not there.
-        ArmFailed: the work itself could not be prepared.
+        ConfigurationError: the reference of adapters needs a package that is not there, or the work itself could not be
+            prepared.
     """
     lacking = missing("transformers", work.mode)
     if lacking:
         raise ConfigurationError(f"mode={work.mode!r}: its reference needs {', '.join(lacking)}; install chronicals[peft]")
     began = time.perf_counter()
     say("preparing weights, tokens and adapters; measuring this machine's rates at the step's shapes")
-    rates = run_preparation(work, max(options.arm_timeout, PREPARATION_SECONDS))
+    try:
+        rates = run_preparation(work, max(options.arm_timeout, PREPARATION_SECONDS))
+    except ArmFailed as error:
+        raise ConfigurationError(f"model={work.name!r}, data={work.data!r}: could not be prepared: {error}") from None
     row = Row(work, work.job(), rates)
     if "error" in rates:
         row.notes.append(f"no floor: the rates could not be measured: {rates['error']}")

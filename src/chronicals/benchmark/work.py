@@ -181,7 +181,7 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
     built_in = data in DATA
     work = Work(
         folder=row.absolute(),
-        model=str((folder / "weights" / model).absolute()) if shape else model,
+        model=_place(folder, model),
         name=model,
         mode=mode,
         data=data,
@@ -194,6 +194,13 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         _write_documents(work, shape.sizes["vocab_size"] if shape else _vocabulary(model))
     work.write()
     return work
+
+
+def _place(folder: Path, model: str) -> str:
+    """Where arms, which run in a folder of their own, find the weights: a path, or a hub name as it is."""
+    if model in SHAPES:
+        return str((folder / "weights" / model).absolute())
+    return str(Path(model).absolute()) if Path(model).exists() else model
 
 
 def _vocabulary(model: str) -> int:
