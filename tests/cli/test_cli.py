@@ -129,7 +129,7 @@ def test_ctrl_c_saves_and_says_how_to_resume(place):
     assert (checkpoint / "manifest.json").exists()
 
 
-@pytest.mark.parametrize("command", ["train", "quickstart", "evaluate", "generate", "doctor"])
+@pytest.mark.parametrize("command", ["train", "quickstart", "evaluate", "generate", "benchmark", "doctor"])
 def test_help_teaches(command, tmp_path):
     done = chronicals(command, "--help", folder=tmp_path)
     assert done.returncode == 0 and "Usage" in done.stdout

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from rich.markup import escape
 
+from chronicals.cli.benchmark import benchmark
 from chronicals.cli.doctor import doctor
 from chronicals.cli.evaluate import evaluate
 from chronicals.cli.generate import generate
@@ -33,7 +34,7 @@ def begin() -> None:
     transformers_logging.disable_progress_bar()  # ours is the one to watch
 
 
-for command in (quickstart, train, evaluate, generate, verify, doctor):
+for command in (quickstart, train, evaluate, generate, benchmark, verify, doctor):
     app.command()(command)
 
 

@@ -36,7 +36,7 @@ class Made:
 
 
 class TrainingPath:
-    """Prepared and stepped as ``ChronicalsTrainer`` does it.
+    """Prepared and stepped as ``ChronicalsTrainer`` does it, but for graphs: gradients are looked at between the two halves.
 
     Args:
         model: on its device; it is trained by the steps.
@@ -47,7 +47,7 @@ class TrainingPath:
     def __init__(self, model: Any, config: ChronicalsConfig, stream: BatchStream, device: torch.device):
         self.model, self.config = model, config
         torch.manual_seed(config.seed)
-        self.presented = prepare_model(model, config)
+        self.presented, _ = prepare_model(model, config)
         self.precision = Precision(config.mixed_precision, device)
         self.optimizer = build_optimizer(model, config, self.precision, config.gradient_accumulation_steps > 1)
         self.objective = OBJECTIVES[config.objective]()

@@ -1,0 +1,74 @@
+"""One arm in a process of its own: ``python -m chronicals.benchmark.arm WORK_FOLDER NAME --steps N --out FILE``.
+
+Nothing of torch is imported before the arm is known: Unsloth must come first in its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chronicals.benchmark.work import Work
+
+ARMS = {
+    "ours": "ours:ours",
+    "transformers": "plain:transformers",
+    "torch-compile": "plain:torch_compile",
+    "liger": "plain:liger",
+    "unsloth": "unsloth:unsloth",
+    "unsloth-recompute": "unsloth:unsloth_recompute",
+    "unsloth-padded": "unsloth:unsloth_padded",
+    "trl": "trl:trl",
+    "reference": "plain:reference",
+}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    began = time.perf_counter()
+    parser = argparse.ArgumentParser(prog="python -m chronicals.benchmark.arm")
+    parser.add_argument("work", type=Path)
+    parser.add_argument("name", choices=[*ARMS, "prepare"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warm-up", type=int, default=5)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--trace", type=Path, help="profile a few steps more, into this file")
+    parser.add_argument("--changes", type=json.loads, default={}, help="fields of the configuration, as JSON")
+    parser.add_argument("--documents", type=Path, help="documents of each step, for the reference")
+    given = parser.parse_args(arguments)
+    if given.name.startswith("unsloth"):
+        importlib.import_module("unsloth")
+
+    from chronicals.benchmark.work import Work
+
+    work = Work.read(given.work)
+    if given.name == "prepare":
+        from chronicals.benchmark.work import prepare
+
+        prepare(work)
+        given.out.write_text(json.dumps(_rates(work)))
+    else:
+        from chronicals.benchmark.measurement import Plan
+
+        module, function = ARMS[given.name].split(":")
+        run = getattr(importlib.import_module(f"chronicals.benchmark.arms.{module}"), function)
+        plan = Plan(given.steps, given.warm_up, given.trace, given.changes, given.documents, began)
+        run(work, plan).write(given.out)
+
+
+def _rates(work: Work) -> dict[str, Any]:
+    """The rates, or what kept them from being measured: a row without a floor is still a row."""
+    from chronicals.benchmark.rates import measure_rates
+
+    try:
+        return measure_rates(work)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""One arm a way of training; imported only in the arm's own process."""

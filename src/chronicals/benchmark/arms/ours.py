@@ -1,0 +1,102 @@
+"""Our arm: ``ChronicalsTrainer`` with the row's configuration, ended after the last measured step."""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from typing import Any
+
+from chronicals.benchmark.arms.weights import load
+from chronicals.benchmark.measurement import Measurement, Plan, reset_peak
+from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
+from chronicals.benchmark.work import Work
+from chronicals.models import load_tokenizer
+from chronicals.models.loading import DTYPES
+from chronicals.training import Callback, ChronicalsTrainer
+from chronicals.training.metrics import StepMetrics
+from chronicals.training.run import Run
+
+
+class Enough(Exception):
+    """All that is measured has been measured; the run need not be saved."""
+
+
+class Collector(Callback):
+    """Keeps the metrics of the planned steps, traces a few more where asked, and ends the run."""
+
+    def __init__(self, plan: Plan):
+        self.plan, self.steps = plan, list[StepMetrics]()
+        self.profiler: Profiler | None = None
+        self.profile: dict[str, Any] | None = None
+        self.load_seconds = 0.0
+
+    def run_began(self, run: Run) -> None:
+        self.run = run
+        self.load_seconds = time.perf_counter() - self.plan.began
+        reset_peak()
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        last = self.plan.in_all
+        if metrics.step <= last:
+            self.steps.append(metrics)
+        if metrics.step == last:
+            if self.plan.trace is None:
+                raise Enough
+            self.profiler = Profiler(self.plan.trace)
+        if self.profiler is not None and metrics.step == last + PROFILED_STEPS:
+            measured = self.steps[self.plan.warm_up :]
+            step_seconds = statistics.median(step.tokens / step.tokens_per_second for step in measured)
+            self.profile = self.profiler.stop(PROFILED_STEPS, step_seconds)
+            raise Enough
+
+
+def ours(work: Work, plan: Plan) -> Measurement:
+    """Train through the trainer; the plan's changes are fields of the configuration."""
+    run = f"run-{time.time_ns()}"
+    config = work.config(run, **plan.changes)
+    model = load(work.model, DTYPES[config.mixed_precision])
+    if config.use_lora:
+        _attach(model, work, config)
+    collector = Collector(plan)
+    trainer = ChronicalsTrainer(model, load_tokenizer(work.model), config, callbacks=[collector])
+    try:
+        trainer.train(work.documents)
+    except Enough:
+        pass
+    finally:
+        shutil.rmtree(config.output_dir, ignore_errors=True)
+    steps, coverage = collector.steps, collector.run.coverage
+    assert coverage is not None
+    return Measurement(
+        settings=_settings(config, plan),
+        tokens=[step.tokens for step in steps],
+        slots=[round(step.tokens / step.fill) for step in steps],
+        seconds=[step.tokens / step.tokens_per_second for step in steps],
+        losses=[step.loss for step in steps],
+        grad_norms=[step.grad_norm for step in steps],
+        warm_up=plan.warm_up,
+        peak_gib=max(step.memory_gib for step in steps),
+        trained_share=coverage.share,
+        moved_share=(coverage.moved + coverage.waiting) / coverage.asked,
+        load_seconds=collector.load_seconds,
+        profile=collector.profile,
+    )
+
+
+def _attach(model: Any, work: Work, config: Any) -> None:
+    """The row's adapters, under this arm's own dropout; where its rank differs, the trainer makes its own."""
+    from chronicals.lora import LoRAConfig, apply_lora
+    from chronicals.lora.peft_format import load_adapter
+
+    if config.lora_rank != work.config().lora_rank:
+        return
+    targets = config.lora_target_modules
+    apply_lora(model, LoRAConfig(config.lora_rank, config.lora_alpha, config.lora_dropout, targets, config.use_rslora))
+    load_adapter(model, work.folder / "adapter")
+
+
+def _settings(config: Any, plan: Plan) -> str:
+    words = [f"{config.mixed_precision}, optimizer states {config.optimizer_state_dtype}"]
+    words += [f"{name}={value}" for name, value in plan.changes.items()]
+    return ", ".join(words)

@@ -1,0 +1,80 @@
+"""transformers, torch.compile and Liger, each around transformers' own model; and the fp32 reference."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from chronicals.benchmark.arms.loop import train_padded
+from chronicals.benchmark.arms.weights import load, with_peft
+from chronicals.benchmark.measurement import Measurement, Plan, device
+from chronicals.benchmark.work import Document, Work
+
+TIGHT_STEPS = 3
+"""Reference steps of a model whose weights, gradients and states fill the card."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}
+
+
+def _model(work: Work, **options: Any) -> Any:
+    model = load(work.model, DTYPES[work.config().mixed_precision], attn_implementation="sdpa", **options)
+    return with_peft(model, work) if work.mode == "lora" else model
+
+
+def _kept_in(work: Work) -> str:
+    return {torch.bfloat16: "weights and states bf16", torch.float32: "fp32"}[DTYPES[work.config().mixed_precision]]
+
+
+def transformers(work: Work, plan: Plan) -> Measurement:
+    """transformers' model as it is, SDPA."""
+    return train_padded(_model(work), work, plan, f"sdpa, fused AdamW, {_kept_in(work)}")
+
+
+def torch_compile(work: Work, plan: Plan) -> Measurement:
+    """The whole model compiled; shapes are static where rows do not differ."""
+    model = _model(work)
+    model.compile(dynamic=False if work.data == "fixed" else None)
+    return train_padded(model, work, plan, f"model.compile, sdpa, fused AdamW, {_kept_in(work)}")
+
+
+def liger(work: Work, plan: Plan) -> Measurement:
+    """Liger's kernels for the model's class, its fused linear cross-entropy included (its default)."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+    from transformers import AutoConfig
+
+    kind = AutoConfig.from_pretrained(work.model).model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(f"Liger has no kernels for {kind}")
+    MODEL_TYPE_TO_APPLY_LIGER_FN[kind]()
+    return train_padded(_model(work), work, plan, f"fused linear cross-entropy, sdpa, fused AdamW, {_kept_in(work)}")
+
+
+def reference(work: Work, plan: Plan) -> Measurement:
+    """The plain model in fp32 without TF32: what losses and gradients should be.
+
+    Where the weights are a good part of the card, activations are recomputed, one row at a time, over few steps.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    model = load(work.model, torch.float32, attn_implementation="sdpa")
+    weights = 4 * sum(p.numel() for p in model.parameters())
+    tight = device().type == "cuda" and weights > torch.cuda.get_device_properties(0).total_memory / 8
+    if tight:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if work.mode == "lora":
+        model = with_peft(model, work)
+    count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
+    if plan.documents is None:
+        steps = list(work.documents_by_step(count))
+    else:
+        steps = [[_document(ids) for ids in step] for step in json.loads(plan.documents.read_text())][:count]
+    short = Plan(len(steps), 0, began=plan.began)
+    rows = 1 if tight else 4
+    return train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows, updates=len(steps) > 1)
+
+
+def _document(ids: list[int]) -> Document:
+    return Document(np.array(ids), np.array([-100, *ids[1:]]))

@@ -1,0 +1,145 @@
+"""Arms that train through TRL's ``SFTTrainer``, Unsloth's included: their own loop, their own packing."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.benchmark.measurement import COMPARED, Clock, Measurement, Movement, Plan, device, peak_gib, reset_peak
+from chronicals.benchmark.work import SPARE_STEPS, Work
+
+
+def train_with_trainer(
+    model: Any, tokenizer: Any, work: Work, plan: Plan, settings: str, packing: bool, **arguments: Any
+) -> Measurement:
+    """Train through ``SFTTrainer`` and report each step; losses and norms of the first steps and of the last.
+
+    With packing the trainer decides which documents meet in a step: those of the first steps are reported as they came,
+    for a reference of their own. Without it they are the work's documents in the work's order, as many in each batch as
+    the arm's ``per_device_train_batch_size``.
+
+    Args:
+        arguments: further fields of ``SFTConfig``.
+
+    Raises:
+        ValueError: the documents have tokens that are not trained, which token rows cannot tell the trainer.
+    """
+    from datasets import Dataset
+    from torch.utils.data import SequentialSampler
+    from trl import SFTConfig, SFTTrainer
+
+    documents = [document for step in work.documents_by_step(plan.in_all + SPARE_STEPS) for document in step]
+    if any((document.labels[1:] == -100).any() for document in documents):
+        raise ValueError("documents hold tokens that are not trained; this arm trains every token")
+    rows = Dataset.from_list([{"input_ids": document.ids.tolist()} for document in documents])
+    config = work.config()
+    described: dict[str, Any] = {
+        "output_dir": str(work.folder / "trainer"), "packing": packing, "max_length": config.max_seq_length,
+        "per_device_train_batch_size": config.batch_size, "gradient_accumulation_steps": 1, "max_steps": plan.in_all,
+        "learning_rate": config.learning_rate, "weight_decay": config.weight_decay, "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2, "adam_epsilon": config.adam_epsilon, "lr_scheduler_type": "constant",
+        "max_grad_norm": config.max_grad_norm, "optim": "adamw_torch_fused" if device().type == "cuda" else "adamw_torch",
+        "logging_steps": 10**6, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False,
+        "disable_tqdm": True, "dataloader_drop_last": True, **arguments,
+    }  # fmt: skip
+    trainer: Any = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described))
+    trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
+    expected = [[document.ids.tolist() for document in step] for step in work.documents_by_step(COMPARED)]
+    watch = Watch(trainer, plan)
+    movement = Movement(trainer.model)
+    loaded = time.perf_counter() - plan.began
+    reset_peak()
+    trainer.train()
+    return Measurement(
+        settings=settings,
+        tokens=watch.tokens(),
+        slots=watch.slots(),
+        seconds=watch.seconds(),
+        losses=watch.logged("loss"),
+        grad_norms=watch.logged("grad_norm"),
+        warm_up=plan.warm_up,
+        peak_gib=peak_gib(),
+        trained_share=movement.trained_share,
+        moved_share=movement.moved_share(),
+        load_seconds=loaded,
+        own_batches=None if watch.batches == expected else watch.batches,
+    )
+
+
+class Watch:
+    """Sees every micro-batch of a trainer and marks the end of every step; the first ones, warm-up, are kept whole."""
+
+    def __init__(self, trainer: Any, plan: Plan):
+        self.trainer, self.plan, self.clock = trainer, plan, Clock()
+        self.micro_batches: list[tuple[int, Tensor, int]] = []
+        self.batches: list[list[list[int]]] = []
+        inner = trainer.training_step
+
+        def watched(model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
+            self._see(inputs)
+            return inner(model, inputs, *given, **named)
+
+        trainer.training_step = watched
+        trainer.add_callback(self._callback())
+
+    def _callback(self) -> Any:
+        from transformers import TrainerCallback
+
+        watch = self
+
+        class Marks(TrainerCallback):
+            def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+                watch.clock.mark()
+
+            def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+                watch.clock.mark()
+                control.should_log = state.global_step <= COMPARED or state.global_step >= watch.plan.in_all - 1
+
+        return Marks()
+
+    def _see(self, inputs: dict[str, Any]) -> None:
+        step, ids, mask = self.trainer.state.global_step, inputs["input_ids"], inputs.get("attention_mask")
+        self.micro_batches.append((step, torch.tensor(ids.numel()) if mask is None else mask.sum(), ids.numel()))
+        if step < COMPARED:
+            while len(self.batches) <= step:
+                self.batches.append([])
+            self.batches[step] += documents_in(inputs)
+
+    def _by_step(self, part: int) -> list[int]:
+        sums = [0] * self.plan.in_all
+        for micro_batch in self.micro_batches:
+            sums[micro_batch[0]] += int(micro_batch[part])
+        return sums
+
+    def tokens(self) -> list[int]:
+        return self._by_step(1)
+
+    def slots(self) -> list[int]:
+        return self._by_step(2)
+
+    def seconds(self) -> list[float]:
+        return self.clock.seconds()
+
+    def logged(self, name: str) -> list[float | None]:
+        """What the trainer logged of each step, None where it did not log."""
+        by_step = {line["step"]: float(line[name]) for line in self.trainer.state.log_history if name in line}
+        return [by_step.get(step) for step in range(1, self.plan.in_all + 1)]
+
+
+def documents_in(inputs: dict[str, Any]) -> list[list[int]]:
+    """Token ids of the documents in a trainer's batch: by packed lengths, by positions that restart, or by row."""
+    ids, mask, positions = (inputs.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+    assert ids is not None
+    kept = torch.ones_like(ids, dtype=torch.bool) if mask is None or mask.dim() != 2 else mask.bool()
+    flat, lengths = ids[kept], inputs.get("packed_seq_lengths")
+    if lengths is not None and int(lengths.sum()) == flat.numel():
+        parts = lengths.tolist()
+    elif positions is not None and positions.shape == ids.shape:
+        starts = (positions[kept] == 0).nonzero().flatten().tolist()
+        parts = [end - start for start, end in zip(starts, [*starts[1:], flat.numel()])]
+    else:
+        parts = kept.sum(1).tolist()
+    return [part.tolist() for part in flat.cpu().split(parts) if len(part) > 1]

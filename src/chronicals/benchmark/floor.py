@@ -1,0 +1,247 @@
+"""What the hardware allows: needed FLOPs, MFU and the floor of a training step.
+
+Legend: L layers, D width, q and kv the widths of all query and of all key heads, F inner width of the MLP, V vocabulary,
+P adapter parameters, f share of labelled tokens, T real tokens of a step, s̄ = Σs²/Σs over the lengths s of documents.
+
+    Nb = L·(D(q + 2kv) + qD + 3DF)        Nh = D·V        a = 2·L·q·(s̄ + 1)
+    FLOPs a token, full:  6·Nb + 6·Nh·f + 3a
+    FLOPs a token, LoRA:  4·Nb − 2·D(q + 2kv) + 6·P + 4·Nh·f + 3a
+    elementwise bytes a token:  L · 2·(16D + 4(q + kv) + 8F + 7q)      loss bytes a token:  4·V·f
+
+Recomputation and padding are not needed and never counted. The floor of a step is the time of its own products at their
+measured rates, attention at the measured rate of the best backend, and the bytes above and the optimizer's over the
+measured copy bandwidth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+PEAK_BF16 = 989e12
+"""FLOP/s of dense bf16 products that an H100 or H200 (SXM) is specified for; what MFU is a share of."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder of norm, attention and gated MLP; names as in the module's legend."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    inner: int
+    vocabulary: int
+    parameters: int
+
+    @property
+    def q(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def kv(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @classmethod
+    def of(cls, config: Any) -> Shape:
+        """The shape in a transformers configuration, taken as a dense decoder with gated MLPs; small parameters (norms,
+        biases) are not counted.
+        """
+        config = config.get_text_config()
+        heads = config.num_attention_heads
+        shape = cls(
+            layers=config.num_hidden_layers,
+            width=config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            vocabulary=config.vocab_size,
+            parameters=0,
+        )
+        tables = 1 if config.tie_word_embeddings else 2
+        return cls(**{**asdict(shape), "parameters": shape.body + tables * shape.head})
+
+    @property
+    def body(self) -> int:
+        """Nb, the weights of the layers' products."""
+        return self.layers * (self.width * (self.q + 2 * self.kv) + self.q * self.width + 3 * self.width * self.inner)
+
+    @property
+    def head(self) -> int:
+        """Nh, the weights of the head."""
+        return self.width * self.vocabulary
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training step of a shape.
+
+    Attributes:
+        tokens: T, real tokens of the step.
+        mean_length: s̄, the mean length of the document a token stands in.
+        rank: of the adapters on all seven projections; 0 trains all weights.
+        labelled: f.
+        optimizer_bytes: read and written for each trained parameter.
+    """
+
+    shape: Shape
+    tokens: int
+    mean_length: float
+    rank: int = 0
+    labelled: float = 1.0
+    optimizer_bytes: int = 26
+
+    @property
+    def adapter_parameters(self) -> int:
+        """P, for adapters on the seven projections of every layer."""
+        s = self.shape
+        sides = (s.width + s.q) + 2 * (s.width + s.kv) + (s.q + s.width) + 3 * (s.width + s.inner)
+        return s.layers * self.rank * sides
+
+    @property
+    def trained_parameters(self) -> int:
+        return self.adapter_parameters if self.rank else self.shape.parameters
+
+
+def optimizer_bytes(precision: str, states: str, adapters: bool) -> int:
+    """Bytes that AdamW reads and writes for a parameter: gradient once, weight and two states twice.
+
+    Args:
+        precision: ``bf16`` (weights in two 16-bit halves of an exact fp32 value), ``fp16`` or ``fp32`` (fp32 weights).
+        states: type of the optimizer states, ``fp32`` or ``bf16``.
+        adapters: adapters are kept in fp32 under every precision.
+    """
+    gradient = 2 if precision == "bf16" and not adapters else 4
+    return gradient + 2 * 4 + 2 * 2 * (4 if states == "fp32" else 2)
+
+
+def attention_flops(job: Job) -> float:
+    """a, of the forward pass for a token: two products with the keys and values a causal token sees on average."""
+    return 2 * job.shape.layers * job.shape.q * (job.mean_length + 1)
+
+
+def needed_flops(job: Job) -> float:
+    """FLOPs that training on a token needs."""
+    shape, attention = job.shape, 3 * attention_flops(job)
+    if not job.rank:
+        return 6 * shape.body + 6 * shape.head * job.labelled + attention
+    first_layer = 2 * shape.width * (shape.q + 2 * shape.kv)
+    return 4 * shape.body - first_layer + 6 * job.adapter_parameters + 4 * shape.head * job.labelled + attention
+
+
+def mfu(job: Job, tokens_per_second: float, peak: float = PEAK_BF16) -> float:
+    """Needed FLOPs as a share of the card's specified peak."""
+    return needed_flops(job) * tokens_per_second / peak
+
+
+def elementwise_bytes(shape: Shape) -> int:
+    """For a token in all layers, forward and backward, in bf16 and perfectly fused."""
+    return shape.layers * 2 * (16 * shape.width + 4 * (shape.q + shape.kv) + 8 * shape.inner + 7 * shape.q)
+
+
+def loss_bytes(job: Job) -> float:
+    """For a token, when chunks of bf16 logits pass through memory once each way."""
+    return 4 * job.shape.vocabulary * job.labelled
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product of the step: ``forward`` is x[rows, inputs] · W[outputs, inputs]ᵀ, ``dX`` is dY · W, ``dW`` is
+    dYᵀ · x; all three are ``2 · rows · inputs · outputs`` FLOPs.
+    """
+
+    name: str
+    kind: Literal["forward", "dX", "dW"]
+    rows: int
+    inputs: int
+    outputs: int
+    count: int
+
+    @property
+    def flops(self) -> int:
+        """Of one of them."""
+        return 2 * self.rows * self.inputs * self.outputs
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind} {self.rows}x{self.inputs}x{self.outputs}"
+
+
+def products(job: Job) -> list[Product]:
+    """The step's products, with QKV and gate/up merged, as the needed FLOPs count them."""
+    s, T = job.shape, job.tokens
+    layer = {
+        "qkv": (s.width, s.q + 2 * s.kv),
+        "out": (s.q, s.width),
+        "gate_up": (s.width, 2 * s.inner),
+        "down": (s.inner, s.width),
+    }
+    found = []
+    for name, (inputs, outputs) in layer.items():
+        found.append(Product(name, "forward", T, inputs, outputs, s.layers))
+        found.append(Product(name, "dX", T, inputs, outputs, s.layers - (1 if job.rank and name == "qkv" else 0)))
+        if not job.rank:
+            found.append(Product(name, "dW", T, inputs, outputs, s.layers))
+    head = round(T * job.labelled)
+    kinds: tuple[Literal["forward", "dX", "dW"], ...] = ("forward", "dX") if job.rank else ("forward", "dX", "dW")
+    found += [Product("head", kind, head, s.width, s.vocabulary, 1) for kind in kinds]
+    return found + (_adapter_products(job) if job.rank else [])
+
+
+def _adapter_products(job: Job) -> list[Product]:
+    """A of the projections that share an input together, B of each."""
+    s, r = job.shape, job.rank
+    groups = {"qkv": (s.width, (s.q, s.kv, s.kv)), "out": (s.q, (s.width,)), "gate_up": (s.width, (s.inner, s.inner)),
+              "down": (s.inner, (s.width,))}  # fmt: skip
+    found = []
+    kinds: tuple[Literal["forward", "dX", "dW"], ...] = ("forward", "dX", "dW")
+    for name, (inputs, outputs) in groups.items():
+        for kind in kinds:
+            found.append(Product(f"{name} A", kind, job.tokens, inputs, r * len(outputs), s.layers))
+            for width in sorted(set(outputs)):
+                found.append(Product(f"{name} B", kind, job.tokens, r, width, s.layers * outputs.count(width)))
+    return found
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Seconds of a step that cannot be saved, by part."""
+
+    products: float
+    attention: float
+    elementwise: float
+    loss: float
+    optimizer: float
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        return self.products + self.attention + self.elementwise + self.loss + self.optimizer
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    def to_dict(self) -> dict[str, float]:
+        return {**asdict(self), "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+
+
+def floor(job: Job, copy_rate: float, product_seconds: Callable[[Product], float], attention_seconds: float) -> Floor:
+    """The floor of a step.
+
+    Args:
+        copy_rate: bytes read and written per second by a device copy.
+        product_seconds: measured time of one product.
+        attention_seconds: measured time of attention, forward and backward, in one layer over the step's documents.
+    """
+    return Floor(
+        products=sum(product.count * product_seconds(product) for product in products(job)),
+        attention=job.shape.layers * attention_seconds,
+        elementwise=elementwise_bytes(job.shape) * job.tokens / copy_rate,
+        loss=loss_bytes(job) * job.tokens / copy_rate,
+        optimizer=job.optimizer_bytes * job.trained_parameters / copy_rate,
+        tokens=job.tokens,
+    )

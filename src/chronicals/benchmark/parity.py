@@ -1,0 +1,72 @@
+"""Whether an arm trained as the plain fp32 reference does; where it did not, it has no speed."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from chronicals.benchmark.measurement import COMPARED, Measurement
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Relative deviations allowed in the first steps; half as much in the very first, which no update has touched.
+
+    Attributes:
+        loss: of the loss.
+        grad_norm: of the norm of all gradients before clipping; doubled under dropout, whose noise is in it.
+    """
+
+    loss: float = 0.01
+    grad_norm: float = 0.10
+
+
+def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tolerance, dropout: bool = False) -> str | None:
+    """Why the arm's speed may not be printed; None if it may.
+
+    Zero or non-finite gradients and losses in any step, weights that did not change, more than the tolerance between its
+    first losses or gradient norms and those of the reference, or no reference at all.
+    """
+    norms = [norm for norm in measured.grad_norms if norm is not None]
+    losses = [loss for loss in measured.losses if loss is not None]
+    for name, values in (("gradient norm", norms), ("loss", losses)):
+        if not values:
+            return f"it reports no {name}"
+        if not all(math.isfinite(value) for value in values):
+            return f"a {name} is not finite"
+    if not all(norms):
+        return "a gradient is zero: nothing is trained"
+    if not measured.moved_share:
+        return "no weight changed: nothing is trained"
+    if reference is None:
+        return "there is no reference to set its losses beside"
+    factor = 2.0 if dropout else 1.0
+    for name, own, exact, allowed in (
+        ("loss", measured.losses, reference.losses, tolerance.loss),
+        ("gradient norm", measured.grad_norms, reference.grad_norms, tolerance.grad_norm * factor),
+    ):
+        for step, (a, b) in enumerate(zip(own, exact[:COMPARED]), 1):
+            if a is None or b is None:
+                continue
+            limit = allowed / 2 if step == 1 else allowed
+            if abs(a - b) > limit * abs(b):
+                return f"step {step}: {name} {a:.4f} where the fp32 reference has {b:.4f} (more than {limit:.1%} apart)"
+    return None
+
+
+def comparison(measured: Measurement, reference: Measurement | None) -> dict[str, Any]:
+    """The compared losses and gradient norms side by side, for the record."""
+    if reference is None:
+        return {}
+    pairs = {"loss": (measured.losses, reference.losses), "grad_norm": (measured.grad_norms, reference.grad_norms)}
+    return {
+        name: {
+            "measured": list(own[:COMPARED]),
+            "reference": list(exact[:COMPARED]),
+            "largest_deviation": max(
+                (abs(a - b) / abs(b) for a, b in zip(own, exact[:COMPARED]) if a is not None and b), default=None
+            ),
+        }
+        for name, (own, exact) in pairs.items()
+    }

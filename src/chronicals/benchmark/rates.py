@@ -1,0 +1,119 @@
+"""Rates of this machine at the step's own shapes, on random data: copies, matrix products, attention."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from chronicals.attention import choose_backend, document_attention
+from chronicals.benchmark.floor import Job, Product, floor, products
+from chronicals.benchmark.measurement import device
+from chronicals.benchmark.work import Work
+
+MILLISECONDS = 60
+"""Of repetition for each measurement on a card."""
+
+ALIGNED = 128
+
+
+def measure_rates(work: Work) -> dict[str, Any]:
+    """Everything the floor of the row's step needs, and the floor itself.
+
+    Returns:
+        ``machine``: the card; ``copy_bytes_per_second``; ``products``: seconds and FLOP/s by shape; ``attention``:
+        backend, seconds and FLOP/s of one layer, forward and backward; ``floor``: seconds of the step by part.
+    """
+    job, config = work.job(), work.config()
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
+    copy = copy_rate()
+    by_shape: dict[str, dict[str, float]] = {}
+    for product in products(job):
+        if product.key not in by_shape:
+            seconds = product_seconds(product, kind)
+            by_shape[product.key] = {"seconds": seconds, "flops_per_second": product.flops / seconds}
+    attention = attention_rates(work, job, kind)
+    parts = floor(
+        job, copy, lambda product: by_shape[product.key]["seconds"],
+        attention["forward_seconds"] + attention["backward_seconds"],
+    )  # fmt: skip
+    return {
+        "machine": machine(),
+        "copy_bytes_per_second": copy,
+        "products": by_shape,
+        "attention": attention,
+        "floor": parts.to_dict(),
+    }
+
+
+def machine() -> dict[str, str | float | int]:
+    """The card, or the processor."""
+    if device().type == "cuda":
+        card = torch.cuda.get_device_properties(0)
+        return {"card": card.name, "memory_gib": round(card.total_memory / 2**30, 1), "cuda": str(torch.version.cuda)}
+    return {"card": f"CPU, {torch.get_num_threads()} threads"}
+
+
+def median_seconds(function: Callable[[], Any]) -> float:
+    """Of a call: on a card over ``MILLISECONDS`` with a cold cache before each, elsewhere the median of a few."""
+    if device().type == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(function, warmup=MILLISECONDS // 3, rep=MILLISECONDS, return_mode="median") / 1000
+    samples = []
+    for _ in range(4):
+        began = time.perf_counter()
+        function()
+        samples.append(time.perf_counter() - began)
+    return statistics.median(samples[1:])
+
+
+def copy_rate() -> float:
+    """Bytes read and written per second by a device copy that no cache holds."""
+    size = 2**31 if device().type == "cuda" else 2**24
+    source = torch.randint(0, 255, (size,), device=device(), dtype=torch.uint8)
+    target = torch.empty_like(source)
+    return 2 * size / median_seconds(lambda: target.copy_(source))
+
+
+def product_seconds(product: Product, kind: torch.dtype) -> float:
+    """Time of one product in the layout that a linear layer gives it.
+
+    A step of ragged documents has any number of tokens; it is measured at the nearest multiple of ``ALIGNED`` rows, as
+    packs have it, and scaled.
+    """
+    rows = max(round(product.rows / ALIGNED), 1) * ALIGNED if product.rows > ALIGNED else product.rows
+    x, upstream, weight = (
+        torch.randn(*sizes, device=device(), dtype=kind)
+        for sizes in ((rows, product.inputs), (rows, product.outputs), (product.outputs, product.inputs))
+    )
+    run = {"forward": lambda: x @ weight.t(), "dX": lambda: upstream @ weight, "dW": lambda: upstream.t() @ x}[product.kind]
+    return median_seconds(run) * product.rows / rows
+
+
+def attention_rates(work: Work, job: Job, kind: torch.dtype) -> dict[str, Any]:
+    """One layer's attention over the documents of the first step after the warm-up, by the backend training chooses."""
+    lengths = [len(document) for document in list(work.documents_by_step(work.warm_up + 1))[-1]]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device(), torch.int32)
+    shape, tokens = job.shape, sum(lengths)
+    q, k, v = (
+        torch.randn(tokens, heads, shape.head_dim, device=device(), dtype=kind, requires_grad=True)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    out = document_attention(q, k, v, bounds, max(lengths))
+    upstream = torch.randn_like(out)
+    with torch.no_grad():
+        forward = median_seconds(lambda: document_attention(q, k, v, bounds, max(lengths)))
+    backward = median_seconds(lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True))
+    scale = job.tokens / tokens
+    flops = 2 * shape.q * sum(length * (length + 1) for length in lengths)
+    return {
+        "backend": choose_backend(device(), kind, shape.head_dim),
+        "forward_seconds": forward * scale,
+        "backward_seconds": backward * scale,
+        "forward_flops_per_second": flops / forward,
+        "backward_flops_per_second": 2.5 * flops / backward,
+    }

@@ -1,0 +1,158 @@
+"""A measured row as JSON and as bars."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from chronicals.benchmark.floor import mfu, needed_flops
+from chronicals.benchmark.measurement import Measurement
+from chronicals.benchmark.parity import comparison
+from chronicals.benchmark.rounds import Row
+
+PACKAGES = (
+    "chronicals", "torch", "triton", "transformers", "peft", "flash-attn-4", "liger-kernel", "unsloth", "unsloth-zoo", "trl",
+)  # fmt: skip
+
+
+def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
+    """Everything about the row, raw samples included; an arm that was refused has its losses and no speed."""
+    work, job = row.work, row.job
+    arms = {name: _arm(row, name) for name in row.runs}
+    arms |= {name: {"status": "failed", "reason": reason} for name, reason in row.failed.items() if name not in arms}
+    arms |= {name: {"status": "absent", "reason": reason} for name, reason in row.absent.items()}
+    reference = row.reference
+    return {
+        "row": {
+            "model": work.name, "mode": work.mode, "data": work.data, "fields": work.fields, "steps": work.steps,
+            "warm_up": work.warm_up, "tokens_a_step": job.tokens, "mean_length": job.mean_length, "labelled": job.labelled,
+            "trained_parameters": job.trained_parameters, "optimizer_bytes": job.optimizer_bytes,
+        },
+        "machine": row.rates.get("machine", {}),
+        "python": platform.python_version(),
+        "versions": versions(),
+        "commit": commit or current_commit(),
+        "needed_flops_a_token": needed_flops(job),
+        "floor": row.rates.get("floor"),
+        "rates": {name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")},
+        "reference": reference and {"losses": reference.losses, "grad_norms": reference.grad_norms},
+        "arms": arms,
+        "ratios": _ratios(row),
+        "orders": row.orders,
+        "notes": row.notes,
+        "seconds": row.seconds,
+    }  # fmt: skip
+
+
+def _arm(row: Row, name: str) -> dict[str, Any]:
+    runs, first = row.decisive(name), row.runs[name][0]
+    reference = first.extra.get("reference")
+    beside = Measurement(**{**first.__dict__, **reference}) if reference else row.reference
+    status = "refused" if name in row.refused else "failed" if name in row.failed else "measured"
+    found: dict[str, Any] = {
+        "status": status,
+        "reason": row.refused.get(name) or row.failed.get(name),
+        "settings": first.settings,
+        "parity": comparison(first, beside),
+        "first_loss": first.losses[0],
+        "last_loss": runs[-1].losses[-1],
+        "grad_norms": first.grad_norms,
+        "losses": first.losses,
+        "trained_share": first.trained_share,
+        "moved_share": min(run.moved_share for run in row.runs[name]),
+        "tokens_a_step": statistics.mean(first.tokens),
+        "padding_share": 1 - sum(first.tokens) / sum(first.slots),
+        "peak_gib": max(run.peak_gib for run in row.runs[name]),
+    }
+    if status == "refused":
+        return found
+    samples = [rate for run in runs for rate in run.rates]
+    rate = statistics.median(samples)
+    floor = row.rates.get("floor")
+    quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [rate] * 3
+    return found | {
+        "tokens_per_second": {
+            "median": rate, "lowest": min(samples), "highest": max(samples), "quartiles": [quarters[0], quarters[2]],
+        },
+        "mfu": mfu(row.job, rate),
+        "share_of_floor": rate / floor["tokens_per_second"] if floor else None,
+        "rounds": len(row.runs[name]) - 1,
+        "round_medians": [statistics.median(run.rates) for run in runs],
+        "load_seconds": first.load_seconds,
+        "first_step_seconds": first.seconds[0],
+        "warm_up_seconds": sum(first.seconds[: first.warm_up]),
+        "samples": [
+            {"tokens": run.tokens[run.warm_up :], "seconds": run.seconds[run.warm_up :]} for run in row.runs[name]
+        ],
+        "profile": first.profile,
+    }  # fmt: skip
+
+
+def _ratios(row: Row) -> dict[str, Any]:
+    """Ours over each arm of the same decisive rounds, by round and in the median."""
+    ours = row.runs.get("ours", [])[1:]
+    if "ours" in row.refused:
+        return {}
+    found = {}
+    for name, runs in row.runs.items():
+        pairs = list(zip(ours, runs[1:]))
+        if name == "ours" or name in row.refused or not pairs:
+            continue
+        by_round = [statistics.median(a.rates) / statistics.median(b.rates) for a, b in pairs]
+        found[name] = {"median": statistics.median(by_round), "by_round": by_round}
+    return found
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def current_commit() -> str:
+    """Of the source this runs from; ``unknown`` without git."""
+    try:
+        done = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return done.stdout.strip()
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Bars of the medians with the quartiles, and the floor as a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    arms = {name: arm for name, arm in result["arms"].items() if "tokens_per_second" in arm}
+    arms = dict(sorted(arms.items(), key=lambda item: item[1]["tokens_per_second"]["median"]))
+    figure = Figure(figsize=(9, 1.6 + 0.5 * len(arms)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for place, (name, arm) in enumerate(arms.items()):
+        rate = arm["tokens_per_second"]
+        low, high = rate["quartiles"]
+        spread = [[max(rate["median"] - low, 0)], [max(high - rate["median"], 0)]]
+        axis.barh(place, rate["median"], color="tab:blue" if name.startswith("ours") else "0.65", xerr=spread, height=0.6)
+        axis.text(
+            max(high, rate["median"]), place, f"  {rate['median']:,.0f} · {arm['peak_gib']:.1f} GiB", va="center", fontsize=9
+        )
+    if result["floor"]:
+        axis.axvline(result["floor"]["tokens_per_second"], color="black", ls=":", lw=1.2, label="floor of our step")
+        axis.legend(frameon=False, fontsize=9, loc="lower right")
+    row = result["row"]
+    axis.set_yticks(range(len(arms)), list(arms))
+    axis.set_xlabel("real tokens per second")
+    axis.set_title(f"{row['model']}, {row['mode']}, {row['data']} ({result['machine'].get('card', 'CPU')})", loc="left")
+    axis.margins(x=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,243 @@
+"""The order of a benchmark: prepare, rates, reference, a scouting round of all arms, decisive rounds of the best.
+
+In the decisive rounds stand our arms and the two fastest peers, each in a fresh process over the same prepared files, in
+turning order (A B C, C B A, A B C …), so that a drift of the card's clocks falls on all alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from chronicals.benchmark.floor import Job
+from chronicals.benchmark.measurement import COMPARED, Measurement
+from chronicals.benchmark.parity import Tolerance, refusal
+from chronicals.benchmark.processes import OURS, Arm, ArmFailed, missing, run_arm, run_preparation
+from chronicals.benchmark.work import Work
+from chronicals.config import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+BEST_PEERS = 2
+PREPARATION_SECONDS = 600
+"""At least these for writing weights, whatever an arm may take."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a row is measured.
+
+    Attributes:
+        against: peers by name.
+        variants: changes to our configuration, each an arm beside ours.
+        rounds: decisive rounds.
+        time_limit: seconds after which nothing new is begun; None has no end.
+        arm_timeout: seconds that one process may take.
+        trace: where to write a trace of ours; None still traces a few steps for the launch gaps.
+    """
+
+    against: Sequence[str] = ()
+    variants: Sequence[dict[str, Any]] = ()
+    rounds: int = 3
+    time_limit: float | None = None
+    arm_timeout: float = 300
+    tolerance: Tolerance = field(default_factory=Tolerance)
+    trace: Path | None = None
+
+
+@dataclass
+class Row:
+    """All that was measured of a row, also when it ended early.
+
+    Attributes:
+        rates: of the machine, with the floor; empty where they could not be measured.
+        job: sizes of a mean step.
+        reference: the fp32 steps.
+        runs: measurements of each arm; the first is the scouting round's.
+        refused, failed, absent: arms without a speed, with the reason.
+        orders: arms of each decisive round, in the order they ran.
+        notes: what else must be said.
+        seconds: that the whole took.
+    """
+
+    work: Work
+    job: Job
+    rates: dict[str, Any] = field(default_factory=dict)
+    reference: Measurement | None = None
+    runs: dict[str, list[Measurement]] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    absent: dict[str, str] = field(default_factory=dict)
+    orders: list[list[str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def decisive(self, name: str) -> list[Measurement]:
+        """Runs of the decisive rounds, or the scouting run of an arm that was in none."""
+        return self.runs[name][1:] or self.runs[name]
+
+
+def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable[[Row], None] = lambda row: None) -> Row:
+    """Measure a row.
+
+    Args:
+        say: is told what begins.
+        keep: is given the row after every arm, so that what was measured is not lost.
+
+    Raises:
+        ConfigurationError: the reference of adapters needs a package that is not there, or the work itself could not be
+            prepared.
+    """
+    lacking = missing("transformers", work.mode)
+    if lacking:
+        raise ConfigurationError(f"mode={work.mode!r}: its reference needs {', '.join(lacking)}; install chronicals[peft]")
+    began = time.perf_counter()
+    say("preparing weights, tokens and adapters; measuring this machine's rates at the step's shapes")
+    try:
+        rates = run_preparation(work, max(options.arm_timeout, PREPARATION_SECONDS))
+    except ArmFailed as error:
+        raise ConfigurationError(f"model={work.name!r}, data={work.data!r}: could not be prepared: {error}") from None
+    row = Row(work, work.job(), rates)
+    if "error" in rates:
+        row.notes.append(f"no floor: the rates could not be measured: {rates['error']}")
+    session = _Session(row, options, say, keep, began)
+    session.measure_reference()
+    arms = session.scout()
+    session.decide(arms)
+    row.seconds = time.perf_counter() - began
+    keep(row)
+    return row
+
+
+def order_of(arms: Sequence[Arm], number: int) -> list[Arm]:
+    """The arms of decisive round ``number`` (from 0) in the order they run."""
+    return list(arms) if number % 2 == 0 else list(reversed(arms))
+
+
+@dataclass
+class _Session:
+    """One row being measured."""
+
+    row: Row
+    options: Options
+    say: Say
+    keep: Callable[[Row], None]
+    began: float
+    took: dict[str, float] = field(default_factory=dict)
+    own_references: dict[str, tuple[list[list[list[int]]], Measurement]] = field(default_factory=dict)
+
+    def measure_reference(self) -> None:
+        self.say("running the fp32 reference")
+        try:
+            self.row.reference = self._reference(None, "")
+        except ArmFailed as error:
+            self.row.notes.append(f"no reference: {error}")
+
+    def _reference(self, documents: Path | None, label: str) -> Measurement:
+        """The fp32 steps; where they fail for want of memory, the first alone, which needs no optimizer states."""
+
+        def run(steps: int) -> Measurement:
+            timeout = self.options.arm_timeout
+            return run_arm(self.row.work, "reference", steps, timeout, documents=documents, label=label, warm_up=0)
+
+        try:
+            return run(COMPARED)
+        except ArmFailed as error:
+            self.row.notes.append(f"the reference has one step, more failed: {error}")
+            return run(1)
+
+    def scout(self) -> list[Arm]:
+        """Every arm once; those that go on: ours, and the fastest peers that trained as they should."""
+        row = self.row
+        ours = [Arm(OURS), *(Arm(OURS, changes) for changes in self.options.variants)]
+        peers = []
+        for name in self.options.against:
+            lacking = missing(name, row.work.mode)
+            if lacking:
+                row.absent[name] = f"not installed: {', '.join(lacking)}"
+                self.say(f"{name}: skipped, {row.absent[name]}")
+            else:
+                peers.append(Arm(name))
+        for arm in [*ours, *peers]:
+            self.run(arm, "scouting", "scout", traced=arm == ours[0])
+        able = [arm for arm in peers if arm.name in row.runs and arm.name not in row.refused]
+        best = sorted(able, key=lambda arm: -_median(row.runs[arm.name][0].rates))[:BEST_PEERS]
+        return [arm for arm in ours if arm.name in row.runs and arm.name not in row.refused] + best
+
+    def decide(self, arms: list[Arm]) -> None:
+        if self.options.rounds and Arm(OURS) not in arms:
+            self.row.notes.append("no decisive rounds: our own arm has no speed")
+            return
+        for number in range(self.options.rounds):
+            if self._late(sum(self.took.get(arm.name, 0.0) for arm in arms)):
+                self.row.notes.append(f"stopped by the time limit after {number} of {self.options.rounds} decisive rounds")
+                self.say(self.row.notes[-1])
+                return
+            ran = []
+            for arm in order_of(arms, number):
+                if arm.name in self.row.refused or arm.name in self.row.failed:
+                    continue
+                self.run(arm, f"round {number + 1} of {self.options.rounds}", f"round{number + 1}")
+                ran.append(arm.name)
+            self.row.orders.append(ran)
+
+    def run(self, arm: Arm, stage: str, label: str, traced: bool = False) -> None:
+        if self._late(0.0):
+            self.row.notes.append(f"{arm.name}: not run in the {stage}, the time limit was reached")
+            return
+        self.say(f"{stage}: {arm.name}")
+        row, work, began = self.row, self.row.work, time.perf_counter()
+        trace = (self.options.trace or work.folder / "results" / "trace.json") if traced else None
+        try:
+            measured = run_arm(work, arm, work.steps, self.options.arm_timeout, trace=trace, label=label)
+        except ArmFailed as error:
+            row.failed[arm.name] = str(error)
+            self.say(f"{arm.name}: failed, {error}")
+            self.keep(row)
+            return
+        self.took[arm.name] = time.perf_counter() - began
+        row.runs.setdefault(arm.name, []).append(measured)
+        reason = self._refusal(arm, measured, label)
+        if reason:
+            row.refused[arm.name] = reason
+            self.say(f"{arm.name}: no speed, {reason}")
+        row.seconds = time.perf_counter() - self.began
+        self.keep(row)
+
+    def _refusal(self, arm: Arm, measured: Measurement, label: str) -> str | None:
+        """Beside the reference on the documents that the arm itself took."""
+        reference = self.row.reference
+        if measured.own_batches:
+            try:
+                reference = self._reference_on(measured.own_batches, arm, label)
+            except ArmFailed as error:
+                return f"no reference on its own batches: {error}"
+            measured.extra["reference"] = {"losses": reference.losses, "grad_norms": reference.grad_norms}
+        fields = {**self.row.work.fields, **arm.changes}
+        dropout = arm.ours and bool(fields.get("use_lora")) and bool(self.row.work.config(**arm.changes).lora_dropout)
+        return refusal(measured, reference, self.options.tolerance, dropout)
+
+    def _reference_on(self, batches: list[list[list[int]]], arm: Arm, label: str) -> Measurement:
+        known = self.own_references.get(arm.name)
+        if known is None or known[0] != batches:
+            path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(batches))
+            known = batches, self._reference(path, f"{arm.kind}-{label}")
+            self.own_references[arm.name] = known
+        return known[1]
+
+    def _late(self, needed: float) -> bool:
+        limit = self.options.time_limit
+        return limit is not None and time.perf_counter() - self.began + needed > limit
+
+
+def _median(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]

@@ -1,0 +1,107 @@
+"""Built-in shapes and documents: random weights and random tokens, for measuring without a download."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A shape by name.
+
+    Attributes:
+        kind: class of the transformers configuration.
+        sizes: its fields.
+        batch_size: packs of a step.
+        max_seq_length: width of a pack.
+        steps: measured in a round.
+    """
+
+    kind: str
+    sizes: dict[str, Any]
+    batch_size: int
+    max_seq_length: int
+    steps: int
+
+
+SHAPES = {
+    "qwen2.5-0.5b": BuiltIn(
+        "Qwen2Config",
+        {
+            "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+            "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True, "max_position_embeddings": 32768,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        batch_size=8, max_seq_length=2048, steps=20,
+    ),
+    "llama-3.1-8b": BuiltIn(
+        "LlamaConfig",
+        {
+            "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "vocab_size": 128256, "tie_word_embeddings": False, "max_position_embeddings": 8192,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rms_norm_eps": 1e-5,
+        },
+        batch_size=4, max_seq_length=2048, steps=8,
+    ),
+    "tiny": BuiltIn(
+        "Qwen2Config",
+        {
+            "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 1024, "tie_word_embeddings": True, "max_position_embeddings": 512,
+        },
+        batch_size=2, max_seq_length=64, steps=4,
+    ),
+}  # fmt: skip
+
+DATA = ("fixed", "ragged")
+MEDIAN, SPREAD, SHORTEST = 400, 0.8, 32
+"""Lengths of ragged documents: lognormal with this median and spread, no shorter than this, no longer than a pack."""
+
+
+def build_model(name: str, folder: Path, device: str) -> None:
+    """Write a built-in shape with random bf16 weights (seed 0) and a tokenizer of bytes to ``folder``."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    shape = SHAPES[name]
+    config = getattr(transformers, shape.kind)(**shape.sizes)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer whose vocabulary is the bytes and four special tokens."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    for special in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"):
+        vocabulary[special] = len(vocabulary)
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+
+
+def random_documents(data: str, tokens: int, width: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
+    """At least ``tokens`` tokens in documents of ``width`` (``fixed``) or of lognormal lengths (``ragged``).
+
+    The rank of a token is exp(u · ln V) with u uniform, so frequencies fall as in Zipf's law.
+    """
+    generator = np.random.default_rng(seed)
+    documents: list[list[int]] = []
+    shortest, median = min(SHORTEST, width // 8), min(MEDIAN, width // 4)
+    while tokens > 0:
+        drawn = int(np.exp(generator.normal(math.log(median), SPREAD)))
+        length = width if data == "fixed" else min(max(drawn, shortest), width)
+        ids = np.exp(generator.random(length) * math.log(vocabulary - 1)).astype(np.int64)
+        documents.append(np.minimum(ids, vocabulary - 1).tolist())
+        tokens -= length
+    return documents

@@ -1,0 +1,255 @@
+"""A unit of work: one folder from which every arm reads the same weights, documents, order, labels and adapters.
+
+    FOLDER/weights/NAME/         a built-in shape with random weights, shared by the rows of a folder
+    FOLDER/ROW/work.json         this dataclass
+    FOLDER/ROW/documents.jsonl   built-in documents; else the user's own file is read
+    FOLDER/ROW/tokens/           the token store
+    FOLDER/ROW/adapter/          adapters to start from, in PEFT's format
+    FOLDER/caches/               what compilers keep between processes
+
+The order of documents is that of ``BatchStream``: step t holds the same documents in every arm that takes them as they come.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from chronicals.benchmark.shapes import DATA, SHAPES, random_documents
+from chronicals.config import ChronicalsConfig, ConfigurationError
+
+if TYPE_CHECKING:
+    from chronicals.benchmark.floor import Job
+    from chronicals.data.loader import BatchStream, Step
+
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+MODES: dict[str, dict[str, Any]] = {
+    "full": {"learning_rate": 5e-7},
+    "lora": {
+        "use_lora": True, "lora_rank": 32, "lora_alpha": 32, "lora_dropout": 0.0, "use_lora_plus": False,
+        "lora_target_modules": PROJECTIONS, "learning_rate": 1e-4,
+    },
+}  # fmt: skip
+"""What a mode sets where the user does not. Learning rates are constant and small: weights kept in bf16 alone lose
+most of a small update to rounding, and over the steps that are compared this must stay within the tolerance."""
+
+OWN = ("max_steps", "num_epochs", "output_dir", "cache_dir", "save_steps", "eval_steps", "validation_split")
+"""Fields of a recipe that a benchmark decides itself."""
+
+SPARE_STEPS = 8
+"""Documents are made for so many steps beyond those measured: profiled steps and those that are prefetched."""
+
+PADDED_ROWS = 16
+"""Documents in a padded micro-batch of a peer, where lengths differ."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """Token ids and labels (aligned with them, -100 where nothing is trained), int64 ``[length]`` each."""
+
+    ids: np.ndarray
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured; see the module's docstring for the files.
+
+    Attributes:
+        folder: of this row.
+        model: folder or hub name of the weights.
+        name: what the model is called in tables: a built-in shape, or its path.
+        mode: ``full`` or ``lora``.
+        data: ``fixed``, ``ragged``, or a file.
+        documents: the file that is read.
+        fields: of the configuration of our arm.
+        steps, warm_up: measured steps of a round, and those before them that are told apart.
+    """
+
+    folder: Path
+    model: str
+    name: str
+    mode: str
+    data: str
+    documents: Path
+    fields: dict[str, Any]
+    steps: int
+    warm_up: int
+
+    def config(self, run: str = "run", **changes: Any) -> ChronicalsConfig:
+        """The configuration of a run of ours, which ends before anything is saved."""
+        return ChronicalsConfig(
+            **{
+                **self.fields,
+                "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": None,
+                "max_steps": self.warm_up + self.steps + SPARE_STEPS, "cache_dir": self.folder / "tokens",
+                "output_dir": self.folder / run, **changes,
+            }
+        )  # fmt: skip
+
+    @property
+    def rows_a_micro_batch(self) -> int:
+        return self.config().batch_size if self.data == "fixed" else PADDED_ROWS
+
+    def stream(self) -> BatchStream:
+        """The batches our arm trains on."""
+        from chronicals.data import BatchStream, Tokenizer, TokenStore
+        from chronicals.models import load_tokenizer
+
+        config = self.config()
+        tokenizer = load_tokenizer(self.model)
+        store = TokenStore.build(
+            self.documents, Tokenizer(tokenizer, config.objective), config.max_seq_length, config.cache_dir
+        )
+        store.report.check(str(self.documents), config.max_masked_rows)
+        return BatchStream(store, config, tokenizer.pad_token_id or 0)
+
+    def documents_by_step(self, count: int) -> Iterator[list[Document]]:
+        """The documents of the first ``count`` steps, in order."""
+        return (documents_of(step) for step in self.stream().steps(count=count))
+
+    def job(self) -> Job:
+        """Sizes of a mean step, for its floor."""
+        from transformers import AutoConfig
+
+        from chronicals.benchmark.floor import Job, Shape, optimizer_bytes
+
+        config = self.config()
+        steps = list(self.documents_by_step(self.warm_up + self.steps))[self.warm_up :]
+        lengths = np.array([len(document) for step in steps for document in step])
+        labelled = sum(int((document.labels != -100).sum()) for step in steps for document in step)
+        return Job(
+            shape=Shape.of(AutoConfig.from_pretrained(self.model)),
+            tokens=round(int(lengths.sum()) / len(steps)),
+            mean_length=float((lengths**2).sum() / lengths.sum()),
+            rank=config.lora_rank if config.use_lora else 0,
+            labelled=labelled / int(lengths.sum()),
+            optimizer_bytes=optimizer_bytes(config.mixed_precision, config.optimizer_state_dtype, config.use_lora),
+        )
+
+    def write(self) -> None:
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
+        (self.folder / "work.json").write_text(json.dumps(plain, indent=1))
+
+    @classmethod
+    def read(cls, folder: Path) -> Work:
+        plain = json.loads((folder / "work.json").read_text())
+        return cls(**{**plain, "folder": Path(plain["folder"]), "documents": Path(plain["documents"])})
+
+
+def documents_of(step: Step) -> list[Document]:
+    """The documents of a step; filler has no target and is left out."""
+    found = []
+    for batch in step.batches:
+        bounds, ids, targets = batch.cu_seqlens.tolist(), batch.input_ids.numpy(), batch.targets.numpy()
+        for start, end in zip(bounds, bounds[1:]):
+            if end > start and (targets[start:end] != -100).any():
+                labels = np.concatenate([[-100], targets[start : end - 1]])
+                found.append(Document(ids[start:end].copy(), labels))
+    return found
+
+
+def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, Any], steps: int | None, warm_up: int) -> Work:
+    """Decide a row and write its documents; the weights come later, from a process of their own.
+
+    Args:
+        folder: shared by rows; the row gets a folder in it.
+        model: a built-in shape or a model's folder or hub name.
+        data: ``fixed``, ``ragged`` or a file.
+        fields: what the user sets of the configuration; wins over the mode.
+        steps: measured in a round; None takes the shape's own number, or 20.
+
+    Raises:
+        ConfigurationError: an unknown mode, or built-in data for a model whose vocabulary is not known.
+    """
+    if mode not in MODES:
+        raise ConfigurationError(f"mode={mode!r}: no such mode; there are {', '.join(MODES)}")
+    shape = SHAPES.get(model)
+    sizes = {"batch_size": shape.batch_size, "max_seq_length": shape.max_seq_length} if shape else {"batch_size": 8}
+    chosen = {**sizes, "gradient_accumulation_steps": 1, **MODES[mode], **fields}
+    chosen = {name: value for name, value in chosen.items() if name not in OWN}
+    row = folder / "-".join([Path(model).name, mode, Path(data).stem])
+    row.mkdir(parents=True, exist_ok=True)
+    built_in = data in DATA
+    work = Work(
+        folder=row.absolute(),
+        model=_place(folder, model),
+        name=model,
+        mode=mode,
+        data=data,
+        documents=row.absolute() / "documents.jsonl" if built_in else Path(data).absolute(),
+        fields=chosen,
+        steps=steps or (shape.steps if shape else 20),
+        warm_up=warm_up,
+    )
+    if built_in:
+        _write_documents(work, shape.sizes["vocab_size"] if shape else _vocabulary(model))
+    work.write()
+    return work
+
+
+def _place(folder: Path, model: str) -> str:
+    """Where arms, which run in a folder of their own, find the weights: a path, or a hub name as it is."""
+    if model in SHAPES:
+        return str((folder / "weights" / model).absolute())
+    return str(Path(model).absolute()) if Path(model).exists() else model
+
+
+def _vocabulary(model: str) -> int:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model).get_text_config().vocab_size
+    except (OSError, ValueError) as error:
+        shapes = ", ".join(SHAPES)
+        raise ConfigurationError(f"model={model!r}: neither a built-in shape ({shapes}) nor a model: {error}") from None
+
+
+def _write_documents(work: Work, vocabulary: int) -> None:
+    config = work.config()
+    a_step = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
+    tokens = a_step * (work.warm_up + work.steps + SPARE_STEPS)
+    rows = random_documents(work.data, tokens, config.max_seq_length, vocabulary)
+    work.documents.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
+
+
+def prepare(work: Work) -> None:
+    """Write what the arms share: weights of a built-in shape, tokens, adapters. Runs in a process of its own."""
+    import torch
+
+    from chronicals.benchmark.shapes import build_model
+
+    if work.name in SHAPES and not (Path(work.model) / "tokenizer.json").exists():
+        build_model(work.name, Path(work.model), "cuda" if torch.cuda.is_available() else "cpu")
+    work.stream()
+    if work.mode == "lora":
+        _write_adapter(work)
+
+
+def _write_adapter(work: Work) -> None:
+    """A uniform as in a linear layer, rounded to bf16 so that every arm can hold it exactly; B zero."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from chronicals.lora import LoRAConfig, adapters, apply_lora
+    from chronicals.lora.peft_format import save_adapter
+
+    config = work.config()
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work.model))
+    apply_lora(model, LoRAConfig(config.lora_rank, config.lora_alpha, 0.0, config.lora_target_modules, config.use_rslora))
+    generator = torch.Generator().manual_seed(0)
+    for _, layer in adapters(model):
+        bound = layer.lora_A.shape[1] ** -0.5
+        start = torch.rand(layer.lora_A.shape, generator=generator) * 2 * bound - bound
+        layer.lora_A = torch.nn.Parameter(start.bfloat16().float())
+        layer.lora_B = torch.nn.Parameter(torch.zeros(layer.lora_B.shape))
+    save_adapter(model, work.folder / "adapter", work.model)

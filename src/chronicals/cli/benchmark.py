@@ -1,0 +1,213 @@
+"""``chronicals benchmark``."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from chronicals.cli.options import with_recipe_flags
+
+
+@with_recipe_flags
+def benchmark(
+    recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below")] = None,
+    mode: Annotated[str | None, typer.Option(help="full or lora (default: what the recipe does, else full)")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a round (default: 20, 8 for 8B)")] = None,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them, compilation included, told apart")] = 5,
+    against: Annotated[
+        str, typer.Option(help="Peers, with commas: transformers,torch-compile,liger,unsloth,trl; those installed run")
+    ] = "",
+    variant: Annotated[
+        list[str] | None, typer.Option(help="Another arm of ours, field=value[,field=value]; may be repeated")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=0, help="Decisive rounds of ours and the two fastest peers")] = 3,
+    time_limit: Annotated[float | None, typer.Option(help="Begin nothing new after so many seconds")] = None,
+    arm_timeout: Annotated[float, typer.Option(help="Seconds one process may take")] = 300,
+    loss_tolerance: Annotated[float, typer.Option(help="Relative deviation of a loss from fp32 that has a speed")] = 0.01,
+    norm_tolerance: Annotated[float, typer.Option(help="The same for a gradient norm")] = 0.10,
+    profile: Annotated[bool, typer.Option("--profile", help="Where the time goes, and a trace beside the output")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write all of it to this JSON file, and bars beside it as PNG")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keep weights and compilers' caches here for the next row")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record (default: what git says)")] = None,
+    **flags: Any,
+) -> None:
+    """How fast a recipe trains here: real tokens/s beside the floor of its step and beside the peers.
+
+    `chronicals benchmark` measures the Qwen2.5-0.5B shape with random weights; `--model llama-3.1-8b` the other built-in
+    shape, or any `--model DIR_OR_HUB` with any `--data FILE`; `--data fixed` (packs full with one document) and
+    `--data ragged` (documents of very different lengths) are made here. Each arm trains in a process of its own on the
+    same weights, documents, order and labels.
+
+    A speed is refused where losses or gradient norms leave a plain fp32 run of the same steps, or a gradient is zero.
+    """
+    from rich.console import Console
+    from rich.markup import escape
+
+    from chronicals.benchmark.parity import Tolerance
+    from chronicals.benchmark.record import draw, to_dict
+    from chronicals.benchmark.rounds import Options, Row, measure
+    from chronicals.benchmark.work import plan_work
+
+    console = Console(stderr=True)
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    name, data, fields, uses_lora = _recipe(recipe, flags)
+    trace = output.with_suffix(".trace.json").absolute() if profile and output else None
+    options = Options(
+        against=_peers(against, data), variants=[_changes(text) for text in variant or []], rounds=rounds,
+        time_limit=time_limit, arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
+    )  # fmt: skip
+
+    def keep(row: Row) -> None:
+        if output:
+            output.write_text(json.dumps(to_dict(row, commit), indent=1))
+
+    with contextlib.ExitStack() as scratch:
+        place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))
+        work = plan_work(place, name, data, mode or ("lora" if uses_lora else "full"), fields, steps, warm_up)
+        with console.status("") as status:
+
+            def say(words: str) -> None:
+                status.update(escape(words))
+                console.print(f"[dim]{escape(words)}[/]")
+
+            row = measure(work, options, say, keep)
+        result = to_dict(row, commit)
+    _print(result, profile)
+    if output:
+        draw(result, output.with_suffix(".png"))
+        console.print(f"[bold]written[/] {output}, {output.with_suffix('.png')}" + (f", {trace}" if trace else ""))
+    if result["arms"].get("ours", {}).get("status") != "measured":
+        raise typer.Exit(1)
+
+
+def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], bool]:
+    """Model, data, the fields that were set, and whether they ask for adapters."""
+    from chronicals.config import Recipe
+
+    if recipe is None:
+        plan = Recipe(**{"model": "qwen2.5-0.5b", "data": "fixed", **flags})
+    else:
+        plan = Recipe.from_yaml(recipe, **flags)
+    config = plan.config()
+    fields = {name: value for name, value in config.to_dict().items() if name in config.explicit}
+    return plan.model, plan.data, fields, config.use_lora
+
+
+def _peers(against: str, data: str) -> list[str]:
+    """Peers by name; Unsloth runs without recomputation and with, and beside its packing with padded rows."""
+    from chronicals.benchmark.processes import PEERS
+    from chronicals.config import ConfigurationError
+
+    asked = [name.strip() for name in against.split(",") if name.strip()]
+    for name in asked:
+        if name not in PEERS:
+            raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
+    ways = ["unsloth", "unsloth-recompute", *(["unsloth-padded"] if data != "fixed" else [])]
+    return list(dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name])))
+
+
+def _changes(text: str) -> dict[str, Any]:
+    import yaml
+
+    from chronicals.config import ConfigurationError
+
+    pairs = [part.partition("=") for part in text.split(",")]
+    if not all(name and sign for name, sign, _ in pairs):
+        raise ConfigurationError(f"variant={text!r}: expected field=value, with commas between several")
+    return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+
+
+def _print(result: dict[str, Any], profile: bool) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console()
+    row, floor, gaps = result["row"], result["floor"], None
+    for arm in result["arms"].values():
+        gaps = gaps or ((arm.get("profile") or {}).get("share") or {}).get("gaps")
+    console.print(_speeds(result), _proofs(result), "")
+    for name, arm in result["arms"].items():
+        if arm.get("reason"):
+            console.print(f"[yellow]{name}[/]: {escape(str(arm['reason']))}", soft_wrap=True)
+    for name, ratio in result["ratios"].items():
+        by_round = ", ".join(f"{part:.3f}" for part in ratio["by_round"])
+        console.print(f"ours / {name}: [bold]{ratio['median']:.3f}[/] (rounds {by_round})")
+    if floor:
+        kinds = ("products", "attention", "elementwise", "loss", "optimizer")
+        parts = ", ".join(f"{kind} {1e3 * floor[kind]:.2f}" for kind in kinds)
+        rate, time = floor["tokens_per_second"], 1e3 * floor["seconds"]
+        console.print(f"floor of our step: {rate:,.0f} tokens/s = {time:.2f} ms ({parts})")
+    needed = result["needed_flops_a_token"] / 1e9
+    console.print(f"{row['tokens_a_step']:,} real tokens a step, {needed:.2f} GFLOP needed for each")
+    if gaps is not None:
+        console.print(f"launch gaps: {gaps:.1%} of the time no kernel runs")
+    if profile:
+        _print_profile(console, result)
+    for note in result["notes"]:
+        console.print(f"[yellow]{note}[/]")
+
+
+def _speeds(result: dict[str, Any]) -> Any:
+    """Real tokens per second in the median, half the distance of the quartiles, bars, MFU, share of the floor, memory."""
+    from rich.table import Table
+
+    row, arms = result["row"], result["arms"]
+    table = Table(title=f"{row['model']}, {row['mode']}, {row['data']}", title_justify="left")
+    for column in ("arm", "tokens/s", "±", "", "MFU", "floor", "GiB"):
+        table.add_column(column, justify="left" if column in ("arm", "") else "right", no_wrap=True)
+    rates = {name: arm["tokens_per_second"]["median"] for name, arm in arms.items() if "tokens_per_second" in arm}
+    for name in sorted(arms, key=lambda name: -rates.get(name, 0.0)):
+        arm = arms[name]
+        if name not in rates:
+            table.add_row(name, f"[yellow]{arm['status']}[/]")
+            continue
+        low, high = arm["tokens_per_second"]["quartiles"]
+        rate, share = rates[name], arm["share_of_floor"]
+        table.add_row(
+            f"[bold]{name}[/]" if name.startswith("ours") else name, f"{rate:,.0f}", f"{(high - low) / 2 / rate:.1%}",
+            "█" * max(1, round(12 * rate / max(rates.values()))), f"{arm['mfu']:.1%}", f"{share:.1%}" if share else "-",
+            f"{arm['peak_gib']:.1f}",
+        )  # fmt: skip
+    return table
+
+
+def _proofs(result: dict[str, Any]) -> Any:
+    """What stands beside each speed: loss, gradient norm, what was trained, and how far from fp32."""
+    from rich.table import Table
+
+    table = Table("arm", "loss", "grad norm", "from fp32", "trained", "padding", "warm-up", show_edge=False)
+    for name, arm in result["arms"].items():
+        if "tokens_per_second" not in arm:
+            continue
+        norm = next(norm for norm in reversed(arm["grad_norms"]) if norm is not None)
+        last = f"{arm['last_loss']:.3f}" if arm["last_loss"] is not None else "?"
+        away = arm["parity"]["loss"]["largest_deviation"]
+        table.add_row(
+            name, f"{arm['first_loss']:.3f} → {last}", f"{norm:.3f}", f"{away:.1e}" if away is not None else "-",
+            f"{arm['trained_share']:.2%}", f"{arm['padding_share']:.1%}", f"{arm['warm_up_seconds']:.1f} s",
+        )  # fmt: skip
+    return table
+
+
+def _print_profile(console: Any, result: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    for name, arm in result["arms"].items():
+        found = arm.get("profile")
+        if not found:
+            continue
+        table = Table("where the time goes", "share", "ms a step", title=name, title_justify="left")
+        for kind, share in sorted(found["share"].items(), key=lambda item: -item[1]):
+            table.add_row(kind, f"{share:.1%}", f"{found['milliseconds_a_step'][kind]:.2f}")
+        longest = Table("kernel", "kind", "calls a step", "ms a step")
+        for kernel in found["kernels"][:15]:
+            longest.add_row(
+                kernel["name"][:70], kernel["kind"], f"{kernel['calls_a_step']:.0f}", f"{kernel['milliseconds_a_step']:.2f}"
+            )
+        console.print(table, longest)

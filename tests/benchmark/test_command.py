@@ -1,0 +1,100 @@
+"""``chronicals benchmark`` on the CPU, each arm in its own process; and how it prints."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chronicals.cli import benchmark as command
+from chronicals.config import ConfigurationError
+
+SOURCE = Path(__file__).parent.parent.parent / "src"
+
+
+def run(folder, *arguments):
+    """The command in its own process, on the tiny shape in fp32; its output and what it wrote."""
+    given = ["--model", "tiny", "--mixed-precision", "fp32", "--warm-up", 3, "--rounds", 0, "--output", "row.json", *arguments]
+    program = [sys.executable, "-c", "from chronicals.cli import main; main()", "benchmark", *map(str, given)]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran, json.loads((folder / "row.json").read_text()), folder
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """Ours, a variant of it whose learning rate is absurd, and transformers; one scouting round."""
+    return run(
+        tmp_path_factory.mktemp("benchmark"), "--data", "ragged", "--steps", 2, "--commit", "abc",
+        "--against", "transformers,unsloth", "--variant", "learning_rate=0.5",
+    )  # fmt: skip
+
+
+def test_ours_and_transformers_train_alike_in_their_own_processes(done):
+    _, result, _ = done
+    ours, plain = (result["arms"][name] for name in ("ours", "transformers"))
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert ours["grad_norms"] == pytest.approx(plain["grad_norms"], rel=1e-4)
+    assert ours["parity"]["loss"]["largest_deviation"] < 1e-5
+    assert ours["tokens_a_step"] == plain["tokens_a_step"]
+    assert plain["padding_share"] > ours["padding_share"]
+    assert ours["trained_share"] == plain["trained_share"] == 1.0
+
+
+def test_the_floor_is_made_of_this_machines_rates(done):
+    _, result, _ = done
+    parts = ("products", "attention", "elementwise", "loss", "optimizer")
+    assert result["floor"]["seconds"] == pytest.approx(sum(result["floor"][part] for part in parts))
+    assert all(result["floor"][part] > 0 for part in parts)
+    assert result["rates"]["attention"]["backend"] == "per-document"
+
+
+def test_an_arm_that_leaves_the_reference_has_no_speed(done):
+    ran, result, _ = done
+    arm = result["arms"]["ours learning_rate=0.5"]
+    assert arm["status"] == "refused" and "step 2" in arm["reason"] and "tokens_per_second" not in arm
+    assert "refused" in ran.stdout and "where the fp32 reference has" in ran.stdout
+
+
+def test_what_is_printed(done):
+    ran, result, folder = done
+    rate = f"{result['arms']['ours']['tokens_per_second']['median']:,.0f}"
+    assert rate in ran.stdout and "floor of our step" in ran.stdout and "█" in ran.stdout
+    assert "unsloth-recompute" in ran.stdout and "not installed: unsloth" in ran.stdout
+    assert (folder / "row.png").exists() and result["commit"] == "abc"
+
+
+@pytest.mark.long
+def test_trl_and_torch_compile_train_alike_with_adapters(tmp_path):
+    _, result, _ = run(tmp_path, "--mode", "lora", "--steps", 3, "--against", "torch-compile,trl")
+    for name in ("ours", "torch-compile", "trl"):
+        arm = result["arms"][name]
+        assert arm["status"] == "measured", arm["reason"]
+        assert arm["parity"]["loss"]["largest_deviation"] < 1e-4
+        assert arm["trained_share"] == pytest.approx(result["row"]["trained_parameters"] / 212_000, rel=0.1)
+
+
+def test_flags_that_are_wrong_are_named():
+    with pytest.raises(ConfigurationError, match="against='ligr'"):
+        command._peers("ligr", "fixed")
+    with pytest.raises(ConfigurationError, match="variant='dropout'"):
+        command._changes("dropout")
+
+
+def test_unsloth_stands_for_all_its_ways():
+    assert command._peers("liger,unsloth", "fixed") == ["liger", "unsloth", "unsloth-recompute"]
+    assert command._peers("unsloth", "ragged") == ["unsloth", "unsloth-recompute", "unsloth-padded"]
+
+
+def test_a_variant_is_fields():
+    assert command._changes("lora_dropout=0.05,use_fp8=true") == {"lora_dropout": 0.05, "use_fp8": True}
+
+
+def test_a_recipe_and_its_flags(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: base\ndata: rows.jsonl\nuse_lora: true\nlora_rank: 4\nmax_steps: 9\n")
+    model, data, fields, lora = command._recipe(tmp_path / "recipe.yaml", {"lora_rank": 8})
+    assert (model, data, lora) == ("base", "rows.jsonl", True) and fields["lora_rank"] == 8
+    assert command._recipe(None, {})[:2] == ("qwen2.5-0.5b", "fixed")

@@ -1,0 +1,102 @@
+"""FLOPs, bytes and the floor against numbers worked out by hand and against the ceilings measured on an H200."""
+
+import pytest
+import transformers
+
+from chronicals.benchmark.floor import (
+    Job,
+    Product,
+    Shape,
+    attention_flops,
+    elementwise_bytes,
+    floor,
+    loss_bytes,
+    mfu,
+    needed_flops,
+    optimizer_bytes,
+    products,
+)
+from chronicals.benchmark.shapes import SHAPES
+
+COPY = 4.27e12
+SMALL, LARGE = "qwen2.5-0.5b", "llama-3.1-8b"
+
+
+def shape(name: str) -> Shape:
+    return Shape.of(getattr(transformers, SHAPES[name].kind)(**SHAPES[name].sizes))
+
+
+def test_flops_of_a_shape_small_enough_for_pencil_and_paper():
+    tiny = Shape(layers=1, width=4, heads=2, kv_heads=1, head_dim=2, inner=8, vocabulary=10, parameters=0)
+    body, head = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 8, 4 * 10
+    assert (tiny.body, tiny.head) == (body, head) == (144, 40)
+    full = Job(tiny, tokens=6, mean_length=5.0, labelled=0.5)
+    assert attention_flops(full) == 2 * 1 * 4 * 6
+    assert needed_flops(full) == 6 * 144 + 6 * 40 * 0.5 + 3 * 48
+    lora = Job(tiny, tokens=6, mean_length=5.0, rank=3)
+    assert lora.adapter_parameters == 3 * ((4 + 4) + 2 * (4 + 2) + (4 + 4) + 3 * (4 + 8))
+    assert needed_flops(lora) == 4 * 144 - 2 * 4 * 8 + 6 * lora.adapter_parameters + 4 * 40 + 3 * 48
+    assert elementwise_bytes(tiny) == 2 * (16 * 4 + 4 * (4 + 2) + 8 * 8 + 7 * 4)
+    assert loss_bytes(full) == 4 * 10 * 0.5
+    assert mfu(full, 989e12 / needed_flops(full)) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("name, body, parameters", [(SMALL, 357.8e6, 494e6), (LARGE, 6.979e9, 8.03e9)])
+def test_sizes_of_the_built_in_shapes(name, body, parameters):
+    assert shape(name).body == pytest.approx(body, rel=1e-3)
+    assert shape(name).parameters == pytest.approx(parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize("name, rank, gigaflops", [(SMALL, 0, 3.23), (SMALL, 16, 2.29), (LARGE, 0, 46.6), (LARGE, 16, 31.8)])
+def test_needed_flops_at_documents_of_2048(name, rank, gigaflops):
+    assert needed_flops(Job(shape(name), 16384, 2048, rank)) / 1e9 == pytest.approx(gigaflops, rel=0.01)
+
+
+@pytest.mark.parametrize("rank", [0, 32])
+def test_the_products_are_the_needed_flops(rank):
+    job = Job(shape(SMALL), 16384, 2048, rank)
+    listed = sum(product.count * product.flops for product in products(job))
+    assert listed == pytest.approx((needed_flops(job) - 3 * attention_flops(job)) * job.tokens, rel=1e-9)
+
+
+def ceiling(product: Product) -> float:
+    """Seconds of a product at the ceilings measured on an H200: by width, and narrow ones by the copy bandwidth."""
+    narrow = min(product.inputs, product.outputs, product.rows)
+    moved = 2 * (product.rows * (product.inputs + product.outputs) + product.inputs * product.outputs)
+    rate = (
+        679e12
+        if narrow >= 4096
+        else 601e12
+        if product.name == "head"
+        else 650e12
+        if product.name in ("gate_up", "down")
+        else 560e12
+    )
+    return max(product.flops / rate, moved / COPY)
+
+
+@pytest.mark.parametrize(
+    "name, rank, tokens, states, heads, rates, expected",
+    [
+        (SMALL, 0, 16384, "fp32", 14, (374e12, 358e12), 160e3),
+        (SMALL, 32, 16384, "fp32", 14, (374e12, 358e12), 185e3),
+        (LARGE, 0, 8192, "bf16", 32, (505e12, 414e12), 12.6e3),
+        (LARGE, 32, 8192, "fp32", 32, (505e12, 414e12), 18e3),
+    ],
+)
+def test_floors_at_the_ceilings_of_an_h200(name, rank, tokens, states, heads, rates, expected):
+    measured = shape(name)
+    job = Job(measured, tokens, 2048, rank, optimizer_bytes=optimizer_bytes("bf16", states, adapters=rank > 0))
+    a_layer = attention_flops(job) / measured.layers * tokens
+    found = floor(job, COPY, ceiling, a_layer / rates[0] + 2.5 * a_layer / rates[1])
+    assert found.tokens_per_second == pytest.approx(expected, rel=0.07)
+    assert found.seconds == pytest.approx(
+        sum(getattr(found, part) for part in ("products", "attention", "elementwise", "loss", "optimizer"))
+    )
+
+
+def test_optimizer_bytes_by_what_is_kept():
+    assert optimizer_bytes("bf16", "fp32", adapters=False) == 2 + 4 + 4 + 16
+    assert optimizer_bytes("bf16", "bf16", adapters=False) == 2 + 4 + 4 + 8
+    assert optimizer_bytes("bf16", "fp32", adapters=True) == 4 + 8 + 16
+    assert optimizer_bytes("fp32", "fp32", adapters=False) == 4 + 8 + 16

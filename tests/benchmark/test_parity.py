@@ -1,0 +1,57 @@
+"""No speed without proof: parity with the fp32 reference, gradients, and weights that moved."""
+
+import math
+
+import pytest
+from made import measurement
+
+from chronicals.benchmark.parity import Tolerance, comparison, refusal
+
+
+def changed(values, step, factor):
+    return [value * factor if number == step else value for number, value in enumerate(values)]
+
+
+REFERENCE = measurement()
+
+
+def test_an_arm_that_trains_as_the_reference_does_has_a_speed():
+    assert refusal(measurement(), REFERENCE, Tolerance()) is None
+
+
+@pytest.mark.parametrize(
+    "wrong, reason",
+    [
+        ({"losses": changed(REFERENCE.losses, 3, 1.02)}, "step 4: loss"),
+        ({"losses": changed(REFERENCE.losses, 0, 1.007)}, "step 1: loss"),
+        ({"grad_norms": changed(REFERENCE.grad_norms, 2, 0.8)}, "step 3: gradient norm"),
+        ({"grad_norms": changed(REFERENCE.grad_norms, 4, 0.0)}, "a gradient is zero"),
+        ({"grad_norms": changed(REFERENCE.grad_norms, 4, math.nan)}, "gradient norm is not finite"),
+        ({"losses": changed(REFERENCE.losses, 4, math.inf)}, "loss is not finite"),
+        ({"grad_norms": [None] * 5}, "reports no gradient norm"),
+        ({"moved_share": 0.0}, "no weight changed"),
+    ],
+)
+def test_a_wrong_arm_has_none(wrong, reason):
+    assert reason in refusal(measurement(**wrong), REFERENCE, Tolerance())
+
+
+def test_without_a_reference_there_is_no_speed():
+    assert "no reference" in refusal(measurement(), None, Tolerance())
+
+
+def test_steps_that_an_arm_does_not_report_are_not_compared():
+    assert refusal(measurement(losses=[7.0, None, None, None, 6.6]), REFERENCE, Tolerance()) is None
+
+
+def test_dropout_widens_the_norms_alone():
+    noisy = measurement(grad_norms=changed(REFERENCE.grad_norms, 2, 1.15))
+    assert refusal(noisy, REFERENCE, Tolerance()) and refusal(noisy, REFERENCE, Tolerance(), dropout=True) is None
+    wrong = measurement(losses=changed(REFERENCE.losses, 2, 1.015))
+    assert refusal(wrong, REFERENCE, Tolerance(), dropout=True)
+
+
+def test_the_record_has_both_sides():
+    found = comparison(measurement(losses=changed(REFERENCE.losses, 1, 1.01)), REFERENCE)
+    assert found["loss"]["largest_deviation"] == pytest.approx(0.01)
+    assert found["grad_norm"]["measured"] == found["grad_norm"]["reference"] == REFERENCE.grad_norms

@@ -1,0 +1,184 @@
+"""The order of a benchmark, and what becomes of arms that are absent, crash, or train wrongly."""
+
+import json
+
+import made
+import pytest
+
+from chronicals.benchmark import processes, rounds
+from chronicals.benchmark.floor import Job, Shape
+from chronicals.benchmark.processes import Arm, ArmFailed
+from chronicals.benchmark.record import draw, to_dict
+from chronicals.benchmark.rounds import Options, measure, order_of
+from chronicals.config import ConfigurationError
+
+SPEEDS = {"ours": 2000.0, "ours lora_dropout=0.1": 1900.0, "transformers": 1000.0, "liger": 1500.0, "torch-compile": 1200.0}
+FLOOR = {"products": 0.03, "attention": 0.005, "elementwise": 0.003, "loss": 0.001, "optimizer": 0.001, "seconds": 0.04,
+         "tokens_per_second": 2500.0, "tokens": 100}  # fmt: skip
+
+
+@pytest.fixture
+def bench(tmp_path, monkeypatch):
+    """Arms that measure nothing: their speeds are a table, and ``bench.ran`` is who ran."""
+
+    class Bench:
+        def __init__(self):
+            self.ran, self.crash, self.changes, self.absent = [], set(), {}, set()
+
+        def measure(self, **options):
+            work = made.work(tmp_path)
+            monkeypatch.setattr(type(work), "job", lambda work: Job(Shape(2, 64, 4, 2, 16, 128, 1024, 10**5), 100, 64.0))
+            return measure(work, Options(**options))
+
+    bench = Bench()
+
+    def run_arm(work, arm, steps, timeout, trace=None, documents=None, label="", warm_up=None):
+        name = arm if isinstance(arm, str) else arm.name
+        bench.ran.append(name)
+        if name in bench.crash:
+            raise ArmFailed("OutOfMemoryError: CUDA out of memory")
+        profile = {"share": {"gaps": 0.1}} if trace else None
+        speed = SPEEDS.get(name, 1.0) + len(bench.ran)
+        return made.measurement(speed, profile=profile, **bench.changes.get(name, {}))
+
+    rates = {"floor": FLOOR, "machine": {"card": "none"}, "copy_bytes_per_second": 1.0, "products": {}, "attention": {}}
+    monkeypatch.setattr(rounds, "run_arm", run_arm)
+    monkeypatch.setattr(rounds, "run_preparation", lambda *given: rates)
+    monkeypatch.setattr(rounds, "missing", lambda peer, mode: [peer] if peer in bench.absent else [])
+    return bench
+
+
+PEERS = ["transformers", "torch-compile", "liger"]
+
+
+def test_scouting_then_ours_and_the_two_fastest_in_turning_order(bench):
+    row = bench.measure(against=PEERS, rounds=3)
+    assert bench.ran[:5] == ["reference", "ours", *PEERS]
+    forth = ["ours", "liger", "torch-compile"]
+    assert row.orders == [forth, forth[::-1], forth]
+    assert [name for order in row.orders for name in order] == bench.ran[5:]
+
+
+def test_order_turns():
+    arms = [Arm("a"), Arm("b"), Arm("c")]
+    assert ["".join(arm.name for arm in order_of(arms, n)) for n in range(4)] == ["abc", "cba", "abc", "cba"]
+
+
+def test_variants_of_ours_stand_beside_it(bench):
+    row = bench.measure(against=["liger"], variants=[{"lora_dropout": 0.1}], rounds=1)
+    assert row.orders == [["ours", "ours lora_dropout=0.1", "liger"]]
+    assert set(to_dict(row)["ratios"]) == {"ours lora_dropout=0.1", "liger"}
+
+
+def test_a_missing_peer_is_named(bench):
+    bench.absent = {"liger"}
+    result = to_dict(bench.measure(against=PEERS, rounds=1))
+    assert result["arms"]["liger"] == {"status": "absent", "reason": "not installed: liger"}
+    assert "tokens_per_second" in result["arms"]["torch-compile"]
+
+
+def test_peers_that_are_not_installed_here():
+    for peer, packages in processes.PEERS.items():
+        assert set(processes.missing(peer, "full")) <= set(packages)
+
+
+def test_a_crashed_peer_is_recorded_and_the_run_goes_on(bench):
+    bench.crash = {"transformers"}
+    result = to_dict(bench.measure(against=PEERS, rounds=1))
+    assert result["arms"]["transformers"] == {"status": "failed", "reason": "OutOfMemoryError: CUDA out of memory"}
+    assert result["arms"]["liger"]["rounds"] == 1
+
+
+@pytest.mark.parametrize(
+    "wrong, reason",
+    [
+        ({"losses": [7.0, 6.5, 6.8, 6.7, 6.6]}, "step 2: loss"),
+        ({"grad_norms": [1.0, 0.0, 1.0, 1.0, 1.0]}, "a gradient is zero"),
+    ],
+)
+def test_a_wrong_arm_has_no_speed(bench, wrong, reason):
+    bench.changes = {"liger": wrong}
+    row = bench.measure(against=PEERS, rounds=1)
+    assert row.orders == [["ours", "torch-compile", "transformers"]]
+    arm = to_dict(row)["arms"]["liger"]
+    assert arm["status"] == "refused" and reason in arm["reason"]
+    assert not {"tokens_per_second", "samples", "mfu", "round_medians"} & set(arm)
+    assert arm["losses"] and arm["parity"]["loss"]["reference"]
+
+
+def test_ours_is_held_to_the_same(bench):
+    bench.changes = {"ours": {"moved_share": 0.0}}
+    result = to_dict(bench.measure(against=["liger"], rounds=1))
+    assert result["arms"]["ours"]["status"] == "refused" and result["ratios"] == {}
+
+
+def test_without_ours_there_is_nothing_to_decide(bench):
+    bench.crash = {"ours"}
+    row = bench.measure(against=["liger"], rounds=3)
+    assert row.orders == [] and any("no decisive rounds" in note for note in row.notes)
+
+
+def test_adapters_need_peft_for_their_reference(tmp_path, monkeypatch):
+    monkeypatch.setattr(rounds, "missing", lambda peer, mode: ["peft"] if mode == "lora" else [])
+    with pytest.raises(ConfigurationError, match=r"chronicals\[peft\]"):
+        measure(made.work(tmp_path, mode="lora"), Options())
+
+
+def test_work_that_cannot_be_prepared_is_an_error_of_the_user(tmp_path, monkeypatch):
+    def fail(*given):
+        raise ArmFailed("DataError: nothing to train on")
+
+    monkeypatch.setattr(rounds, "run_preparation", fail)
+    with pytest.raises(ConfigurationError, match="model='tiny'.*nothing to train on"):
+        measure(made.work(tmp_path), Options())
+
+
+def test_without_a_reference_nobody_has_a_speed(bench):
+    bench.crash = {"reference"}
+    result = to_dict(bench.measure(against=["liger"], rounds=1))
+    assert {arm["status"] for arm in result["arms"].values()} == {"refused"}
+    assert any("reference" in note for note in result["notes"])
+
+
+def test_an_arm_that_takes_other_documents_has_a_reference_of_its_own(bench):
+    bench.changes = {"liger": {"own_batches": [[[1, 2, 3]]]}}
+    row = bench.measure(against=["liger"], rounds=2)
+    assert bench.ran.count("reference") == 2
+    assert json.loads((row.work.folder / "results" / "batches-liger-scout.json").read_text()) == [[[1, 2, 3]]]
+
+
+def test_the_time_limit_ends_the_rounds_and_says_so(bench):
+    row = bench.measure(against=["liger"], rounds=3, time_limit=0.0)
+    assert row.runs == {} and row.orders == []
+    assert any("time limit" in note for note in row.notes)
+
+
+def test_the_record_holds_everything_with_the_raw_samples(bench, tmp_path):
+    result = json.loads(json.dumps(to_dict(bench.measure(against=["liger"], rounds=2), commit="abc")))
+    assert result["commit"] == "abc" and result["versions"]["torch"] and result["floor"] == FLOOR
+    arm = result["arms"]["ours"]
+    rates = [t / s for run in arm["samples"][1:] for t, s in zip(run["tokens"], run["seconds"])]
+    assert len(rates) == 2 * 3  # the scouting run is kept but counts only for arms that were in no round
+    assert sorted(rates)[2] <= arm["tokens_per_second"]["median"] <= sorted(rates)[3]
+    assert arm["share_of_floor"] == pytest.approx(arm["tokens_per_second"]["median"] / 2500)
+    assert arm["padding_share"] == pytest.approx(0.2) and arm["trained_share"] == 1.0
+    assert arm["first_step_seconds"] > 0 and arm["profile"] == {"share": {"gaps": 0.1}}
+    assert result["ratios"]["liger"]["median"] == pytest.approx(2000 / 1500, rel=0.02)
+    draw(result, tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").stat().st_size > 1000
+
+
+def test_a_real_process_that_fails_says_its_last_words(tmp_path):
+    with pytest.raises(ArmFailed, match="invalid choice"):
+        processes.run_process(made.work(tmp_path), "nonsense", [], 60, "nonsense")
+
+
+def test_a_process_that_takes_too_long_is_ended(tmp_path):
+    with pytest.raises(ArmFailed, match="longer than"):
+        processes.run_process(made.work(tmp_path), "prepare", [], 0.05, "prepare")
+
+
+def test_last_words_are_those_of_the_error():
+    log = "Traceback (most recent call last):\n  File\ntorch.OutOfMemoryError: CUDA out of memory.\n[rank0]: bye\n"
+    assert processes.last_words(log, 1) == "torch.OutOfMemoryError: CUDA out of memory."
+    assert processes.last_words("", -9) == "exit code -9"

@@ -1,0 +1,124 @@
+"""The work that every arm reads: the same documents in the same steps, and only real tokens counted."""
+
+import json
+
+import made
+import numpy as np
+import pytest
+import torch
+
+from chronicals.benchmark.arms.loop import padded
+from chronicals.benchmark.arms.trainer import documents_in
+from chronicals.benchmark.shapes import byte_tokenizer, random_documents
+from chronicals.benchmark.work import Document, Work, documents_of, plan_work
+from chronicals.config import ConfigurationError
+
+
+def planned(folder, **changes) -> Work:
+    """A work whose tokenizer is there already; its weights are not needed."""
+    work = made.work(folder, **changes)
+    byte_tokenizer().save_pretrained(work.model)
+    return work
+
+
+def test_it_is_read_as_it_was_written(tmp_path):
+    work = made.work(tmp_path, mode="lora")
+    assert Work.read(work.folder) == work
+    config = work.config("other", lora_dropout=0.5)
+    assert config.use_lora and config.lora_dropout == 0.5 and config.output_dir == work.folder / "other"
+    assert (config.lr_scheduler, config.warmup_steps, config.use_lora_plus) == ("constant", 0, False)
+
+
+def test_what_the_user_sets_wins_and_what_a_benchmark_decides_is_dropped(tmp_path):
+    work = made.work(tmp_path, learning_rate=0.5, max_steps=1000, batch_size=1)
+    assert work.config().learning_rate == 0.5 and work.config().max_steps < 20
+    assert work.rows_a_micro_batch == 1
+
+
+def test_an_unknown_mode_is_named(tmp_path):
+    with pytest.raises(ConfigurationError, match="mode='lorra'"):
+        plan_work(tmp_path, "tiny", "fixed", "lorra", {}, None, 1)
+
+
+def test_arms_find_a_model_that_was_named_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    work = plan_work(tmp_path / "bench", "base", "rows.jsonl", "full", {}, 3, 1)
+    assert (work.model, work.documents) == (str(tmp_path / "base"), tmp_path / "rows.jsonl")
+    assert plan_work(tmp_path / "bench", "someone/model", "rows.jsonl", "full", {}, 3, 1).model == "someone/model"
+
+
+def test_fixed_documents_fill_every_pack(tmp_path):
+    work = planned(tmp_path)
+    for step in work.stream().steps(count=5):
+        documents = documents_of(step)
+        assert [len(document) for document in documents] == [64, 64]
+        assert step.counts.tokens == step.counts.slots == 128
+
+
+@pytest.mark.parametrize("data", ["fixed", "ragged"])
+def test_peers_see_the_documents_of_our_batches(tmp_path, data):
+    work = planned(tmp_path, data=data)
+    made_here = {tuple(json.loads(line)["input_ids"]) for line in work.documents.read_text().splitlines()}
+    for step, documents in zip(work.stream().steps(count=4), work.documents_by_step(4)):
+        assert sum(map(len, documents)) == step.counts.tokens
+        assert sum(int((document.labels[1:] != -100).sum()) for document in documents) == step.counts.targets
+        for document in documents:
+            assert tuple(document.ids.tolist()) in made_here
+            assert document.labels[0] == -100 and (document.labels[1:] == document.ids[1:]).all()
+
+
+def test_lengths_of_ragged_documents():
+    lengths = np.array([len(ids) for ids in random_documents("ragged", 400_000, 2048, 1000)])
+    assert lengths.min() >= 32 and lengths.max() <= 2048
+    assert np.median(lengths) == pytest.approx(400, rel=0.15)
+    assert np.log(lengths).std() == pytest.approx(0.8, rel=0.15)
+
+
+def test_sizes_of_a_step_are_those_of_its_documents(tmp_path):
+    import transformers
+
+    from chronicals.benchmark.shapes import SHAPES
+
+    work = planned(tmp_path, data="ragged")
+    transformers.Qwen2Config(**SHAPES["tiny"].sizes).save_pretrained(work.model)
+    job = work.job()
+    steps = list(work.documents_by_step(work.warm_up + work.steps))[work.warm_up :]
+    lengths = [len(document) for step in steps for document in step]
+    assert job.tokens == round(sum(lengths) / work.steps)
+    assert job.mean_length == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
+    assert job.labelled == pytest.approx(1 - len(lengths) / sum(lengths))
+
+
+def document(length: int, trained_from: int = 1) -> Document:
+    ids = np.arange(1, length + 1)
+    return Document(ids, np.where(np.arange(length) >= trained_from, ids, -100))
+
+
+def test_padding_is_no_token():
+    step = padded([document(10), document(4), document(7)], rows=2, place=torch.device("cpu"))
+    assert (step.tokens, step.slots) == (21, 2 * 10 + 7)
+    (first, share), (second, rest) = step.micro_batches
+    assert (share, rest) == (12 / 18, 6 / 18)
+    assert first["attention_mask"].sum() == 14 and "attention_mask" not in second
+    assert first["labels"][1].tolist() == [-100, 2, 3, 4] + [-100] * 6
+
+
+def test_micro_batches_are_even():
+    step = padded([document(5)] * 17, rows=16, place=torch.device("cpu"))
+    assert [len(given["input_ids"]) for given, _ in step.micro_batches] == [9, 8]
+    assert step.tokens == step.slots == 85
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"input_ids": [[1, 2, 3, 4, 5]], "position_ids": [[0, 1, 0, 1, 2]]},
+        {"input_ids": [[1, 2, 0], [3, 4, 5]], "attention_mask": [[1, 1, 0], [1, 1, 1]]},
+        {"input_ids": [[1, 2, 3, 4, 5, 0]], "attention_mask": [[1, 1, 1, 1, 1, 0]], "packed_seq_lengths": [2, 3]},
+    ],
+)
+def test_documents_are_found_in_a_trainers_batch(inputs):
+    tensors = {name: torch.tensor(value) for name, value in inputs.items()}
+    assert documents_in(tensors) == [[1, 2], [3, 4, 5]]
