@@ -16,7 +16,7 @@ weights of the type of x, adapters in fp32 (Hu et al., 2022, section 4.1). Opera
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,13 +132,18 @@ def _extended(x: Tensor, room: int, made_with_room: bool) -> Tensor:
     return extended
 
 
+Remake = Callable[[], Tensor]
+OPTIONS = 6
+"""Arguments of the function below that come before the tensors of the layers; x is one of them."""
+
+
 class _MergedLinear(torch.autograd.Function):
     """After the options: the weights, biases, A and B of all layers, each list as long as there are layers."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, merged: Merged, scales: list[float], dropout: float, roomy: tuple[bool, bool],
-        *tensors: Tensor | None,
+        remake: Remake | None, *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         count = len(merged.sizes)
         rows, seed = x, None
@@ -148,7 +153,9 @@ class _MergedLinear(torch.autograd.Function):
             _down(merged, x, seed, dropout, rows[:, merged.width :])
         matrix = merged.buffer[: merged.outputs].t()
         y = product(rows, matrix, x.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
-        ctx.save_for_backward(rows if any(ctx.needs_input_grad[5:]) else None, seed)
+        kept = any(ctx.needs_input_grad[OPTIONS:])
+        ctx.save_for_backward(rows if kept and remake is None else None, seed)
+        ctx.remake = remake if kept else None
         ctx.merged, ctx.scales, ctx.dropout, ctx.roomy = merged, scales, dropout, roomy[1]
         ctx.kinds = [None if x is None else x.dtype for x in tensors]
         return y
@@ -157,6 +164,8 @@ class _MergedLinear(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         merged: Merged = ctx.merged
         rows, seed = ctx.saved_tensors
+        if ctx.remake is not None:
+            rows = _made_again(ctx, seed)
         dy = in_rows(upstream)
         x = None if rows is None else rows[:, : merged.width]
         extended = dy if not merged.room else _extended(dy, merged.room, ctx.roomy)
@@ -166,15 +175,26 @@ class _MergedLinear(torch.autograd.Function):
         dx = _of_input(ctx, dy, extended, seed) if needs[0] else None
         count = len(merged.sizes)
         of_weights: list[Tensor | None] = [None for _ in range(2 * count)]
-        if any(needs[5 : 5 + count]) and x is not None:
+        if any(needs[OPTIONS : OPTIONS + count]) and x is not None:
             of_weights[:count] = product(dy.t(), x, x.dtype).split(merged.sizes)
-        if any(needs[5 + count : 5 + 2 * count]):
+        if any(needs[OPTIONS + count : OPTIONS + 2 * count]):
             of_weights[count:] = dy.sum(0).split(merged.sizes)
         of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
-        if any(needs[5 + 2 * count :]) and rows is not None:
+        if any(needs[OPTIONS + 2 * count :]) and rows is not None:
             of_adapters = _of_adapters(ctx, dy, extended, rows, seed)
-        wanted = zip([*of_weights, *of_adapters], needs[5:])
-        return dx, None, None, None, None, *(gradient if needed else None for gradient, needed in wanted)
+        wanted = zip([*of_weights, *of_adapters], needs[OPTIONS:])
+        return dx, *(None,) * (OPTIONS - 1), *(gradient if needed else None for gradient, needed in wanted)
+
+
+def _made_again(ctx: Any, seed: Tensor | None) -> Tensor:
+    """x and u behind it, as they were in the forward pass."""
+    x, merged = ctx.remake(), ctx.merged
+    ctx.remake = None
+    if not merged.room:
+        return x
+    rows = _extended(x, merged.room, True)
+    _down(merged, x, seed, ctx.dropout, rows[:, merged.width :])
+    return rows
 
 
 def _down(merged: Merged, x: Tensor, seed: Tensor | None, dropout: float, out: Tensor) -> None:
@@ -219,6 +239,7 @@ def merged_linear(
     adapters: Sequence[Adapter | None],
     roomy: bool = False,
     gradient_roomy: bool = False,
+    remake: Remake | None = None,
 ) -> Tensor:
     """The outputs of all layers side by side, ``[T, out]``; differentiable in x, weights, biases and adapters.
 
@@ -230,6 +251,7 @@ def merged_linear(
         adapters: of each layer, or None.
         roomy, gradient_roomy: x, and the gradient of what is returned, were made with ``merged.room`` columns behind each
             row, which are written to here.
+        remake: makes x again for the backward pass, in which case x is not kept.
 
     Raises:
         ValueError: adapters differ in dropout.
@@ -241,7 +263,7 @@ def merged_linear(
     scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
     matrices = [*(x and x.a for x in adapters), *(x and x.b for x in adapters)]
     dropout = dropouts.pop() if dropouts else 0.0
-    return _MergedLinear.apply(x, merged, scales, dropout, (roomy, gradient_roomy), *weights, *biases, *matrices)
+    return _MergedLinear.apply(x, merged, scales, dropout, (roomy, gradient_roomy), remake, *weights, *biases, *matrices)
 
 
 def side_by_side(

@@ -1,5 +1,5 @@
 """Policies for activations."""
 
-from chronicals.memory.recompute import enable_gradient_checkpointing, needs_recomputation
+from chronicals.memory.recompute import CHEAP, LAYERS, NOTHING, POLICIES, Estimate, enable_gradient_checkpointing, estimate
 
-__all__ = ["enable_gradient_checkpointing", "needs_recomputation"]
+__all__ = ["CHEAP", "LAYERS", "NOTHING", "POLICIES", "Estimate", "enable_gradient_checkpointing", "estimate"]

@@ -1,13 +1,76 @@
-"""Recomputing activations in the backward pass instead of keeping them (Chen et al., 2016, section 4)."""
+"""Activations made again in the backward pass instead of kept (Chen et al., 2016, section 4), where memory needs it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 RESERVE = 0.9
 """Share of the card that may be planned for; the rest is fragmentation and workspaces."""
+
+LOSS = 4 * 2**30
+"""Bytes beside the activations while a loss is made: a chunk of logits, and the head's gradient in fp32."""
+
+NOTHING, CHEAP, LAYERS = "nothing", "norms and gated units", "layers"
+POLICIES = (NOTHING, CHEAP, LAYERS)
+"""What is made again, from the fastest to the leanest. The second is for fused layers, and costs no product."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes that a training run is expected to hold.
+
+    Attributes:
+        fixed: weights, gradients and optimizer states.
+        activations: by policy.
+        total: of the card; 0 without one.
+    """
+
+    fixed: int
+    activations: Mapping[str, int]
+    total: int
+
+    def policy(self) -> str:
+        """The fastest that fits; the leanest if none does."""
+        fits = (name for name, kept in self.activations.items() if self.fixed + kept <= RESERVE * self.total)
+        return NOTHING if not self.total else next(fits, LAYERS)
+
+    def words(self) -> str:
+        if not self.total:
+            return "not on a card"
+        needed = (self.fixed + self.activations[self.policy()]) / 2**30
+        return f"estimated {needed:.1f} of {self.total / 2**30:.1f} GiB, {self.policy()} made again"
+
+
+def estimate(model: Any, tokens: int, fused: bool, bytes_a_weight: int) -> Estimate:
+    """What training ``model`` holds.
+
+    Args:
+        tokens: of one forward pass.
+        fused: whether decoder layers run fused; else activations are those of an unfused layer of width D with an MLP of
+            width F, ``2 · (30 D + 5 F)`` bytes a token and layer.
+        bytes_a_weight: of gradient and optimizer states beside a trained weight.
+    """
+    parameters = list(model.parameters())
+    device = parameters[0].device
+    trained = sum(p.numel() for p in parameters if p.requires_grad)
+    fixed = sum(p.numel() * p.element_size() for p in parameters) + trained * bytes_a_weight
+    shape = model.config.get_text_config()
+    layers, width = shape.num_hidden_layers, shape.hidden_size
+    inner = getattr(shape, "intermediate_size", None) or 4 * width
+    heads = getattr(shape, "num_attention_heads", 1)
+    head = getattr(shape, "head_dim", None) or width // heads
+    attended = head * (2 * heads + 2 * (getattr(shape, "num_key_value_heads", None) or heads))
+    whole = 2 * (4 * width + attended + 3 * inner) if fused else 2 * (30 * width + 5 * inner)
+    kept = {NOTHING: layers * whole}
+    if fused:
+        kept[CHEAP] = layers * 2 * (2 * width + attended + 2 * inner)
+    kept[LAYERS] = layers * 2 * width + whole
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    return Estimate(fixed, {name: tokens * size + LOSS for name, size in kept.items()}, total)
 
 
 def enable_gradient_checkpointing(model: Any) -> None:
@@ -20,27 +83,5 @@ def enable_gradient_checkpointing(model: Any) -> None:
         raise ValueError(f"use_gradient_checkpointing: {type(model).__name__} cannot recompute its layers; turn it off")
     shares = [getattr(module, name, 0.0) for module in model.modules() for name in ("p", "dropout", "attention_dropout")]
     drops = any(isinstance(share, float) and share > 0 for share in shares)
-    options = {"use_reentrant": False, "preserve_rng_state": drops}  # a random state cannot be read while a graph is captured
+    options = {"use_reentrant": False, "preserve_rng_state": drops}  # reading a random state takes time
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-
-
-def needs_recomputation(model: Any, tokens: int) -> tuple[bool, str]:
-    """Whether a forward pass over ``tokens`` would overfill the card, and the estimate in words.
-
-    The estimate of saved activations, ``2 · (30 D + 5 F)`` bytes a token and layer, is that of an unfused transformer
-    layer of width D with an MLP of width F.
-    """
-    device = next(model.parameters()).device
-    if device.type != "cuda":
-        return False, "not on a card"
-    config = model.config.get_text_config()
-    width, layers = config.hidden_size, config.num_hidden_layers
-    inner = getattr(config, "intermediate_size", None) or 4 * width
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    states = trained * (4 + 8 + 2)
-    activations = tokens * layers * 2 * (30 * width + 5 * inner)
-    total = torch.cuda.get_device_properties(device).total_memory
-    estimate = weights + states + activations
-    words = f"estimated {estimate / 2**30:.1f} of {total / 2**30:.1f} GiB"
-    return estimate > RESERVE * total, words

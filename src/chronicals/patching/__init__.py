@@ -1,7 +1,16 @@
 """Replacing parts of a Hugging Face model by kernels: norms, gated MLPs, rotary embedding, the loss; whole layers."""
 
-from chronicals.patching.decoder_layer import lay_side_by_side
+from chronicals.patching.decoder_layer import lay_side_by_side, recompute_norms_and_units
 from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
 from chronicals.patching.report import Left, PatchReport, Replaced
 
-__all__ = ["Left", "PatchReport", "Replaced", "lay_side_by_side", "patch_model", "patch_parts", "unpatch_model"]
+__all__ = [
+    "Left",
+    "PatchReport",
+    "Replaced",
+    "lay_side_by_side",
+    "patch_model",
+    "patch_parts",
+    "recompute_norms_and_units",
+    "unpatch_model",
+]

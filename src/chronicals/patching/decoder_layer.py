@@ -19,11 +19,15 @@ from torch import Tensor, nn
 from chronicals.attention import document_attention
 from chronicals.kernels import fused_add_rmsnorm, fused_qk_norm_rope, fused_qk_rope, fused_rmsnorm
 from chronicals.kernels.glu import glu_of_both
+from chronicals.kernels.merged_linear import Remake
 from chronicals.kernels.qk_rope import fused_qkv_rope
 from chronicals.patching.forms import FORM, Form, signature
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.side_by_side import Group, Unmerged, is_hooked, say_once
+
+RECOMPUTES = "chronicals_recomputes"
+"""Attribute of a layer that makes again what is cheap to make."""
 
 NAME, BY = "decoder layer", "fused decoder layer"
 ATTENTION, MLP, OUT = "self_attn", "mlp", ("o_proj",)
@@ -108,6 +112,13 @@ def lay_side_by_side(model: nn.Module) -> None:
                 _Layer(forward.args[0], layer, next(layer.parameters()).dtype)
 
 
+def recompute_norms_and_units(model: nn.Module) -> None:
+    """Fused layers make what their norms and gated units give again in the backward pass instead of keeping it."""
+    for layer in model.modules():
+        if hasattr(layer, ATTENTION):
+            setattr(layer, RECOMPUTES, True)
+
+
 def _forward(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
     bounds, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
     if not args and bounds is not None and longest is not None:
@@ -155,28 +166,38 @@ class _Layer:
             if is_hooked(module) and not hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
                 raise Unmerged(f"{type(module).__name__} has hooks or another forward")
         self.multiplier = getattr(layer, "residual_multiplier", 1.0)
+        self.recomputes = getattr(layer, RECOMPUTES, False)
 
     def _norms(self) -> list[nn.Module]:
         of_heads = [self.attention.q_norm, self.attention.k_norm] if self.anatomy.heads else []
         return [getattr(self.layer, name) for name, _ in self.anatomy.norms.values()] + of_heads
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int) -> Tensor:
-        normed, x = self._before("before_attention", x, None, self.qkv, self.down.room)
-        attended = self._attend(self.qkv(normed, True, True), cos, sin, cu, longest)
-        branch = self._after("after_attention", self.out(attended, True, True))
-        normed, x = self._before("before_mlp", x, branch, self.both, self.out.room)
-        unit = glu_of_both(self.both(normed, True, True), self.anatomy.mlp.activation, self.down.room, self.both.room)
-        return x + self._after("after_mlp", self.down(unit, True, True))
+        normed, x, remake = self._before("before_attention", x, None, self.qkv, self.down.room)
+        attended = self._attend(self.qkv(normed, remake), cos, sin, cu, longest)
+        branch = self._after("after_attention", self.out(attended))
+        normed, x, remake = self._before("before_mlp", x, branch, self.both, self.out.room)
+        return x + self._after("after_mlp", self.down(*self._unit(self.both(normed, remake))))
 
-    def _before(self, place: str, x: Tensor, branch: Tensor | None, group: Group, gradient_room: int) -> tuple[Tensor, Tensor]:
-        """What goes into a branch, and the residual, to which ``branch`` is added."""
+    def _before(
+        self, place: str, x: Tensor, branch: Tensor | None, group: Group, gradient_room: int
+    ) -> tuple[Tensor, Tensor, Remake | None]:
+        """What goes into a branch, the residual, to which ``branch`` is added, and how to make the former of the latter."""
         if place not in self.anatomy.norms:
             total = x if branch is None else x + branch
-            return total, total
+            return total, total, None
         name, reads = self.anatomy.norms[place]
         weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
         branch, residual = (x, None) if branch is None else (branch, x)
-        return fused_add_rmsnorm(branch, residual, weight, epsilon, offset, group.room, gradient_room)
+        normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, group.room, gradient_room)
+        again = partial(fused_add_rmsnorm, total.detach(), None, weight, epsilon, offset, group.room)
+        return normed, total, (lambda: again()[0]) if self.recomputes else None
+
+    def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
+        """The gated unit, and how to make it again."""
+        activation, room = self.anatomy.mlp.activation, self.down.room
+        again = partial(glu_of_both, both.detach(), activation, room)
+        return glu_of_both(both, activation, room, self.both.room), again if self.recomputes else None
 
     def _after(self, place: str, branch: Tensor) -> Tensor:
         if place in self.anatomy.norms:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.linear_cross_entropy import Adapter
-from chronicals.kernels.merged_linear import Merged, merged_linear, side_by_side
+from chronicals.kernels.merged_linear import Merged, Remake, merged_linear, side_by_side
 from chronicals.models.linear import UnknownLinear, read_linear
 
 logger = logging.getLogger(__name__)
@@ -65,9 +65,10 @@ class Group:
     def dtype(self) -> torch.dtype:
         return self.merged.buffer.dtype
 
-    def __call__(self, x: Tensor, roomy: bool, gradient_roomy: bool) -> Tensor:
+    def __call__(self, x: Tensor, remake: Remake | None = None) -> Tensor:
+        """The outputs side by side. x and the gradient that comes back are made with ``room``, or are copied to have it."""
         weights, biases = [x.weight for x in self.linears], [x.bias for x in self.linears]
-        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, gradient_roomy)
+        return merged_linear(x, self.merged, weights, biases, self.adapters, True, True, remake)
 
 
 def is_hooked(module: Any) -> bool:

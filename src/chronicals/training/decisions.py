@@ -9,18 +9,19 @@ import torch
 
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.memory import needs_recomputation
+from chronicals.memory import LAYERS, NOTHING, estimate
 from chronicals.models import PresentedModel, input_device
 from chronicals.patching.plan import plan_for
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a permitted thing runs, and the reason."""
+    """Whether a permitted thing runs, and the reason; ``how``, where there are several ways."""
 
     field: str
     runs: bool
     reason: str
+    how: str = ""
 
     def __str__(self) -> str:
         return f"{self.field}: {'on' if self.runs else 'off'}, {self.reason}"
@@ -42,15 +43,15 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     softcap = getattr(shape, "attn_logit_softcapping", None) is not None
     backend = choose_backend(device, product_type, _head_dim(shape), softcap=softcap)
     flash = presented.packed and backend in FLASH
-    recompute, estimate = needs_recomputation(model, tokens)
     on_card = device.type == "cuda"
     fused = runs_whole_layers(config, presented)
+    needed = estimate(model, tokens, fused, _bytes_a_weight(config))
     graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
-    possible = {
+    possible: dict[str, tuple[bool, str] | tuple[bool, str, str]] = {
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (presented.head_is_read, "no whole logits" if presented.head_is_read else "head not understood"),
         "use_sequence_packing": (presented.packed, "proved on a twin" if presented.packed else "documents become padded rows"),
-        "use_gradient_checkpointing": (recompute, estimate),
+        "use_gradient_checkpointing": (needed.policy() != NOTHING, needed.words(), needed.policy()),
         "use_torch_compile": (
             on_card and presented.packed and not fused,
             "decoder layers run fused" if fused else "decoder layers" if on_card else "compiled on CUDA only",
@@ -58,6 +59,13 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
     return {field: _decide(config, model, field, *can) for field, can in possible.items()}
+
+
+def _bytes_a_weight(config: ChronicalsConfig) -> int:
+    """Of gradient and states beside a trained weight: in bf16 the lower half of its master too."""
+    sums = config.gradient_accumulation_steps > 1 or config.use_lora or config.mixed_precision != "bf16"
+    low = 0 if config.use_lora or config.mixed_precision != "bf16" else 2
+    return (4 if sums else 2) + low + 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
 
 
 def runs_whole_layers(config: ChronicalsConfig, presented: PresentedModel) -> bool:
@@ -87,11 +95,11 @@ def _head_dim(shape: Any) -> int:
     return stated if stated is not None else shape.hidden_size // heads if isinstance(heads, int) else 128
 
 
-def _decide(config: ChronicalsConfig, model: Any, field: str, runs: bool, reason: str) -> Decision:
+def _decide(config: ChronicalsConfig, model: Any, field: str, runs: bool, reason: str, how: str = "") -> Decision:
     if not getattr(config, field):
         return Decision(field, False, "turned off")
+    if field == "use_gradient_checkpointing" and field in config.explicit:
+        return Decision(field, True, "asked for", LAYERS)
     if field not in config.explicit or runs:
-        return Decision(field, runs, reason)
-    if field == "use_gradient_checkpointing":
-        return Decision(field, True, "asked for")
+        return Decision(field, runs, reason, how)
     raise ConfigurationError(f"{field}=True cannot be honoured here: {reason}; leave it out or set it to False")

@@ -14,10 +14,10 @@ from chronicals.data import DataError, Tokenizer, TokenStore, stop_token_ids
 from chronicals.data.sources import Record
 from chronicals.distributed import Ranks
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import enable_gradient_checkpointing
+from chronicals.memory import LAYERS, enable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
-from chronicals.patching import lay_side_by_side, patch_parts
+from chronicals.patching import lay_side_by_side, patch_parts, recompute_norms_and_units
 from chronicals.training.decisions import Decision, decide, runs_whole_layers
 from chronicals.training.precision import Precision
 
@@ -102,8 +102,11 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
     whole_layers = runs_whole_layers(config, presented)
     for decision in decisions.values():
         logger.info("%s", decision)
-    if decisions["use_gradient_checkpointing"].runs:
+    recomputed = decisions["use_gradient_checkpointing"]
+    if recomputed.runs and recomputed.how == LAYERS:
         enable_gradient_checkpointing(model)
+    elif recomputed.runs:
+        recompute_norms_and_units(model)
     if config.use_fused_kernels and input_device(model).type == "cuda":
         for by, count in patch_parts(model, whole_layers).counts().items():
             logger.info("use_fused_kernels: %d modules run as %s", count, by)

@@ -1,0 +1,36 @@
+"""Which activations are made again: the fastest policy that fits, by an estimate of what a run holds."""
+
+import pytest
+
+import tiny
+from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, enable_gradient_checkpointing, estimate
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("total", "policy"), [(0, NOTHING), (200, NOTHING), (100, CHEAP), (60, LAYERS), (10, LAYERS)], ids=str
+)  # fmt: skip
+def test_the_fastest_that_fits(total, policy):
+    kept = {NOTHING: 100 * GIB, CHEAP: 60 * GIB, LAYERS: 20 * GIB}
+    assert Estimate(20 * GIB, kept, total * GIB).policy() == policy
+
+
+def test_what_is_counted():
+    """A token and layer of width 64, 4 query and 2 key heads of 16, inner width 96, in 16 bit."""
+    found = estimate(tiny.llama(), 1000, True, 12)
+    weights = sum(p.numel() for p in tiny.llama().parameters())
+    assert found.fixed == weights * (4 + 12)
+    whole, cheap = 2 * (4 * 64 + 16 * (2 * 4 + 2 * 2) + 3 * 96), 2 * (2 * 64 + 16 * (2 * 4 + 2 * 2) + 2 * 96)
+    base = estimate(tiny.llama(), 0, True, 12).activations[NOTHING]
+    assert found.activations[NOTHING] - base == 1000 * 2 * whole
+    assert found.activations[CHEAP] - base == 1000 * 2 * cheap
+    assert CHEAP not in estimate(tiny.llama(), 1000, False, 12).activations
+    assert found.policy() == NOTHING and found.words() == "not on a card"
+
+
+def test_a_class_that_cannot_is_named():
+    model = tiny.llama()
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(ValueError, match="LlamaForCausalLM cannot recompute"):
+        enable_gradient_checkpointing(model)
