@@ -124,7 +124,8 @@ def test_seeds_make_masks_of_their_own():
 )
 def test_planted_faults_are_found(old, new, device):
     wrong, seed, p = mutant(module, old, new), draw_seed(torch.zeros(1, device=device)), 0.5
-    x, g, a = torch.randn(67, 300, device=device), torch.randn(67, 8, device=device), torch.randn(8, 300, device=device)
+    kind = torch.bfloat16 if device.type == "cuda" else torch.float32  # those that a kernel takes there
+    x, g, a = (torch.randn(*shape, device=device).to(kind) for shape in ((67, 300), (67, 8), (8, 300)))
     results = [
         (down(x, a, seed, p, of), of.dropped_gradient_of_down(g, x, seed, p), of.add_dropped_product_(x.clone(), g, a, seed, p))
         for of in (module, wrong)

@@ -1,4 +1,4 @@
-"""The plain arms: transformers' own modules, eager attention, each document a row, one division by the step's count.
+"""The plain arms: transformers' own modules and attention, each document a row, one division by the step's count.
 
 Nothing here is shared with the path of training: the model is made anew from its class and configuration, adapters are
 two products in a hook, the loss is a log-softmax of the model's own logits in fp32, the update is torch's AdamW. Documents
@@ -37,14 +37,18 @@ class PlainArm:
         device: where to compute.
         config: of the run; its LoRA fields say what is adapted.
         alone: every document in a forward pass of its own, instead of padded rows.
+        usual_attention: the attention that transformers takes where nothing is said, instead of eager: on a card it keeps
+            no scores, and so rounds where every attention that keeps none does.
 
     Raises:
         ConfigurationError: the class cannot be made with eager attention.
     """
 
-    def __init__(self, model: Any, device: torch.device, config: ChronicalsConfig, alone: bool = False):
+    def __init__(
+        self, model: Any, device: torch.device, config: ChronicalsConfig, alone: bool = False, usual_attention: bool = False
+    ):
         self.device, self.alone = device, alone
-        self.model = _fresh(model, device)
+        self.model = _fresh(model, device, usual_attention and _takes_sdpa(model))
         self.trained: dict[str, nn.Parameter] = {}
         self.autocast: torch.dtype | None = None
         if config.use_lora or hasattr(model, "chronicals_lora"):
@@ -168,10 +172,16 @@ def targeted(model: Any, wanted: list[str] | str | None) -> list[str]:
     return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in wanted)]
 
 
-def _fresh(model: Any, device: torch.device) -> Any:
-    """A model of the same class, configuration and weights, in fp32, with eager attention and without dropout."""
+def _takes_sdpa(model: Any) -> bool:
+    """Whether torch's attention computes what the class does: not where scores are capped, which it leaves out."""
+    capped = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    return bool(getattr(model, "_supports_sdpa", False)) and not capped
+
+
+def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
+    """A model of the same class, configuration and weights, in fp32, with eager attention or SDPA and without dropout."""
     config = copy.deepcopy(model.config)
-    config._attn_implementation = "eager"
+    config._attn_implementation = "sdpa" if sdpa else "eager"
     config._experts_implementation = "eager"
     try:
         with torch.device(device):

@@ -4,7 +4,8 @@ Three arms compute every step from the same weights, those that the path of trai
 
     ours    the path of training with the user's options: packs, kernels, accumulation, adapters, clipping, schedule
     fp32    plain transformers: eager attention, a document a row, one mean over the step, torch's AdamW
-    plain   the same in the run's own types, which is the scale of what rounding does (of an fp32 run: a document a pass)
+    plain   the same in the run's own types, with the attention transformers takes by itself, which is the scale of what
+            rounding does (of an fp32 run: a document a pass, eager)
 
 Only the states of the optimizers differ by more than one step's roundings, for each arm keeps its own.
 """
@@ -108,7 +109,8 @@ def verify(
     if stream.steps_in_all is not None and stream.steps_in_all < steps:
         notes.append(f"the data has {stream.steps_in_all} steps in num_epochs={config.num_epochs}, not {steps}")
         steps = stream.steps_in_all
-    fp32, plain = (PlainArm(model, device, config, alone=alone) for alone in (False, config.mixed_precision == "fp32"))
+    exact = config.mixed_precision == "fp32"
+    fp32, plain = PlainArm(model, device, config), PlainArm(model, device, config, alone=exact, usual_attention=not exact)
     path = TrainingPath(model, config, stream, device)
     plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
     compared = _Comparison(path, fp32, plain, config, device)
