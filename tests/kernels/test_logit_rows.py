@@ -64,6 +64,24 @@ def compare_rows(of, x, targets, shape, weighted):
         assert not ours[targets == IGNORED].any()
 
 
+def target_errors(of, device):
+    """Relative errors of the gradient at the targets, from bf16 logits; no logit is likely, so that nothing cancels there."""
+    x, targets = rows_of_logits(torch.bfloat16, device, rows=64, spread=1.0)
+    exact = by_the_book(x.cpu().double(), targets.cpu(), None, Shape())[1]
+    _, gradient = loss_and_gradient(of, x, targets, None, Shape())
+    there = targets != IGNORED
+    at = targets[there].unsqueeze(1)
+    expected = exact[there.cpu()].gather(1, at.cpu())
+    return (gradient[there].gather(1, at).cpu().double() - expected).abs() / expected.abs()
+
+
+def test_the_target_of_a_row_is_exact(device):
+    """Of a gradient that cancels over rows, what each row's target is off by would be left."""
+    assert target_errors(module, device).max() < 1e-5
+    wrong = mutant(module, "/ whole * off)", "/ whole)")
+    assert target_errors(wrong, device).max() > 1e-3
+
+
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -15,6 +15,9 @@ follow take more cheaply than a second pass over the logits does:
     dloss/dx_j = f · n_j,    n_j = (e^{z_j − r} − S / (1 + 2ζ · lse) · 1(j = y)) · (1 − (z_j / c)²),
     f = w · s · (1 + 2ζ · lse) / S
 
+The target's numerator, the one large number of a row, is rounded like the others; f takes its error up, so that f · n_y is
+exact: errors of rows would not cancel where the rows' gradients do.
+
 r is the largest logit of the first block or the target's; should a later one be more than e^40 times as likely, r is
 raised, and what was written is scaled down when the row is done.
 """
@@ -156,11 +159,13 @@ def _loss_and_numerators_kernel(
         weight = tl.where(known, weight, float("nan"))  # a target outside the vocabulary must not pass unseen
         steepness = 1.0 + 2.0 * z_loss * lse
         tl.store(loss_ptr + row, weight * (rest - (at_target - reference) + z_loss * lse * lse))
-        tl.store(factor_ptr + row, weight * scale * steepness / whole)
         numerator = tl.exp(at_target - reference) - whole / steepness
         if HAS_SOFTCAP:
             numerator *= 1.0 - (at_target / softcap) * (at_target / softcap)
-        tl.store(x_ptr + target, numerator.to(kind), mask=known)
+        rounded = numerator.to(kind)
+        tl.store(x_ptr + target, rounded, mask=known)
+        off = tl.where(rounded == 0.0, 1.0, numerator / rounded.to(tl.float32))
+        tl.store(factor_ptr + row, weight * scale * steepness / whole * off)
 
 
 @triton.jit
