@@ -22,10 +22,13 @@ import triton
 from torch import Tensor
 
 from chronicals import kernels
+from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.glu import geglu_reference, swiglu_reference
+from chronicals.kernels.launch import with_room
 from chronicals.kernels.layernorm import layernorm_reference
-from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
+from chronicals.kernels.merged_linear import merged_linear, room_for, side_by_side
 from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
 from chronicals.kernels.qk_rope import qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
@@ -284,7 +287,50 @@ def optimizers():
         torch.cuda.empty_cache()
 
 
-GROUPS = {"optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads}
+def adapters():
+    """Layers of the 8B shape at 8192 tokens with adapters of rank 16, forward and backward, beside the frozen products; and
+    the products under dropout by themselves."""
+    tokens, rank = 8192, 16
+    layers = {
+        "qkv": (4096, (4096, 1024, 1024)),
+        "out": (4096, (4096,)),
+        "gate_up": (4096, (14336,) * 2),
+        "down": (14336, (4096,)),
+    }
+    for name, (inner, sizes) in layers.items():
+        weights = [random(size, inner, scale=inner**-0.5) for size in sizes]
+        room = room_for([rank] * len(sizes))
+        x = with_room(weights[0], (tokens, inner), room).normal_().requires_grad_()
+        upstream = with_room(weights[0], (tokens, sum(sizes)), room).normal_()
+        merged, frozen = (side_by_side(weights, [None] * len(sizes), [r] * len(sizes)) for r in (rank, 0))
+        matrices = [(random(rank, inner).float().requires_grad_(), random(n, rank).float().requires_grad_()) for n in sizes]
+
+        def adapted(dropout, x=x, upstream=upstream, merged=merged, weights=weights, matrices=matrices):
+            x.grad = None
+            of_layers = [Adapter(a, b, 0.5, dropout) for a, b in matrices]
+            merged_linear(x, merged, weights, [None] * len(weights), of_layers, True, True).backward(upstream)
+
+        def plain(x=x, upstream=upstream, frozen=frozen):
+            torch.mm(x.detach(), frozen.buffer.t())
+            torch.mm(upstream, frozen.buffer)
+
+        yield Row(f"merged_linear {name}", {"ours": partial(adapted, 0.0)}, products=plain)
+        yield Row(f"merged_linear {name} dropout 0.05", {"ours": partial(adapted, 0.05)}, products=plain)
+    x, g, a = random(2**14, 4864), random(2**14, 32), random(32, 4864)
+    seed, size = dropped_products.draw_seed(x), x.numel() * 2
+    calls = {
+        "down": (lambda: dropped_products.dropped_down(x, a, seed, 0.05, g), size),
+        "of A": (lambda: dropped_products.dropped_gradient_of_down(g, x, seed, 0.05), size),
+        "of x": (lambda: dropped_products.add_dropped_product_(x, g, a, seed, 0.05), 2 * size),
+    }
+    for name, (call, moved) in calls.items():
+        yield Row(f"dropped_products {name} 4864", {"ours": call}, bytes=moved)
+
+
+GROUPS = {
+    "optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads,
+    "adapters": adapters,
+}  # fmt: skip
 
 
 def sample(call: Callable[[], object]) -> float:

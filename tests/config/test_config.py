@@ -144,7 +144,7 @@ def test_positional_arguments_are_refused():
 
 @pytest.mark.parametrize(
     "name, value",
-    [("use_fp8", True), ("use_8bit_optimizer", True), ("optimizer_state_dtype", "bf16"), ("activation_offload", True)],
+    [("use_fp8", True), ("use_8bit_optimizer", True), ("activation_offload", True)],
 )
 def test_what_this_version_cannot_honour_raises(name, value):
     with pytest.raises(ConfigurationError, match=f"^{name}={value!r}: .{{10,}}"):

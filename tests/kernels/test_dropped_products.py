@@ -23,6 +23,11 @@ def compare(ours, plain, *shapes, dtype, device):
     def draw():
         return [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
 
+    if dtype == torch.float32 and device.type == "cpu":  # the interpreter's sums are numpy's, in another order than torch's
+        inputs = draw()
+        exact = plain(*(x.double() for x in inputs))
+        assert (ours(*inputs) - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
+        return
     assert_as_exact_as_plain(ours, plain, draw)
 
 

@@ -284,6 +284,12 @@ def test_steps_out_of_range(tmp_path, steps):
         verify(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), tiny.chat_rows(), steps=steps)
 
 
+def test_rotary_frequencies_that_were_cast_are_named(tmp_path, seed):
+    found = compare(tmp_path, tiny.llama(seed).bfloat16(), mixed_precision="bf16", seed=seed)
+    assert any("inv_freq is off by" in note for note in found.notes)
+    assert not any("inv_freq" in note for note in compare(tmp_path / "again", tiny.llama(seed), seed=seed).notes)
+
+
 def test_a_class_without_eager_attention_is_named(tmp_path, monkeypatch):
     reference = sys.modules["chronicals.verification.reference"]
 
@@ -301,7 +307,7 @@ def test_a_class_without_eager_attention_is_named(tmp_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("changes", [{}, {**LORA, "lora_rank": 32}], ids=["full", "lora"])
 def test_half_a_billion_parameters_take_less_than_two_minutes(tmp_path, seed, changes):
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen2Config
 
     torch.manual_seed(seed)
     shape = {
@@ -309,7 +315,7 @@ def test_half_a_billion_parameters_take_less_than_two_minutes(tmp_path, seed, ch
         "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True,
     }  # fmt: skip
     with torch.device("cuda"):
-        model = Qwen2ForCausalLM(Qwen2Config(**shape)).bfloat16()
+        model = AutoModelForCausalLM.from_config(Qwen2Config(**shape), dtype=torch.bfloat16)
     lengths = torch.empty(400).log_normal_(6.0, 0.8).clamp(32, 2048).long().tolist()
     rows = [{"input_ids": torch.randint(1, shape["vocab_size"], (length,)).tolist()} for length in lengths]
     config = ChronicalsConfig(

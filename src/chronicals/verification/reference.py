@@ -197,6 +197,24 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
     return fresh
 
 
+def changed_buffers(model: nn.Module, fresh: nn.Module) -> list[str]:
+    """In words what ``model`` holds beside its weights that its configuration does not give: rotary frequencies that were
+    cast with the weights, by ``model.bfloat16()``, turn every position by a wrong angle."""
+    own = dict(model.named_buffers())
+    found = []
+    for name, right in fresh.named_buffers():
+        value = own.get(name)
+        if value is None or not right.is_floating_point() or value.shape != right.shape:
+            continue
+        off = float((value.to(right) - right).abs().max() / right.abs().max().clamp(min=1e-30))
+        if off > 1e-6:
+            found.append(
+                f"{name} is off by {off:.1e} from what the configuration gives, which the plain arms have: load the model "
+                "in its type (dtype=…) instead of casting it"
+            )
+    return found
+
+
 def without_dropout(model: nn.Module) -> list[str]:
     """Set every dropout of ``model`` to zero; in words what was not zero before.
 

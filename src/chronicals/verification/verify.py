@@ -30,7 +30,7 @@ from chronicals.verification import comparison
 from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
 from chronicals.verification.modules import Modules
 from chronicals.verification.path import Made, TrainingPath
-from chronicals.verification.reference import Document, PlainAdamW, PlainArm, exact_products, without_dropout
+from chronicals.verification.reference import Document, PlainAdamW, PlainArm, changed_buffers, exact_products, without_dropout
 
 FEWEST, MOST = 5, 20
 PACKAGES = ("chronicals", "torch", "triton", "transformers", "flash-attn-4")
@@ -111,6 +111,7 @@ def verify(
         steps = stream.steps_in_all
     exact = config.mixed_precision == "fp32"
     fp32, plain = PlainArm(model, device, config), PlainArm(model, device, config, alone=exact, usual_attention=not exact)
+    notes += changed_buffers(model, fp32.model)
     path = TrainingPath(model, config, stream, device)
     plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
     compared = _Comparison(path, fp32, plain, config, device)
