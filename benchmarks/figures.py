@@ -10,7 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
-NAMES = {"full": "full", "lora": "LoRA r32"}
 PICKED = [
     "rmsnorm 4096 forward", "rmsnorm 4096 backward", "add_rmsnorm 4096 backward", "swiglu 14336 forward",
     "swiglu 14336 backward", "qk_rope 32/8x128 forward",
@@ -22,24 +21,30 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
 
 
-def training() -> list[str]:
-    base = load("baseline-h200.json")
+def rows() -> list[str]:
+    """Every row that was measured beside its peers, an arm a line."""
+    found = sorted(RESULTS.glob("row-*.json"))
     lines = [
-        f"Training, Qwen2.5-0.5B shape, random weights, real text, 8 x 2048 tokens a step, {base['steps']} steps, "
-        f"one {base['card'].removeprefix('NVIDIA ')}, with `flash-attn-4`; largest deviation of the first 20 losses from "
-        "transformers' own loop in fp32 on the same documents:",
+        "`chronicals benchmark` on one H200, random weights, whole steps, every arm on the same weights, documents, order and "
+        "labels; only documents' tokens count. Rounds: decisive ones, in turning order; an arm without one ran in the scouting "
+        "round alone.",
         "",
-        "| | real tokens/s | peak GiB | trained | loss | last gradient norm | deviation |",
-        "|---|---|---|---|---|---|---|",
+        "| row | arm | real tokens/s | share of the floor | peak GiB | loss | last gradient norm | trained | rounds |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
-    for kind, name in NAMES.items():
-        row = base[kind]
-        deviation = max(abs(a / b - 1) for a, b in zip(row["losses"], row["plain_fp32"]["losses"]))
-        lines.append(
-            f"| {name} | {row['tokens_per_second']['median']:,.0f} | {row['peak_gib']:.1f} | {row['trainable_share']:.1%} "
-            f"| {row['losses'][0]:.2f} → {row['losses'][-1]:.2f} | {row['grad_norms'][-1]:.2f} | {deviation:.1e} |"
-        )
-    return lines
+    for path in found:
+        row = json.loads(path.read_text())
+        title = path.stem.removeprefix("row-").removesuffix("-h200").replace("-", " ")
+        measured = {name: arm for name, arm in row["arms"].items() if arm["status"] == "measured"}
+        for name, arm in sorted(measured.items(), key=lambda item: -item[1]["tokens_per_second"]["median"]):
+            norms = [norm for norm in arm["grad_norms"] if norm is not None]
+            lines.append(
+                f"| {title} | {name} | {arm['tokens_per_second']['median']:,.0f} | {arm['share_of_floor']:.0%} "
+                f"| {arm['peak_gib']:.1f} | {arm['first_loss']:.3f} → {arm['last_loss']:.3f} | {norms[-1]:.2f} "
+                f"| {arm['trained_share']:.1%} | {arm['rounds'] or 'scouting'} |"
+            )
+            title = ""
+    return lines if found else []
 
 
 def patched_step() -> list[str]:
@@ -88,7 +93,7 @@ def packing() -> list[str]:
 
 
 def figures() -> str:
-    return "\n".join([*training(), *patched_step(), *kernels(), *packing()]) + "\n"
+    return "\n".join([*rows(), *patched_step(), *kernels(), *packing()]) + "\n"
 
 
 def with_figures(text: str) -> str:

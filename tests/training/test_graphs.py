@@ -9,7 +9,7 @@ import torch
 import runs
 import tiny
 from chronicals.batch import Batch
-from chronicals.training import Callback
+from chronicals.training import Callback, ChronicalsTrainer, enable_cuda_graphs
 from chronicals.training.graphs import SHARES, GraphedStep, _rounded
 
 STEPS = 8
@@ -117,3 +117,12 @@ def test_off_without_a_card_and_refused_where_asked_for(tmp_path):
     runs.train(tmp_path / "permitted", max_steps=2)
     with pytest.raises(ValueError, match="use_cuda_graphs=True cannot be honoured here: not on a card"):
         runs.train(tmp_path / "asked", max_steps=2, use_cuda_graphs=True, model=tiny.llama())
+
+
+def test_asked_for_by_name(tmp_path):
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, max_steps=2))
+    enable_cuda_graphs(trainer)
+    assert trainer.config.use_cuda_graphs and "use_cuda_graphs" in trainer.config.explicit
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="use_cuda_graphs=True cannot be honoured"):
+            trainer.train(tiny.chat_rows())

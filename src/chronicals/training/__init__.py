@@ -4,6 +4,7 @@ from chronicals.memory import enable_gradient_checkpointing
 from chronicals.training.callbacks import Callback
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation, evaluate
+from chronicals.training.graphs import enable_cuda_graphs
 from chronicals.training.run import TrainingResult
 from chronicals.training.trainer import ChronicalsTrainer
 
@@ -15,6 +16,7 @@ __all__ = [
     "Interrupted",
     "TrainingError",
     "TrainingResult",
+    "enable_cuda_graphs",
     "enable_gradient_checkpointing",
     "evaluate",
 ]

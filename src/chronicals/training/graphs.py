@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -187,3 +187,12 @@ def _fill(static: Batch, batch: Batch) -> None:
         static.weights.copy_(batch.weights, non_blocking=True)
     for name, tensor in static.segments.items():
         tensor.copy_(batch.segments[name], non_blocking=True)
+
+
+def enable_cuda_graphs(trainer: Any) -> None:
+    """Ask a ``ChronicalsTrainer`` for CUDA graphs, as ``use_cuda_graphs=True`` in its configuration does.
+
+    Raises:
+        ConfigurationError: by ``train``, where they cannot be had; the message says why.
+    """
+    trainer.config = trainer.config.replace(use_cuda_graphs=True)
