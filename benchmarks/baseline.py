@@ -52,6 +52,17 @@ def documents() -> list[dict]:
     return rows
 
 
+def versions() -> dict:
+    """The card and what runs on it."""
+    return {
+        "card": torch.cuda.get_device_name(0),
+        "versions": {
+            "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
+            "transformers": transformers.__version__,
+        },
+    }  # fmt: skip
+
+
 def random_model(dtype: torch.dtype):
     torch.manual_seed(0)
     config = transformers.Qwen2Config(**SHAPE)
@@ -161,18 +172,13 @@ def main() -> None:
     rows = documents()
     tokenizer = train_tokenizer((row["text"] for row in rows), 16384)
     results: dict = {
-        "card": torch.cuda.get_device_name(0),
-        "versions": {
-            "python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__,
-            "transformers": transformers.__version__,
-        },
-        "commit": given.commit, "shape": SHAPE, "steps": given.steps, "documents": len(rows),
+        **versions(), "commit": given.commit, "shape": SHAPE, "steps": given.steps, "documents": len(rows)
     }  # fmt: skip
     arms = {
         "full": {},
         "lora": {},
-        "full-eager": {"use_torch_compile": False},
-        "lora-eager": {"use_torch_compile": False},
+        "full-compiled": {"use_torch_compile": True},
+        "lora-compiled": {"use_torch_compile": True},
     }
     with tempfile.TemporaryDirectory() as scratch:
         for kind, changes in arms.items():

@@ -115,7 +115,7 @@ class GraphedStep:
         def run() -> Tensor:
             loss = micro_step(self.model, self.objective, static, self.counts, self.precision)
             if first and self.gradients is not None:
-                torch._foreach_copy_(_there(self.gradients), _there(p.grad for p in self.parameters))
+                _lay(self.gradients, [p.grad for p in self.parameters])
             return loss
 
         captured = self._captured(run)
@@ -170,6 +170,22 @@ class GraphedStep:
 
 def _there(gradients: Iterable[Tensor | None]) -> list[Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
+
+
+def _lay(kept: list[Tensor | None], new: list[Tensor | None]) -> None:
+    """Copy gradients to where they stay; zero where a weight has none this time.
+
+    Raises:
+        RuntimeError: a weight has one that had none when the first graph was captured.
+    """
+    pairs = list(zip(kept, new))
+    if any(there is None and given is not None for there, given in pairs):
+        raise RuntimeError("a weight that had no gradient before has one now")
+    found = [(there, given) for there, given in pairs if there is not None and given is not None]
+    torch._foreach_copy_([there for there, _ in found], [given for _, given in found])
+    absent = [there for there, given in pairs if there is not None and given is None]
+    if absent:
+        torch._foreach_zero_(absent)
 
 
 def _rounded(batch: Batch) -> Batch:
