@@ -22,7 +22,7 @@ class Batch:
             nothing is, always so at a document's last token.
         position_ids: int64 ``[T]``, from zero in each document.
         cu_seqlens: int32 ``[N + 1]``: document n is ``cu_seqlens[n]:cu_seqlens[n + 1]``. The tail of a pack is made of
-            filler documents without targets, unused entries repeat T, so the shapes never change in a run.
+            filler documents without targets, unused entries repeat T: of N there are few values in a run.
         max_seqlen: bound on the length of any document, filler included; on the host, bucketed.
         trained: at least so many as targets that are not ``IGNORED``, where it is known; on the host.
         weights: optional float32 ``[T]``, what each target's loss is multiplied by.

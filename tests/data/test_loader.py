@@ -13,7 +13,7 @@ import tiny
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, create_dataloader
-from chronicals.data.loader import Counts
+from chronicals.data.loader import ENTRY_SHARES, Counts
 
 FILLER = 1_000_000
 """The padding token; no document holds it."""
@@ -117,12 +117,17 @@ def test_every_piece_of_a_batch_is_a_document_or_filler(make_store, width, longe
 
 
 @pytest.mark.parametrize(("width", "longest"), [(3, 3), (13, 12), (64, 40), (97, 20)])
-def test_shapes_never_change(make_store, width, longest):
+def test_shapes_never_change_but_for_a_few_numbers_of_entries(make_store, width, longest):
     store = make_store(45, longest)
     stream = BatchStream(store, config(width), FILLER, epochs=3)
     batches = [batch for step in stream.steps(count=stream.steps_in_all + 2) for batch in step.batches]
-    names = ("input_ids", "targets", "position_ids", "cu_seqlens")
+    names = ("input_ids", "targets", "position_ids")
     assert len({tuple(getattr(batch, name).shape for name in names) for batch in batches}) == 1
+    share = -(-stream.max_entries // ENTRY_SHARES)
+    for batch in batches:
+        entries = len(batch.cu_seqlens) - 1
+        assert entries % share == 0 and entries <= ENTRY_SHARES * share
+        assert int((batch.cu_seqlens.diff() > 0).sum()) > entries - share, "no more than a share is unused"
     assert {batch.max_seqlen for batch in batches} <= {-(-width // share) for share in (8, 4, 2, 1)}
     assert not any(documents(batch) for batch in batches[-4:]), "packs past the end are part of this"
     assert all(batch.weights is None and not batch.segments for batch in batches)

@@ -27,6 +27,9 @@ from chronicals.data.template import Tokenizer
 BUCKETS = 8
 """``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this many filler documents."""
 
+ENTRY_SHARES = 8
+"""Entries of the bounds come in shares of the most that can be: FlashAttention-4's backward holds 128 rows more for each."""
+
 PREFETCHED_STEPS = 2
 
 
@@ -188,7 +191,8 @@ class BatchStream:
                 positions[at:end] = np.arange(end - at)
                 ends.append(end)
                 at = end
-        bounds = np.full(self.max_entries + 1, total, np.int32)
+        share = -(-self.max_entries // ENTRY_SHARES)
+        bounds = np.full(-(-len(ends) // share) * share + 1, total, np.int32)
         bounds[0] = 0
         bounds[1 : len(ends) + 1] = ends
         ids_T, targets_T, positions_T, cu_seqlens = (torch.from_numpy(a) for a in (ids, targets, positions, bounds))

@@ -112,7 +112,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
             logger.info("use_fused_kernels: %d modules run as %s", count, by)
     if decisions["use_torch_compile"].runs:
         for layer in model.get_decoder().layers:
-            layer.compile(dynamic=False)
+            layer.compile()  # the entries of the bounds become dynamic when they first change
     return presented, decisions
 
 
