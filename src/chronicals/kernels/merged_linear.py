@@ -89,34 +89,51 @@ def room_for(ranks: Sequence[int]) -> int:
 
 @triton.jit
 def _margins_kernel(
-    a_ptr, b_ptr, down_ptr, up_ptr, a_elements, b_elements, width, rank, stride, scale, BLOCK: tl.constexpr
+    a0_ptr, a1_ptr, a2_ptr, b0_ptr, b1_ptr, b2_ptr, buffer_ptr, size0, size1, size2, rank0, rank1, rank2,
+    scale0, scale1, scale2, outputs, width, stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The first programs lay A, the others s·B."""
+    """Three layers, along the second axis of programs; a rank of 0 is none. The first programs lay A, the others s·B."""
+    layer = tl.program_id(1)
+    a_ptr, b_ptr, size, rank, scale, row, column = a0_ptr, b0_ptr, size0, rank0, scale0, 0, 0
+    if layer == 1:
+        a_ptr, b_ptr, size, rank, scale, row, column = a1_ptr, b1_ptr, size1, rank1, scale1, size0, rank0
+    if layer == 2:
+        a_ptr, b_ptr, size, rank, scale = a2_ptr, b2_ptr, size2, rank2, scale2
+        row, column = size0 + size1, rank0 + rank1
+    a_elements, b_elements = rank * width, size * rank
     of_a = tl.cdiv(a_elements, BLOCK)
+    kind = buffer_ptr.dtype.element_ty
     if tl.program_id(0) < of_a:
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(a_ptr + at, mask=at < a_elements)
-        place = (at // width).to(tl.int64) * stride + at % width
-        tl.store(down_ptr + place, value.to(down_ptr.dtype.element_ty), mask=at < a_elements)
-    else:
+        place = (outputs + column + at // width).to(tl.int64) * stride + at % width
+        tl.store(buffer_ptr + place, value.to(kind), mask=at < a_elements)
+    elif rank > 0:
         at = (tl.program_id(0) - of_a) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(b_ptr + at, mask=at < b_elements).to(tl.float32) * scale
-        place = (at // rank).to(tl.int64) * stride + at % rank
-        tl.store(up_ptr + place, value.to(up_ptr.dtype.element_ty), mask=at < b_elements)
+        place = (row + at // rank).to(tl.int64) * stride + width + column + at % rank
+        tl.store(buffer_ptr + place, value.to(kind), mask=at < b_elements)
+
+
+LAID = 3
+"""Layers whose adapters one launch lays; more take the plain way."""
 
 
 def _lay_adapters(merged: Merged, downs: Sequence[Tensor | None], ups: Sequence[Tensor | None], scales: list[float]) -> None:
-    for (down, up), a, b, scale in zip(merged.margins(), downs, ups, scales):
-        if a is None or b is None:
-            continue
-        if runs_triton(merged.buffer, a, b) and a.is_contiguous() and b.is_contiguous():
-            programs = triton.cdiv(a.numel(), 1024) + triton.cdiv(b.numel(), 1024)
-            _margins_kernel[(programs,)](
-                a, b, down, up, a.numel(), b.numel(), a.shape[1], b.shape[1], merged.buffer.stride(0), scale, 1024
-            )
-        else:
-            down.copy_(a)
-            up.copy_(b * scale)
+    there = [x for x in (*downs, *ups) if x is not None]
+    if len(merged.sizes) > LAID or not runs_triton(merged.buffer, *there) or not all(x.is_contiguous() for x in there):
+        for (down, up), a, b, scale in zip(merged.margins(), downs, ups, scales):
+            if a is not None and b is not None:
+                down.copy_(a)
+                up.copy_(b * scale)
+        return
+    missing = LAID - len(merged.sizes)
+    of_a, of_b = ([there[0] if x is None else x for x in (*row, *[None] * missing)] for row in (downs, ups))
+    sizes, ranks, factors = (*merged.sizes, *[0] * missing), (*merged.ranks, *[0] * missing), (*scales, *[0.0] * missing)
+    programs = max(triton.cdiv(rank * merged.width, 1024) + triton.cdiv(size * rank, 1024) for size, rank in zip(sizes, ranks))
+    _margins_kernel[(programs, len(merged.sizes))](
+        *of_a, *of_b, merged.buffer, *sizes, *ranks, *factors, merged.outputs, merged.width, merged.buffer.stride(0), 1024
+    )
 
 
 def _extended(x: Tensor, room: int, made_with_room: bool) -> Tensor:
