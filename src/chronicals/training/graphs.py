@@ -32,7 +32,7 @@ SHARES = 16
 """Targets of a batch are rounded up to a multiple of such a share of its tokens: rows of the head that cost, but are the
 same in many batches."""
 
-MOST = 16
+MOST = 64
 """Shapes that are captured; further ones run as usual."""
 
 Result = TypeVar("Result")
