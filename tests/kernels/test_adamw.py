@@ -213,3 +213,13 @@ def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])
     with pytest.raises(AssertionError, match="error"):
         compare(drawn(torch.bfloat16, torch.bfloat16, device), broken.fused_adamw_, torch.tensor(0.37, device=device))
+
+
+def test_a_table_is_of_addresses_and_sizes(device):
+    """Memory that was given to a tensor of another size."""
+    block = torch.zeros(64, device=device)
+    found = []
+    for size in (16, 17):
+        row = [block[:size]]
+        found.append(module.table_of(Tensors(row, row, row, row, [], []))[1])
+    assert found == [True, False]

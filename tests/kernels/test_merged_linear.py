@@ -193,3 +193,46 @@ def test_is_what_linear_computes(device):
     x, w = torch.randn(5, 4, device=device), torch.randn(6, 4, device=device)
     merged = side_by_side([w], [None], (0,))
     torch.testing.assert_close(merged_linear(x, merged, [w], [None], [None]), F.linear(x, w))
+
+
+def test_other_adapters_between_forward_and_backward_change_nothing(device):
+    """As a reference adapter does, whose pass stands between the two of the one that is trained."""
+    ranks = (3, 5)
+    x, w1, w2, *matrices = draw(ranks, False, torch.float32, device)()
+    others = [torch.randn_like(matrix) for matrix in matrices]
+    merged = side_by_side([w1, w2], [None, None], ranks)
+
+    def run(given, scale):
+        adapters = [Adapter(given[n], given[2 + n], scale) for n in range(2)]
+        return merged_linear(leaf, merged, [w1, w2], [None, None], adapters)
+
+    found = []
+    for disturbed in (False, True):
+        leaf, leaves = x.clone().requires_grad_(), [m.clone().requires_grad_() for m in matrices]
+        y = run(leaves, 0.5)
+        if disturbed:
+            with torch.no_grad():
+                run(others, 2.0)
+        found.append(torch.autograd.grad(y.square().sum(), [leaf, *leaves]))
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_an_adapter_changed_before_the_backward_is_refused(device):
+    ours, _ = functions((3,), False, False)
+    x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
+    y = ours(x, w, a, b)
+    with torch.no_grad():
+        a.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_second_backward_is_the_first_and_a_double_one_is_refused(device):
+    x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
+    merged = side_by_side([w], [None], (3,))
+    y = merged_linear(x, merged, [w], [None], [Adapter(a, b, 0.5)], remake=lambda: x.detach())
+    first, second = (torch.autograd.grad(y.sum(), (x, w, a, b), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+    (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()

@@ -351,3 +351,31 @@ def test_states_are_fp32_whatever_the_weight():
         types = {name: x.dtype for name, x in optimizer.state_of(parameter).items()}
         fp32 = dict.fromkeys(("step", "exp_avg", "exp_avg_sq"), torch.float32)
         assert types == fp32 | ({"low": torch.int16} if dtype == torch.bfloat16 else {})
+
+
+def test_a_copied_optimizer_goes_on():
+    """With its types, and with the lower halves of its masters."""
+    (weight,) = weights(torch.bfloat16, shapes=((17, 5),))
+    optimizer = FusedAdamW([weight], lr=1e-3, state_dtype=torch.bfloat16)
+    give_gradients([weight])
+    optimizer.step()
+    other = copy.deepcopy(optimizer)
+    twin = other.param_groups[0]["params"][0]
+    twin.grad = weight.grad.clone()
+    for each in (optimizer, other):
+        each.step()
+    assert torch.equal(weight, twin) and torch.equal(optimizer.state[weight]["low"], other.state[twin]["low"])
+
+
+def test_looking_up_before_a_capture_leaves_nothing_to_do(monkeypatch):
+    """A weight that was written from outside loses its lower half once, not in every replay."""
+    (weight,) = weights(torch.bfloat16, shapes=((17, 5),))
+    optimizer = FusedAdamW([weight], lr=1e-3)
+    optimizer.set_master(weight, torch.randn(17, 5))
+    give_gradients([weight])
+    with torch.no_grad():
+        weight.add_(1)
+    optimizer.prepare_capture()
+    low = optimizer.state[weight]["low"].fill_(3)
+    optimizer._by_type([weight])
+    assert (low == 3).all()

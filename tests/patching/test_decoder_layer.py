@@ -159,6 +159,41 @@ def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
     assert_same(states_and_gradients(model, batch), got)
 
 
+def test_adapted_weights_are_their_own_again_when_unpatched(tmp_path):
+    """Those with margins have strided rows; afterwards the model saves, and nothing is held that it does not use."""
+    model = apply_lora(families.build("qwen2"), LoRAConfig(rank=3, dropout=0.0))
+    lay_side_by_side(fused(model))
+    base = model.get_decoder().layers[0].self_attn.q_proj.base_layer
+    value = base.weight.detach().clone()
+    assert not base.weight.is_contiguous()
+    unpatch_model(model)
+    assert all(p.is_contiguous() for p in model.parameters()) and torch.equal(base.weight, value)
+    assert not any(side_by_side.MERGED in vars(module) for module in model.modules())
+    model.save_pretrained(tmp_path)
+
+
+def test_norms_of_another_type_keep_the_class_way(monkeypatch, caplog):
+    """As Gemma's do where they are trained in fp32 over a base in bf16."""
+    monkeypatch.setattr(side_by_side, "_said", set())
+    model = families.build("gemma").bfloat16()
+    for name, p in model.named_parameters():
+        if "norm" in name:
+            p.data = p.data.float()
+    with caplog.at_level(logging.WARNING):
+        states_and_gradients(fused(model), families.documents_batch())
+    assert "a norm's weight is not" in caplog.text
+
+
+def test_peft_with_dropout_runs_fused():
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=3, lora_dropout=0.1, target_modules=["q_proj", "down_proj"])
+    model = peft.get_peft_model(families.build("llama"), config).train()
+    fused(model.get_base_model())
+    before = decoder_layer.runs[0]
+    states_and_gradients(model.get_base_model(), families.documents_batch())
+    assert decoder_layer.runs[0] == before + 2
+
+
 def test_saved_and_loaded_as_the_class(tmp_path):
     model = fused(families.build("llama").double())
     batch = families.documents_batch()

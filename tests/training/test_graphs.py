@@ -89,6 +89,26 @@ def test_what_cannot_be_captured_runs_as_usual_and_is_said(tmp_path, caplog, mon
 
 
 @pytest.mark.gpu
+def test_a_capture_that_fails_midway_loses_no_gradient(tmp_path, monkeypatch):
+    """Of the third of four micro-steps; what the first two added up stays."""
+    usual = GraphedStep._captured
+    changes = {"gradient_accumulation_steps": 4}
+    expected, _, _ = run(tmp_path / "usual", False, **changes)
+    calls = []
+
+    def fails(self, run):
+        calls.append(None)
+        self.failed = True
+        return
+
+    monkeypatch.setattr(GraphedStep, "_captured", fails)
+    got, _, _ = run(tmp_path / "graphs", True, **changes)
+    assert calls and usual is not fails
+    for (_, loss, norm), (_, our_loss, our_norm) in zip(expected, got, strict=True):
+        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+
+
+@pytest.mark.gpu
 def test_graphs_are_really_replayed(tmp_path, monkeypatch):
     seen = []
     release = GraphedStep.release

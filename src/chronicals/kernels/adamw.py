@@ -186,20 +186,26 @@ def _rows(tensors: Tensors) -> list[list[Tensor]]:
     return [tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows or tensors.weights]
 
 
-_tables: dict[tuple[int, ...], tuple[Tensor, bool]] = {}
+_tables: dict[tuple[tuple[int, ...], ...], tuple[Tensor, bool]] = {}
 
 
 def table_of(tensors: Tensors) -> tuple[Tensor, bool]:
     """The addresses ``[5, count]`` on the device, and whether all suit 16-byte loads; kept while they stay the same, so that
     a captured launch finds it where it was."""
-    addresses = tuple(x.data_ptr() for row in _rows(tensors) for x in row)
-    if addresses not in _tables:
+    addresses, sizes = tuple(x.data_ptr() for row in _rows(tensors) for x in row), tuple(x.numel() for x in tensors.weights)
+    if (addresses, sizes) not in _tables:
         if len(_tables) >= GROUPS:
             _tables.pop(next(iter(_tables)))
-        aligned = all(a % 16 == 0 for a in addresses) and all(w.numel() % 8 == 0 for w in tensors.weights)
+        aligned = all(a % 16 == 0 for a in addresses) and all(size % 8 == 0 for size in sizes)
         table = torch.tensor(addresses, dtype=torch.int64).view(5, -1)
-        _tables[addresses] = table.to(tensors.weights[0].device, non_blocking=True), aligned
-    return _tables[addresses]
+        _tables[addresses, sizes] = table.to(tensors.weights[0].device, non_blocking=True), aligned
+    return _tables[addresses, sizes]
+
+
+def looked_up(tensors: Tensors) -> list[Tensor]:
+    """What a launch reads beside ``tensors``; who replays it must hold these."""
+    table, _ = table_of(tensors)
+    return [table, *_programs(tuple(x.numel() for x in tensors.weights), table.device)]
 
 
 def _needs_master(tensors: Tensors) -> bool:

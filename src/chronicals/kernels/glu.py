@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from chronicals.kernels.launch import Tile, in_rows, next_power_of_2, runs_triton, tl, triton, with_room
 
@@ -152,6 +153,7 @@ class _GLUOfBoth(torch.autograd.Function):
         return _forward(*both.chunk(2, -1), activation, room)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return _backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options), None, None, None
 

@@ -17,12 +17,13 @@ weights of the type of x, adapters in fp32 (Hu et al., 2022, section 4.1). Opera
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from chronicals.kernels.dropped_products import (
     add_dropped_product_,
@@ -47,12 +48,14 @@ class Merged:
         bias: ``[out]``, or None.
         sizes: outputs of each layer.
         ranks: ranks of their adapters, 0 where there is none.
+        laid: which adapters lie in the margins now, in which version.
     """
 
     buffer: Tensor
     bias: Tensor | None
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
+    laid: list[tuple] = field(default_factory=list, compare=False)
 
     @property
     def outputs(self) -> int:
@@ -121,7 +124,9 @@ LAID = 3
 
 def _lay_adapters(merged: Merged, downs: Sequence[Tensor | None], ups: Sequence[Tensor | None], scales: list[float]) -> None:
     there = [x for x in (*downs, *ups) if x is not None]
-    if len(merged.sizes) > LAID or not runs_triton(merged.buffer, *there) or not all(x.is_contiguous() for x in there):
+    merged.laid[:] = [_identity(there, scales)]
+    fits = len(merged.sizes) <= LAID and len({x.dtype for x in there}) == 1 and all(x.is_contiguous() for x in there)
+    if not fits or not runs_triton(merged.buffer, *there):
         for (down, up), a, b, scale in zip(merged.margins(), downs, ups, scales):
             if a is not None and b is not None:
                 down.copy_(a)
@@ -134,6 +139,10 @@ def _lay_adapters(merged: Merged, downs: Sequence[Tensor | None], ups: Sequence[
     _margins_kernel[(programs, len(merged.sizes))](
         *of_a, *of_b, merged.buffer, *sizes, *ranks, *factors, merged.outputs, merged.width, merged.buffer.stride(0), 1024
     )
+
+
+def _identity(adapters: Sequence[Tensor], scales: list[float]) -> tuple:
+    return tuple((x.data_ptr(), x._version) for x in adapters), tuple(scales)
 
 
 def _extended(x: Tensor, room: int, made_with_room: bool) -> Tensor:
@@ -171,16 +180,22 @@ class _MergedLinear(torch.autograd.Function):
         matrix = merged.buffer[: merged.outputs].t()
         y = product(rows, matrix, x.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
         kept = any(ctx.needs_input_grad[OPTIONS:])
-        ctx.save_for_backward(rows if kept and remake is None else None, seed)
+        adapters = tensors[2 * count :]
+        ctx.save_for_backward(rows if kept and remake is None else None, seed, *adapters)
+        ctx.laid = list(merged.laid)
         ctx.remake = remake if kept else None
         ctx.merged, ctx.scales, ctx.dropout, ctx.roomy = merged, scales, dropout, roomy[1]
         ctx.kinds = [None if x is None else x.dtype for x in tensors]
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         merged: Merged = ctx.merged
-        rows, seed = ctx.saved_tensors
+        rows, seed, *adapters = ctx.saved_tensors
+        if merged.laid != ctx.laid:  # others came by since
+            half = len(adapters) // 2
+            _lay_adapters(merged, adapters[:half], adapters[half:], ctx.scales)
         if ctx.remake is not None:
             rows = _made_again(ctx, seed)
         dy = in_rows(upstream)
@@ -206,7 +221,6 @@ class _MergedLinear(torch.autograd.Function):
 def _made_again(ctx: Any, seed: Tensor | None) -> Tensor:
     """x and u behind it, as they were in the forward pass."""
     x, merged = ctx.remake(), ctx.merged
-    ctx.remake = None
     if not merged.room:
         return x
     rows = _extended(x, merged.room, True)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from chronicals.kernels.launch import Tile, next_power_of_2, runs_triton, tl, triton, with_room
 
@@ -239,6 +240,7 @@ class _MergedRotation(torch.autograd.Function):
         return q.detach(), k.detach(), v.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return _merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 

@@ -11,8 +11,8 @@ import torch
 RESERVE = 0.9
 """Share of the card that may be planned for; the rest is fragmentation and workspaces."""
 
-LOSS = 4 * 2**30
-"""Bytes beside the activations while a loss is made: a chunk of logits, and the head's gradient in fp32."""
+CHUNK = 4352
+"""Rows of logits that exist at a time."""
 
 NOTHING, CHEAP, LAYERS = "nothing", "norms and gated units", "layers"
 POLICIES = (NOTHING, CHEAP, LAYERS)
@@ -45,32 +45,34 @@ class Estimate:
         return f"estimated {needed:.1f} of {self.total / 2**30:.1f} GiB, {self.policy()} made again"
 
 
-def estimate(model: Any, tokens: int, fused: bool, bytes_a_weight: int) -> Estimate:
+def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, trained: int) -> Estimate:
     """What training ``model`` holds.
 
     Args:
         tokens: of one forward pass.
         fused: whether decoder layers run fused; else activations are those of an unfused layer of width D with an MLP of
-            width F, ``2 · (30 D + 5 F)`` bytes a token and layer.
-        bytes_a_weight: of gradient and optimizer states beside a trained weight.
+            width F, ``30 D + 5 F`` elements a token and layer.
+        size: bytes of an element of the activations.
+        frozen, trained: bytes of a weight of either kind, gradient and optimizer states included.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
-    trained = sum(p.numel() for p in parameters if p.requires_grad)
-    fixed = sum(p.numel() * p.element_size() for p in parameters) + trained * bytes_a_weight
+    fixed = sum(p.numel() * (trained if p.requires_grad else frozen) for p in parameters)
     shape = model.config.get_text_config()
     layers, width = shape.num_hidden_layers, shape.hidden_size
     inner = getattr(shape, "intermediate_size", None) or 4 * width
     heads = getattr(shape, "num_attention_heads", 1)
     head = getattr(shape, "head_dim", None) or width // heads
     attended = head * (2 * heads + 2 * (getattr(shape, "num_key_value_heads", None) or heads))
-    whole = 2 * (4 * width + attended + 3 * inner) if fused else 2 * (30 * width + 5 * inner)
+    whole = size * (4 * width + attended + 3 * inner) if fused else size * (30 * width + 5 * inner)
     kept = {NOTHING: layers * whole}
     if fused:
-        kept[CHEAP] = layers * 2 * (2 * width + attended + 2 * inner)
-    kept[LAYERS] = layers * 2 * width + whole
+        kept[CHEAP] = layers * size * (2 * width + attended + 2 * inner)
+    kept[LAYERS] = layers * size * width + whole
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    return Estimate(fixed, {name: tokens * size + LOSS for name, size in kept.items()}, total)
+    head = getattr(model.get_output_embeddings(), "base_layer", model.get_output_embeddings()).weight
+    loss = head.numel() * 4 * head.requires_grad + min(CHUNK, tokens) * len(head) * size
+    return Estimate(fixed, {name: tokens * needed + loss for name, needed in kept.items()}, total)
 
 
 def enable_gradient_checkpointing(model: Any) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adamw import Tensors, fused_adamw_, table_of
+from chronicals.kernels.adamw import Tensors, fused_adamw_, looked_up
 from chronicals.kernels.master import split_master
 
 
@@ -50,6 +50,14 @@ class FusedAdamW(torch.optim.Optimizer):
         self.state_dtype = state_dtype
         self._rates: dict[tuple[int, torch.device], Tensor] = {}
         self._versions: dict[Tensor, tuple[int, int]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "state_dtype": self.state_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._rates = {}
+        self._versions = {parameter: _stamp(parameter) for parameter, own in self.state.items() if "low" in own}
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -86,11 +94,10 @@ class FusedAdamW(torch.optim.Optimizer):
                 held.copy_(rate, non_blocking=True)
 
     @torch.no_grad()
-    def prepare_capture(self) -> None:
-        """Make what a step looks up by address, for the gradients that are there now."""
-        for group in self.param_groups:
-            for tensors in self._by_type(group["params"]).values():
-                table_of(tensors)
+    def prepare_capture(self) -> list[Tensor]:
+        """Make what a step looks up, for the gradients that are there now; it must live as long as the captured step."""
+        found = [tensors for group in self.param_groups for tensors in self._by_type(group["params"]).values()]
+        return [x for tensors in found if tensors.weights[0].is_cuda for x in looked_up(tensors)]
 
     def weights_moved(self) -> None:
         """The data of weights lies elsewhere but is the same: the lower halves of their masters stay valid."""
@@ -112,6 +119,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if "low" in state:
                 if self._versions[parameter] != _stamp(parameter):  # somebody else wrote the weight
                     state["low"].zero_()
+                    self._versions[parameter] = _stamp(parameter)
                 tensors.lows.append(state["low"])
         return found
 

@@ -3,11 +3,13 @@
 from chronicals.patching.decoder_layer import lay_side_by_side, recompute_norms_and_units
 from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
 from chronicals.patching.report import Left, PatchReport, Replaced
+from chronicals.patching.side_by_side import lay_apart
 
 __all__ = [
     "Left",
     "PatchReport",
     "Replaced",
+    "lay_apart",
     "lay_side_by_side",
     "patch_model",
     "patch_parts",

@@ -143,7 +143,9 @@ def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:
         raise Unmerged("its input is not one row with rotary tables")
     if torch.is_autocast_enabled(x.device.type):
         raise Unmerged("it runs under autocast")
-    drops = any(isinstance(module, nn.Dropout) and module.p for module in layer.modules())
+    drops = any(
+        isinstance(module, nn.Dropout) and module.p and ".lora_dropout." not in name for name, module in layer.named_modules()
+    )
     if layer.training and (drops or getattr(layer.self_attn, "attention_dropout", 0.0)):
         raise Unmerged("it has dropout")
 
@@ -165,6 +167,8 @@ class _Layer:
         for module in (self.attention, *self._norms()):
             if is_hooked(module) and not hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
                 raise Unmerged(f"{type(module).__name__} has hooks or another forward")
+        if any(p.dtype != dtype for norm in self._norms() for p in norm.parameters(recurse=False)):
+            raise Unmerged(f"its input is {dtype}, a norm's weight is not")
         self.multiplier = getattr(layer, "residual_multiplier", 1.0)
         self.recomputes = getattr(layer, RECOMPUTES, False)
 
@@ -174,7 +178,8 @@ class _Layer:
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int) -> Tensor:
         normed, x, remake = self._before("before_attention", x, None, self.qkv, self.down.room)
-        attended = self._attend(self.qkv(normed, remake), cos, sin, cu, longest)
+        roomy = "before_attention" in self.anatomy.norms  # else it is what the caller gave
+        attended = self._attend(self.qkv(normed, remake, roomy), cos, sin, cu, longest)
         branch = self._after("after_attention", self.out(attended))
         normed, x, remake = self._before("before_mlp", x, branch, self.both, self.out.room)
         return x + self._after("after_mlp", self.down(*self._unit(self.both(normed, remake))))

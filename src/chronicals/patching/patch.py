@@ -12,6 +12,7 @@ from chronicals.patching.decoder_layer import ATTENTION, NAME, layer_signature
 from chronicals.patching.forms import FORM, holds_experts, looks_like, signature
 from chronicals.patching.plan import Plan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
+from chronicals.patching.side_by_side import lay_apart
 
 EXPERTS = "experts keep their own products"
 
@@ -68,6 +69,7 @@ def unpatch_model(model: Any) -> None:
     for module in target.modules():
         if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
             del module.forward
+    lay_apart(target)
     vars(target).pop("_chronicals_report", None)
 
 

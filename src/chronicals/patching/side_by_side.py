@@ -51,6 +51,8 @@ class Group:
                 raise Unmerged(f"{name} has hooks, another forward or sharded weights")
             self.linears.append(linear)
             self.adapters.append(adapter)
+        if len({id(linear.weight) for linear in self.linears}) < len(names):
+            raise Unmerged("layers of one input share a weight")
         if len({adapter.dropout for adapter in self.adapters if adapter is not None}) > 1:
             raise Unmerged("adapters of one input differ in dropout")
         if len({(x.weight.dtype, x.weight.device, x.bias is None) for x in self.linears}) > 1:
@@ -65,10 +67,15 @@ class Group:
     def dtype(self) -> torch.dtype:
         return self.merged.buffer.dtype
 
-    def __call__(self, x: Tensor, remake: Remake | None = None) -> Tensor:
-        """The outputs side by side. x and the gradient that comes back are made with ``room``, or are copied to have it."""
+    def __call__(self, x: Tensor, remake: Remake | None = None, roomy: bool = True) -> Tensor:
+        """The outputs side by side.
+
+        Args:
+            remake: makes x again.
+            roomy: x was made with ``room`` behind its rows, if its strides say so; so may be the gradient that comes back.
+        """
         weights, biases = [x.weight for x in self.linears], [x.bias for x in self.linears]
-        return merged_linear(x, self.merged, weights, biases, self.adapters, True, True, remake)
+        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake)
 
 
 def is_hooked(module: Any) -> bool:
@@ -117,6 +124,16 @@ def _laid(linears: Sequence[nn.Linear], ranks: Sequence[int]) -> Merged:
         for linear, bias in zip(linears, merged.bias.split(merged.sizes)):
             linear.bias.data = bias
     return merged
+
+
+@torch.no_grad()
+def lay_apart(model: nn.Module) -> None:
+    """Give every weight that was laid into a storage with margins one of its own again, and forget the storages."""
+    for owner in model.modules():
+        if vars(owner).pop(MERGED, None) is not None:
+            for linear in (child for child in owner.modules() if type(child) is nn.Linear):
+                if not linear.weight.is_contiguous():
+                    linear.weight.data = linear.weight.data.contiguous()
 
 
 def say_once(message: str) -> None:

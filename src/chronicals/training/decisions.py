@@ -45,7 +45,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     flash = presented.packed and backend in FLASH
     on_card = device.type == "cuda"
     fused = runs_whole_layers(config, presented)
-    needed = estimate(model, tokens, fused, _bytes_a_weight(config))
+    needed = estimate(model, tokens, fused, *_bytes(config, product_type))
     graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
     possible: dict[str, tuple[bool, str] | tuple[bool, str, str]] = {
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
@@ -61,11 +61,14 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     return {field: _decide(config, model, field, *can) for field, can in possible.items()}
 
 
-def _bytes_a_weight(config: ChronicalsConfig) -> int:
-    """Of gradient and states beside a trained weight: in bf16 the lower half of its master too."""
-    sums = config.gradient_accumulation_steps > 1 or config.use_lora or config.mixed_precision != "bf16"
-    low = 0 if config.use_lora or config.mixed_precision != "bf16" else 2
-    return (4 if sums else 2) + low + 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
+def _bytes(config: ChronicalsConfig, product_type: torch.dtype) -> tuple[int, int, int]:
+    """Of an activation, of a frozen weight, and of a trained one with its gradient, its states and, in bf16, the lower half
+    of its master."""
+    narrow = product_type.itemsize
+    split = config.mixed_precision == "bf16" and not config.use_lora
+    sums = config.gradient_accumulation_steps > 1 or not split
+    states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
+    return narrow, narrow, (2 + 2 if split else 4) + (4 if sums else 2) + states
 
 
 def runs_whole_layers(config: ChronicalsConfig, presented: PresentedModel) -> bool:

@@ -36,7 +36,7 @@ MOST = 64
 """Shapes that are captured; further ones run as usual."""
 
 Result = TypeVar("Result")
-Shape = tuple[int, int, int, int | None, bool]
+Shape = tuple[int, int, int, int | None, tuple[str, ...], bool]
 
 
 @dataclass
@@ -69,6 +69,7 @@ class GraphedStep:
         self.total = torch.zeros((), device=precision.device)
         self.gradients: list[Tensor | None] | None = None
         self.of_update: tuple[torch.cuda.CUDAGraph, dict[str, Tensor]] | None = None
+        self.looked_up: list[Tensor] = []
         self.failed = False
 
     def __call__(self, step: Step) -> dict[str, Tensor]:
@@ -90,7 +91,8 @@ class GraphedStep:
             held.copy_(torch.tensor(float(count)).pin_memory(), non_blocking=True)
 
     def _micro_step(self, batch: Batch, first: bool) -> Tensor:
-        shape = (len(batch), len(batch.cu_seqlens), batch.max_seqlen, batch.trained, first)
+        beside = (*batch.segments, *([] if batch.weights is None else ["weights"]))
+        shape = (len(batch), len(batch.cu_seqlens), batch.max_seqlen, batch.trained, beside, first)
         if shape not in self.micro and shape in self.met and len(self.micro) < MOST and not self.failed:
             self._capture_micro_step(shape, batch)
         self.met.add(shape)
@@ -104,11 +106,22 @@ class GraphedStep:
     def _as_usual(self, batch: Batch, first: bool) -> Tensor:
         if first and self.gradients is not None:
             torch._foreach_zero_(_there(self.gradients))
+            self._set_gradients(self.gradients)
         moved = batch.to(self.precision.device, non_blocking=True)
-        return micro_step(self.model, self.objective, moved, self.counts, self.precision)
+        loss = micro_step(self.model, self.objective, moved, self.counts, self.precision)
+        if self.gradients is not None and any(p.grad is not kept for p, kept in zip(self.parameters, self.gradients)):
+            self._give_up("a weight that had no gradient before has one now")
+        return loss
+
+    def _give_up(self, reason: str) -> None:
+        """Go on without graphs; gradients stay as they are."""
+        self.failed, self.gradients, self.of_update = True, None, None
+        self.micro.clear()
+        logger.warning("use_cuda_graphs: steps run as usual from here on, %s", reason)
 
     def _capture_micro_step(self, shape: Shape, batch: Batch) -> None:
         static, first = batch.to(self.precision.device), shape[-1]
+        held = [p.grad for p in self.parameters]
         if first:
             self._set_gradients(None)
 
@@ -122,7 +135,9 @@ class GraphedStep:
         if captured is not None:
             self.micro[shape] = _Captured(captured[0], static, captured[1])
             self.gradients = self.gradients or [p.grad for p in self.parameters]
-        if first or captured is None:
+        if captured is None:
+            self._set_gradients(self.gradients if first else held)
+        elif first:
             self._set_gradients(self.gradients)
 
     def _set_gradients(self, gradients: list[Tensor | None] | None) -> None:
@@ -133,7 +148,7 @@ class GraphedStep:
         self.optimizer.refresh_rates()
         given = self.parameters, self.optimizer, self.precision, self.max_grad_norm
         if self.gradients is not None and self.of_update is None and not self.failed:
-            self.optimizer.prepare_capture()
+            self.looked_up = self.optimizer.prepare_capture()
             self.of_update = self._captured(lambda: update(*given))
         if self.of_update is not None:
             graph, scalars = self.of_update

@@ -16,6 +16,7 @@ from chronicals.distributed import Ranks
 from chronicals.models import PresentedModel
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
+from chronicals.patching import lay_apart
 from chronicals.training import checkpoint
 from chronicals.training.audit import Coverage, FirstStepAudit
 from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, TensorBoard, read_metrics
@@ -290,6 +291,7 @@ class ChronicalsTrainer:
 
     def _finish(self, run: Run, store: TokenStore) -> TrainingResult:
         model_dir, report = self.output_dir / "model", self.output_dir / "report.html"
+        lay_apart(self.model)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = parameter.dtype
