@@ -100,3 +100,12 @@ def test_optimizer_bytes_by_what_is_kept():
     assert optimizer_bytes("bf16", "bf16", adapters=False) == 2 + 4 + 4 + 8
     assert optimizer_bytes("bf16", "fp32", adapters=True) == 4 + 8 + 16
     assert optimizer_bytes("fp32", "fp32", adapters=False) == 4 + 8 + 16
+
+
+def test_only_the_adapted_projections_are_counted():
+    """Of q and v alone, at rank 2: what their two matrices hold, and products for them and no other."""
+    shape = Shape(layers=3, width=8, heads=2, kv_heads=1, head_dim=4, inner=20, vocabulary=50, parameters=0)
+    job = Job(shape, tokens=10, mean_length=5.0, rank=2, adapted=("q_proj", "v_proj"))
+    assert job.adapter_parameters == 3 * 2 * ((8 + 8) + (8 + 4))
+    names = {(p.name, p.kind): (p.inputs, p.outputs, p.count) for p in products(job) if p.name.endswith((" A", " B"))}
+    assert {name for name, _ in names} == {"qkv A", "qkv B"} and names["qkv A", "forward"] == (8, 4, 3)

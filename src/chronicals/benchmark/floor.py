@@ -23,6 +23,11 @@ PEAK_BF16 = 989e12
 """FLOP/s of dense bf16 products that an H100 or H200 (SXM) is specified for; what MFU is a share of."""
 
 
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+GROUPS = {"qkv": PROJECTIONS[:3], "out": PROJECTIONS[3:4], "gate_up": PROJECTIONS[4:6], "down": PROJECTIONS[6:]}
+"""Projections that share an input."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """A decoder of norm, attention and gated MLP; names as in the module's legend."""
@@ -65,6 +70,13 @@ class Shape:
         return cls(**{**asdict(shape), "parameters": shape.body + tables * shape.head})
 
     @property
+    def projections(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a layer's projections."""
+        into, inner = (self.width, self.q), (self.width, self.inner)
+        of_keys = (self.width, self.kv)
+        return dict(zip(PROJECTIONS, (into, of_keys, of_keys, into[::-1], inner, inner, inner[::-1])))
+
+    @property
     def body(self) -> int:
         """Nb, the weights of the layers' products."""
         return self.layers * (self.width * (self.q + 2 * self.kv) + self.q * self.width + 3 * self.width * self.inner)
@@ -82,7 +94,8 @@ class Job:
     Attributes:
         tokens: T, real tokens of the step.
         mean_length: s̄, the mean length of the document a token stands in.
-        rank: of the adapters on all seven projections; 0 trains all weights.
+        rank: of the adapters; 0 trains all weights.
+        adapted: names of the projections that have one.
         labelled: f.
         optimizer_bytes: read and written for each trained parameter.
     """
@@ -91,15 +104,15 @@ class Job:
     tokens: int
     mean_length: float
     rank: int = 0
+    adapted: tuple[str, ...] = PROJECTIONS
     labelled: float = 1.0
     optimizer_bytes: int = 26
 
     @property
     def adapter_parameters(self) -> int:
-        """P, for adapters on the seven projections of every layer."""
-        s = self.shape
-        sides = (s.width + s.q) + 2 * (s.width + s.kv) + (s.q + s.width) + 3 * (s.width + s.inner)
-        return s.layers * self.rank * sides
+        """P, for adapters on these projections of every layer."""
+        sizes = self.shape.projections
+        return self.shape.layers * self.rank * sum(sum(sizes[name]) for name in self.adapted)
 
     @property
     def trained_parameters(self) -> int:
@@ -194,13 +207,13 @@ def products(job: Job) -> list[Product]:
 def _adapter_products(job: Job) -> list[Product]:
     """A of the projections that share an input together, B of each."""
     s, r = job.shape, job.rank
-    groups = {"qkv": (s.width, (s.q, s.kv, s.kv)), "out": (s.q, (s.width,)), "gate_up": (s.width, (s.inner, s.inner)),
-              "down": (s.inner, (s.width,))}  # fmt: skip
     found = []
     kinds: tuple[Literal["forward", "dX", "dW"], ...] = ("forward", "dX", "dW")
-    for name, (inputs, outputs) in groups.items():
-        for kind in kinds:
-            found.append(Product(f"{name} A", kind, job.tokens, inputs, r * len(outputs), s.layers))
+    for name, members in GROUPS.items():
+        adapted = [s.projections[member] for member in members if member in job.adapted]
+        outputs = [width for _, width in adapted]
+        for kind in kinds if adapted else ():
+            found.append(Product(f"{name} A", kind, job.tokens, adapted[0][0], r * len(adapted), s.layers))
             for width in sorted(set(outputs)):
                 found.append(Product(f"{name} B", kind, job.tokens, r, width, s.layers * outputs.count(width)))
     return found

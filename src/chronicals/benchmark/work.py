@@ -13,6 +13,7 @@ The order of documents is that of ``BatchStream``: step t holds the same documen
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,19 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from chronicals.benchmark.floor import PROJECTIONS, Job, Shape, optimizer_bytes
 from chronicals.benchmark.shapes import DATA, SHAPES, random_documents
 from chronicals.config import ChronicalsConfig, ConfigurationError
 
 if TYPE_CHECKING:
-    from chronicals.benchmark.floor import Job
     from chronicals.data.loader import BatchStream, Step
 
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MODES: dict[str, dict[str, Any]] = {
     "full": {"learning_rate": 5e-7},
     "lora": {
         "use_lora": True, "lora_rank": 32, "lora_alpha": 32, "lora_dropout": 0.0, "use_lora_plus": False,
-        "lora_target_modules": PROJECTIONS, "learning_rate": 1e-4,
+        "lora_target_modules": list(PROJECTIONS), "learning_rate": 1e-4,
     },
 }  # fmt: skip
 """What a mode sets where the user does not. Learning rates are constant and small: weights kept in bf16 alone lose
@@ -120,8 +120,6 @@ class Work:
         """Sizes of a mean step, for its floor."""
         from transformers import AutoConfig
 
-        from chronicals.benchmark.floor import Job, Shape, optimizer_bytes
-
         config = self.config()
         steps = list(self.documents_by_step(self.warm_up + self.steps))[self.warm_up :]
         lengths = np.array([len(document) for step in steps for document in step])
@@ -131,6 +129,7 @@ class Work:
             tokens=round(int(lengths.sum()) / len(steps)),
             mean_length=float((lengths**2).sum() / lengths.sum()),
             rank=config.lora_rank if config.use_lora else 0,
+            adapted=_adapted(config.lora_target_modules),
             labelled=labelled / int(lengths.sum()),
             optimizer_bytes=optimizer_bytes(config.mixed_precision, config.optimizer_state_dtype, config.use_lora),
         )
@@ -143,6 +142,16 @@ class Work:
     def read(cls, folder: Path) -> Work:
         plain = json.loads((folder / "work.json").read_text())
         return cls(**{**plain, "folder": Path(plain["folder"]), "documents": Path(plain["documents"])})
+
+
+def _adapted(wanted: list[str] | str | None) -> tuple[str, ...]:
+    """The projections that a configuration's targets name."""
+    if wanted is None or wanted == "all-linear":
+        return PROJECTIONS
+    if isinstance(wanted, str):
+        paths = ("model.layers.0.self_attn.", "model.layers.0.mlp.")
+        return tuple(name for name in PROJECTIONS if any(re.fullmatch(wanted, path + name) for path in paths))
+    return tuple(name for name in PROJECTIONS if any(path.split(".")[-1] == name for path in wanted))
 
 
 def documents_of(step: Step) -> list[Document]:

@@ -27,13 +27,14 @@ from chronicals.kernels import (
     token_log_probability,
 )
 from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
-from chronicals.kernels.glu import geglu_reference, swiglu_reference
+from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.layernorm import layernorm_reference
-from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
 from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.merged_linear import merged_linear, merged_linear_reference, side_by_side
 from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
-from chronicals.kernels.qk_rope import qk_rope_reference
+from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
@@ -88,6 +89,13 @@ def self_test() -> list[SelfTest]:
     def rope(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
         return together(lambda *given: function(*given, *(table.to(given[0].dtype) for table in (cos, sin))))
 
+    def merged_rope(x: Tensor) -> tuple[Tensor, ...]:
+        return fused_qkv_rope(x * 1, cos.to(x.dtype), sin.to(x.dtype), (heads, 2))
+
+    def plain_merged_rope(x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = x.unflatten(1, (-1, 16)).split((heads, 2, 2), 1)
+        return *qk_rope_reference(q, k, cos.to(x.dtype), sin.to(x.dtype)), v
+
     qkv = random(tokens, heads, 16), random(tokens, 2, 16), random(tokens, 2, 16)
     gate, up = random(tokens, width), random(tokens, width)
     hidden, weight = random(tokens, width), random(vocabulary, width) * 0.1
@@ -111,6 +119,16 @@ def self_test() -> list[SelfTest]:
             together(lambda h, w: token_log_probability(h, w, targets, chunk_size=16, entropy=True)),
             together(lambda h, w: token_log_probability_reference(h, w, targets)),
             (hidden, weight),
+        ),
+        ("glu_of_both", lambda x: glu_of_both(x, "silu"), lambda x: swiglu_reference(*x.chunk(2, -1)), (random(tokens, 74),)),
+        ("qkv_rope", together(merged_rope), together(plain_merged_rope), (random(tokens, 8 * 16),)),
+        (
+            "merged_linear",
+            lambda x, w, a, b: merged_linear(
+                x, side_by_side([w.detach()], [None], [len(a)]), [w], [None], [Adapter(a, b, 0.5)]
+            ),
+            lambda x, w, a, b: merged_linear_reference(x, [w], [None], [Adapter(a, b, 0.5)]),
+            (gate, random(width, width) * 0.1, random(8, width) * 0.1, random(width, 8)),
         ),
         ("attention", attention, plain_attention, qkv),
     ]
@@ -138,7 +156,7 @@ def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
     """The change of weights that one update makes; the weights are bf16 and have a master."""
 
     def weight_after(update: Callable[..., None], kind: torch.dtype) -> Tensor:
-        weight, mean, square = (x.to(kind) for x in start)
+        weight, mean, square = (x.to(kind, copy=True) for x in start)
         tensors = Tensors([weight], [gradient.to(kind)], [mean], [square], [], [torch.ones((), device=device)])
         if update is fused_adamw_:
             high, low = split_master(weight)

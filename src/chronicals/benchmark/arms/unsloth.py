@@ -12,8 +12,9 @@ import torch
 from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.weights import start_from
+from chronicals.benchmark.floor import PROJECTIONS
 from chronicals.benchmark.measurement import Measurement, Plan
-from chronicals.benchmark.work import PROJECTIONS, Work
+from chronicals.benchmark.work import Work
 
 
 def unsloth(work: Work, plan: Plan) -> Measurement:
@@ -58,7 +59,7 @@ def _load(work: Work, recompute: bool) -> tuple[Any, Any]:
     if work.mode == "lora":
         model = FastLanguageModel.get_peft_model(
             model, r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0, bias="none",
-            target_modules=config.lora_target_modules or PROJECTIONS, use_gradient_checkpointing=way,
+            target_modules=config.lora_target_modules or list(PROJECTIONS), use_gradient_checkpointing=way,
         )  # fmt: skip
         start_from(model, work.folder / "adapter")
     FastLanguageModel.for_training(model)

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from chronicals.benchmark.floor import PROJECTIONS
 from chronicals.benchmark.measurement import device
-from chronicals.benchmark.work import PROJECTIONS, Work
+from chronicals.benchmark.work import Work
 
 
 def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -33,7 +34,7 @@ def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False) -> A
     config = work.config()
     described = peft.LoraConfig(
         r=config.lora_rank, lora_alpha=int(config.lora_alpha), lora_dropout=0.0, use_rslora=config.use_rslora,
-        target_modules=config.lora_target_modules or PROJECTIONS, bias="none", task_type="CAUSAL_LM",
+        target_modules=config.lora_target_modules or list(PROJECTIONS), bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     model = peft.get_peft_model(model, described, autocast_adapter_dtype=autocast_adapter_dtype)
     start_from(model, work.folder / "adapter")
