@@ -27,6 +27,8 @@ TOLERANCE = 1e-5
 def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
     """Logits and parameter gradients, from Batches as training gets them, with filler documents among them."""
     model, rows = build(family), random_rows()
+    if family != "gemma2":  # whose eager attention, padded, masks with the least fp64 in a softmax of fp32: nan
+        model.double()  # in fp32 the gradient of a bias is largely rounding
     batches = loaded_batches(rows, tmp_path)
     found = [batch.input_ids[span].tolist() for batch in batches for span in documents(batch)]
     assert sorted(found) == sorted(row["input_ids"] for row in rows)
