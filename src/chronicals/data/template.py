@@ -18,8 +18,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from chronicals.data.gate import DataError
-from chronicals.data.sources import Record, kind_of
+from chronicals.data.rows import Record, kind_of
 
 Message = dict[str, Any]
 Tokens = tuple[list[int], list[bool]]
@@ -50,6 +52,16 @@ class Tokenizer:
             DataError: the row lacks a field, a field has the wrong type, or the template refuses it.
         """
         return _ENCODERS[kind_of(record, where)](self, record, where)
+
+    def encode_batch(self, records: Sequence[Record], wheres: Sequence[str]) -> list[Any]:
+        found: list[Any] = []
+        for record, where in zip(records, wheres, strict=True):
+            try:
+                ids, trained = self.encode(record, where)
+                found.append((np.array(ids, np.int32), np.array(trained, np.uint8)))
+            except DataError as error:
+                found.append(error)
+        return found
 
     def fingerprint(self) -> str:
         """Changes whenever this path could turn a row into other tokens."""
