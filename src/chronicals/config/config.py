@@ -147,6 +147,11 @@ class ChronicalsConfig:
     )
     save_steps: Positive | None = Field(default=500, description="Checkpoint every so many steps; one always at the end")
     save_total_limit: Positive = Field(default=2, description="Checkpoints kept")
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] | None = Field(
+        default=None, description="Experiment trackers (default: TensorBoard where it is installed)"
+    )
+    project: str | None = Field(default=None, description="Project in W&B, experiment in MLflow (default: theirs)")
+    run_name: str | None = Field(default=None, description="Name of the run in W&B and MLflow (default: theirs)")
     output_dir: Path = Field(default=Path("chronicals-output"), description="Where the run is written")
     cache_dir: Path | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
