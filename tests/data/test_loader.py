@@ -403,7 +403,10 @@ def test_a_dataloader_takes_whatever_holds_rows(tmp_path, make):
     [
         ([], "dataset: holds no rows"),
         ([{"input_ids": [1, 2], "labels": [-100, -100]}] * 3, "dataset: nothing to train on in any of 3 rows"),
-        ([{"input_ids": [1, 2], "labels": [-100, n]} for n in (2, -100, -100)], "dataset: breaks 1 .*in 3 rows:\n  masked_row: 2 "),
+        (
+            [{"input_ids": [1, 2], "labels": [-100, n]} for n in (2, -100, -100)],
+            "dataset: breaks 1 .*in 3 rows:\n  masked_row: 2 ",
+        ),
         ([{"question": "a"}], "nothing to train on in any of 1 rows:\n  missing_field: .*row 1: unknown kind of row"),
     ],
 )

@@ -8,7 +8,7 @@ import pytest
 
 import tiny
 from chronicals.data import DataError, read_records
-from chronicals.data.sources import kind_of
+from chronicals.data.rows import kind_of
 
 
 def lines(path, *texts):

@@ -67,7 +67,7 @@ def open_store(
     """
     check_shares(config.gate)
     name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
-    encoder = Tokenizer(tokenizer, config.objective)
+    encoder = Tokenizer.configured(tokenizer, config)
     store = build_store(source, encoder, config.max_seq_length, config.cache_dir, builder, config.overlong)
     if embedding_rows is not None:
         note_foreign_ids(store, len(tokenizer), embedding_rows)

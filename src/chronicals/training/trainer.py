@@ -280,7 +280,7 @@ class ChronicalsTrainer:
 
     def _about(self, store: TokenStore) -> dict[str, Any]:
         """What ``generate`` must know to ask as the model was taught."""
-        return {"kinds": store.kinds, "tokenization": Tokenizer(self.tokenizer, self.config.objective).fingerprint()}
+        return {"kinds": store.kinds, "tokenization": Tokenizer.configured(self.tokenizer, self.config).fingerprint()}
 
     def _evaluate(self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None) -> None:
         assert store is not None
