@@ -27,7 +27,7 @@ def tokenizer(objective="sft"):
 
 def token_rows(count, longest=12):
     """Documents that share no token, each with at least one target and its first token trained or not."""
-    rows, start = [], 1
+    rows, start = [], 10  # past the special tokens
     for _ in range(count):
         ids = list(range(start, start + random.randint(2, longest)))
         start = ids[-1] + 1
