@@ -241,7 +241,7 @@ class MLflow(Tracker):
     """
 
     name, module = "mlflow", "mlflow"
-    remedy = "check MLFLOW_TRACKING_URI"
+    remedy = "a local store needs pip install 'chronicals[mlflow]'; MLFLOW_TRACKING_URI says where a server is"
     rest = 1.0
     STATES: ClassVar[dict[Outcome, str]] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
     AT_ONCE = 50
