@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numba
 import numpy as np
 import pyarrow as pa
 
@@ -39,6 +40,9 @@ class TokenStore:
         targets: int64 ``[documents]``, positions of each that predict a trained token.
         report: what the gate counted when the store was built.
         kinds: the kinds of row that were read.
+        max_id: the largest token id, -1 without any.
+        ids, trained: the whole file as int32 and as uint8, memory-mapped.
+        id_starts, trained_starts: int64 ``[documents]``, where each document begins in these two.
     """
 
     path: Path
@@ -47,8 +51,10 @@ class TokenStore:
     report: DataReport
     kinds: list[str]
     max_id: int
-    _batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(repr=False)
-    _index: np.ndarray | None = None
+    ids: np.ndarray = field(repr=False)
+    trained: np.ndarray = field(repr=False)
+    id_starts: np.ndarray = field(repr=False)
+    trained_starts: np.ndarray = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -59,19 +65,13 @@ class TokenStore:
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (int32) and mask (uint8) of a document, as views of the file."""
-        batch, row = divmod(int(index if self._index is None else self._index[index]), ROWS_A_BATCH)
-        offsets, ids, trained = self._batches[batch]
-        span = slice(offsets[row], offsets[row + 1])
-        return ids[span], trained[span]
+        first, first_trained, length = self.id_starts[index], self.trained_starts[index], self.lengths[index]
+        return self.ids[first : first + length], self.trained[first_trained : first_trained + length]
 
     def subset(self, indices: np.ndarray) -> TokenStore:
         """A store of some of the documents, over the same file."""
-        return replace(
-            self,
-            lengths=self.lengths[indices],
-            targets=self.targets[indices],
-            _index=indices if self._index is None else self._index[indices],
-        )
+        chosen = {name: getattr(self, name)[indices] for name in ("lengths", "targets", "id_starts", "trained_starts")}
+        return replace(self, **chosen)
 
     def split(self, share: float, seed: int) -> tuple[TokenStore, TokenStore]:
         """The documents in two, by seed: those to train on, and ``share`` of them (at least one) held out."""
@@ -83,21 +83,22 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
+        """The store in a file that ``build`` wrote."""
         meta = json.loads(path.with_suffix(".json").read_text())
-        with pa.memory_map(str(path)) as source:
-            reader = pa.ipc.open_file(source)
-            batches, lengths, targets = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-            for number in range(reader.num_record_batches):
-                ids, trained = reader.get_batch(number).columns
-                offsets = ids.offsets.to_numpy().astype(np.int64)
-                mask = trained.values.to_numpy()
-                running = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-                lengths.append(np.diff(offsets))
-                targets.append(running[offsets[1:]] - running[offsets[:-1]] - mask[offsets[:-1]])
-                batches.append((offsets, ids.values.to_numpy(), mask))
+        with pa.memory_map(str(path)) as file:
+            content = file.read_buffer()
+        reader = pa.ipc.open_file(content)
+        found = [_documents_in(reader.get_batch(n), content.address) for n in range(reader.num_record_batches)]
+        id_starts, trained_starts, lengths = np.concatenate([np.zeros((3, 0), np.int64), *found], axis=1)
+        ids = np.frombuffer(content, np.int32, content.size // 4)
+        trained = np.frombuffer(content, np.uint8)
+        for starts, column in ((id_starts, ids), (trained_starts, trained)):
+            if (lengths < 0).any() or (starts < 0).any() or (starts + lengths > column.size).any():
+                raise DataError(f"{path}: its tokens do not lie in the file; delete it, and it will be built again")
+        targets = _count_targets(trained, trained_starts, lengths)
         return cls(
-            path, np.concatenate(lengths), np.concatenate(targets), DataReport(**meta["report"]), meta["kinds"],
-            meta["max_id"], batches,
+            path, lengths, targets, DataReport(**meta["report"]), meta["kinds"], meta["max_id"], ids, trained, id_starts,
+            trained_starts,
         )  # fmt: skip
 
     @classmethod
@@ -131,6 +132,29 @@ class TokenStore:
             else:
                 time.sleep(0.2)
         return cls.open(path)
+
+
+def _documents_in(batch: pa.RecordBatch, address: int) -> np.ndarray:
+    """Begin of the ids, begin of the mask (both in elements from the start of the file, at ``address``), and length."""
+    ids, trained = batch.columns[:2]
+    offsets = ids.offsets.to_numpy().astype(np.int64)
+    first, first_trained = (
+        (column.values.buffers()[1].address - address) // column.values.type.byte_width + column.values.offset
+        for column in (ids, trained)
+    )
+    return np.stack([first + offsets[:-1], first_trained + trained.offsets.to_numpy()[:-1], np.diff(offsets)])
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_targets(trained: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Trained tokens of each document but for its first, which nothing predicts."""
+    targets = np.zeros(starts.size, np.int64)
+    for document in range(starts.size):
+        count = 0
+        for mark in trained[starts[document] + 1 : starts[document] + lengths[document]]:
+            count += mark != 0
+        targets[document] = count
+    return targets
 
 
 def _key(source: str | Path | list[Record], tokenizer: Tokenizer, max_seq_length: int) -> str:
