@@ -41,7 +41,7 @@ def train(
     if check:
         store = TokenStore.build(plan.data, Tokenizer(tokenizer, config.objective), config.max_seq_length, config.cache_dir)
         console.print("\n".join(store.report.lines()))
-        store.report.check(plan.data, config.max_masked_rows)
+        store.report.check(plan.data if isinstance(plan.data, str) else "data", config.max_masked_rows)
         return
     model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)
     result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume)

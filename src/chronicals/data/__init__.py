@@ -3,14 +3,16 @@
 from chronicals.data.gate import DataError, DataReport
 from chronicals.data.loader import BatchStream, create_dataloader
 from chronicals.data.packing import PackPlan, SequencePacker, plan_packs
-from chronicals.data.sources import read_records
+from chronicals.data.sources import BadRow, DataSource, read_records, source_fingerprint
 from chronicals.data.store import TokenStore
 from chronicals.data.template import TemplateError, Tokenizer, stop_token_ids
 
 __all__ = [
+    "BadRow",
     "BatchStream",
     "DataError",
     "DataReport",
+    "DataSource",
     "PackPlan",
     "SequencePacker",
     "TemplateError",
@@ -19,5 +21,6 @@ __all__ = [
     "create_dataloader",
     "plan_packs",
     "read_records",
+    "source_fingerprint",
     "stop_token_ids",
 ]

@@ -12,7 +12,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from chronicals.data.gate import DataError, DataReport
-from chronicals.data.sources import Record, kind_of, read_records
+from chronicals.data.sources import BadRow, Record, kind_of, read_records
 from chronicals.data.template import Tokenizer, Tokens
 
 FORMAT = 1
@@ -103,7 +103,7 @@ class TokenStore:
     @classmethod
     def build(
         cls,
-        source: str | Path | Iterable[Record],
+        source: Any,
         tokenizer: Tokenizer,
         max_seq_length: int,
         cache_dir: Path | None = None,
@@ -187,6 +187,8 @@ def _record_batch(rows: list[Tokens]) -> pa.RecordBatch:
 def _documents(source: Any, tokenizer: Tokenizer, max_seq_length: int, report: DataReport, kinds: set[str]) -> Iterator[Tokens]:
     for row, (where, record) in enumerate(read_records(source)):
         report.rows += 1
+        if isinstance(record, BadRow):
+            raise DataError(f"{where}: {record.reason}")
         kind = kind_of(record, where)
         kinds.add(kind)
         ids, trained = tokenizer.encode(record, where)
