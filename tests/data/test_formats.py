@@ -18,7 +18,7 @@ from chronicals.data import BadRow, DataError
 from chronicals.data import formats as of_formats
 from chronicals.data.formats import READERS, read_file, reader_of
 
-ALPHABET = 'ab1 ,;|\t"\'\\/{}[]:\n\r\x00\ufeff\u2028\u0085é中🙂'
+ALPHABET = "ab1 ,;|\t\"'\\/{}[]:\n\r\x00\ufeff\u2028\u0085é中🙂"
 
 
 def texts(count, longest=40):
@@ -195,7 +195,9 @@ def bytes_of(make, name, tmp_path):
     return (tmp_path / f"whole-{name}").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv.zst", "rows.parquet", "file.arrow", "stream.arrow", "rows.feather"])
+@pytest.mark.parametrize(
+    "name", ["rows.jsonl.gz", "rows.csv.zst", "rows.parquet", "file.arrow", "stream.arrow", "rows.feather"]
+)
 @pytest.mark.parametrize("damage", [cut, lambda content: b"not " + content, lambda content: b"x"])
 def test_a_damaged_file_is_named(tmp_path, name, damage):
     path = tmp_path / name
