@@ -113,15 +113,16 @@ def _read_text(path: Path) -> Iterator[Row]:
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
+    name = str(path)
     with _open(path) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield f"{path}:{number}", _parsed(line)
+                yield f"{name}:{number}", _parsed(line)
 
 
 def _parsed(line: bytes) -> Any:
     try:
-        text = line.decode("utf-8-sig")
+        text = line.decode().removeprefix("\ufeff")
         return _encodable(json.loads(text), text)
     except (ValueError, RecursionError) as error:
         return BadRow(f"does not parse as JSON: {error}")

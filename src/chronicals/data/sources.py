@@ -116,15 +116,19 @@ def _drawn(text: str, share: float) -> bool:
 
 
 def _rows(part: DataSource) -> Iterator[Row]:
-    """Every row of a source once, with our names of columns."""
-    for where, record in _read(part):
-        if part.columns and isinstance(record, Mapping):
-            record = _renamed(record, part.columns)
-        yield (f"{part.name}: {where}" if part.name else where), record
+    """Every row of a source once, with our names of columns, and its place behind the source's name."""
+    rows, columns = _read(part), part.columns
+    if columns:
+        rows = ((where, _renamed(record, columns)) for where, record in rows)
+    if part.name:
+        rows = ((f"{part.name}: {where}", record) for where, record in rows)
+    return rows
 
 
-def _renamed(record: Record, columns: Mapping[str, str]) -> Record | BadRow:
+def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | BadRow:
     """The record with ``columns`` under our names; those that were not named stay as they are."""
+    if not isinstance(record, Mapping):
+        return record
     renamed = {name: value for name, value in record.items() if name not in columns.values()}
     for ours, theirs in columns.items():
         value: Any = record
