@@ -138,7 +138,12 @@ def main() -> None:
     parser.add_argument("--data", type=Path)
     options = parser.parse_args()
     if options.arm:
-        return run_arm(options.arm, options.folder, options.data, options.rows)
+        run_arm(options.arm, options.folder, options.data, options.rows)
+    else:
+        compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         texts, chats = folder / "texts.jsonl", folder / "chats.jsonl"
@@ -168,9 +173,8 @@ def main() -> None:
         mine = arms["ours"]
         print(f"{kind:16}{mine:10,.0f}{mine / arms['encode_batch']:17.2f}{mine / arms['datasets.map']:17.2f}")
     for kind, run in whole.items():
-        print(
-            f"{run['rows']:,} {kind}: {run['seconds']:.0f} s, {run['peak_anonymous_mib']:.0f} MiB, reopened in {run['reopened_seconds']:.2f} s"
-        )
+        again = f"reopened in {run['reopened_seconds']:.2f} s"
+        print(f"{run['rows']:,} {kind}: {run['seconds']:.0f} s, {run['peak_anonymous_mib']:.0f} MiB, {again}")
 
 
 if __name__ == "__main__":

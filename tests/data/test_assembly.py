@@ -8,7 +8,8 @@ import pytest
 import tiny
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, DataError, Tokenizer, build_store, building
+from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, build_store, building
+from chronicals.data import store as stores
 from chronicals.data.assembly import BUCKETS, ENTRY_SHARES
 
 FILLER = 77
@@ -112,7 +113,7 @@ def test_a_document_outside_the_file_is_named_and_not_read(tmp_path, field, valu
 
 def test_a_file_that_is_shorter_than_it_says_is_refused(tmp_path, monkeypatch):
     store = make_store(tmp_path, 20, 10)
-    find = store_module._documents_in
-    monkeypatch.setattr(store_module, "_documents_in", lambda *given: np.add(find(*given), [[10**6], [0], [0]]))
+    find = stores._documents_in
+    monkeypatch.setattr(stores, "_documents_in", lambda *given: np.add(find(*given), [[10**6], [0], [0]]))
     with pytest.raises(DataError, match="its tokens do not lie in the file"):
         TokenStore.open(store.path)

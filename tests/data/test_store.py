@@ -367,7 +367,7 @@ def test_two_processes_that_build_the_same_stores_end_with_one_of_each(tmp_path)
         assert documents(store) == documents(fresh)
         assert store.report == fresh.report
         names += [f"{key}.arrow", f"{key}.json"]
-    assert sorted(path.name for path in (tmp_path / "stores").iterdir()) == sorted(names)
+    assert sorted(path.name for path in (tmp_path / "stores").iterdir()) == sorted([*names, "file-digests.json"])
 
 
 def test_another_process_may_finish_the_same_store_at_any_moment(tmp_path, monkeypatch):

@@ -88,12 +88,14 @@ def benchmark(
 
 def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], bool]:
     """Model, data, the fields that were set, and whether they ask for adapters."""
-    from chronicals.config import Recipe
+    from chronicals.config import ConfigurationError, Recipe
 
     if recipe is None:
         plan = Recipe(**{"model": "qwen2.5-0.5b", "data": "fixed", **flags})
     else:
         plan = Recipe.from_yaml(recipe, **flags)
+    if not isinstance(plan.data, str):
+        raise ConfigurationError("data: a benchmark takes one file as it is, without weight or columns; or fixed, or ragged")
     config = plan.config()
     fields = {name: value for name, value in config.to_dict().items() if name in config.explicit}
     return plan.model, plan.data, fields, config.use_lora

@@ -44,13 +44,17 @@ def show(
     from rich.console import Console
 
     from chronicals.config import ChronicalsConfig
-    from chronicals.data import Tokenizer, build_store, plan_packs, read_records
+    from chronicals.data import BadRow, DataError, Tokenizer, build_store, plan_packs, read_records
     from chronicals.data.building import log_report
     from chronicals.models import load_tokenizer
 
     config = ChronicalsConfig(max_seq_length=max_seq_length, objective=objective)  # type: ignore[arg-type]
     tokenizer, console = load_tokenizer(model, trust_remote_code), Console(highlight=False)
-    records = [record for _, record in itertools.islice(read_records(file), skip, skip + rows)]
+    read = list(itertools.islice(read_records(file), skip, skip + rows))
+    for where, record in read:
+        if isinstance(record, BadRow):
+            raise DataError(f"{where}: {record.reason}; leave it out with --skip", record.rule)
+    records = [record for _, record in read if not isinstance(record, BadRow)]
     with TemporaryDirectory() as folder:
         store = build_store(records, Tokenizer(tokenizer, config.objective), max_seq_length, Path(folder))
         log_report(f"{file}, rows {skip + 1} to {skip + len(records)}", store.report, {})

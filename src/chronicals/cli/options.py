@@ -57,6 +57,8 @@ def _flag_type(annotation: Any) -> Any:
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         kinds = [_flag_type(kind) for kind in typing.get_args(annotation) if kind is not type(None)]
         return list[str] if list[str] in kinds else kinds[0]
+    if typing.get_origin(annotation) is list:
+        return list[str]
     if typing.get_origin(annotation) is typing.Literal:
         return str
     if typing.get_origin(annotation) is list:

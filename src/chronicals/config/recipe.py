@@ -7,6 +7,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from chronicals.config.config import ChronicalsConfig, remembers_what_was_set
+from chronicals.config.data_source import OptionalSources, Sources
 
 
 @remembers_what_was_set
@@ -15,8 +16,10 @@ class Recipe(ChronicalsConfig):
     """A run that can be repeated from a file: ``chronicals train recipe.yaml``."""
 
     model: str = Field(description="Folder or hub name of the model to start from")
-    data: str = Field(description="File to train on: .jsonl (chat, prompt/completion, text) or plain text")
-    validation_data: str | None = Field(default=None, description="File to evaluate on")
+    data: Sources = Field(
+        description="What to train on: a file, a folder, a pattern or a hub name; path=2 sees each row twice; may be repeated"
+    )
+    validation_data: OptionalSources = Field(default=None, description="What to evaluate on, as data")
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model")
 
     def config(self) -> ChronicalsConfig:

@@ -4,16 +4,19 @@ from chronicals.data.building import build_store, open_store
 from chronicals.data.gate import DataError, DataReport
 from chronicals.data.loader import BatchStream, create_dataloader
 from chronicals.data.packing import PackPlan, SequencePacker, plan_packs
-from chronicals.data.sources import read_records
+from chronicals.data.sources import BadRow, DataSource, Source, read_records, source_fingerprint
 from chronicals.data.store import TokenStore
 from chronicals.data.template import TemplateError, Tokenizer, stop_token_ids
 
 __all__ = [
+    "BadRow",
     "BatchStream",
     "DataError",
     "DataReport",
+    "DataSource",
     "PackPlan",
     "SequencePacker",
+    "Source",
     "TemplateError",
     "TokenStore",
     "Tokenizer",
@@ -22,5 +25,6 @@ __all__ = [
     "open_store",
     "plan_packs",
     "read_records",
+    "source_fingerprint",
     "stop_token_ids",
 ]

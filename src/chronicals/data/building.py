@@ -23,9 +23,10 @@ import pyarrow as pa
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data.documents import Documents, Marks, Overlong, fit
+from chronicals.data.formats import BadRow, Record, Row
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
-from chronicals.data.rows import Record, conversation_faults, conversation_oddities, kind_of, normalise, texts_of
-from chronicals.data.sources import read_records
+from chronicals.data.rows import conversation_faults, conversation_oddities, kind_of, normalise, texts_of
+from chronicals.data.sources import Source, read_records, source_fingerprint
 from chronicals.data.store import SCHEMA, TokenStore
 from chronicals.data.template import Tokenizer
 
@@ -35,7 +36,6 @@ FORMAT = 2
 CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
 """A chunk ends at so many rows or letters."""
 
-Source = str | Path | Iterable[Record]
 Tokens = tuple[np.ndarray, np.ndarray]
 
 
@@ -68,7 +68,7 @@ def open_store(
     check_shares(config.gate)
     name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
     encoder = Tokenizer.configured(tokenizer, config)
-    store = build_store(source, encoder, config.max_seq_length, config.cache_dir, builder, config.overlong)
+    store = build_store(source, encoder, config.max_seq_length, config.cache_dir, builder, config.overlong, config.seed)
     if embedding_rows is not None:
         note_foreign_ids(store, len(tokenizer), embedding_rows)
     if training is not None:
@@ -112,6 +112,7 @@ def build_store(
     cache_dir: Path | None = None,
     builder: bool = True,
     overlong: Overlong | None = None,
+    seed: int = 0,
 ) -> TokenStore:
     """The store of ``source``: opened if it was made before, otherwise tokenised and written.
 
@@ -121,17 +122,19 @@ def build_store(
         cache_dir: where stores are kept (default ``~/.cache/chronicals``).
         builder: False waits until another process has written the file.
         overlong: what becomes of longer rows (default: texts are split, other rows cut).
+        seed: chooses the rows that a fractional weight takes.
 
     Raises:
         DataError: a file cannot be read; nothing is left behind. What is wrong with single rows is in the store's report.
     """
     if isinstance(source, Iterator):
         source = list(source)
-    key = _key(source, tokenizer, max_seq_length, overlong)
-    path = (cache_dir or Path.home() / ".cache" / "chronicals") / f"{key}.arrow"
+    cache_dir = cache_dir or Path.home() / ".cache" / "chronicals"
+    made_of = [FORMAT, max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
+    path = cache_dir / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.arrow"
     if builder and not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, _Build(tokenizer, max_seq_length, overlong), source)
+        _write(path, _Build(tokenizer, max_seq_length, overlong), read_records(source, seed))
     elif not builder:
         _wait_for(path)
     return TokenStore.open(path)
@@ -147,34 +150,14 @@ def _wait_for(path: Path) -> None:
         waited = round(waited + 0.2, 1)
 
 
-def _key(source: Source, tokenizer: Tokenizer, max_seq_length: int, overlong: Overlong | None) -> str:
-    digest = hashlib.sha256(f"{FORMAT} {max_seq_length} {overlong} {tokenizer.fingerprint()}".encode())
-    if not isinstance(source, (str, Path)):
-        for record in source:
-            digest.update(json.dumps(record, default=_as_list).encode())
-    elif Path(source).is_file():
-        digest.update(Path(source).suffix.encode())
-        with open(source, "rb") as content:
-            for block in iter(lambda: content.read(1 << 20), b""):
-                digest.update(block)
-    else:
-        raise DataError(f"{source}: no such file")
-    return digest.hexdigest()[:32]
-
-
-def _as_list(value: Any) -> Any:
-    """What JSON does not know: arrays whole (``repr`` would leave out their middle)."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
-
-
-def _write(path: Path, build: _Build, source: Source) -> None:
+def _write(path: Path, build: _Build, rows: Iterable[Row]) -> None:
     """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
     aside = path.with_name(f".{path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
         with open(aside, "wb") as raw:
             with pa.ipc.new_file(pa.PythonFile(raw), SCHEMA) as writer:
-                for documents, hashes in build.documents(source):
+                for documents, hashes in build.documents(rows):
                     writer.write_batch(_record_batch(documents, hashes))
             raw.flush()
             os.fsync(raw.fileno())
@@ -238,11 +221,11 @@ class _Build:
         self._note_duplicates()
         return {"report": self.report.to_dict(), "max_id": self.max_id}
 
-    def documents(self, source: Source) -> Iterator[tuple[Documents, np.ndarray]]:
+    def documents(self, rows: Iterable[Row]) -> Iterator[tuple[Documents, np.ndarray]]:
         """A batch a chunk: documents, each with something to train on, and the hashes of the rows they came from."""
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as tokenizing:
             ahead: tuple[_Chunk, Future] | None = None
-            for chunk in self._chunks(source):
+            for chunk in self._chunks(rows):
                 begun = chunk, tokenizing.submit(self.tokenizer.encode_batch, chunk.records, chunk.wheres)
                 if ahead is not None:
                     yield from self._checked(ahead[0], ahead[1].result())
@@ -250,26 +233,28 @@ class _Build:
             if ahead is not None:
                 yield from self._checked(ahead[0], ahead[1].result())
 
-    def _chunks(self, source: Source) -> Iterator[_Chunk]:
+    def _chunks(self, rows: Iterable[Row]) -> Iterator[_Chunk]:
         chunk = _Chunk()
-        for row, (where, record) in enumerate(read_records(source)):
+        for row, (where, record) in enumerate(rows):
             self.report.rows += 1
             try:
-                kind, record = self._recognised(row, record, where)
+                kind, normal = self._recognised(row, record, where)
             except DataError as fault:
                 self.report.note(fault.rule, row, str(fault))
                 continue
-            texts = texts_of(record)
+            texts = texts_of(normal)
             self._inspect(row, texts, where)
-            chunk.add(row, kind, where, record, sum(map(len, texts)))
+            chunk.add(row, kind, where, normal, sum(map(len, texts)))
             if chunk.full:
                 yield chunk
                 chunk = _Chunk()
         if chunk.rows:
             yield chunk
 
-    def _recognised(self, row: int, record: Any, where: str) -> tuple[str, Record]:
+    def _recognised(self, row: int, record: Record | BadRow, where: str) -> tuple[str, Record]:
         """The kind of a row and its normal form; counts what is odd in a conversation."""
+        if isinstance(record, BadRow):
+            raise DataError(f"{where}: {record.reason}", record.rule)
         kind = kind_of(record, where)
         self.report.kinds[kind] = self.report.kinds.get(kind, 0) + 1
         record = normalise(record, kind, where)

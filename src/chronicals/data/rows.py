@@ -11,9 +11,9 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from chronicals.data.formats import Record
 from chronicals.data.gate import DataError
 
-Record = Mapping[str, Any]
 Message = dict[str, Any]
 
 KINDS: list[tuple[str, frozenset[str]]] = [

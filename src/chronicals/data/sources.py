@@ -1,50 +1,257 @@
-"""Reading records: JSON lines and plain text files, or rows that are in memory already."""
+"""Sources: what can be given as data, from a list of rows to a weighted mixture of files, folders and hub names."""
 
 from __future__ import annotations
 
+import contextlib
+import glob
+import hashlib
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+from chronicals.config import DataSource
+from chronicals.data.digests import FileDigests
+from chronicals.data.formats import READERS, BadRow, Record, Row, is_text, read_file, reader_of
 from chronicals.data.gate import DataError
-from chronicals.data.rows import Record
+
+logger = logging.getLogger(__name__)
+
+Source = str | Path | DataSource | Sequence[str | Path | DataSource] | Iterable[Record]
+"""One source, several, or rows in memory."""
 
 
-def read_records(source: str | Path | Iterable[Record]) -> Iterator[tuple[str, Record]]:
+def read_records(source: Source, seed: int = 0) -> Iterator[Row]:
     """Yield ``(where, record)`` for each row; ``where`` is what an error message calls it.
 
+    A row that cannot be read (a line that does not parse, a wrong number of fields, a column that is not there) comes as
+    ``(where, BadRow)``. Rows that a weight repeats have the same ``where``.
+
     Args:
-        source: a ``.jsonl`` file, a text file (one record of kind ``text``), or rows in memory (a list of mappings, a
-            ``datasets.Dataset``).
+        source: the path of a file or folder, a pattern, a hub name; a ``DataSource``; a list of these; or rows in memory
+            (a list of mappings, a ``Dataset`` or ``IterableDataset`` of ``datasets``). ``docs/sources.md`` has a row each.
+        seed: chooses the rows that a fractional weight takes.
 
     Raises:
-        DataError: the file is missing, is of a kind that cannot be read, or a line does not parse.
+        DataError: a source does not exist, is of a kind that cannot be read, or is damaged.
     """
-    if not isinstance(source, (str, Path)):
-        yield from ((f"row {number}", record) for number, record in enumerate(source, 1))
+    parts = _named(source)
+    if parts is None:
+        yield from ((f"row {number}", record) for number, record in enumerate(_in_memory(source), 1))
         return
-    path = Path(source)
-    if not path.is_file():
-        raise DataError(f"{path}: no such file")
-    if path.suffix in (".jsonl", ".ndjson"):
-        yield from _read_json_lines(path)
-    elif path.suffix in (".txt", ".md", ".text"):
-        try:
-            yield f"{path}", {"text": path.read_text(encoding="utf-8")}
-        except UnicodeDecodeError as error:
-            raise DataError(f"{path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+    for position, part in enumerate(parts):
+        whole, share = divmod(part.weight, 1)
+        for _ in range(int(whole)):
+            yield from _rows(part)
+        if share:
+            rows = enumerate(_rows(part))
+            yield from (row for number, row in rows if _drawn(f"{seed} {position} {number}", share))
+
+
+def source_fingerprint(source: Source, cache_dir: Path, seed: int = 0) -> str:
+    """What the rows of ``read_records(source, seed)`` are known by: it changes when their content does.
+
+    Files count by their bytes and endings, not by their names; a hub name by the revision it stands for now; a ``Dataset``
+    by its own fingerprint; other rows by their values.
+
+    Args:
+        cache_dir: where digests of files are remembered.
+
+    Raises:
+        DataError: a source does not exist, or is a generator, which could not be read a second time.
+    """
+    parts = _named(source)
+    if parts is None:
+        return _fingerprint_of_rows(_in_memory(source))
+    with FileDigests(cache_dir) as digests:
+        described = [_description(part, digests, seed) for part in parts]
+    return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+
+def _named(source: Source) -> list[DataSource] | None:
+    """The sources that are named; None where the rows themselves were given."""
+    several = source if isinstance(source, (list, tuple)) else [source]
+    if not several or not all(isinstance(one, (str, Path, DataSource)) for one in several):
+        return None
+    return [one if isinstance(one, DataSource) else DataSource(str(one)) for one in several]
+
+
+def _in_memory(source: Any) -> Iterable[Record]:
+    if isinstance(source, Mapping):
+        raise DataError(f"rows are wanted, this is a {type(source).__name__}; choose one of {', '.join(map(str, source))}")
+    return source
+
+
+def _drawn(text: str, share: float) -> bool:
+    """True for ``share`` of all texts; what is drawn at one share is drawn at every larger one."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
+
+
+def _rows(part: DataSource) -> Iterator[Row]:
+    """Every row of a source once, with our names of columns, and its place behind the source's name."""
+    rows, columns = _read(part), part.columns
+    if columns:
+        rows = ((where, _renamed(record, columns)) for where, record in rows)
+    if part.name:
+        rows = ((f"{part.name}: {where}", record) for where, record in rows)
+    return rows
+
+
+def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | BadRow:
+    """The record with ``columns`` under our names; those that were not named stay as they are."""
+    if not isinstance(record, Mapping):
+        return record
+    renamed = {name: value for name, value in record.items() if name not in columns.values()}
+    for ours, theirs in columns.items():
+        value: Any = record
+        for name in [theirs] if theirs in record else theirs.split("."):
+            if not isinstance(value, Mapping) or name not in value:
+                there = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+                return BadRow(
+                    f"column {theirs!r} is missing (no {name!r} in {there}); columns={{{ours!r}: …}} must name one that every "
+                    "row has",
+                    "missing_field",
+                )
+            value = value[name]
+        renamed[ours] = value
+    return renamed
+
+
+def _read(part: DataSource) -> Iterator[Row]:
+    path = Path(part.path).expanduser()
+    if _is_saved_dataset(path):
+        return _read_saved(path, part)
+    if _is_hub_name(path, part.path):
+        return _read_hub(part)
+    for field in ("subset", "split"):
+        if getattr(part, field) is not None:
+            raise DataError(f"{path}: {field}={getattr(part, field)!r} belongs to a hub name; here, name the files themselves")
+    return itertools.chain.from_iterable(map(read_file, _files(path)))
+
+
+def _files(path: Path) -> list[Path]:
+    """The files that a path or pattern stands for, sorted."""
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        return _readable_files(path)
+    if not glob.has_magic(str(path)):
+        raise DataError(f"{path}: no such file or folder")
+    matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    files = [file for match in matches for file in (_readable_files(match) if match.is_dir() else [match])]
+    if not files:
+        raise DataError(f"{path}: no file matches this pattern")
+    return list(dict.fromkeys(files))
+
+
+def _readable_files(folder: Path) -> list[Path]:
+    """Files below ``folder`` that can be read: those with rows, or texts where there are none (a README is no row)."""
+    files = _visible_files(folder)
+    readable = [file for file in files if reader_of(file)]
+    chosen = [file for file in readable if not is_text(file)] or readable
+    if not chosen:
+        raise DataError(f"{folder}: holds no file that can be read; those end in {', '.join(READERS)}")
+    left_out = [str(file.relative_to(folder)) for file in files if file not in set(chosen)]
+    if left_out:
+        logger.info("%s: %d files read, left out: %s", folder, len(chosen), ", ".join(left_out))
+    return chosen
+
+
+def _visible_files(folder: Path) -> list[Path]:
+    found = (file for file in folder.rglob("*") if not any(name.startswith(".") for name in file.relative_to(folder).parts))
+    return sorted(file for file in found if file.is_file())
+
+
+def _is_saved_dataset(path: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
+    several, single = ("dataset_dict.json",), ("state.json", "dataset_info.json")
+    return any(all((path / name).is_file() for name in names) for names in (several, single))
+
+
+def _read_saved(path: Path, part: DataSource) -> Iterator[Row]:
+    if part.subset is not None:
+        raise DataError(f"{path}: subset={part.subset!r} belongs to a hub name; a saved folder has splits at most")
+    saved = _datasets(path).load_from_disk(str(path))
+    if isinstance(saved, Mapping):
+        split = part.split or "train"
+        if split not in saved:
+            raise DataError(f"{path}: split={split!r}: there is no such split; choose one of {', '.join(saved)}")
+        saved = saved[split]
+    elif part.split is not None:
+        raise DataError(f"{path}: split={part.split!r}: this folder holds a single dataset without splits; leave split out")
+    yield from ((f"{path}: row {number}", record) for number, record in enumerate(saved, 1))
+
+
+def _is_hub_name(path: Path, name: str) -> bool:
+    """``owner/name``, which is no path here and does not end like a file."""
+    return bool(re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)) and not path.exists() and reader_of(path) is None
+
+
+def _read_hub(part: DataSource) -> Iterator[Row]:
+    datasets = _datasets(part.path)
+    with _hub_faults(part):
+        rows = datasets.load_dataset(part.path, part.subset, split=part.split or "train", streaming=True)
+        for number, record in enumerate(rows, 1):
+            yield f"{part.path}: row {number}", record
+
+
+@contextlib.contextmanager
+def _hub_faults(part: DataSource) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:500]
+        raise DataError(
+            f"{part.path}: no such file or folder here, and the hub does not give it ({type(error).__name__}: {reason}). Check "
+            "path, subset and split; without a network, write it elsewhere with save_to_disk and give that folder"
+        ) from error
+
+
+def _datasets(path: str | Path) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{path}: no file here that can be read without datasets: pip install 'chronicals[data]'") from error
+    return datasets
+
+
+def _description(part: DataSource, digests: FileDigests, seed: int) -> dict[str, Any]:
+    """What makes the rows of a source what they are, as JSON."""
+    path = Path(part.path).expanduser()
+    content: list[Any]
+    if _is_saved_dataset(path):
+        content = [[str(file.relative_to(path)), digests.of(file)] for file in _visible_files(path)]
+    elif _is_hub_name(path, part.path):
+        datasets = _datasets(part.path)
+        with _hub_faults(part):
+            builder = datasets.load_dataset_builder(part.path, part.subset)
+        content = [builder.repo_id, builder.config_id, builder.hash]
     else:
-        raise DataError(f"{path}: files ending in {path.suffix!r} cannot be read; give .jsonl, .txt or .md")
+        content = [["".join(file.suffixes[-2:]).lower(), digests.of(file)] for file in _files(path)]
+    return {
+        "content": content,
+        "split": part.split,
+        "weight": part.weight,
+        "columns": sorted((part.columns or {}).items()),
+        "seed": seed if part.weight % 1 else None,
+    }
 
 
-def _read_json_lines(path: Path) -> Iterator[tuple[str, Record]]:
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            where = f"{path}:{number}"
-            try:
-                record = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise DataError(f"{where}: does not parse as JSON: {error}") from error
-            yield where, record
+def _fingerprint_of_rows(rows: Iterable[Record]) -> str:
+    own = getattr(rows, "_fingerprint", None)  # of a Dataset; it has no public name
+    if isinstance(own, str):
+        return hashlib.sha256(own.encode()).hexdigest()
+    if iter(rows) is rows:
+        raise DataError("a generator can be read only once; give list(rows)")
+    digest = hashlib.sha256()
+    for record in rows:
+        digest.update(json.dumps(record, default=_as_list).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _as_list(value: Any) -> Any:
+    """What JSON does not know: arrays whole (``repr`` would leave out their middle)."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)

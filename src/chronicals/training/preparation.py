@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import TokenStore, open_store, stop_token_ids
-from chronicals.data.rows import Record
+from chronicals.data import Source, TokenStore, open_store, stop_token_ids
 from chronicals.distributed import Ranks
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import LAYERS, enable_gradient_checkpointing
@@ -22,8 +20,6 @@ from chronicals.training.decisions import Decision, decide, runs_whole_layers
 from chronicals.training.precision import Precision
 
 logger = logging.getLogger(__name__)
-
-Source = str | Path | Iterable[Record]
 
 
 def one_device(model: Any, ranks: Ranks) -> torch.device:

@@ -1,0 +1,116 @@
+"""DataSource: one of the files, folders or hub names that are trained on, and how much of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import pydantic
+from pydantic import BeforeValidator, Field, PlainSerializer
+from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
+
+from chronicals.config.config import ConfigurationError, T, explain
+
+
+def _raises_configuration_errors(cls: T) -> T:
+    validated = cls.__init__  # type: ignore[misc]
+    names = [field.name for field in dataclasses.fields(cls)]
+
+    @functools.wraps(validated)
+    def __init__(self: Any, *values: Any, **fields: Any) -> None:
+        try:
+            validated(self, *values[len(names) :], **dict(zip(names, values)), **fields)  # an error then has the field's name
+        except pydantic.ValidationError as error:
+            raise explain(cls, error) from None
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
+
+
+def _as_text(path: Any) -> Any:
+    return os.fspath(path) if isinstance(path, Path) else path
+
+
+@_raises_configuration_errors
+@dataclass(frozen=True, config=pydantic.ConfigDict(extra="forbid"))
+class DataSource:
+    """Where rows come from, and how often each is seen in an epoch.
+
+    Attributes:
+        path: a file, a folder, a pattern such as ``parts/*.jsonl``, or ``owner/name`` on the hub; what exists here wins.
+        subset: configuration of a hub name.
+        split: split of a hub name or of a saved ``DatasetDict`` (``train`` where it is not given).
+        weight: how often a row is seen in an epoch: 0.5 takes half of the rows, 2 each row twice, 2.5 each row twice and
+            half of them a third time. Which rows make up the half depends on the seed and on nothing else.
+        columns: new names of columns, ours to theirs: ``{"prompt": "question"}``; a dot leads into nested objects.
+        name: what messages call it beside file and row.
+
+    Raises:
+        ConfigurationError: a field is unknown, of the wrong type or out of range.
+    """
+
+    path: Annotated[str, BeforeValidator(_as_text), Field(min_length=1)]
+    subset: str | None = None
+    split: str | None = None
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    columns: dict[str, str] | None = None
+    name: str | None = None
+
+
+def _parsed(value: Any) -> Any:
+    """A string without a weight as it is; anything else as a list of sources."""
+    values = value if isinstance(value, (list, tuple)) else [value]
+    if not values:
+        raise PydanticCustomError("data_source", "an empty list; name at least one source")
+    try:
+        sources = [_source(one) for one in values]
+    except ConfigurationError as error:
+        raise PydanticCustomError("data_source", "{reason}", {"reason": str(error)}) from None
+    return sources[0].path if sources == [DataSource(sources[0].path)] else sources
+
+
+def _source(value: Any) -> DataSource:
+    if isinstance(value, DataSource):
+        return value
+    if isinstance(value, (str, Path)):
+        path, weight = _weighted(os.fspath(value))
+        return DataSource(path, weight=weight)
+    if isinstance(value, Mapping):
+        return DataSource(**{str(name): field for name, field in value.items()})
+    raise ConfigurationError(f"{value!r} is {type(value).__name__}; a source is a string or a mapping with 'path'")
+
+
+def _weighted(text: str) -> tuple[str, float]:
+    """``path=weight``, unless a file has that name."""
+    path, sign, weight = text.rpartition("=")
+    if not sign or not path or Path(text).exists():
+        return text, 1.0
+    try:
+        return path, float(weight)
+    except ValueError:
+        return text, 1.0
+
+
+def _plain(value: str | list[DataSource] | None) -> Any:
+    """As a recipe has it: fields that were left to their defaults are left out."""
+    if value is None or isinstance(value, str):
+        return value
+    return [
+        {name: chosen for name, chosen in dataclasses.asdict(one).items() if chosen != getattr(DataSource, name, None)}
+        for one in value
+    ]
+
+
+Sources = Annotated[str | list[DataSource], BeforeValidator(_parsed), PlainSerializer(_plain)]
+"""What a recipe takes as data: a string (a path, or ``path=weight``), a mapping of the fields of ``DataSource``, or a list."""
+
+OptionalSources = Annotated[
+    str | list[DataSource] | None,
+    BeforeValidator(lambda value: value if value is None else _parsed(value)),
+    PlainSerializer(_plain),
+]
