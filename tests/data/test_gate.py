@@ -259,3 +259,10 @@ def test_long_rows_that_are_dropped(tmp_path):
 
 def test_template_errors_name_their_rule():
     assert TemplateError("x").rule == "template_refuses"
+
+
+def test_shares_are_given_as_a_mapping_or_as_texts():
+    wanted = {"duplicate_row": 0.1, "byte_garbage": 1.0}
+    assert ChronicalsConfig(gate=wanted).gate == ChronicalsConfig(gate=["duplicate_row=0.1", "byte_garbage=1"]).gate == wanted
+    with pytest.raises(ConfigurationError, match="gate"):
+        ChronicalsConfig(gate=["duplicate_row"])

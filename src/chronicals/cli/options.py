@@ -51,16 +51,15 @@ def _help(field: dataclasses.Field) -> str:
 
 
 def _flag_type(annotation: Any) -> Any:
-    """The type a flag of this annotation takes: limits are the configuration's business, lists may be repeated."""
+    """The type a flag of this annotation takes: limits are the configuration's business, lists and
+    ``name=value`` may be repeated."""
     if typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) in (types.UnionType, typing.Union):
         kinds = [_flag_type(kind) for kind in typing.get_args(annotation) if kind is not type(None)]
         return list[str] if list[str] in kinds else kinds[0]
-    if typing.get_origin(annotation) is list:
+    if typing.get_origin(annotation) in (list, dict):
         return list[str]
     if typing.get_origin(annotation) is typing.Literal:
         return str
-    if typing.get_origin(annotation) is list:
-        return list[str]
     return annotation if annotation in (int, float, bool, str, Path) else str

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
 import yaml
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 
@@ -69,6 +69,11 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
+
+
+def _named_shares(value: Any) -> Any:
+    """A mapping as it is; ``name=share`` texts, as the command line has them, as one."""
+    return dict(text.split("=", 1) for text in value) if isinstance(value, list) and all("=" in t for t in value) else value
 
 
 @remembers_what_was_set
@@ -150,7 +155,7 @@ class ChronicalsConfig:
     overlong: Literal["cut", "split", "drop"] | None = Field(
         default=None, description="What becomes of rows longer than max_seq_length (default: texts are split, others cut)"
     )
-    gate: dict[str, float] = Field(
+    gate: Annotated[dict[str, float], BeforeValidator(_named_shares)] = Field(
         default_factory=dict,
         description="Largest share of the rows a finding may touch before it is an error, by its name",
     )
