@@ -1,7 +1,7 @@
 """The configuration of a run, its presets, and recipes in YAML."""
 
-from chronicals.config.config import ChronicalsConfig, ConfigurationError, explain
+from chronicals.config.config import ChronicalsConfig, ConfigurationError, Role, Turns, explain
 from chronicals.config.presets import PRESETS, preset
 from chronicals.config.recipe import Recipe
 
-__all__ = ["PRESETS", "ChronicalsConfig", "ConfigurationError", "Recipe", "explain", "preset"]
+__all__ = ["PRESETS", "ChronicalsConfig", "ConfigurationError", "Recipe", "Role", "Turns", "explain", "preset"]

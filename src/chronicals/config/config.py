@@ -67,6 +67,8 @@ NOT_YET: dict[str, tuple[Any, str]] = {
 
 Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Turns = Literal["all", "last"]
 
 
 @remembers_what_was_set
@@ -132,6 +134,10 @@ class ChronicalsConfig:
     objective: Literal["sft", "pretraining"] = Field(
         default="sft", description="sft trains what the rows mark (answers, completions); pretraining every token"
     )
+    train_on_roles: Annotated[list[Role], Field(min_length=1)] = Field(
+        default=["assistant"], description="Whose messages of a conversation are trained"
+    )
+    train_on_turns: Turns = Field(default="all", description="All messages of those roles, or the last of a conversation")
     max_documents: Positive | None = Field(default=None, description="Most documents in a pack (default: as they fit)")
     validation_split: Share = Field(default=0.0, description="Share of the rows held out when no such data is given")
     eval_steps: Positive | None = Field(default=None, description="Evaluate every so many steps (default: at the end)")

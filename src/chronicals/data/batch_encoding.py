@@ -1,0 +1,327 @@
+"""Many rows at once: what ``Tokenizer.encode`` gives for each, from one call of the fast tokenizer's own threads.
+
+Only the whole rendering of a conversation is tokenised, and the bounds of what is trained are found in its text. With
+T(·) the tokenizer, a bound p in the text x, and s the last added token that ends before p:
+
+    T(x) = T(up to s) + T(from s on)      because added tokens are cut out before anything else sees the text
+    T(x[:p]) is a prefix of T(x)          if T(from s to p), by itself, is what T(x) holds from s on
+
+so the bound's place among the tokens is that of s plus the length of T(from s to p), which is a short text such as
+``<|im_start|>assistant\\n``, the same in every row, and tokenised once. Whatever this cannot decide (a bound inside a
+token, another rendering of the last turn under a tokenizer that normalises, roles other than the assistant, any refusal)
+is left to ``Tokenizer.encode``, row by row: it is the definition, and its errors are the errors.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import unicodedata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from chronicals.data.conversation import Conversation, texts_said
+from chronicals.data.gate import DataError
+from chronicals.data.sources import Record, kind_of
+from chronicals.data.spans import followed_by_another, not_said
+from chronicals.data.texts import check_text, is_unicode, without_double_beginning, without_end
+
+if TYPE_CHECKING:
+    from chronicals.data.template import Tokenizer
+
+TokenArrays = tuple[np.ndarray, np.ndarray]
+"""Token ids (int32), and for each whether it is trained (uint8)."""
+
+Finish = Callable[[], TokenArrays]
+"""Makes a row of the ids that its texts have by then."""
+
+LONGEST_KEPT = 64
+"""Letters of the longest text before a bound whose ids are kept; longer ones hold what somebody said."""
+
+
+class BatchEncoder:
+    """The rows of a ``Tokenizer``, many at once."""
+
+    def __init__(self, encoder: Tokenizer):
+        self.encoder = encoder
+        self.fast = _is_plain(encoder.tokenizer)
+        self.cuts = Cuts.of(encoder.tokenizer) if self.fast else None
+        self._before: dict[str, np.ndarray] = {}
+
+    def encode(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
+        """Tokens of each row, or the error that ``Tokenizer.encode`` raises for it."""
+        texts = Texts()
+        rows = [_caught(self._begin, record, where, texts) for record, where in zip(records, wheres, strict=True)]
+        if self.fast:
+            texts.tokenise(self.encoder.tokenizer.backend_tokenizer)
+        return [row if isinstance(row, DataError) else _caught(row) for row in rows]
+
+    def _begin(self, record: Record, where: str, texts: Texts) -> Finish:
+        """Hand the texts of a row to the tokenizer; what is returned makes the row of their ids."""
+        kind = kind_of(record, where)
+        begin = {"text": self._text, "completion": self._completion, "chat": self._chat}.get(kind)
+        if begin is None or not self.fast:
+            return lambda: self._by_definition(record, where)
+        return begin(record, where, texts)
+
+    def _by_definition(self, record: Record, where: str) -> TokenArrays:
+        ids, trained = self.encoder.encode(record, where)
+        return np.array(ids, np.int32), np.array(trained, np.uint8)
+
+    def _text(self, record: Record, where: str, texts: Texts) -> Finish:
+        end = self.encoder.end(where)
+        place = texts.add(check_text(record["text"], "text", where), special=True)
+
+        def finish() -> TokenArrays:
+            ids = np.append(self._prompt(texts[place]), np.int32(end))
+            return ids, np.ones(len(ids), np.uint8)
+
+        return finish
+
+    def _completion(self, record: Record, where: str, texts: Texts) -> Finish:
+        end = self.encoder.end(where)
+        asked = texts.add(check_text(record["prompt"], "prompt", where), special=True)
+        said = texts.add(check_text(record["completion"], "completion", where), special=False)
+
+        def finish() -> TokenArrays:
+            before = self._prompt(texts[asked])
+            ids = np.concatenate([before, without_end(texts[said], end), np.array([end], np.int32)])
+            trained = np.ones(len(ids), np.uint8)
+            trained[: len(before)] = self.encoder.objective == "pretraining"
+            return ids, trained
+
+        return finish
+
+    def _prompt(self, ids: np.ndarray) -> np.ndarray:
+        inner = self.encoder.tokenizer
+        return without_end(without_double_beginning(ids, inner.bos_token_id), inner.eos_token_id)
+
+    # --- conversations -------------------------------------------------------------------------------------------
+
+    def _chat(self, record: Record, where: str, texts: Texts) -> Finish:
+        conversation = self.encoder.conversation(record, where)
+        whole = self.encoder.template.text(conversation.messages, conversation.tools, where=where)
+        if not is_unicode(whole):
+            return lambda: self._by_definition(record, where)
+        place = texts.add(whole, special=False)
+
+        def finish() -> TokenArrays:
+            trained = _caught(self._mask, conversation, whole, texts[place], where)
+            return (texts[place], trained) if isinstance(trained, np.ndarray) else self._by_definition(record, where)
+
+        return finish
+
+    def _mask(self, conversation: Conversation, whole: str, ids: np.ndarray, where: str) -> np.ndarray | None:
+        if self.encoder.objective == "pretraining":
+            return np.ones(len(ids), np.uint8)
+        trained = np.zeros(len(ids), np.uint8)
+        if not conversation.trained:
+            return trained
+        row = None if self.cuts is None else self.cuts.find(whole, ids)
+        for number in conversation.trained:
+            span = None if row is None else self._answer(conversation, number, row, where)
+            if span is None:
+                return None
+            trained[span[0] : span[1]] = 1
+        return trained
+
+    def _answer(self, conversation: Conversation, number: int, row: Row, where: str) -> tuple[int, int] | None:
+        """What ``trained_span`` gives for this message, or None where the text does not decide it."""
+        messages, tools = conversation.messages, conversation.tools
+        if messages[number]["role"] != "assistant" or number == 0:
+            return None
+        template, whole = self.encoder.template, row.text
+        before = template.text(messages[:number], tools, generation=True, where=where)
+        start = self._place(row, len(before)) if whole.startswith(before) else None
+        closed = None if start is None else self._closing(conversation, number, row, len(before), where)
+        if start is None or closed is None:
+            return None
+        span = start, row.places[closed] + 1
+        if row.cuts.is_exact(whole):
+            said = whole[len(before) : row.ends[closed]]
+            complete = all(text in said for text in texts_said(messages[number]))
+        else:
+            complete = not_said(template, messages[number], row.ids[slice(*span)].tolist()) is None
+        return span if complete else None
+
+    def _place(self, row: Row, bound: int) -> int | None:
+        """How many tokens the text up to ``bound`` has, if they are the first of the row's."""
+        last = bisect.bisect_right(row.ends, bound) - 1
+        if last + 1 < len(row.ends) and row.begins[last + 1] < bound:
+            return None
+        text, place = (row.text[row.begins[last] : bound], row.places[last]) if last >= 0 else (row.text[:bound], 0)
+        ids = self._before.get(text)
+        if ids is None:
+            backend = self.encoder.tokenizer.backend_tokenizer
+            ids = np.array(backend.encode(text, add_special_tokens=False).ids, np.int32)
+            if len(text) <= LONGEST_KEPT:
+                self._before[text] = ids
+        same = np.array_equal(row.ids[place : place + len(ids)], ids)
+        return place + len(ids) if same else None
+
+    def _closing(self, conversation: Conversation, number: int, row: Row, bound: int, where: str) -> int | None:
+        """Which of the row's added tokens is the stop token that closes the answer beginning at ``bound``."""
+        messages, template = conversation.messages, self.encoder.template
+        stop = template.stop
+        if not row.cuts.stands_alone(stop):
+            return None
+        for seen in (messages[: number + 1], followed_by_another(messages, number)):
+            whole = number + 1 == len(messages)
+            text = row.text if whole else template.text(seen, conversation.tools, where=where)
+            shared = len(text) if row.text.startswith(text) else _common_prefix(text, row.text)
+            if shared < len(text) and not (row.cuts.is_exact(text) and row.cuts.is_exact(row.text)):
+                return None
+            last = bisect.bisect_right(row.ends, shared) - 1
+            while last >= 0 and row.begins[last] >= bound:
+                if row.ids[row.places[last]] == stop:
+                    return last
+                last -= 1
+        return None
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The added tokens of a tokenizer, which it cuts out of a text before anything else.
+
+    Attributes:
+        contents: what each is written as, by id.
+        among: for each id, whether it is one of them.
+        reversible: no two texts have the same tokens, unless normalised by ``composes``.
+        composes: the tokenizer composes letters and their accents (NFC).
+    """
+
+    contents: dict[int, str]
+    among: np.ndarray
+    reversible: bool
+    composes: bool
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Cuts | None:
+        """None where they cannot be followed in a text: some are taken only between words, or take the blanks around."""
+        added = tokenizer.added_tokens_decoder
+        plain = {id: token for id, token in added.items() if not token.normalized}
+        stripping = any(token.lstrip or token.rstrip for token in plain.values())
+        if not plain or any(token.single_word or (stripping and token.content.isspace()) for token in plain.values()):
+            return None
+        among = np.zeros(max(max(plain) + 1, len(tokenizer)), bool)
+        among[list(plain)] = True
+        described = json.loads(tokenizer.backend_tokenizer.to_str())
+        reversible = len(plain) == len(added) and not stripping and _is_byte_level(described)
+        composes = described["normalizer"] is not None
+        return cls({id: token.content for id, token in plain.items()}, among, reversible, composes)
+
+    def find(self, text: str, ids: np.ndarray) -> Row | None:
+        """Where each of them lies in the text and among its ids.
+
+        Each is the first of its kind after the one before it: an earlier one would have been cut out, too.
+        """
+        places, begins, ends = np.flatnonzero(self.among[ids]).tolist(), [], []
+        end = 0
+        for place in places:
+            content = self.contents[int(ids[place])]
+            begin = text.find(content, end)
+            if begin < 0:
+                return None
+            end = begin + len(content)
+            begins.append(begin)
+            ends.append(end)
+        return Row(self, text, ids, places, begins, ends)
+
+    def is_exact(self, text: str) -> bool:
+        """Whether no other text has this one's tokens."""
+        return self.reversible and (not self.composes or unicodedata.is_normalized("NFC", text))
+
+    def stands_alone(self, token: int) -> bool:
+        """Whether this is one of them, and no other contains its text: what follows cannot make it another."""
+        content = self.contents.get(token)
+        return content is not None and sum(content in other for other in self.contents.values()) == 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """A text, its ids, and its added tokens: the place of each among the ids, and where it begins and ends in the text."""
+
+    cuts: Cuts
+    text: str
+    ids: np.ndarray
+    places: list[int]
+    begins: list[int]
+    ends: list[int]
+
+
+class Texts:
+    """Texts to tokenise together, with and without the special tokens that the tokenizer puts around a text."""
+
+    def __init__(self) -> None:
+        self._texts: dict[bool, list[str]] = {True: [], False: []}
+        self._ids: dict[bool, list[np.ndarray]] = {}
+
+    def add(self, text: str, special: bool) -> tuple[bool, int]:
+        """Where the text's ids will be found."""
+        self._texts[special].append(text)
+        return special, len(self._texts[special]) - 1
+
+    def tokenise(self, backend: Any) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        for special, texts in self._texts.items():
+            encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+            self._ids[special] = [np.array(encoding.ids, np.int32) for encoding in encodings]
+
+    def __getitem__(self, place: tuple[bool, int]) -> np.ndarray:
+        special, number = place
+        return self._ids[special][number]
+
+
+def _is_plain(tokenizer: Any) -> bool:
+    """Whether calling the tokenizer is calling its Rust part and nothing more."""
+    if not getattr(tokenizer, "is_fast", False) or tokenizer.split_special_tokens:
+        return False
+    names = ("__call__", "_encode_plus", "apply_chat_template")
+    general = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
+    return all(getattr(type(tokenizer), name).__module__ in general for name in names)
+
+
+def _is_byte_level(described: dict[str, Any]) -> bool:
+    """Whether a tokenizer, as its file describes it, maps every byte to a token, and nothing else before (but NFC)."""
+    steps = described["pre_tokenizer"] or {}
+    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    known = all(
+        (step.get("type") == "Split" and step["behavior"] != "Removed")
+        or step.get("type") == "Digits"
+        or (step.get("type") == "ByteLevel" and not step["add_prefix_space"])
+        for step in steps
+    )
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return (
+        known
+        and any(step.get("type") == "ByteLevel" for step in steps)
+        and described["model"]["type"] == "BPE"
+        and described["model"]["vocab"].keys() >= set(ByteLevel.alphabet())
+        and (described["normalizer"] is None or described["normalizer"]["type"] == "NFC")
+        and (described["decoder"] or {}).get("type") == "ByteLevel"
+    )
+
+
+def _caught(step: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return step(*arguments)
+    except DataError as error:
+        return error
+
+
+def _common_prefix(left: str, right: str) -> int:
+    """Letters that two texts have in common at their beginning, by halving: slices are compared at once."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

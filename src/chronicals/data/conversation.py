@@ -1,0 +1,80 @@
+"""A conversation: its messages, checked, and which of them are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from chronicals.config import Turns
+from chronicals.data.chat_template import Message
+from chronicals.data.gate import DataError
+from chronicals.data.sources import Record
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What one row says.
+
+    Attributes:
+        messages: as the template takes them.
+        tools: what the row offers the model to call.
+        trained: numbers of the messages that are trained, from 0.
+    """
+
+    messages: list[Message]
+    tools: Any
+    trained: list[int]
+
+
+def messages_of(record: Record, where: str) -> tuple[list[Message], int]:
+    """The messages of a row, and how many of them are a prompt, not trained unless they say so.
+
+    Raises:
+        DataError: a message is malformed; by number and role.
+    """
+    if "messages" in record:
+        return _check(record["messages"], where), 0
+    return _check([*record["prompt"], *record["completion"]], where), len(record["prompt"])
+
+
+def chosen(messages: list[Message], prompt: int, roles: Collection[str], turns: Turns, where: str) -> list[int]:
+    """Numbers of the messages to train: those of ``roles`` after the prompt, all or the last; ``train`` of a message wins."""
+    numbers = [number for number, message in enumerate(messages) if number >= prompt and message["role"] in roles]
+    selected = set(numbers if turns == "all" else numbers[-1:])
+    for number, message in enumerate(messages):
+        wish = message.get("train")
+        if wish is None:
+            continue
+        if not isinstance(wish, bool):
+            raise DataError(f"{where}: message {number + 1} ({message['role']}): train={wish!r} must be true or false")
+        (selected.add if wish else selected.discard)(number)
+    return sorted(selected)
+
+
+def texts_said(message: Message) -> list[str]:
+    """Texts that must be in what is trained of an assistant's message: thoughts, answer, names of what it calls."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(part["text"] for part in content)
+    inside, _, answer = content.rpartition("</think>")
+    thoughts = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
+    calls = message.get("tool_calls") or []
+    return [
+        *dict.fromkeys(str(thought).strip() for thought in [inside.split("<think>")[-1], *thoughts] if thought),
+        answer.strip(),
+        *(str(call.get("function", call).get("name", "")) for call in calls),
+    ]
+
+
+def _check(messages: Any, where: str) -> list[Message]:
+    if not isinstance(messages, list) or not messages:
+        raise DataError(f"{where}: messages must be a list with at least one message")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or "role" not in message:
+            raise DataError(f"{where}: message {number} must be an object with 'role' and 'content'")
+        if "content" not in message and "tool_calls" not in message:
+            raise DataError(f"{where}: message {number} ({message['role']}) has no content")
+        if not isinstance(message.get("content"), (str, type(None))):
+            raise DataError(f"{where}: message {number} ({message['role']}): content must be text; lists are not supported")
+    return messages
