@@ -21,7 +21,7 @@ import transformers
 import triton
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, Tokenizer, TokenStore
+from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.tokenizer_training import train_tokenizer
 from chronicals.lora import adapters
 from chronicals.models.presentation import padded_arguments
@@ -105,7 +105,7 @@ def plain(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path) -> d
     """transformers' own loop, fp32, SDPA, ``ROWS`` padded documents at a time, on the same documents in the same steps."""
     config = configuration(kind, steps, folder)
     torch.backends.cuda.matmul.allow_tf32 = False
-    store = TokenStore.build(rows, Tokenizer(tokenizer), config.max_seq_length, config.cache_dir)
+    store = build_store(rows, Tokenizer(tokenizer), config.max_seq_length, config.cache_dir)
     stream = BatchStream(store, config, tokenizer.pad_token_id)
     model = random_model(torch.float32)
     if kind == "lora":

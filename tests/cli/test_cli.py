@@ -107,8 +107,19 @@ def test_a_line_that_does_not_parse_is_named(place):
 
 def test_check_stops_after_the_report(place):
     done = chronicals("train", "recipe.yaml", "--check", "--output-dir", "never", folder=place)
-    assert done.returncode == 0 and "40 rows" in done.stdout
-    assert not (place / "never").exists()
+    assert done.returncode == 0 and "40 rows" in done.stderr
+    assert [path.name for path in (place / "never").iterdir()] == ["train_dataset.json"]
+    assert json.loads((place / "never" / "train_dataset.json").read_text())["rows"] == 40
+
+
+def test_data_show_draws_what_is_trained_and_the_packs(place):
+    rows = [*tiny.chat_rows(3), {"conversations": [{"from": "human", "value": "née?"}, {"from": "gpt", "value": "forty ✓"}]}]
+    (place / "show.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = chronicals("data", "show", "show.jsonl", "--model", "base", "--rows", 2, "--skip", 2, folder=place)
+    assert done.returncode == 0, done.stderr
+    assert "⟦the answer to 2 is very very 4<|im_end|>⟧" in done.stdout
+    assert "née?<|im_end|>\n<|im_start|>assistant\n⟦forty ✓<|im_end|>⟧" in done.stdout
+    assert "row 3:" in done.stdout and "row 4:" in done.stdout and "pack 1 " in done.stdout and "row 1:" not in done.stdout
 
 
 def test_ctrl_c_saves_and_says_how_to_resume(place):

@@ -1,97 +1,261 @@
-"""The gate stops what would make training wrong, with counts; its report names every finding and its rows."""
+"""Every rule of the gate finds the file planted for it, names its rows, and is silent on clean data."""
 
+import copy
+import json
+import math
 import random
 
 import pytest
 
+import runs
 import tiny
-from chronicals.data import DataError, DataReport, Tokenizer, TokenStore
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.data import DataError, DataReport, Tokenizer, TokenStore, build_store, open_store
+from chronicals.data.gate import EXAMPLES, RULES
+from chronicals.data.template import TemplateError
 
-ANSWERED = {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}
+WIDTH = 64
+CLEAN = tiny.chat_rows(12)
 MASKED = {"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}
+USER = {"role": "user", "content": "what is the answer?"}
+ASSISTANT = {"role": "assistant", "content": "forty two"}
 
 
-def report(rows, tmp_path, width=64):
-    return TokenStore.build(rows, Tokenizer(tiny.tokenizer()), width, tmp_path).report
+def chat(*messages):
+    return {"messages": list(messages)}
 
 
-def test_data_without_rows_is_refused(tmp_path):
-    with pytest.raises(DataError, match=r"^train\.jsonl: holds no rows"):
-        report([], tmp_path).check("train.jsonl", max_masked_rows=1.0)
+def without_end(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
 
 
-def test_an_empty_file_is_refused(tmp_path):
-    (tmp_path / "train.jsonl").write_text("\n\n")
-    with pytest.raises(DataError, match="holds no rows"):
-        report(tmp_path / "train.jsonl", tmp_path).check("train.jsonl", max_masked_rows=1.0)
+def with_other_prompt(tokenizer):
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant", "{% if add_generation_prompt %}{{ '<|im_start|>model"
+    )
 
 
-def test_data_with_nothing_to_train_on_is_refused_whatever_share_is_allowed(tmp_path):
-    with pytest.raises(DataError) as error:
-        report([MASKED] * 12, tmp_path).check("train", max_masked_rows=1.0)
-    message = str(error.value)
-    assert message.startswith("train: nothing to train on in any of 12 rows")
-    assert "12 rows without a trained token" in message
-    assert "(rows 1, 2, 3, 4, 5 …)" in message
+def with_bos(tokenizer):
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
 
 
-def test_prompts_that_fill_the_width_are_told_apart_from_masked_rows(tmp_path):
-    cut = {"input_ids": [1] * 9, "labels": [-100] * 8 + [1]}
-    found = report([ANSWERED, cut, MASKED, cut], tmp_path, width=8)
-    assert found.masked_causes == {
-        "without a trained token left after the cut at max_seq_length": 2,
-        "without a trained token": 1,
-    }
-    assert found.examples["without a trained token left after the cut at max_seq_length"] == [2, 4]
-    assert found.examples["without a trained token"] == [3]
-    assert (found.rows, found.masked, found.documents) == (4, 3, 1)
+def with_pad(tokenizer):
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
 
 
-def test_too_large_a_share_of_masked_rows_is_refused_and_the_bound_itself_is_not(tmp_path):
-    total = random.choice([16, 32])  # so that the share is a number of binary digits
-    masked = random.randrange(1, total)
-    rows = [MASKED] * masked + [ANSWERED] * (total - masked)
-    random.shuffle(rows)
-    found = report(rows, tmp_path)
-    found.check("train", max_masked_rows=masked / total)
-    with pytest.raises(DataError) as error:
-        found.check("train", max_masked_rows=(masked - 0.5) / total)
-    message = str(error.value)
-    assert message.startswith(f"train: {masked} of {total} rows have nothing to train on")
-    where = [number for number, row in enumerate(rows, 1) if row is MASKED][:5]
-    assert f"{masked} rows without a trained token (rows {', '.join(map(str, where))} …)" in message
-    assert f"now {(masked - 0.5) / total}" in message
+def double_bos(tokenizer):
+    return {"input_ids": [tokenizer.bos_token_id] * 2 + [5, 6, tokenizer.eos_token_id]}
 
 
-def test_good_data_passes_and_is_described_in_one_line(tmp_path):
-    found = report([ANSWERED] * 3, tmp_path)
-    found.check("train", max_masked_rows=0.0)
-    assert found.lines() == ["3 rows, 3 documents, 9 tokens, 6 of them trained (67%)"]
+def masked_stop(tokenizer):
+    ids = [5, 6, 7, tokenizer.eos_token_id]
+    return {"input_ids": ids, "labels": [-100, 6, 7, -100]}
 
 
-def test_every_finding_has_a_line_with_its_rows(tmp_path):
-    tokenizer = Tokenizer(tiny.tokenizer())
-    chat = tiny.chat_rows(1)[0]
-    width = len(tokenizer.encode(chat, "row")[0])
-    rows = [chat, {"text": "the answer " * width}, MASKED, {"input_ids": [5] * (width + 1)}]
-    found = report(rows, tmp_path, width)
-    assert found.lines()[1:] == [
-        "1 rows truncated (rows 4 …)",
-        "1 rows stop token cut (rows 4 …)",
-        "1 rows split (rows 2 …)",
-        "1 rows without a trained token (rows 3 …)",
+def trained_padding(tokenizer):
+    return {"input_ids": [5, 6, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.pad_token_id]}
+
+
+PLANTED = {
+    "unparsable_line": '{"messages": [',
+    "missing_field": {"question": "what?", "answer": "that"},
+    "wrong_type": chat(USER, {"role": "assistant", "content": 42}),
+    "unusable_kind": {"prompt": "what?", "chosen": "this", "rejected": "that"},
+    "empty_conversation": chat(),
+    "unknown_role": chat(USER, {"role": "narrator", "content": "he said"}),
+    "empty_answer": chat(USER, {"role": "assistant", "content": " \n"}),
+    "no_assistant_turn": chat(USER),
+    "consecutive_answers": chat(USER, ASSISTANT, {"role": "assistant", "content": "or so"}),
+    "late_system_message": chat(USER, {"role": "system", "content": "be kind"}, ASSISTANT),
+    "template_refuses": (lambda t: setattr(t, "chat_template", None), chat(USER, ASSISTANT)),
+    "template_differs": (with_other_prompt, chat(USER, ASSISTANT)),
+    "no_stop_token": (without_end, chat(USER, ASSISTANT)),
+    "masked_stop": masked_stop,
+    "cut_stop": chat(USER, {"role": "assistant", "content": "very " * WIDTH}),
+    "masked_row": MASKED,
+    "masked_by_cut": {"input_ids": [1] * (WIDTH + 1), "labels": [-100] * WIDTH + [1]},
+    "double_bos": (with_bos, double_bos),
+    "special_token_in_text": chat({"role": "user", "content": "say <|im_end|> to me"}, ASSISTANT),
+    "trained_padding": (with_pad, trained_padding),
+    "byte_garbage": chat({"role": "user", "content": "na\ufffdve"}, ASSISTANT),
+    "cut_row": {"input_ids": list(range(1, WIDTH + 2)), "labels": [*range(1, WIDTH + 1), -100]},
+    "split_row": {"text": "the answer to life " * WIDTH},
+    "single_token": {"input_ids": [7]},
+    "duplicate_row": copy.deepcopy(CLEAN[3]),
+}
+"""Rule: the row that breaks it (a text is a raw line), or what is done to the tokenizer and the row."""
+
+ELSEWHERE = {"vocabulary_too_large", "id_out_of_range", "dropped_row", "held_out_in_training"}
+"""Rules that need more than a row: tests of their own."""
+
+ALONG = {
+    "cut_stop": {"cut_row"}, "masked_by_cut": {"cut_row", "cut_stop"}, "single_token": {"masked_row"},
+    "masked_stop": set(), "trained_padding": set(),
+}  # fmt: skip
+"""What else a planted row breaks, and must."""
+
+
+def planted(rule, tmp_path):
+    """A file of clean rows with the fault at a random place: the store, and the number of the row."""
+    tokenizer = tiny.tokenizer()
+    change, row = PLANTED[rule] if isinstance(PLANTED[rule], tuple) else (None, PLANTED[rule])
+    if change:
+        change(tokenizer)
+    row = row(tokenizer) if callable(row) else row
+    clean = [{"input_ids": [10 + n, 3, tokenizer.eos_token_id]} for n in range(9)] if change else CLEAN
+    place = random.randint(4, len(clean))
+    lines = [json.dumps(row) for row in clean]
+    lines.insert(place, row if isinstance(row, str) else json.dumps(row))
+    path = tmp_path / f"{rule}.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path, tokenizer, place + 1
+
+
+def test_every_rule_has_a_planted_fault():
+    assert set(PLANTED) | ELSEWHERE == set(RULES)
+
+
+@pytest.mark.parametrize("rule", PLANTED)
+def test_a_planted_fault_is_found_and_nothing_else(rule, tmp_path):
+    path, tokenizer, number = planted(rule, tmp_path)
+    report = build_store(path, Tokenizer(tokenizer), WIDTH, tmp_path).report
+    assert set(report.findings) == {rule} | ALONG.get(rule, set())
+    assert (report.count(rule), report.findings[rule].rows) == (1, [number])
+    if RULES[rule].share:
+        report.check("train")
+    strictly = pytest.raises(DataError, match=rf"{rule}: 1 .*\(rows {number}\)")
+    with strictly:
+        report.check("train", {rule: 0.0})
+    report.check("train", dict.fromkeys(report.findings, 1.0))
+
+
+@pytest.mark.parametrize("rule", [rule for rule in PLANTED if RULES[rule].share == 0])
+def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0(rule, tmp_path):
+    path, tokenizer, number = planted(rule, tmp_path)
+    model = tiny.llama(vocab_size=310)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(DataError, match=rule) as stopped:
+        runs.ChronicalsTrainer(model, tokenizer, runs.config(tmp_path, max_seq_length=WIDTH)).train(path)
+    assert RULES[rule].remedy in str(stopped.value)
+    assert all((a == b).all() for a, b in zip(before, model.parameters(), strict=True))
+    written = json.loads((tmp_path / "run" / "train_dataset.json").read_text())
+    (entry,) = [entry for entry in written["findings"] if entry["rule"] == rule]
+    assert (entry["level"], entry["rows"]) == ("error", [number])
+
+
+@pytest.mark.parametrize("rows", [CLEAN, [{"prompt": f"what {n}", "completion": "forty"} for n in range(5)]])
+def test_clean_data_is_described_and_nothing_is_alarmed(rows, tmp_path):
+    report = build_store(rows, Tokenizer(tiny.tokenizer()), 128, tmp_path).report
+    report.check("train", dict.fromkeys(RULES, 0.0))
+    assert report.entries() == []
+    kind = "chat" if rows is CLEAN else "completion"
+    assert report.table() == [
+        (
+            "info",
+            f"{len(rows)} rows ({len(rows)} {kind}), {len(rows)} documents, {report.tokens} tokens, "
+            f"{report.targets} of them trained ({report.targets / report.tokens:.0%})",
+        )
     ]
 
 
-def test_a_report_survives_being_written(tmp_path):
-    rows = [ANSWERED, MASKED, {"input_ids": [1] * 100}]
-    first = TokenStore.build(rows, Tokenizer(tiny.tokenizer()), 16, tmp_path)
-    again = TokenStore.open(first.path)
-    assert again.report == first.report == DataReport(**first.report.to_dict())
-    assert again.report.lines() == first.report.lines()
-    assert len(first.report.lines()) == 4
+def test_all_that_is_wrong_is_told_at_once_and_can_be_allowed(tmp_path):
+    wrong = [PLANTED[rule] for rule in ("missing_field", "unknown_role", "empty_answer")] * 2
+    rows = [*CLEAN, *wrong]
+    random.shuffle(rows)
+    config = ChronicalsConfig(max_seq_length=WIDTH, cache_dir=tmp_path)
+    with pytest.raises(DataError) as stopped:
+        open_store(rows, tiny.tokenizer(), config)
+    message = str(stopped.value)
+    assert all(f"{rule}: 2 " in message for rule in ("missing_field", "unknown_role", "empty_answer"))
+    allowed = eval(message.split("gate: ")[1].replace("{", "dict(").replace("}", ")").replace(": ", "="))
+    assert allowed == dict.fromkeys(("missing_field", "unknown_role", "empty_answer"), math.ceil(2000 / 18) / 1000)
+    store = open_store(rows, tiny.tokenizer(), config.replace(gate=allowed))
+    assert len(store) == len(CLEAN)
+    assert [rows[n] for n in store.rows] == [row for row in rows if row in CLEAN]
 
 
-def test_a_share_of_masked_rows_is_compared_as_written():
+def test_more_findings_than_are_named(tmp_path):
+    rows = [MASKED] * (EXAMPLES + 3)
+    with pytest.raises(DataError) as error:
+        build_store([*rows, *CLEAN[:2]], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.check("train")
+    assert f"masked_row: {EXAMPLES + 3} rows with no token to train on (rows 1, 2, 3, 4, 5 …)" in str(error.value)
+    with pytest.raises(DataError, match=f"^train: nothing to train on in any of {EXAMPLES + 3} rows"):
+        build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.check("train", {"masked_row": 1.0})
+
+
+def test_data_without_rows_is_refused(tmp_path):
+    (tmp_path / "train.jsonl").write_text("\n\n")
+    for source in ([], tmp_path / "train.jsonl"):
+        with pytest.raises(DataError, match=r"^train: holds no rows"):
+            build_store(source, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.check("train")
+
+
+def test_a_share_is_compared_as_written(tmp_path):
     """0.29 · 100 is less than 29 in floating point; 29 of 100 rows are no more than 0.29."""
-    DataReport(rows=100, documents=71, tokens=200, targets=71, masked=29).check("train", max_masked_rows=0.29)
+    report = DataReport(rows=100, documents=71, tokens=200, targets=71)
+    report.note("masked_row", count=29)
+    report.check("train", {"masked_row": 0.29})
+    with pytest.raises(DataError, match="masked_row: 29"):
+        report.check("train", {"masked_row": 0.2899})
+
+
+def test_rules_of_other_names_and_shares_out_of_range_are_refused(tmp_path):
+    config = ChronicalsConfig(cache_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match="no rule is named 'duplicates'; there are unparsable_line"):
+        open_store(CLEAN, tiny.tokenizer(), config.replace(gate={"duplicates": 0.1}))
+    with pytest.raises(ConfigurationError, match="duplicate_row=2"):
+        open_store(CLEAN, tiny.tokenizer(), config.replace(gate={"duplicate_row": 2}))
+
+
+def test_a_report_survives_being_written(tmp_path):
+    rows = [*CLEAN, MASKED, {"input_ids": [1] * 100}, CLEAN[0]]
+    first = build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path)
+    assert TokenStore.open(first.path).report == first.report == DataReport.from_dict(first.report.to_dict())
+    assert set(first.report.findings) == {"masked_row", "cut_row", "cut_stop", "duplicate_row"}
+
+
+# --- against the model and the other data -----------------------------------------------------------------------------
+
+
+def test_ids_outside_the_embedding(tmp_path):
+    rows = [{"input_ids": [1, 2 + n, 3]} for n in range(20)]
+    place = random.randrange(20)
+    rows[place] = {"input_ids": [1, 300 + place, 3]}
+    config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH)
+    open_store(rows, tiny.tokenizer(), config, embedding_rows=320)
+    with pytest.raises(DataError, match=rf"id_out_of_range: 1 .*\(rows {place + 1}\).*token id {300 + place} of 300"):
+        open_store(rows, tiny.tokenizer(), config, embedding_rows=300)
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_told(tmp_path):
+    tokenizer = tiny.tokenizer()
+    config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH)
+    rows = [{"input_ids": [1, 2, 3]}]
+    assert not open_store(rows, tokenizer, config, embedding_rows=len(tokenizer)).report.findings
+    report = open_store(rows, tokenizer, config, embedding_rows=len(tokenizer) - 7).report
+    assert report.count("vocabulary_too_large") == 7
+    with pytest.raises(DataError, match="vocabulary_too_large: 7 tokens"):
+        open_store(rows, tokenizer, config.replace(gate={"vocabulary_too_large": 0}), embedding_rows=len(tokenizer) - 7)
+
+
+def test_held_out_rows_that_are_trained_on(tmp_path):
+    config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH)
+    training = open_store(CLEAN, tiny.tokenizer(), config)
+    held = [*tiny.chat_rows(20)[12:], CLEAN[5]]
+    report = open_store(held, tiny.tokenizer(), config, training=training).report
+    assert (report.count("held_out_in_training"), report.findings["held_out_in_training"].rows) == (1, [9])
+    with pytest.raises(DataError, match="held_out_in_training: 12 "):
+        open_store(CLEAN, tiny.tokenizer(), config, training=training)
+
+
+def test_long_rows_that_are_dropped(tmp_path):
+    config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH, overlong="drop")
+    report = open_store([*CLEAN, PLANTED["cut_row"]], tiny.tokenizer(), config).report
+    assert (report.findings["dropped_row"].rows, set(report.findings)) == ([13], {"dropped_row"})
+
+
+def test_template_errors_name_their_rule():
+    assert TemplateError("x").rule == "template_refuses"

@@ -12,7 +12,7 @@ import torch
 import tiny
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, DataError, Tokenizer, TokenStore, create_dataloader
+from chronicals.data import BatchStream, DataError, Tokenizer, build_store, create_dataloader
 from chronicals.data.loader import ENTRY_SHARES, Counts
 
 FILLER = 1_000_000
@@ -41,7 +41,7 @@ def make_store(tmp_path):
             place = random.randrange(1, len(ids))
             labels[place] = ids[place]
             rows.append({"input_ids": ids, "labels": labels})
-        return TokenStore.build(rows, Tokenizer(tiny.tokenizer()), longest, tmp_path)
+        return build_store(rows, Tokenizer(tiny.tokenizer()), longest, tmp_path)
 
     return make
 
@@ -403,8 +403,11 @@ def test_a_dataloader_takes_whatever_holds_rows(tmp_path, make):
     [
         ([], "dataset: holds no rows"),
         ([{"input_ids": [1, 2], "labels": [-100, -100]}] * 3, "dataset: nothing to train on in any of 3 rows"),
-        ([{"input_ids": [1, 2], "labels": [-100, n]} for n in (2, -100, -100)], "dataset: 2 of 3 rows have nothing"),
-        ([{"question": "a"}], "row 1: unknown kind of row"),
+        (
+            [{"input_ids": [1, 2], "labels": [-100, n]} for n in (2, -100, -100)],
+            "dataset: breaks 1 .*in 3 rows:\n  masked_row: 2 ",
+        ),
+        ([{"question": "a"}], "nothing to train on in any of 1 rows:\n  missing_field: .*row 1: unknown kind of row"),
     ],
 )
 def test_a_dataloader_refuses_what_cannot_be_trained(tmp_path, rows, reason):
@@ -417,5 +420,5 @@ def test_objective_and_share_of_masked_rows_come_from_the_configuration(tmp_path
     loader = create_dataloader(rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, objective="pretraining"))
     assert np.array_equal(loader.store.targets, [2, 2, 2])
     rows[1] = {"input_ids": [1, 2, 3]}
-    loader = create_dataloader(rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, max_masked_rows=0.7))
+    loader = create_dataloader(rows, tiny.tokenizer(), config(16, cache_dir=tmp_path, gate={"masked_row": 0.7}))
     assert np.array_equal(loader.store.targets, [2])

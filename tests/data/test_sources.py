@@ -8,7 +8,6 @@ import pytest
 
 import tiny
 from chronicals.data import DataError, read_records
-from chronicals.data.sources import kind_of
 
 
 def lines(path, *texts):
@@ -88,33 +87,3 @@ def test_a_dataset_of_datasets_is_rows_in_memory():
     rows = tiny.chat_rows(7)
     got = list(read_records(datasets.Dataset.from_list(rows)))
     assert got == [(f"row {number}", row) for number, row in enumerate(rows, 1)]
-    assert {kind_of(record, where) for where, record in got} == {"chat"}
-
-
-@pytest.mark.parametrize(
-    ("record", "kind"),
-    [
-        ({"messages": []}, "chat"),
-        ({"prompt": "a", "completion": "b"}, "completion"),
-        ({"text": "a"}, "text"),
-        ({"input_ids": np.arange(3), "labels": None}, "tokens"),
-        ({"text": "a", "messages": [], "id": 3}, "chat"),
-        ({"text": "a", "prompt": "b"}, "text"),
-    ],
-)
-def test_the_fields_of_a_row_tell_its_kind(record, kind):
-    assert kind_of(record, "row 1") == kind
-
-
-def test_an_unknown_kind_names_the_row_its_fields_and_what_is_expected():
-    with pytest.raises(DataError) as error:
-        kind_of({"question": "a", "answer": "b"}, "rows.jsonl:7")
-    message = str(error.value)
-    assert message.startswith("rows.jsonl:7: unknown kind of row with fields ['answer', 'question']")
-    assert all(f"'{field}'" in message for field in ("messages", "prompt", "completion", "text", "input_ids"))
-
-
-@pytest.mark.parametrize("record", ["a text", 3, None, ["a"]])
-def test_a_row_that_is_no_object_is_refused(record):
-    with pytest.raises(DataError, match=rf"^row 4: a row must be an object.*{type(record).__name__}"):
-        kind_of(record, "row 4")

@@ -16,8 +16,7 @@ import torch
 
 import chronicals
 import tiny
-from chronicals.data import DataError, Tokenizer, TokenStore
-from chronicals.data import store as store_module
+from chronicals.data import DataError, Tokenizer, TokenStore, build_store, building
 
 WIDTH = 64
 
@@ -46,6 +45,10 @@ def expected(rows):
     return [(row["input_ids"], [int(label != -100) for label in row["labels"]]) for row in rows]
 
 
+def found(store):
+    return {rule: finding.count for rule, finding in store.report.findings.items()}
+
+
 def refuse(*_):
     raise AssertionError("tokenised again")
 
@@ -55,7 +58,7 @@ def refuse(*_):
 
 def test_documents_come_back_exactly(tmp_path):
     rows = token_rows(50)
-    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert documents(store) == expected(rows)
     ids, trained = store.document(7)
     assert (ids.dtype, trained.dtype) == (np.int32, np.uint8)
@@ -70,7 +73,7 @@ def test_every_kind_of_row_comes_back_as_it_was_encoded(tmp_path):
     rows = [*tiny.chat_rows(5), {"text": "hello world"}, {"prompt": "what", "completion": "forty"}, *token_rows(3)]
     random.shuffle(rows)
     encoded = [tokenizer().encode(row, "row") for row in rows]
-    store = TokenStore.build(rows, tokenizer(), 200, tmp_path)
+    store = build_store(rows, tokenizer(), 200, tmp_path)
     assert documents(store) == [(ids, [int(flag) for flag in trained]) for ids, trained in encoded]
     assert store.kinds == ["chat", "completion", "text", "tokens"]
     assert store.max_id == max(max(ids) for ids, _ in encoded)
@@ -80,35 +83,36 @@ def test_a_conversation_as_prompt_and_completion_counts_as_chat(tmp_path):
     """So that the trained model is asked through the template it was trained with."""
     (row,) = tiny.chat_rows(1)
     rows = [{"prompt": row["messages"][:1], "completion": row["messages"][1:]}]
-    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
-    assert documents(store) == documents(TokenStore.build([row], tokenizer(), WIDTH, tmp_path))
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path)
+    assert documents(store) == documents(build_store([row], tokenizer(), WIDTH, tmp_path))
     assert store.kinds == ["chat"]
 
 
 @pytest.mark.parametrize("count", [6, 7, 8, 40, 49])
 def test_more_documents_than_a_batch_of_the_file_holds(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(store_module, "ROWS_A_BATCH", 7)
+    monkeypatch.setattr(building, "CHUNK_ROWS", 7)
     rows = token_rows(count)
     rows.insert(random.randrange(count), {"input_ids": [9, 9], "labels": [-100, -100]})
-    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     with pa.memory_map(str(store.path)) as source:
-        assert pa.ipc.open_file(source).num_record_batches == -(-count // 7)
+        chunks = -(-(count + 1) // 7)
+        assert pa.ipc.open_file(source).num_record_batches in (chunks - 1, chunks)  # the masked row may be alone in one
     assert documents(store) == expected([row for row in rows if row["input_ids"] != [9, 9]])
-    assert store.report.masked == 1
+    assert store.report.count("masked_row") == 1
     assert store.targets.sum() == store.report.targets
 
 
 def test_the_report_counts_what_is_stored(tmp_path):
     rows = [*tiny.chat_rows(20), *token_rows(10, 100), *({"text": "the answer " * n} for n in range(1, 60, 7))]
-    store = TokenStore.build(rows, tokenizer(), 48, tmp_path)
+    store = build_store(rows, tokenizer(), 48, tmp_path)
     report = store.report
     masks = [trained for _, trained in documents(store)]
     assert report.rows == len(rows)
     assert report.documents == len(store)
     assert report.tokens == store.lengths.sum() == sum(map(len, masks))
     assert report.targets == store.targets.sum() == sum(sum(mask[1:]) for mask in masks)
-    assert report.split == sum("text" in row and len(tokenizer().encode(row, "row")[0]) > 48 for row in rows) > 0
-    assert report.truncated > 0
+    assert report.count("split_row") == sum("text" in row and len(tokenizer().encode(row, "row")[0]) > 48 for row in rows) > 0
+    assert report.count("cut_row") > 0
     assert store.lengths.max() == 48
 
 
@@ -119,25 +123,25 @@ def test_the_report_counts_what_is_stored(tmp_path):
 @pytest.mark.parametrize("width", [2, 3, 10])
 def test_a_long_row_of_pretraining_keeps_every_target_once(tmp_path, width, length):
     ids = random.sample(range(1000), length)
-    store = TokenStore.build([{"input_ids": ids}], tokenizer("pretraining"), width, tmp_path)
+    store = build_store([{"input_ids": ids}], tokenizer("pretraining"), width, tmp_path)
     pairs = [pair for piece, _ in documents(store) for pair in itertools.pairwise(piece)]
     assert pairs == list(itertools.pairwise(ids))
     assert store.lengths.min() >= 2
     assert store.lengths.max() == min(width, length)
     assert store.targets.tolist() == (store.lengths - 1).tolist()
-    report = store.report
-    assert (report.split, report.truncated, report.masked, report.targets) == (length > width, 0, 0, length - 1)
+    assert found(store) == ({"split_row": 1} if length > width else {})
+    assert store.report.targets == length - 1
 
 
 @pytest.mark.parametrize("width", [2, 17, 64])
 def test_a_long_text_keeps_every_target_once(tmp_path, width):
     row = {"text": " ".join(random.choices(tiny.TEXTS, k=30))}
     ids, _ = tokenizer().encode(row, "row")
-    store = TokenStore.build([row], tokenizer(), width, tmp_path)
+    store = build_store([row], tokenizer(), width, tmp_path)
     assert [target for piece, _ in documents(store) for target in piece[1:]] == ids[1:]
     assert all(trained == [1] * len(trained) for _, trained in documents(store))
     assert store.lengths.max() <= width
-    assert (store.report.split, store.report.truncated, store.report.masked, store.report.rows) == (1, 0, 0, 1)
+    assert (found(store), store.report.rows) == ({"split_row": 1}, 1)
     assert store.report.documents == len(store) == -(-(len(ids) - 1) // (width - 1))
 
 
@@ -151,20 +155,32 @@ def test_a_long_conversation_is_cut_and_counted(tmp_path, missing, truncated, st
     (row,) = tiny.chat_rows(1)
     ids, trained = tokenizer().encode(row, "row")
     width = len(ids) - missing
-    store = TokenStore.build([row], tokenizer(), width, tmp_path)
+    store = build_store([row], tokenizer(), width, tmp_path)
     assert documents(store) == [(ids[:width], [int(flag) for flag in trained[:width]])]
-    report = store.report
-    assert (report.truncated, report.stop_cut, report.split, report.masked) == (truncated, stop_cut, 0, 0)
-    assert ("stop token cut" in report.examples, "truncated" in report.examples) == (bool(stop_cut), bool(truncated))
+    assert found(store) == dict(list({"cut_row": 1, "cut_stop": 1}.items())[: truncated + stop_cut])
 
 
 def test_a_conversation_whose_answer_is_cut_away_is_left_out(tmp_path):
     (row,) = tiny.chat_rows(1)
     _, trained = tokenizer().encode(row, "row")
-    store = TokenStore.build([row, *token_rows(1, 2)], tokenizer(), trained.index(True), tmp_path)
+    store = build_store([row, *token_rows(1, 2)], tokenizer(), trained.index(True), tmp_path)
     assert len(store) == 1
-    assert store.report.masked_causes == {"without a trained token left after the cut at max_seq_length": 1}
-    assert (store.report.rows, store.report.truncated, store.report.stop_cut, store.report.masked) == (2, 1, 1, 1)
+    assert found(store) == {"cut_row": 1, "cut_stop": 1, "masked_by_cut": 1}
+    assert (store.report.rows, store.report.documents) == (2, 1)
+
+
+@pytest.mark.parametrize("kind", ["chat", "text", "tokens"])
+def test_what_becomes_of_long_rows_can_be_chosen(tmp_path, kind):
+    row = {"chat": tiny.chat_rows(1)[0], "text": {"text": "what is the answer"}, "tokens": token_rows(1, 12)[0]}[kind]
+    if kind == "tokens":
+        row = {"input_ids": random.sample(range(1000), 12)}
+    ids, trained = tokenizer().encode(row, "row")
+    width = len(ids) - random.randint(1, 3)
+    cut, split, drop = (build_store([row], tokenizer(), width, tmp_path, overlong=o) for o in ("cut", "split", "drop"))
+    assert documents(cut) == [(ids[:width], [int(flag) for flag in trained[:width]])]
+    assert [token for piece, _ in documents(split) for token in piece[1:]] == ids[1:]
+    assert len(drop) == 0 and found(drop) == {"dropped_row": 1}
+    assert len({cut.key, split.key, drop.key}) == 3
 
 
 # --- the key ---------------------------------------------------------------------------------------------------------
@@ -172,10 +188,10 @@ def test_a_conversation_whose_answer_is_cut_away_is_left_out(tmp_path):
 
 def test_the_same_content_is_opened_and_not_tokenised_again(tmp_path, monkeypatch):
     rows = tiny.chat_rows(10)
-    first = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    first = build_store(rows, tokenizer(), WIDTH, tmp_path)
     written = first.path.stat()
     monkeypatch.setattr(Tokenizer, "encode", refuse)
-    again = TokenStore.build((dict(row) for row in rows), tokenizer(), WIDTH, tmp_path)
+    again = build_store((dict(row) for row in rows), tokenizer(), WIDTH, tmp_path)
     assert again.path == first.path
     assert (again.path.stat().st_mtime_ns, again.path.stat().st_ino) == (written.st_mtime_ns, written.st_ino)
     assert documents(again) == documents(first)
@@ -188,17 +204,17 @@ def test_a_file_is_known_by_its_content_wherever_it_lies(tmp_path, monkeypatch):
     text = '{"text": "hello world"}\n{"text": "the answer"}\n'
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(text)
-    first = TokenStore.build(tmp_path / "a.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
+    first = build_store(tmp_path / "a.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
     monkeypatch.setattr(Tokenizer, "encode", refuse)
-    assert TokenStore.build(str(tmp_path / "b.jsonl"), tokenizer(), WIDTH, tmp_path / "cache").path == first.path
+    assert build_store(str(tmp_path / "b.jsonl"), tokenizer(), WIDTH, tmp_path / "cache").path == first.path
 
 
 def test_a_file_that_changed_is_tokenised_again(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "hello world"}\n')
-    first = TokenStore.build(path, tokenizer(), WIDTH, tmp_path / "cache")
+    first = build_store(path, tokenizer(), WIDTH, tmp_path / "cache")
     path.write_text('{"text": "hello worlds"}\n')
-    second = TokenStore.build(path, tokenizer(), WIDTH, tmp_path / "cache")
+    second = build_store(path, tokenizer(), WIDTH, tmp_path / "cache")
     assert second.key != first.key
     assert documents(second) != documents(first)
 
@@ -222,7 +238,7 @@ def test_the_key_changes_with_whatever_changes_the_tokens(tmp_path):
         "end of text": (rows, Tokenizer(other_end), WIDTH),
         "vocabulary": (rows, Tokenizer(more_tokens), WIDTH),
     }
-    keys = {name: TokenStore.build(*build, tmp_path).key for name, build in builds.items()}
+    keys = {name: build_store(*build, tmp_path).key for name, build in builds.items()}
     assert len(set(keys.values())) == len(builds), keys
     assert len(list(tmp_path.glob("*.arrow"))) == len(builds)
 
@@ -230,9 +246,9 @@ def test_the_key_changes_with_whatever_changes_the_tokens(tmp_path):
 @pytest.mark.parametrize("as_array", [np.array, torch.tensor], ids=["numpy", "torch"])
 def test_the_key_changes_with_one_token_of_a_long_array(tmp_path, as_array):
     ids = list(range(5000))
-    first = TokenStore.build([{"input_ids": as_array(ids)}], tokenizer(), 8192, tmp_path)
+    first = build_store([{"input_ids": as_array(ids)}], tokenizer(), 8192, tmp_path)
     ids[2500] = 7
-    second = TokenStore.build([{"input_ids": as_array(ids)}], tokenizer(), 8192, tmp_path)
+    second = build_store([{"input_ids": as_array(ids)}], tokenizer(), 8192, tmp_path)
     assert second.document(0)[0].tolist() == ids
     assert second.key != first.key
 
@@ -245,7 +261,7 @@ def test_the_key_changes_with_the_order_in_which_a_template_writes_fields(tmp_pa
     rendered = [Tokenizer(inner).encode(row, "row")[0] for row in (first, second)]
     assert rendered[0] != rendered[1]
     for row, ids in zip((first, second), rendered):
-        assert TokenStore.build([row], Tokenizer(inner), 200, tmp_path).document(0)[0].tolist() == ids
+        assert build_store([row], Tokenizer(inner), 200, tmp_path).document(0)[0].tolist() == ids
 
 
 @pytest.mark.parametrize("row", [{"text": "hello world"}, tiny.chat_rows(1)[0]], ids=["text", "chat"])
@@ -255,7 +271,7 @@ def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
     before = Tokenizer(inner).fingerprint()
     inner(["a", "b c d"], padding=True, truncation=True, max_length=5)
     padded = Tokenizer(inner).fingerprint()
-    ids = TokenStore.build([row], Tokenizer(inner), 200, tmp_path).document(0)[0].tolist()
+    ids = build_store([row], Tokenizer(inner), 200, tmp_path).document(0)[0].tolist()
     assert ids == tokenizer().encode(row, "row")[0]
     assert Tokenizer(inner).fingerprint() == padded == before
 
@@ -264,28 +280,30 @@ def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
 
 
 @pytest.mark.parametrize("place", [0, 10, 29])
-def test_a_row_that_fails_leaves_no_file_behind(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(store_module, "ROWS_A_BATCH", 7)
+def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatch, place):
+    monkeypatch.setattr(building, "CHUNK_ROWS", 7)
     rows = token_rows(30)
     rows[place] = {"input_ids": [1, 2], "labels": [5, 5]}
-    with pytest.raises(DataError, match=rf"^row {place + 1}: labels\[0\]"):
-        TokenStore.build(rows, tokenizer(), WIDTH, tmp_path / "cache")
-    assert list((tmp_path / "cache").iterdir()) == []
-    rows[place] = {"input_ids": [1, 2], "labels": [1, 2]}
-    assert documents(TokenStore.build(rows, tokenizer(), WIDTH, tmp_path / "cache")) == expected(rows)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path / "cache")
+    assert documents(store) == expected([row for n, row in enumerate(rows) if n != place])
+    assert store.rows.tolist() == [n for n in range(30) if n != place]
+    assert found(store) == {"wrong_type": 1}
+    assert store.report.findings["wrong_type"].rows == [place + 1]
+    with pytest.raises(DataError, match=rf"row {place + 1}: labels\[0\]"):
+        store.report.check("train")
 
 
 def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, monkeypatch):
     rows = token_rows(5)
-    monkeypatch.setattr(Tokenizer, "encode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Tokenizer, "encode_batch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+        build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_missing_file_makes_no_folder(tmp_path):
     with pytest.raises(DataError, match=r"absent\.jsonl: no such file"):
-        TokenStore.build(tmp_path / "absent.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
+        build_store(tmp_path / "absent.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
@@ -293,22 +311,22 @@ BUILDER = """
     import sys, time
     from pathlib import Path
     import tiny
-    from chronicals.data import Tokenizer, TokenStore
+    from chronicals.data import Tokenizer, build_store
 
     me, other, cache = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    encode, tokenizer = Tokenizer.encode, Tokenizer(tiny.tokenizer())
+    encode, tokenizer = Tokenizer.encode_batch, Tokenizer(tiny.tokenizer())
 
-    def together(self, record, where):
+    def together(self, records, wheres):
         (cache / f"begun-{source.stem}-{me}").touch()
         until = time.monotonic() + 60
         while not (cache / f"begun-{source.stem}-{other}").exists():
             assert time.monotonic() < until, "the other process does not build"
             time.sleep(0.0005)
-        return encode(self, record, where)
+        return encode(self, records, wheres)
 
-    Tokenizer.encode = together
+    Tokenizer.encode_batch = together
     for source in sorted(cache.glob("rows-*.jsonl")):
-        store = TokenStore.build(source, tokenizer, 64, cache / "stores")
+        store = build_store(source, tokenizer, 64, cache / "stores")
         print(source.name, store.key, len(store), int(sum(store.document(n)[0].sum() for n in range(len(store)))))
 """
 
@@ -343,7 +361,7 @@ def test_two_processes_that_build_the_same_stores_end_with_one_of_each(tmp_path)
         name, key, count, _ = line.split()
         assert (name, count) == (source.name, "200")
         store = TokenStore.open(tmp_path / "stores" / f"{key}.arrow")
-        fresh = TokenStore.build(source, tokenizer(), 64, tmp_path / "alone")
+        fresh = build_store(source, tokenizer(), 64, tmp_path / "alone")
         assert store.key == fresh.key
         assert documents(store) == documents(fresh)
         assert store.report == fresh.report
@@ -353,7 +371,7 @@ def test_two_processes_that_build_the_same_stores_end_with_one_of_each(tmp_path)
 
 def test_another_process_may_finish_the_same_store_at_any_moment(tmp_path, monkeypatch):
     """Whatever file is about to get its name: another process gives its own that name just before."""
-    rows, replace = token_rows(5), store_module.os.replace
+    rows, replace = token_rows(5), building.os.replace
     for moment in range(2):
         cache, renamed = tmp_path / str(moment), []
 
@@ -361,14 +379,14 @@ def test_another_process_may_finish_the_same_store_at_any_moment(tmp_path, monke
             renamed.append(target)
             if len(renamed) == moment + 1:
                 with monkeypatch.context() as other:
-                    other.setattr(store_module.os, "getpid", lambda: -1)
-                    other.setattr(store_module.os, "replace", replace)
-                    TokenStore.build(rows, tokenizer(), WIDTH, cache)
+                    other.setattr(building.os, "getpid", lambda: -1)
+                    other.setattr(building.os, "replace", replace)
+                    build_store(rows, tokenizer(), WIDTH, cache)
             replace(source, target)
 
-        monkeypatch.setattr(store_module.os, "replace", replace_late)
-        store = TokenStore.build(rows, tokenizer(), WIDTH, cache)
-        monkeypatch.setattr(store_module.os, "replace", replace)
+        monkeypatch.setattr(building.os, "replace", replace_late)
+        store = build_store(rows, tokenizer(), WIDTH, cache)
+        monkeypatch.setattr(building.os, "replace", replace)
         assert len(renamed) == 2
         assert documents(store) == expected(rows)
         assert sorted(path.suffix for path in cache.iterdir()) == [".arrow", ".json"]
@@ -376,7 +394,7 @@ def test_another_process_may_finish_the_same_store_at_any_moment(tmp_path, monke
 
 def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch):
     rows = token_rows(5)
-    elsewhere = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path / "elsewhere")
+    elsewhere = build_store(rows, tokenizer(), WIDTH, tmp_path / "elsewhere")
     (tmp_path / "here").mkdir()
     waits = []
 
@@ -387,9 +405,9 @@ def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch)
                 there = elsewhere.path.with_suffix(suffix)
                 (tmp_path / "here" / there.name).write_bytes(there.read_bytes())
 
-    monkeypatch.setattr(store_module.time, "sleep", sleep)
+    monkeypatch.setattr(building.time, "sleep", sleep)
     monkeypatch.setattr(Tokenizer, "encode", refuse)
-    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path / "here", builder=False)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path / "here", builder=False)
     assert len(waits) == 3
     assert documents(store) == expected(rows)
 
@@ -400,7 +418,7 @@ def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch)
 @pytest.mark.parametrize(("count", "share", "held"), [(40, 0.25, 10), (7, 0.01, 1), (2, 0.5, 1), (33, 0.5, 16)])
 def test_a_split_is_disjoint_and_complete(tmp_path, count, share, held):
     rows = token_rows(count)
-    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     train, validation = store.split(share, seed=3)
     assert (len(train), len(validation)) == (count - held, held)
     assert sorted(documents(train) + documents(validation)) == sorted(expected(rows))
@@ -410,7 +428,7 @@ def test_a_split_is_disjoint_and_complete(tmp_path, count, share, held):
 
 
 def test_a_split_is_a_function_of_the_seed(tmp_path):
-    store = TokenStore.build(token_rows(60), tokenizer(), WIDTH, tmp_path)
+    store = build_store(token_rows(60), tokenizer(), WIDTH, tmp_path)
     again = TokenStore.open(store.path)
     held = [documents(store.split(0.5, seed)[1]) for seed in range(5)]
     assert held == [documents(again.split(0.5, seed)[1]) for seed in range(5)]
@@ -419,14 +437,14 @@ def test_a_split_is_a_function_of_the_seed(tmp_path):
 
 @pytest.mark.parametrize(("count", "share"), [(1, 0.1), (2, 0.9), (10, 0.99)])
 def test_a_split_that_leaves_nothing_is_refused(tmp_path, count, share):
-    store = TokenStore.build(token_rows(count), tokenizer(), WIDTH, tmp_path)
+    store = build_store(token_rows(count), tokenizer(), WIDTH, tmp_path)
     with pytest.raises(DataError, match=f"validation_split={share}: leaves none of {count} documents"):
         store.split(share, seed=0)
 
 
 def test_a_subset_holds_the_documents_asked_for(tmp_path):
     rows = token_rows(30)
-    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     chosen = np.array(random.sample(range(30), 12))
     part = store.subset(chosen)
     assert documents(part) == [expected(rows)[n] for n in chosen]
@@ -437,7 +455,7 @@ def test_a_subset_holds_the_documents_asked_for(tmp_path):
 
 def test_a_subset_of_a_subset_counts_within_it(tmp_path):
     rows = token_rows(30)
-    store = TokenStore.build(rows, tokenizer(), WIDTH, tmp_path)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     outer, inner = np.array(random.sample(range(30), 12)), np.array(random.sample(range(12), 5))
     part = store.subset(outer).subset(inner)
     assert documents(part) == [expected(rows)[n] for n in outer[inner]]

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 import tiny
-from chronicals.data import DataError, TemplateError, Tokenizer, TokenStore, stop_token_ids
+from chronicals.data import DataError, TemplateError, Tokenizer, build_store, stop_token_ids
 from chronicals.data.tokenizer_training import train_tokenizer
 
 ZEPHYR = (
@@ -523,7 +523,7 @@ def test_labels_that_are_not_aligned_are_refused(labels, reason):
 @pytest.mark.parametrize("ids", [None, "hello", [1, None], [1, "2"], [1.5, 2.0], [[1, 2]], [1, -5], [1, 2**31]])
 def test_what_is_no_list_of_token_ids_is_a_data_error(ids, tmp_path):
     with pytest.raises(DataError, match=r"row 2: "):
-        TokenStore.build([{"input_ids": [1, 2]}, {"input_ids": ids}], Tokenizer(tiny.tokenizer()), 8, tmp_path)
+        build_store([{"input_ids": [1, 2]}, {"input_ids": ids}], Tokenizer(tiny.tokenizer()), 8, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

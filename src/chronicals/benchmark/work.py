@@ -101,16 +101,12 @@ class Work:
 
     def stream(self) -> BatchStream:
         """The batches our arm trains on."""
-        from chronicals.data import BatchStream, Tokenizer, TokenStore
+        from chronicals.data import BatchStream, open_store
         from chronicals.models import load_tokenizer
 
         config = self.config()
         tokenizer = load_tokenizer(self.model)
-        store = TokenStore.build(
-            self.documents, Tokenizer(tokenizer, config.objective), config.max_seq_length, config.cache_dir
-        )
-        store.report.check(str(self.documents), config.max_masked_rows)
-        return BatchStream(store, config, tokenizer.pad_token_id or 0)
+        return BatchStream(open_store(self.documents, tokenizer, config), config, tokenizer.pad_token_id or 0)
 
     def documents_by_step(self, count: int) -> Iterator[list[Document]]:
         """The documents of the first ``count`` steps, in order."""

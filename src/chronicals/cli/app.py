@@ -11,6 +11,7 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from chronicals.cli.benchmark import benchmark
+from chronicals.cli.data import app as data
 from chronicals.cli.doctor import doctor
 from chronicals.cli.evaluate import evaluate
 from chronicals.cli.generate import generate
@@ -34,6 +35,7 @@ def begin() -> None:
     transformers_logging.disable_progress_bar()  # ours is the one to watch
 
 
+app.add_typer(data)
 for command in (quickstart, train, evaluate, generate, benchmark, verify, doctor):
     app.command()(command)
 

@@ -59,4 +59,6 @@ def _flag_type(annotation: Any) -> Any:
         return list[str] if list[str] in kinds else kinds[0]
     if typing.get_origin(annotation) is typing.Literal:
         return str
-    return annotation if annotation in (int, float, bool, str, Path, list[str]) else str
+    if typing.get_origin(annotation) is list:
+        return list[str]
+    return annotation if annotation in (int, float, bool, str, Path) else str

@@ -27,10 +27,10 @@ def train(
     from rich.console import Console
 
     from chronicals.config import PRESETS, ConfigurationError, Recipe
-    from chronicals.data import Tokenizer, TokenStore
-    from chronicals.models import load_model, load_tokenizer
+    from chronicals.models import load_config, load_model, load_tokenizer
     from chronicals.models.loading import DTYPES
     from chronicals.training import ChronicalsTrainer
+    from chronicals.training.preparation import open_stores
 
     if preset is not None and preset not in PRESETS:
         raise ConfigurationError(f"preset={preset!r}: no such preset; there are {', '.join(PRESETS)}")
@@ -39,9 +39,9 @@ def train(
     config, console = plan.config(), Console()
     tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
     if check:
-        store = TokenStore.build(plan.data, Tokenizer(tokenizer, config.objective), config.max_seq_length, config.cache_dir)
-        console.print("\n".join(store.report.lines()))
-        store.report.check(plan.data, config.max_masked_rows)
+        embedding_rows = load_config(plan.model, plan.trust_remote_code).get_text_config().vocab_size
+        open_stores(plan.data, plan.validation_data, embedding_rows, tokenizer, config)
+        console.print(f"the data can be trained on; the report is in {config.output_dir}")
         return
     model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)
     result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume)

@@ -144,11 +144,20 @@ class ChronicalsConfig:
     early_stopping_patience: Positive | None = Field(
         default=None, description="Stop after so many evaluations without a better loss"
     )
-    max_masked_rows: Annotated[float, Field(ge=0.0, le=1.0)] = Field(
-        default=0.5, description="Error when a larger share of the rows has nothing to train on"
+    overlong: Literal["cut", "split", "drop"] | None = Field(
+        default=None, description="What becomes of rows longer than max_seq_length (default: texts are split, others cut)"
+    )
+    gate: dict[str, float] = Field(
+        default_factory=dict,
+        description="Largest share of the rows a finding may touch before it is an error, by its name",
     )
     save_steps: Positive | None = Field(default=500, description="Checkpoint every so many steps; one always at the end")
     save_total_limit: Positive = Field(default=2, description="Checkpoints kept")
+    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] | None = Field(
+        default=None, description="Experiment trackers (default: TensorBoard where it is installed)"
+    )
+    project: str | None = Field(default=None, description="Project in W&B, experiment in MLflow (default: theirs)")
+    run_name: str | None = Field(default=None, description="Name of the run in W&B and MLflow (default: theirs)")
     output_dir: Path = Field(default=Path("chronicals-output"), description="Where the run is written")
     cache_dir: Path | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")

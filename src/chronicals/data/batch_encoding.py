@@ -26,7 +26,7 @@ import numpy as np
 
 from chronicals.data.conversation import Conversation, texts_said
 from chronicals.data.gate import DataError
-from chronicals.data.sources import Record, kind_of
+from chronicals.data.rows import Record, kind_of
 from chronicals.data.spans import followed_by_another, not_said
 from chronicals.data.texts import check_text, is_unicode, without_double_beginning, without_end
 

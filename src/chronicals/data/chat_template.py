@@ -16,6 +16,8 @@ Message = dict[str, Any]
 class TemplateError(DataError):
     """The chat template cannot be handled, or does not fit the conversation."""
 
+    rule = "template_refuses"
+
 
 @dataclass(frozen=True)
 class Dialect:
@@ -140,7 +142,8 @@ class ChatTemplate:
         if not stops:
             raise TemplateError(
                 "the chat template writes no special token after an assistant's answer, so the model would never "
-                "learn to stop; use a template that closes the assistant's turn"
+                "learn to stop; use a template that closes the assistant's turn",
+                "no_stop_token",
             )
         return stops[0]
 

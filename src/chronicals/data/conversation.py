@@ -9,7 +9,7 @@ from typing import Any
 from chronicals.config import Turns
 from chronicals.data.chat_template import Message
 from chronicals.data.gate import DataError
-from chronicals.data.sources import Record
+from chronicals.data.rows import Record
 
 
 @dataclass(frozen=True)

@@ -1,85 +1,202 @@
-"""The gate before step 0: what the data holds, what was cut, and when training on it would be wrong."""
+"""The gate before step 0: what is wrong with the data, in which rows, and when that would make training wrong.
+
+Every rule has a name, a remedy, and the largest share of the rows it may touch before it is an error: 0 where a single
+row would make training wrong, 1 where it is only worth knowing. ``ChronicalsConfig.gate`` sets other shares by name.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from chronicals.config import ConfigurationError
+
+EXAMPLES = 5
+"""Row numbers that are kept of each finding."""
 
 
 class DataError(ValueError):
-    """The data would make training wrong or impossible; the message names the place and the remedy."""
+    """The data would make training wrong or impossible; the message names the place and the remedy.
+
+    Attributes:
+        rule: name of the gate's rule, where a row (not the file) is at fault.
+    """
+
+    rule = "wrong_type"
+
+    def __init__(self, message: str, rule: str | None = None):
+        super().__init__(message)
+        self.rule = rule or self.rule
+
+
+class Rule(NamedTuple):
+    """What a finding means, what to do about it, and the largest share of the rows that is let pass."""
+
+    what: str
+    remedy: str
+    share: float
+
+
+RULES = {
+    "unparsable_line": Rule("lines that do not parse", "mend or delete them", 0),
+    "missing_field": Rule("rows without a field they need", "fill it in, or name the columns with 'columns'", 0),
+    "wrong_type": Rule("rows with a field of the wrong type", "mend them", 0),
+    "unusable_kind": Rule("rows this objective cannot train on", "choose their objective, or map their columns", 0),
+    "empty_conversation": Rule("conversations without a message", "delete them", 0),
+    "unknown_role": Rule("messages of an unknown role", "use system, developer, user, assistant or tool", 0),
+    "empty_answer": Rule("empty answers, which teach to say nothing", "delete them or fill them in", 0),
+    "no_assistant_turn": Rule("conversations without an assistant's turn", "delete them, or use objective=pretraining", 0.5),
+    "consecutive_answers": Rule("two assistant's turns in a row", "join them, unless this is meant", 1),
+    "late_system_message": Rule("system messages in the middle of a conversation", "put them first", 1),
+    "template_refuses": Rule("conversations the chat template refuses", "mend them, or use another template", 0),
+    "template_differs": Rule("conversations rendered otherwise in training than in generation", "use another template", 0),
+    "no_stop_token": Rule("answers the chat template does not close with a stop token", "use a template that does", 0),
+    "masked_stop": Rule("answers whose stop token is not trained", "train the token that ends the answer", 0),
+    "cut_stop": Rule("answers that lost their stop token to the cut", "raise max_seq_length, or overlong: drop", 0.5),
+    "masked_row": Rule("rows with no token to train on", "look at their labels and roles", 0.5),
+    "masked_by_cut": Rule("rows with no token to train on after the cut", "raise max_seq_length", 0.5),
+    "double_bos": Rule("rows that begin with two BOS tokens", "let one of the two writers of BOS be silent", 0),
+    "special_token_in_text": Rule("texts that hold a special token", "remove it, unless this is meant", 1),
+    "trained_padding": Rule("rows that train the padding token", "mask it, or choose another pad_token", 0),
+    "vocabulary_too_large": Rule("tokens of the tokenizer that the embedding lacks", "call model.resize_token_embeddings", 1),
+    "id_out_of_range": Rule("token ids outside the model's embedding", "use the model's own tokenizer", 0),
+    "byte_garbage": Rule("texts with U+FFFD, left by a wrong decoding", "read the source in its own encoding", 0.1),
+    "cut_row": Rule("rows cut at max_seq_length", "raise max_seq_length, or set overlong", 1),
+    "split_row": Rule("rows split at max_seq_length", "nothing, if documents may be split", 1),
+    "dropped_row": Rule("rows longer than max_seq_length, left out", "raise max_seq_length", 0.5),
+    "single_token": Rule("rows of a single token", "look at what the column holds", 0.5),
+    "duplicate_row": Rule("documents that are in the data more than once", "remove them, unless this is meant", 1),
+    "held_out_in_training": Rule("held-out documents that are trained on as well", "remove them from one of the two", 0.5),
+}  # fmt: skip
+
+
+@dataclass
+class Finding:
+    """How often a rule was broken, the first rows (from 1, as they were read), and the first one's words."""
+
+    count: int = 0
+    rows: list[int] = field(default_factory=list)
+    example: str = ""
 
 
 @dataclass
 class DataReport:
-    """Counts of one tokenised data set.
+    """What one tokenised data set holds.
 
     Attributes:
         rows: records read.
         documents: documents stored (a long text becomes several).
         tokens: tokens stored.
         targets: tokens that are predicted and trained on.
-        truncated: rows cut at ``max_seq_length``.
-        split: long texts split into several documents.
-        stop_cut: rows whose stop token was lost to the cut.
-        masked: rows with nothing to train on, left out; by cause in ``masked_causes``.
-        examples: for each finding, the first few row numbers.
+        kinds: rows by kind, as recognised.
+        findings: by the name of the rule.
     """
 
     rows: int = 0
     documents: int = 0
     tokens: int = 0
     targets: int = 0
-    truncated: int = 0
-    split: int = 0
-    stop_cut: int = 0
-    masked: int = 0
-    masked_causes: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, list[int]] = field(default_factory=dict)
+    kinds: dict[str, int] = field(default_factory=dict)
+    findings: dict[str, Finding] = field(default_factory=dict)
 
-    def note(self, finding: str, row: int) -> None:
-        """Remember ``row`` (from 0) as an example of ``finding``."""
-        rows = self.examples.setdefault(finding, [])
-        if len(rows) < 5:
-            rows.append(row + 1)
+    def note(self, rule: str, row: int | None = None, example: str = "", count: int = 1) -> None:
+        """Count ``row`` (from 0; None is the data as a whole) under ``rule``."""
+        found = self.findings.setdefault(rule, Finding())
+        found.count += count
+        found.example = found.example or example
+        if row is not None and len(found.rows) < EXAMPLES:
+            found.rows.append(row + 1)
 
-    def leave_out(self, cause: str, row: int) -> None:
-        self.masked += 1
-        self.masked_causes[cause] = self.masked_causes.get(cause, 0) + 1
-        self.note(cause, row)
+    def count(self, rule: str) -> int:
+        """Rows counted under ``rule``."""
+        return self.findings[rule].count if rule in self.findings else 0
+
+    def level(self, rule: str, shares: Mapping[str, float]) -> Literal["error", "warning"]:
+        """Whether a finding stops the run, by its own largest share or the one set in ``shares``."""
+        share = shares.get(rule, RULES[rule].share)
+        return "error" if share < 1 and self.count(rule) / max(self.rows, 1) > share else "warning"
+
+    def entries(self, shares: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
+        """Each finding as a row of the table: rule, level, count, share, rows, what, remedy, example; errors first."""
+        entries = [
+            {
+                "rule": rule, "level": self.level(rule, shares or {}), "count": found.count,
+                "share": found.count / max(self.rows, 1), "rows": found.rows, "what": RULES[rule].what,
+                "remedy": RULES[rule].remedy, "example": found.example,
+            }
+            for rule, found in self.findings.items()
+        ]  # fmt: skip
+        order = list(RULES)
+        return sorted(entries, key=lambda entry: (entry["level"] != "error", order.index(entry["rule"])))
+
+    def summary(self) -> str:
+        """One line: rows by kind, documents, tokens, how many are trained."""
+        share = self.targets / max(self.tokens, 1)
+        kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.kinds.items()))
+        return (
+            f"{self.rows:,} rows ({kinds or 'of no kind that is known'}), {self.documents:,} documents, "
+            f"{self.tokens:,} tokens, {self.targets:,} of them trained ({share:.0%})"
+        )
+
+    def table(self, shares: Mapping[str, float] | None = None) -> list[tuple[str, str]]:
+        """Level and text of each line: the summary, and a row a finding, in columns."""
+        entries = self.entries(shares)
+        cells = [(e["level"], e["rule"], f"{e['count']:,}", _listed_rows(e), f"{e['what']}: {e['remedy']}") for e in entries]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        rows = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+        return [("info", self.summary()), *zip((entry["level"] for entry in entries), rows, strict=True)]
 
     def to_dict(self) -> dict:
         return asdict(self)
 
-    def lines(self) -> list[str]:
-        """The report for people; every count that is not zero, with the rows where it happened."""
-        share = self.targets / max(self.tokens, 1)
-        lines = [
-            f"{self.rows:,} rows, {self.documents:,} documents, {self.tokens:,} tokens, "
-            f"{self.targets:,} of them trained ({share:.0%})"
-        ]
-        for finding, count in (
-            ("truncated", self.truncated),
-            ("stop token cut", self.stop_cut),
-            ("split", self.split),
-            *self.masked_causes.items(),
-        ):
-            if count:
-                lines.append(f"{count:,} rows {finding} (rows {', '.join(map(str, self.examples.get(finding, [])))} …)")
-        return lines
+    @classmethod
+    def from_dict(cls, fields: dict) -> DataReport:
+        return cls(**{**fields, "findings": {rule: Finding(**found) for rule, found in fields["findings"].items()}})
 
-    def check(self, name: str, max_masked_rows: float) -> None:
-        """Raise where training would be wrong.
+    def check(self, name: str, shares: Mapping[str, float] | None = None) -> None:
+        """Raise where training would be wrong; all that is wrong is in one message.
+
+        Args:
+            name: what the message calls the data.
+            shares: other largest shares, by the name of the rule.
 
         Raises:
-            DataError: no row, nothing to train on, or too large a share of rows without a target.
+            DataError: no row, nothing to train on, or a finding touches more rows than it may.
         """
         if not self.rows:
             raise DataError(f"{name}: holds no rows; give a file with at least one")
-        causes = "; ".join(self.lines()[1:]) or "every token is masked"
-        if not self.targets:
-            raise DataError(f"{name}: nothing to train on in any of {self.rows:,} rows: {causes}")
-        if self.masked / self.rows > max_masked_rows:
-            raise DataError(
-                f"{name}: {self.masked:,} of {self.rows:,} rows have nothing to train on: {causes}. "
-                f"Mend the rows, raise max_seq_length, or raise max_masked_rows (now {max_masked_rows})"
-            )
+        entries = self.entries(shares)
+        wrong = [entry for entry in entries if entry["level"] == "error"]
+        nothing = f"nothing to train on in any of {self.rows:,} rows"
+        if wrong or not self.targets:
+            lines = "".join(f"\n  {describe(entry)}" for entry in (wrong if self.targets else entries))
+            broken = f"breaks {len(wrong)} of the gate's rules in {self.rows:,} rows" if self.targets else nothing
+            raise DataError(f"{name}: {broken}:{lines}{_how_to_allow(wrong) if self.targets else ''}")
+
+
+def _how_to_allow(wrong: Sequence[Mapping[str, Any]]) -> str:
+    shares = ", ".join(f"{entry['rule']}: {math.ceil(1000 * entry['share']) / 1000}" for entry in wrong)
+    return f"\nTo train without these rows or in spite of this, allow it: gate: {{{shares}}}"
+
+
+def describe(entry: Mapping[str, Any]) -> str:
+    """A finding in one line."""
+    rows = f" ({_listed_rows(entry)})" if entry["rows"] else ""
+    example = f"; for one, {entry['example']}" if entry["example"] else ""
+    return f"{entry['rule']}: {entry['count']:,} {entry['what']}{rows}: {entry['remedy']}{example}"
+
+
+def _listed_rows(entry: Mapping[str, Any]) -> str:
+    more = " …" if entry["count"] > len(entry["rows"]) else ""
+    return f"rows {', '.join(map(str, entry['rows']))}{more}" if entry["rows"] else ""
+
+
+def check_shares(shares: Mapping[str, float]) -> None:
+    """Raise ConfigurationError where ``gate`` names no rule or sets no share."""
+    for rule, share in shares.items():
+        if rule not in RULES:
+            raise ConfigurationError(f"gate: no rule is named {rule!r}; there are {', '.join(RULES)}")
+        if not 0 <= share <= 1:
+            raise ConfigurationError(f"gate: {rule}={share}: must be a share of the rows, 0 to 1")

@@ -19,10 +19,10 @@ import torch
 
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
+from chronicals.data.building import open_store
 from chronicals.data.packing import PackPlan, plan_packs
-from chronicals.data.sources import Record
+from chronicals.data.rows import Record
 from chronicals.data.store import TokenStore
-from chronicals.data.template import Tokenizer
 
 BUCKETS = 8
 """``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this many filler documents."""
@@ -217,6 +217,5 @@ def create_dataloader(dataset: str | Path | Iterable[Record], tokenizer: Any, co
     Raises:
         DataError: a row does not parse, or there is nothing to train on.
     """
-    store = TokenStore.build(dataset, Tokenizer(tokenizer, config.objective), config.max_seq_length, config.cache_dir)
-    store.report.check("dataset", config.max_masked_rows)
+    store = open_store(dataset, tokenizer, config)
     return BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=config.num_epochs or 1)

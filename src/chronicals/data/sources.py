@@ -3,38 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from chronicals.data.gate import DataError
-
-Record = Mapping[str, Any]
-
-KINDS = {
-    "chat": ("messages",),
-    "completion": ("prompt", "completion"),
-    "text": ("text",),
-    "tokens": ("input_ids",),
-}
-"""The kinds of row, and the fields that tell them apart, in the order they are looked for."""
-
-
-def kind_of(record: Record, where: str) -> str:
-    """``chat``, ``completion``, ``text`` or ``tokens``, by the fields of the row.
-
-    Raises:
-        DataError: none of the kinds; ``where`` says which row.
-    """
-    if not isinstance(record, Mapping):
-        raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}")
-    for kind, fields in KINDS.items():
-        if all(name in record for name in fields):
-            return "chat" if kind == "completion" and isinstance(record["prompt"], list) else kind
-    raise DataError(
-        f"{where}: unknown kind of row with fields {sorted(record)}; expected 'messages', 'prompt' and 'completion', "
-        "'text', or 'input_ids'"
-    )
+from chronicals.data.rows import Record
 
 
 def read_records(source: str | Path | Iterable[Record]) -> Iterator[tuple[str, Record]]:

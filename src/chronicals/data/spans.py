@@ -51,12 +51,13 @@ def _answer(template: ChatTemplate, conversation: Conversation, number: int, ids
     if ids[:start] != before:
         raise TemplateError(
             f"{here}: what the chat template asks the model to continue is not how it renders the answered "
-            f"conversation, so training would not match generation; {REMEDY}"
+            f"conversation, so training would not match generation; {REMEDY}",
+            "template_differs",
         )
     end = _answer_end(template, conversation, number, ids, start, where)
     if end == start:
         stop = template.tokenizer.convert_ids_to_tokens(template.stop)
-        raise TemplateError(f"{here}: the stop token {stop!r} does not close this assistant turn; {REMEDY}")
+        raise TemplateError(f"{here}: the stop token {stop!r} does not close this assistant turn; {REMEDY}", "no_stop_token")
     if unsaid := not_said(template, messages[number], ids[start:end]):
         raise TemplateError(
             f"{here}: the chat template does not render {unsaid[:40]!r} in this assistant turn, so it would not be "

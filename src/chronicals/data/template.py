@@ -18,7 +18,7 @@ from chronicals.data.batch_encoding import BatchEncoder, TokenArrays
 from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
-from chronicals.data.sources import Record, kind_of
+from chronicals.data.rows import Record, kind_of
 from chronicals.data.spans import trained_span
 from chronicals.data.texts import check_text, without_double_beginning, without_end
 
@@ -140,7 +140,9 @@ class Tokenizer:
             DataError: the tokenizer has none.
         """
         if self.tokenizer.eos_token_id is None:
-            raise DataError(f"{where}: the tokenizer has no eos_token, so the model would never learn to stop; set one")
+            raise DataError(
+                f"{where}: the tokenizer has no eos_token, so the model would never learn to stop; set one", "no_stop_token"
+            )
         return self.tokenizer.eos_token_id
 
     def _completion(self, record: Record, where: str) -> Tokens:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from chronicals.data import Tokenizer, stop_token_ids
+from chronicals.data.rows import CHATS
 from chronicals.data.template import Message
 from chronicals.lora import load_adapter
 from chronicals.lora.peft_format import CONFIG_FILE
@@ -32,7 +33,7 @@ class Trained:
     @property
     def chats(self) -> bool:
         """Whether to ask through the chat template: it was trained on chats, or has a template and another origin."""
-        return "chat" in self.kinds or (not self.kinds and self.tokenizer.chat_template is not None)
+        return any(kind in CHATS for kind in self.kinds) or (not self.kinds and self.tokenizer.chat_template is not None)
 
     @property
     def stops(self) -> list[int]:

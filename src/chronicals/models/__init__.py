@@ -1,7 +1,7 @@
 """Hugging Face models: loading one, reading its head, and giving it a Batch."""
 
 from chronicals.models.head import Head, UnknownHead, read_head
-from chronicals.models.loading import input_device, load_model, load_tokenizer
+from chronicals.models.loading import input_device, load_config, load_model, load_tokenizer
 from chronicals.models.packability import Packability, prove_packability
 from chronicals.models.presentation import PresentedModel, present
 
@@ -11,6 +11,7 @@ __all__ = [
     "PresentedModel",
     "UnknownHead",
     "input_device",
+    "load_config",
     "load_model",
     "load_tokenizer",
     "present",

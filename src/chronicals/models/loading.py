@@ -25,6 +25,20 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
         raise ValueError(f"model={str(name)!r}: no tokenizer could be loaded: {error}") from error
 
 
+def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
+    """A model's configuration from a folder or hub name.
+
+    Raises:
+        ValueError: there is none, with the reason.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model={str(name)!r}: no configuration could be loaded: {error}") from error
+
+
 def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
     """A causal language model from a folder or hub name, on the card if there is one.
 

@@ -1,8 +1,7 @@
-"""What happens around the loop: files, a progress bar, TensorBoard. A callback has four methods."""
+"""What happens around the loop: the file of metrics, a progress bar. A callback has four methods."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ class Callback:
     """Override what you need; every method is called on the first rank only."""
 
     def run_began(self, run: Run) -> None:
-        """Before the first step; ``run`` knows total steps, first step and folders."""
+        """Before the first step; ``run`` knows total steps, first step and folders. What it raises stops the run."""
 
     def step_done(self, metrics: StepMetrics) -> None:
         """When a step's metrics have arrived."""
@@ -31,7 +30,7 @@ class Callback:
         """After an evaluation on held-out data."""
 
     def run_ended(self, run: Run) -> None:
-        """After the last step, also when the run was interrupted or failed."""
+        """After the last step; ``run.outcome`` says whether the run finished, was interrupted or failed."""
 
 
 class MetricsFile(Callback):
@@ -106,31 +105,3 @@ class ProgressBar(Callback):
     def run_ended(self, run: Run) -> None:
         if self.console.is_terminal:
             self.bar.stop()
-
-
-class TensorBoard(Callback):
-    """Scalars for TensorBoard, in ``folder``."""
-
-    @staticmethod
-    def installed() -> bool:
-        return importlib.util.find_spec("tensorboard") is not None
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-
-    def run_began(self, run: Run) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(self.folder, purge_step=run.step + 1)
-
-    def step_done(self, metrics: StepMetrics) -> None:
-        for name, value in metrics.to_dict().items():
-            if name != "step":
-                self.writer.add_scalar(f"train/{name}", value, metrics.step)
-
-    def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        for name, value in evaluation.to_dict().items():
-            self.writer.add_scalar(f"eval/{name}", value, step)
-
-    def run_ended(self, run: Run) -> None:
-        self.writer.close()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, Tokenizer, TokenStore
+from chronicals.data import BatchStream, open_store
 from chronicals.distributed import Ranks
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.objectives import OBJECTIVES, Objective
@@ -64,8 +64,7 @@ def evaluate_file(model: Any, tokenizer: Any, data: str | Path, config: Chronica
     Raises:
         DataError: the file cannot be read, or nothing in it is trained.
     """
-    store = TokenStore.build(data, Tokenizer(tokenizer, config.objective), config.max_seq_length, config.cache_dir)
-    store.report.check(str(data), config.max_masked_rows)
+    store = open_store(data, tokenizer, config)
     stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=1, shuffle=False)
     device = input_device(model)
     with present(model, fused_head=config.use_fused_kernels).attending_documents() as presented:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import DataError, Tokenizer, TokenStore, stop_token_ids
-from chronicals.data.sources import Record
+from chronicals.data import TokenStore, open_store, stop_token_ids
+from chronicals.data.rows import Record
 from chronicals.distributed import Ranks
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import LAYERS, enable_gradient_checkpointing
@@ -53,35 +53,27 @@ def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
 
 
 def open_stores(
-    train: Source, held_out: Source | None, model: Any, tokenizer: Any, config: ChronicalsConfig, builder: bool
+    train: Source, held_out: Source | None, embedding_rows: int, tokenizer: Any, config: ChronicalsConfig, builder: bool = True
 ) -> tuple[TokenStore, TokenStore | None]:
-    """Tokenised data, checked; the report of the gate is logged.
+    """Tokenised data that has passed the gate, whose reports are logged and written to ``output_dir``.
 
     Args:
+        embedding_rows: of the model.
         builder: whether this process tokenises, while others wait for it.
 
     Raises:
         DataError: training on it would be wrong.
     """
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    encoder = Tokenizer(tokenizer, config.objective)
-    stores = []
-    for name, source in (("train_dataset", train), ("eval_dataset", held_out)):
-        if source is None:
-            continue
-        store = TokenStore.build(source, encoder, config.max_seq_length, config.cache_dir, builder=builder)
-        for number, line in enumerate(store.report.lines()):
-            logger.log(logging.WARNING if number else logging.INFO, "%s: %s", name, line)
-        store.report.check(str(source) if isinstance(source, (str, Path)) else name, config.max_masked_rows)
-        if store.max_id >= vocabulary:
-            raise DataError(
-                f"{name}: token id {store.max_id} is outside the model's embedding of {vocabulary} rows; the "
-                "tokenizer is not this model's, or model.resize_token_embeddings was not called"
-            )
-        stores.append(store)
-    if held_out is None and config.validation_split:
-        return stores[0].split(config.validation_split, config.seed)
-    return stores[0], stores[1] if len(stores) > 1 else None
+
+    def opened(name: str, source: Source, training: TokenStore | None = None) -> TokenStore:
+        called = str(source) if isinstance(source, (str, Path)) else name
+        report_file = config.output_dir / f"{name}.json" if builder else None
+        return open_store(source, tokenizer, config, called, builder, embedding_rows, training, report_file)
+
+    store = opened("train_dataset", train)
+    if held_out is not None:
+        return store, opened("eval_dataset", held_out, training=store)
+    return store.split(config.validation_split, config.seed) if config.validation_split else (store, None)
 
 
 def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple[PresentedModel, dict[str, Decision]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from chronicals.training.audit import Coverage
 from chronicals.training.evaluation import Evaluation
+
+Outcome = Literal["finished", "interrupted", "failed"]
 
 
 @dataclass
@@ -24,6 +27,7 @@ class Run:
         last_loss: of the last step whose metrics have arrived.
         evaluation: the last one, if there was any.
         coverage: the first-step audit; None where the run was resumed past it.
+        outcome: how it ended; ``failed`` until it has ended in another way.
     """
 
     total_steps: int
@@ -37,6 +41,7 @@ class Run:
     last_loss: float = float("nan")
     evaluation: Evaluation | None = None
     coverage: Coverage | None = None
+    outcome: Outcome = "failed"
 
     def evaluated(self, evaluation: Evaluation) -> None:
         better = evaluation.loss < self.best_loss

@@ -19,7 +19,7 @@ from chronicals.optimizers import FusedAdamW, learning_rate_factor
 from chronicals.patching import lay_apart
 from chronicals.training import checkpoint
 from chronicals.training.audit import Coverage, FirstStepAudit
-from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, TensorBoard, read_metrics
+from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, read_metrics
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import evaluate
 from chronicals.training.graphs import GraphedStep
@@ -38,6 +38,7 @@ from chronicals.training.report import write_report
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.signals import heeding_signals
 from chronicals.training.step import train_step
+from chronicals.training.trackers import build_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class ChronicalsTrainer:
         model: the model, on its device; ``device_map="auto"`` is fine as long as it uses one device.
         tokenizer: its tokenizer; ``pad_token = eos_token`` is fine.
         config: everything else; ``ChronicalsConfig()`` if None.
-        callbacks: further callbacks; those for files, progress and TensorBoard are always there.
+        callbacks: further callbacks; those for files and progress, and the trackers, are there anyway.
 
     Raises:
         ValueError: the configuration cannot be honoured with this model on this machine; the message names the field.
@@ -85,11 +86,11 @@ class ChronicalsTrainer:
         self._refuse_to_overwrite(resume)
         config, model = self.config, self.model
         train_store, eval_store = open_stores(
-            train_dataset, eval_dataset, model, self.tokenizer, config, builder=self.ranks.first
+            train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, config, self.ranks.first
         )
         torch.manual_seed(config.seed)
         presented, decisions = prepare_model(model, config, self.ranks.count)
-        teach_generation_to_stop(model, self.tokenizer, chats="chat" in train_store.kinds and config.objective != "pretraining")
+        teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
         self.ranks.same_weights(model.parameters())
         precision = Precision(config.mixed_precision, self.device)
         optimizer = build_optimizer(
@@ -279,7 +280,7 @@ class ChronicalsTrainer:
 
     def _about(self, store: TokenStore) -> dict[str, Any]:
         """What ``generate`` must know to ask as the model was taught."""
-        return {"kinds": store.kinds, "tokenization": Tokenizer(self.tokenizer, self.config.objective).fingerprint()}
+        return {"kinds": store.kinds, "tokenization": Tokenizer.configured(self.tokenizer, self.config).fingerprint()}
 
     def _evaluate(self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None) -> None:
         assert store is not None
@@ -319,19 +320,23 @@ class ChronicalsTrainer:
     # --- around ----------------------------------------------------------------------------------------------------
 
     def _own_callbacks(self) -> list[Callback]:
-        own: list[Callback] = [MetricsFile(self.output_dir / "metrics.jsonl"), ProgressBar()]
-        if TensorBoard.installed():
-            own.append(TensorBoard(self.output_dir / "tensorboard"))
-        return own
+        """Trackers first: where they go on from, they read in the metrics of the part before."""
+        return [*build_trackers(self.config), MetricsFile(self.output_dir / "metrics.jsonl"), ProgressBar()]
 
     @contextmanager
     def _callbacks_around(self, run: Run) -> Iterator[None]:
-        for callback in self.callbacks:
-            callback.run_began(run)
+        began: list[Callback] = []
         try:
-            yield
-        finally:
             for callback in self.callbacks:
+                callback.run_began(run)
+                began.append(callback)
+            yield
+            run.outcome = "finished"
+        except (Interrupted, KeyboardInterrupt):
+            run.outcome = "interrupted"
+            raise
+        finally:
+            for callback in began:
                 callback.run_ended(run)
 
     def _told_to_stop(self, reason: str) -> None:

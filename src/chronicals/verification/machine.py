@@ -24,6 +24,8 @@ PACKAGES = (
     "bitsandbytes",
     "flash-attn-4",
     "tensorboard",
+    "wandb",
+    "mlflow-skinny",
 )
 
 

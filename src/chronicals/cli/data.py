@@ -1,0 +1,100 @@
+"""``chronicals data``: looking at data as the model will see it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from rich.text import Text
+
+    from chronicals.data import PackPlan, TokenStore
+
+app = typer.Typer(name="data", no_args_is_help=True)
+
+COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
+BAR = 96
+"""Letters that a pack is drawn with."""
+
+
+@app.callback()
+def data() -> None:
+    """Look at data as the model will see it."""
+
+
+@app.command()
+def show(
+    file: Annotated[str, typer.Argument(help="What `train --data` takes")],
+    model: Annotated[str, typer.Option(help="Folder or hub name of the model whose tokenizer and template are used")],
+    rows: Annotated[int, typer.Option(min=1, help="Rows to show")] = 3,
+    skip: Annotated[int, typer.Option(min=0, help="Rows to leave out before them")] = 0,
+    max_seq_length: Annotated[int, typer.Option(min=2, help="Tokens in a pack")] = 2048,
+    objective: Annotated[str, typer.Option(help="sft or pretraining")] = "sft",
+    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
+) -> None:
+    """Show rows as the model will see them: every token, what is trained, and how documents share packs.
+
+    On a terminal trained tokens are green and the others dim; elsewhere trained spans stand between ⟦ and ⟧.
+    """
+    from rich.console import Console
+
+    from chronicals.config import ChronicalsConfig
+    from chronicals.data import Tokenizer, build_store, plan_packs, read_records
+    from chronicals.data.building import log_report
+    from chronicals.models import load_tokenizer
+
+    config = ChronicalsConfig(max_seq_length=max_seq_length, objective=objective)  # type: ignore[arg-type]
+    tokenizer, console = load_tokenizer(model, trust_remote_code), Console(highlight=False)
+    records = [record for _, record in itertools.islice(read_records(file), skip, skip + rows)]
+    with TemporaryDirectory() as folder:
+        store = build_store(records, Tokenizer(tokenizer, config.objective), max_seq_length, Path(folder))
+        log_report(f"{file}, rows {skip + 1} to {skip + len(records)}", store.report, {})
+        for number in range(len(store)):
+            targets, tokens = int(store.targets[number]), int(store.lengths[number])
+            console.print(
+                f"\n[bold]row {skip + int(store.rows[number]) + 1}[/]: {tokens:,} tokens, {targets:,} of them trained"
+            )
+            console.print(drawn(*store.document(number), tokenizer, marks=not console.is_terminal), soft_wrap=True)
+        console.print()
+        for line in packs(plan_packs(store.lengths, max_seq_length), store):
+            console.print(line, soft_wrap=True)
+
+
+def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:
+    """A document's tokens as text, special ones included, span by span of what is trained and what is not.
+
+    Args:
+        marks: set trained spans between ⟦ and ⟧, for where no colour is seen.
+    """
+    import numpy as np
+    from rich.text import Text
+
+    text = Text()
+    bounds = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(ids)]
+    for start, end in itertools.pairwise(bounds):
+        before = tokenizer.decode(ids[max(start - 1, 0) : start].tolist())  # a word's space is its token's, not the span's
+        span = tokenizer.decode(ids[max(start - 1, 0) : end].tolist())[len(before) :]
+        opening, closing = ("⟦", "⟧") if marks and trained[start] else ("", "")
+        text.append(opening + span + closing, "bold green" if trained[start] else "dim")
+    return text
+
+
+def packs(plan: PackPlan, store: TokenStore) -> list[Text]:
+    """A bar for each pack: its documents by row, in turning colours, and the rest of its width in dots."""
+    from rich.text import Text
+
+    bars = []
+    for number, pack in enumerate(plan, 1):
+        used = int(store.lengths[pack].sum())
+        bar = Text(f"pack {number} ")
+        for place, document in enumerate(pack):
+            width = max(round(BAR * int(store.lengths[document]) / plan.max_seq_length), 3)
+            bar.append(f"{int(store.rows[document]) + 1}".center(width, "▁"), f"black on {COLOURS[place % len(COLOURS)]}")
+        bar.append("·" * round(BAR * (plan.max_seq_length - used) / plan.max_seq_length))
+        bars.append(bar.append(f" {used:,} of {plan.max_seq_length:,}"))
+    return bars

@@ -1,0 +1,318 @@
+"""Building a token store: rows are read, recognised, tokenised by the Rust tokenizer's threads, checked, and written.
+
+Work goes in chunks, so memory is bounded whatever the size of the data: while one chunk is tokenised without the GIL, the
+one before it is checked and written. A row that cannot be used is left out and counted; the gate judges at the end.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from chronicals.config import ChronicalsConfig
+from chronicals.data.documents import Documents, Marks, Overlong, fit
+from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
+from chronicals.data.rows import Record, conversation_faults, conversation_oddities, kind_of, normalise, texts_of
+from chronicals.data.sources import read_records
+from chronicals.data.store import SCHEMA, TokenStore
+from chronicals.data.template import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
+CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
+"""A chunk ends at so many rows or letters."""
+
+Source = str | Path | Iterable[Record]
+Tokens = tuple[np.ndarray, np.ndarray]
+
+
+def open_store(
+    source: Source,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    name: str | None = None,
+    builder: bool = True,
+    embedding_rows: int | None = None,
+    training: TokenStore | None = None,
+    report_file: Path | None = None,
+) -> TokenStore:
+    """Tokenised data that has passed the gate; its report is logged.
+
+    Args:
+        source: what ``read_records`` reads.
+        tokenizer: a transformers tokenizer.
+        config: widths, objective, what the gate lets pass, where stores are kept.
+        name: what messages call the data (by default its path).
+        builder: False waits until another process has written the store.
+        embedding_rows: of the model, if there is one.
+        training: what is trained on, where this is held-out data.
+        report_file: where the report is written as JSON, also when the gate stays shut.
+
+    Raises:
+        DataError: training on it would be wrong.
+        ConfigurationError: ``gate`` names no rule.
+    """
+    check_shares(config.gate)
+    name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
+    encoder = Tokenizer.configured(tokenizer, config)
+    store = build_store(source, encoder, config.max_seq_length, config.cache_dir, builder, config.overlong)
+    if embedding_rows is not None:
+        note_foreign_ids(store, len(tokenizer), embedding_rows)
+    if training is not None:
+        note_overlap(store, training)
+    if report_file is not None:
+        report_file.parent.mkdir(parents=True, exist_ok=True)
+        findings = store.report.entries(config.gate)
+        report_file.write_text(json.dumps({"data": name, **store.report.to_dict(), "findings": findings}, indent=1))
+    log_report(name, store.report, config.gate)
+    store.report.check(name, config.gate)
+    return store
+
+
+def log_report(name: str, report: DataReport, shares: Mapping[str, float]) -> None:
+    """The summary, then a table of what was found."""
+    for level, line in report.table(shares):
+        logger.log(logging.getLevelNamesMapping()[level.upper()], "%s: %s", name, line)
+
+
+def note_foreign_ids(store: TokenStore, vocabulary: int, embedding_rows: int) -> None:
+    """Count what of the tokenizer and of the data the model's embedding does not hold."""
+    if vocabulary > embedding_rows:
+        example = f"{vocabulary:,} tokens, {embedding_rows:,} rows of the embedding"
+        store.report.note("vocabulary_too_large", example=example, count=vocabulary - embedding_rows)
+    if store.max_id >= embedding_rows:
+        foreign = np.array([store.document(n)[0].max() >= embedding_rows for n in range(len(store))])
+        for row in np.unique(store.rows[foreign]):
+            store.report.note("id_out_of_range", int(row), f"token id {store.max_id} of {embedding_rows:,}")
+
+
+def note_overlap(held_out: TokenStore, training: TokenStore) -> None:
+    """Count the held-out documents that are trained on as well."""
+    for row in np.unique(held_out.rows[np.isin(held_out.hashes, training.hashes)]):
+        held_out.report.note("held_out_in_training", int(row))
+
+
+def build_store(
+    source: Source,
+    tokenizer: Tokenizer,
+    max_seq_length: int,
+    cache_dir: Path | None = None,
+    builder: bool = True,
+    overlong: Overlong | None = None,
+) -> TokenStore:
+    """The store of ``source``: opened if it was made before, otherwise tokenised and written.
+
+    Args:
+        source: what ``read_records`` reads.
+        max_seq_length: most tokens of a document.
+        cache_dir: where stores are kept (default ``~/.cache/chronicals``).
+        builder: False waits until another process has written the file.
+        overlong: what becomes of longer rows (default: texts are split, other rows cut).
+
+    Raises:
+        DataError: a file cannot be read; nothing is left behind. What is wrong with single rows is in the store's report.
+    """
+    if isinstance(source, Iterator):
+        source = list(source)
+    key = _key(source, tokenizer, max_seq_length, overlong)
+    path = (cache_dir or Path.home() / ".cache" / "chronicals") / f"{key}.arrow"
+    if builder and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, _Build(tokenizer, max_seq_length, overlong), source)
+    elif not builder:
+        _wait_for(path)
+    return TokenStore.open(path)
+
+
+def _wait_for(path: Path) -> None:
+    """Poll, and say so: no collective is held while another process tokenises."""
+    waited = 0.0
+    while not path.exists():
+        if waited % 60 == 0:
+            logger.info("waiting for another process to tokenise %s", path.name)
+        time.sleep(0.2)
+        waited = round(waited + 0.2, 1)
+
+
+def _key(source: Source, tokenizer: Tokenizer, max_seq_length: int, overlong: Overlong | None) -> str:
+    digest = hashlib.sha256(f"{FORMAT} {max_seq_length} {overlong} {tokenizer.fingerprint()}".encode())
+    if not isinstance(source, (str, Path)):
+        for record in source:
+            digest.update(json.dumps(record, default=_as_list).encode())
+    elif Path(source).is_file():
+        digest.update(Path(source).suffix.encode())
+        with open(source, "rb") as content:
+            for block in iter(lambda: content.read(1 << 20), b""):
+                digest.update(block)
+    else:
+        raise DataError(f"{source}: no such file")
+    return digest.hexdigest()[:32]
+
+
+def _as_list(value: Any) -> Any:
+    """What JSON does not know: arrays whole (``repr`` would leave out their middle)."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)
+
+
+def _write(path: Path, build: _Build, source: Source) -> None:
+    """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
+    aside = path.with_name(f".{path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
+    aside_description = aside.with_name(f"{aside.name}.json")
+    try:
+        with open(aside, "wb") as raw:
+            with pa.ipc.new_file(pa.PythonFile(raw), SCHEMA) as writer:
+                for documents, hashes in build.documents(source):
+                    writer.write_batch(_record_batch(documents, hashes))
+            raw.flush()
+            os.fsync(raw.fileno())
+        aside_description.write_text(json.dumps(build.description(), indent=1))
+        os.replace(aside_description, path.with_suffix(".json"))
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+        aside_description.unlink(missing_ok=True)
+
+
+def _record_batch(documents: Documents, hashes: np.ndarray) -> pa.RecordBatch:
+    offsets = pa.array(documents.offsets.astype(np.int32))
+    lists = [pa.ListArray.from_arrays(offsets, pa.array(values)) for values in (documents.ids, documents.trained)]
+    return pa.RecordBatch.from_arrays([*lists, pa.array(documents.rows), pa.array(hashes)], schema=SCHEMA)
+
+
+@dataclass
+class _Chunk:
+    """Rows on their way through the tokenizer."""
+
+    rows: list[int] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    wheres: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+    letters: int = 0
+
+    @property
+    def full(self) -> bool:
+        return len(self.rows) >= CHUNK_ROWS or self.letters >= CHUNK_LETTERS
+
+
+@dataclass
+class _Build:
+    """One pass over the rows, and what it has counted so far."""
+
+    tokenizer: Tokenizer
+    width: int
+    overlong: Overlong | None
+    report: DataReport = field(default_factory=DataReport)
+    max_id: int = -1
+    hashes: list[np.ndarray] = field(default_factory=list)
+    rows: list[np.ndarray] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.marks = Marks.of(self.tokenizer)
+
+    def description(self) -> dict[str, Any]:
+        self._note_duplicates()
+        return {"report": self.report.to_dict(), "max_id": self.max_id}
+
+    def documents(self, source: Source) -> Iterator[tuple[Documents, np.ndarray]]:
+        """A batch a chunk: documents, each with something to train on, and the hashes of the rows they came from."""
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as tokenizing:
+            ahead: tuple[_Chunk, Future] | None = None
+            for chunk in self._chunks(source):
+                begun = chunk, tokenizing.submit(self.tokenizer.encode_batch, chunk.records, chunk.wheres)
+                if ahead is not None:
+                    yield from self._checked(ahead[0], ahead[1].result())
+                ahead = begun
+            if ahead is not None:
+                yield from self._checked(ahead[0], ahead[1].result())
+
+    def _chunks(self, source: Source) -> Iterator[_Chunk]:
+        chunk = _Chunk()
+        for row, (where, record) in enumerate(read_records(source)):
+            self.report.rows += 1
+            try:
+                kind, record = self._recognised(row, record, where)
+            except DataError as fault:
+                self.report.note(fault.rule, row, str(fault))
+                continue
+            chunk.rows.append(row)
+            chunk.kinds.append(kind)
+            chunk.wheres.append(where)
+            chunk.records.append(record)
+            chunk.letters += sum(map(len, texts_of(record)))
+            if chunk.full:
+                yield chunk
+                chunk = _Chunk()
+        if chunk.rows:
+            yield chunk
+
+    def _recognised(self, row: int, record: Any, where: str) -> tuple[str, Record]:
+        """The kind of a row and its normal form; counts what is odd in its texts."""
+        kind = kind_of(record, where)
+        self.report.kinds[kind] = self.report.kinds.get(kind, 0) + 1
+        record = normalise(record, where)
+        messages = record.get("messages")
+        if messages is not None and self.tokenizer.objective == "sft":
+            conversation_faults(messages, where)
+            for rule in conversation_oddities(messages):
+                self.report.note(rule, row, where)
+        texts = texts_of(record)
+        if any("\ufffd" in text for text in texts):
+            self.report.note("byte_garbage", row, where)
+        written = next((found for text in texts if self.marks.special and (found := self.marks.special.search(text))), None)
+        if written:
+            self.report.note("special_token_in_text", row, f"{where} holds {written.group()!r}")
+        return kind, record
+
+    def _checked(self, chunk: _Chunk, encoded: list[Tokens | DataError]) -> Iterator[tuple[Documents, np.ndarray]]:
+        """The chunk's documents, counted; rows that were refused or hold no target are left out."""
+        rows, pieces = [], []
+        for row, kind, tokens in zip(chunk.rows, chunk.kinds, encoded, strict=True):
+            if isinstance(tokens, DataError):
+                self.report.note(tokens.rule, row, str(tokens))
+                continue
+            whole = kind != "text" and self.tokenizer.objective != "pretraining"
+            rows.append((row, *tokens))
+            pieces += fit(row, *tokens, self.width, self.overlong or ("cut" if whole else "split"), self.report)
+        read, fitted = Documents.joined(rows), Documents.joined(pieces)
+        read.inspect(self.marks, self.report)
+        kept = fitted.only(fitted.targets > 0)
+        for row in np.setdiff1d(fitted.rows, kept.rows):
+            lost = read.targets[np.searchsorted(read.rows, row)] > 0
+            self.report.note("masked_by_cut" if lost else "masked_row", int(row))
+        hashes = read.hashes()[np.searchsorted(read.rows, kept.rows)]
+        self._count(kept, hashes)
+        if len(kept):
+            yield kept, hashes
+
+    def _count(self, documents: Documents, hashes: np.ndarray) -> None:
+        self.report.documents += len(documents)
+        self.report.tokens += len(documents.ids)
+        self.report.targets += int(documents.targets.sum())
+        self.max_id = max(self.max_id, int(documents.ids.max(initial=-1)))
+        rows, first = np.unique(documents.rows, return_index=True)
+        self.rows.append(rows)
+        self.hashes.append(hashes[first])
+
+    def _note_duplicates(self) -> None:
+        hashes = np.concatenate([*self.hashes, np.zeros(0, np.uint64)])
+        rows = np.concatenate([*self.rows, np.zeros(0, np.int64)])
+        _, first, place = np.unique(hashes, return_index=True, return_inverse=True)
+        again = np.flatnonzero(first[place] != np.arange(len(hashes)))
+        for document in again[:EXAMPLES]:
+            example = f"row {rows[document] + 1} equals row {rows[first[place[document]]] + 1}"
+            self.report.note("duplicate_row", int(rows[document]), example)
+        if len(again) > EXAMPLES:
+            self.report.note("duplicate_row", count=len(again) - EXAMPLES)

@@ -1,0 +1,157 @@
+"""Documents in flat arrays: rows fitted to the width, and what the gate can see in their tokens, many at a time.
+
+Shapes: T tokens of N documents together; document n holds the positions ``offsets[n]`` to ``offsets[n + 1]``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from chronicals.data.gate import DataReport
+from chronicals.data.template import TemplateError, Tokenizer
+
+Overlong = Literal["cut", "split", "drop"]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The tokens of a vocabulary that the gate looks for.
+
+    Attributes:
+        bos, pad: ids, -1 where there is none (for ``pad`` also where it is one of ``stops``).
+        stops: ids at which an answer ends.
+        special: finds the writing of a special token in a text.
+    """
+
+    bos: int
+    pad: int
+    stops: tuple[int, ...]
+    special: re.Pattern[str] | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Marks:
+        inner = tokenizer.tokenizer
+        stops = {inner.eos_token_id} - {None}
+        if inner.chat_template is not None:
+            with contextlib.suppress(TemplateError):  # every conversation will be refused with the reason
+                stops.add(tokenizer.stop_token())
+        names = {str(token) for token in inner.added_tokens_decoder.values() if token.special} | set(inner.all_special_tokens)
+        written = sorted((re.escape(name) for name in names if len(name) > 1), reverse=True)
+        bos = -1 if inner.bos_token_id is None else inner.bos_token_id
+        pad = -1 if inner.pad_token_id is None or inner.pad_token_id in stops else inner.pad_token_id
+        return cls(bos, pad, tuple(stops), re.compile("|".join(written)) if written else None)
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Several documents end to end.
+
+    Attributes:
+        ids: int32 ``[T]``.
+        trained: uint8 ``[T]``, 1 where the token is trained.
+        offsets: int64 ``[N + 1]``.
+        rows: int64 ``[N]``, the row each came from, from 0 in reading order.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    offsets: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def joined(cls, pieces: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> Documents:
+        """From ``(row, ids, trained)`` of each."""
+        ids = np.concatenate([ids for _, ids, _ in pieces] or [np.zeros(0, np.int32)])
+        trained = np.concatenate([trained for _, _, trained in pieces] or [np.zeros(0, np.uint8)])
+        offsets = np.zeros(len(pieces) + 1, np.int64)
+        np.cumsum([len(ids) for _, ids, _ in pieces], out=offsets[1:])
+        return cls(ids, trained, offsets, np.array([row for row, _, _ in pieces], np.int64))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.offsets)
+
+    @property
+    def targets(self) -> np.ndarray:
+        """int64 ``[N]``: positions that predict a trained token; the first token of a document is predicted by none."""
+        running = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])
+        filled = self.lengths > 0
+        first = np.where(filled, self.trained[np.minimum(self.offsets[:-1], max(len(self.trained) - 1, 0))], 0)
+        return running[self.offsets[1:]] - running[self.offsets[:-1]] - first
+
+    def only(self, kept: np.ndarray) -> Documents:
+        """Those where ``kept`` (bool ``[N]``) holds."""
+        if kept.all():
+            return self
+        positions = np.repeat(kept, self.lengths)
+        offsets = np.concatenate([[0], np.cumsum(self.lengths[kept])])
+        return replace(
+            self, ids=self.ids[positions], trained=self.trained[positions], offsets=offsets, rows=self.rows[kept]
+        )  # fmt: skip
+
+    def hashes(self) -> np.ndarray:
+        """uint64 ``[N]``: the same where all tokens are the same (splitmix64 of token and place, summed)."""
+        starts = self.offsets[:-1]
+        places = np.arange(len(self.ids), dtype=np.uint64) - np.repeat(starts, self.lengths).astype(np.uint64)
+        mixed = _splitmix(self.ids.astype(np.uint64) + places * np.uint64(0x9E3779B97F4A7C15))
+        running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+        return _splitmix(running[self.offsets[1:]] - running[starts] + self.lengths.astype(np.uint64))
+
+    def inspect(self, marks: Marks, report: DataReport) -> None:
+        """Count what the gate finds in tokens."""
+        starts, lengths = self.offsets[:-1], self.lengths
+        for row in self.rows[lengths == 1]:
+            report.note("single_token", int(row))
+        longer = np.flatnonzero(lengths > 1)
+        doubled = (self.ids[starts[longer]] == marks.bos) & (self.ids[starts[longer] + 1] == marks.bos)
+        for row in self.rows[longer[doubled]]:
+            report.note("double_bos", int(row))
+        self._note_positions("trained_padding", (self.trained == 1) & (self.ids == marks.pad), report)
+        stop = np.isin(self.ids, marks.stops)
+        masked = np.zeros(len(self.ids), bool)
+        masked[1:] = stop[1:] & (self.trained[1:] == 0) & (self.trained[:-1] == 1) & ~stop[:-1]
+        masked[starts[lengths > 0]] = False
+        self._note_positions("masked_stop", masked, report)
+
+    def _note_positions(self, rule: str, found: np.ndarray, report: DataReport) -> None:
+        """Count the rows that hold a position where ``found`` (bool ``[T]``)."""
+        documents = np.searchsorted(self.offsets, np.flatnonzero(found), side="right") - 1
+        for row in np.unique(self.rows[documents]):
+            report.note(rule, int(row))
+
+
+def fit(
+    row: int, ids: np.ndarray, trained: np.ndarray, width: int, overlong: Overlong, report: DataReport
+) -> list[tuple[int, np.ndarray, np.ndarray]]:
+    """The row as documents of at most ``width`` tokens; what was done is counted.
+
+    Pieces of a split row overlap by one token, so that every target keeps its place in exactly one of them.
+    """
+    if len(ids) <= width:
+        return [(row, ids, trained)]
+    if overlong == "drop":
+        report.note("dropped_row", row, f"{len(ids):,} tokens")
+        return []
+    if overlong == "split" and width > 1:
+        report.note("split_row", row, f"{len(ids):,} tokens")
+        return [(row, ids[i : i + width], trained[i : i + width]) for i in range(0, len(ids) - 1, width - 1)]
+    report.note("cut_row", row, f"{len(ids):,} tokens")
+    if trained[width:].any():
+        report.note("cut_stop", row)
+    return [(row, ids[:width], trained[:width])]
+
+
+def _splitmix(values: np.ndarray) -> np.ndarray:
+    """Steele, Lea and Flood (2014), the finalizer of SplitMix64; uint64, wraps."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

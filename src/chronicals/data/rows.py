@@ -1,0 +1,240 @@
+"""What a row is: its kind, told by its fields, and the one form in which each kind goes on to the chat template.
+
+Conversations arrive in several dialects: OpenAI's messages, ShareGPT's ``from`` and ``value``, content in parts, tool
+calls with their arguments as JSON text, and the ``None`` that a columnar file puts where a message lacks a field.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from chronicals.data.gate import DataError
+
+Record = Mapping[str, Any]
+Message = dict[str, Any]
+
+KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
+    "chat": (("messages",), ("conversations",)),
+    "unpaired preference": (("prompt", "completion", "label"),),
+    "completion": (("prompt", "completion"),),
+    "instruction": (("instruction", "output"), ("instruction", "response")),
+    "preference": (("chosen", "rejected"),),
+    "tokens": (("input_ids",),),
+    "text": (("text",),),
+    "prompt": (("prompt",),),
+}
+"""The kinds of row, and the sets of fields that tell them, in the order in which they are looked for."""
+
+CHATS = ("chat", "instruction")
+"""The kinds that go through the chat template."""
+
+NOT_TRAINED = {
+    "preference": "holds a preference pair (chosen, rejected), of which sft and pretraining would train one side unasked; "
+    "map it, columns: {completion: chosen}, to train on what was chosen",
+    "unpaired preference": "holds a judged answer (prompt, completion, label), which sft and pretraining would train whatever "
+    "the judgement; drop the label and the bad answers to train on the good ones",
+    "prompt": "holds a prompt without an answer, which only objectives with rollouts can use",
+}
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+FIRST = ("system", "developer")
+"""Roles that belong before all others."""
+
+SPEAKERS = {
+    "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
+    "observation": "tool", "function_response": "tool", "function": "tool", "ipython": "tool",
+    "function_call": "assistant",
+}  # fmt: skip
+"""Other names of the roles."""
+
+
+def kind_of(record: Any, where: str) -> str:
+    """The name in ``KINDS`` of a row; a field that is None is not there.
+
+    Raises:
+        DataError: it is no object, or of no kind; ``where`` says which row.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}", "wrong_type")
+    for kind, choices in KINDS.items():
+        if any(all(record.get(name) is not None for name in fields) for fields in choices):
+            return "chat" if kind == "completion" and not isinstance(record["prompt"], str) else kind
+    raise DataError(
+        f"{where}: unknown kind of row with fields {sorted(map(str, record))}; expected messages, prompt and completion, "
+        "instruction and output, text, or input_ids",
+        "missing_field",
+    )
+
+
+def normalise(record: Record, where: str) -> Record:
+    """The row in the form of its kind that is encoded: ``messages`` (and ``tools``), ``prompt`` and ``completion``
+    (both texts, or both messages), ``text``, or ``input_ids`` (and ``labels``).
+
+    Raises:
+        DataError: a field is missing, of the wrong type, or the kind is not one that is trained on.
+    """
+    kind = kind_of(record, where)
+    if kind in NOT_TRAINED:
+        raise DataError(f"{where}: {NOT_TRAINED[kind]}", "unusable_kind")
+    if kind in ("text", "tokens"):
+        return record
+    if kind == "completion":
+        return record
+    tools = _parsed(record.get("tools"), "tools", where)
+    if kind == "chat" and record.get("messages") is None and record.get("conversations") is None:
+        sides = {name: _messages(record[name], name, where) for name in ("prompt", "completion")}
+        return {**sides, "tools": _without_none(tools)}
+    if kind == "instruction":
+        messages = _from_instruction(record, where)
+    else:
+        name = "messages" if record.get("messages") is not None else "conversations"
+        messages = _messages(record[name], name, where)
+        if name == "conversations" and messages[0]["role"] != "system" and isinstance(record.get("system"), str):
+            messages.insert(0, {"role": "system", "content": record["system"]})
+    return {"messages": messages, "tools": _without_none(tools)}
+
+
+def texts_of(record: Record) -> list[str]:
+    """What people wrote in a normalised row."""
+    messages = [*record.get("messages", ()), *(m for name in ("prompt", "completion") for m in _listed(record.get(name)))]
+    plain = [record.get(name) for name in ("prompt", "completion", "text")]
+    return [text for text in (*(message.get("content") for message in messages), *plain) if isinstance(text, str)]
+
+
+def conversation_faults(messages: Sequence[Message], where: str) -> None:
+    """Raise where a normalised conversation teaches nothing or the wrong thing.
+
+    Raises:
+        DataError: no assistant's turn, or an empty one.
+    """
+    answers = [(number, message) for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
+    if not answers:
+        raise DataError(f"{where}: no message of the assistant among {len(messages)}", "no_assistant_turn")
+    for number, message in answers:
+        said = [message.get(name) for name in ("content", "reasoning_content", "thinking")]
+        if not message.get("tool_calls") and not any(isinstance(text, str) and text.strip() for text in said):
+            raise DataError(f"{where}: message {number} (assistant) is empty", "empty_answer")
+
+
+def conversation_oddities(messages: Sequence[Message]) -> list[str]:
+    """Rules that a conversation breaks without being wrong for certain."""
+    roles = [message["role"] for message in messages]
+    odd = []
+    if any(a == b == "assistant" for a, b in itertools.pairwise(roles)):
+        odd.append("consecutive_answers")
+    if any(a not in FIRST and b in FIRST for a, b in itertools.pairwise(roles)):
+        odd.append("late_system_message")
+    return odd
+
+
+def _from_instruction(record: Record, where: str) -> list[Message]:
+    """Taori et al. (2023), Alpaca: instruction, input, output; LLaMA-Factory adds system and history."""
+    answer = "output" if record.get("output") is not None else "response"
+    asked = [_text(record[name], name, where) for name in ("instruction", "input") if record.get(name)]
+    history = record.get("history") or []
+    if not isinstance(history, Sequence) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in history):
+        raise DataError(f"{where}: history must be a list of [question, answer]", "wrong_type")
+    turns = [*history, ("\n\n".join(asked), _text(record[answer], answer, where))]
+    system = [{"role": "system", "content": _text(record["system"], "system", where)}] if record.get("system") else []
+    return system + [
+        {"role": role, "content": _text(text, "history", where)}
+        for turn in turns
+        for role, text in zip(("user", "assistant"), turn, strict=True)
+    ]
+
+
+def _messages(messages: Any, name: str, where: str) -> list[Message]:
+    messages = messages.tolist() if hasattr(messages, "tolist") else messages
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise DataError(f"{where}: {name} must be a list of messages, this is {type(messages).__name__}", "wrong_type")
+    if not messages:
+        raise DataError(f"{where}: {name} must be a list with at least one message", "empty_conversation")
+    return [_message(message, f"{where}: message {number}") for number, message in enumerate(messages, 1)]
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise DataError(f"{where} must be an object with 'role' and 'content', this is {type(message).__name__}", "wrong_type")
+    fields = _without_none(dict(message))
+    speaker = fields.pop("from", None) if "role" not in fields else fields["role"]
+    if speaker is None:
+        raise DataError(f"{where} has no role, only {sorted(fields)}", "missing_field")
+    role = SPEAKERS.get(speaker, speaker) if isinstance(speaker, str) else speaker
+    if role not in ROLES:
+        raise DataError(f"{where}: unknown role {speaker!r}; there are {', '.join((*ROLES, *SPEAKERS))}", "unknown_role")
+    content = fields.pop("value", None) if "content" not in fields else fields["content"]
+    if speaker == "function_call":
+        calls = _parsed(content, "value", where)
+        fields["tool_calls"], content = calls if isinstance(calls, list) else [calls], None
+    if content is None and not fields.get("tool_calls"):
+        raise DataError(f"{where} ({role}) has no content", "missing_field")
+    fields |= {"role": role, "content": content if content is None else _joined(content, f"{where} ({role})")}
+    if "tool_calls" in fields:
+        fields["tool_calls"] = _tool_calls(fields["tool_calls"], where)
+    if "weight" in fields and "train" not in fields:  # OpenAI's name for it
+        fields["train"] = bool(fields.pop("weight"))
+    return fields
+
+
+def _joined(content: Any, where: str) -> str:
+    """Content as one text; parts of text are joined."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, Sequence):
+        raise DataError(f"{where}: content must be text or a list of parts, this is {type(content).__name__}", "wrong_type")
+    texts = []
+    for part in content:
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif isinstance(part, str):
+            texts.append(part)
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise DataError(f"{where}: content has a part of type {kind!r}; only parts of text can be trained on", "wrong_type")
+    return "".join(texts)
+
+
+def _tool_calls(calls: Any, where: str) -> list[dict]:
+    """As the templates of transformers read them: ``{"type": "function", "function": {"name", "arguments": object}}``."""
+    calls = _parsed(calls, "tool_calls", where)
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        raise DataError(f"{where}: tool_calls must be a list of objects", "wrong_type")
+    found = []
+    for call in calls:
+        function = dict(call.get("function") or {name: call[name] for name in ("name", "arguments") if name in call})
+        if not isinstance(function.get("name"), str):
+            raise DataError(f"{where}: a tool call has no name", "missing_field")
+        function["arguments"] = _parsed(function.get("arguments") or {}, "arguments", where)
+        rest = {name: value for name, value in call.items() if name not in ("function", "name", "arguments")}
+        found.append({"type": "function", **rest, "function": function})
+    return found
+
+
+def _parsed(value: Any, name: str, where: str) -> Any:
+    """JSON where it came as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: {name} does not parse as JSON: {error}", "wrong_type") from error
+
+
+def _without_none(value: Any) -> Any:
+    """Columnar files give every struct all fields that any of them has: None means that it was not there."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _listed(value: Any) -> list[Message]:
+    return value if isinstance(value, list) else []
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f"{where}: {name} must be text, this is {type(value).__name__}", "wrong_type")
+    return value

@@ -1,0 +1,321 @@
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow.
+
+A tracker is given the configuration once, the metrics of every step under ``train/`` and every evaluation under
+``eval/``. A resumed run is continued, not begun anew: which run that is stands in ``trackers.json``. The loop never waits
+for a tracker and is never stopped by one: each has a thread that hands over what has arrived and offers it again when that
+fails. What cannot be stored is said in the log; ``metrics.jsonl`` has it in any case.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.training.callbacks import Callback, read_metrics
+from chronicals.training.evaluation import Evaluation
+from chronicals.training.metrics import StepMetrics
+from chronicals.training.run import Outcome, Run
+
+logger = logging.getLogger(__name__)
+
+PATIENCE = 60.0
+"""Seconds that the end of a run waits for a tracker to take the rest."""
+
+MAX_WAITING = 10_000
+"""Points kept for a tracker that takes none just now, some 10 MB; beyond, the oldest are given up."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Values of one step, named as the tracker shows them, and when they were known (seconds since 1970)."""
+
+    step: int
+    values: dict[str, float]
+    time: float
+
+
+class Tracker(Callback):
+    """What trackers share: a check at the start, a thread, patience. A subclass says how to begin, store and end.
+
+    Attributes:
+        name: as in the field ``trackers``, and that of the extra that installs it.
+        module: what is imported.
+        remedy: what to do where it cannot be started.
+
+    Raises:
+        ConfigurationError: the package is not installed.
+    """
+
+    name: ClassVar[str]
+    module: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def __init__(self, config: ChronicalsConfig):
+        if not self.installed():
+            raise ConfigurationError(
+                f"trackers: {self.name!r} is not installed; pip install 'chronicals[{self.name}]', or leave it out of trackers"
+            )
+        self.config = config
+
+    @classmethod
+    def installed(cls) -> bool:
+        """A folder that only has the package's name, as W&B leaves one behind, is no package: it has no origin."""
+        found = importlib.util.find_spec(cls.module)
+        return found is not None and found.origin is not None
+
+    # --- what a subclass says ----------------------------------------------------------------------------------------
+
+    def begin(self, run: Run) -> dict[str, int]:
+        """Begin a run, or continue the earlier one where ``run.step`` is not 0.
+
+        Returns:
+            The last step that is stored of ``train`` and of ``eval``: these are not stored again.
+        """
+        raise NotImplementedError
+
+    def store(self, points: list[Point]) -> None:
+        """Store points, steps ascending; after an error the same points come again."""
+        raise NotImplementedError
+
+    def end(self, outcome: Outcome) -> None:
+        """Mark how the run ended, and close."""
+        raise NotImplementedError
+
+    # --- around the loop ---------------------------------------------------------------------------------------------
+
+    def run_began(self, run: Run) -> None:
+        """Raises ConfigurationError where the tracker cannot be started."""
+        try:
+            self.stored = self.begin(run)
+        except Exception as error:
+            raise ConfigurationError(
+                f"trackers: {self.name!r} cannot be started: {error}; {self.remedy}, or leave it out of trackers"
+            ) from error
+        self.arrivals: queue.SimpleQueue[Point | Outcome] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._hand_over, name=f"chronicals-{self.name}", daemon=True)
+        self.thread.start()
+
+    def step_done(self, metrics: StepMetrics) -> None:
+        self._offer("train", metrics.step, metrics.to_dict())
+
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
+        self._offer("eval", step, evaluation.to_dict())
+
+    def run_ended(self, run: Run) -> None:
+        self.arrivals.put(run.outcome)
+        self.thread.join(PATIENCE)
+        if self.thread.is_alive():
+            logger.warning("%s: still not done %.0f s after the run; it is left to itself", self.name, PATIENCE)
+
+    def _offer(self, part: str, step: int, values: dict[str, float]) -> None:
+        if step > self.stored.get(part, 0):
+            named = {f"{part}/{name}": float(value) for name, value in values.items() if name != "step"}
+            self.arrivals.put(Point(step, named, time.time()))
+
+    # --- in the thread -----------------------------------------------------------------------------------------------
+
+    def _hand_over(self) -> None:
+        waiting: list[Point] = []
+        outcome, complained, given_up = None, False, 0
+        while outcome is None:
+            for arrival in self._arrived():
+                if isinstance(arrival, Point):
+                    waiting.append(arrival)
+                else:
+                    outcome = arrival
+            given_up += max(len(waiting) - MAX_WAITING, 0)
+            waiting = waiting[-MAX_WAITING:]
+            try:
+                self.store(waiting)
+                waiting = []
+            except Exception as error:
+                if not complained:
+                    logger.error("%s: cannot store what arrives, training goes on: %s", self.name, error)
+                complained = True
+        if waiting or given_up:
+            logger.error("%s: %d points were not stored; metrics.jsonl has them", self.name, len(waiting) + given_up)
+        try:
+            self.end(outcome)
+        except Exception as error:
+            logger.error("%s: the end of the run (%s) could not be marked: %s", self.name, outcome, error)
+
+    def _arrived(self) -> Iterable[Point | Outcome]:
+        """At least one, and whatever else is there."""
+        yield self.arrivals.get()
+        while not self.arrivals.empty():
+            yield self.arrivals.get()
+
+
+class TensorBoard(Tracker):
+    """Event files in ``tensorboard/`` of the run's folder.
+
+    Resumed, what was stored beyond the checkpoint is purged and stored anew. It has no mark for how a run ended.
+    """
+
+    name, module = "tensorboard", "tensorboard"
+    remedy = "make output_dir writable"
+
+    def begin(self, run: Run) -> dict[str, int]:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(run.output_dir / "tensorboard", purge_step=run.step + 1)
+        if run.step == 0:
+            lines = json.dumps(self.config.to_dict(), indent=1).splitlines()
+            self.writer.add_text("configuration", "\n".join(f"    {line}" for line in lines))
+        return {}
+
+    def store(self, points: list[Point]) -> None:
+        for point in points:
+            for name, value in point.values.items():
+                self.writer.add_scalar(name, value, point.step, walltime=point.time)
+
+    def end(self, outcome: Outcome) -> None:
+        self.writer.close()
+
+
+class WeightsAndBiases(Tracker):
+    """A run of its own in the W&B project; where and as whom is W&B's business (``wandb login``, ``WANDB_MODE``, ...).
+
+    W&B takes steps in ascending order only and cannot take any back. Resumed, steps that it already has keep their first
+    values; the run goes on after them. Offline, each part is a folder in ``wandb/`` of the run's folder, all of one run
+    id, which ``wandb sync`` joins. An interrupted run is marked killed.
+    """
+
+    name, module = "wandb", "wandb"
+    remedy = "run `wandb login`, or set WANDB_MODE=offline to store now and `wandb sync` later"
+    EXIT_CODES: ClassVar[dict[Outcome, int]] = {"finished": 0, "failed": 1, "interrupted": 255}
+    """255 is what W&B itself gives to a program ended by Ctrl-C."""
+
+    def begin(self, run: Run) -> dict[str, int]:
+        import wandb
+
+        earlier = earlier_id(run, self.name)
+        self.run = wandb.init(
+            project=self.config.project, name=self.config.run_name, dir=run.output_dir.absolute(), id=earlier,
+            resume="allow" if earlier else None, reinit="create_new",
+        )  # fmt: skip
+        self.run.config.update(self.config.to_dict(), allow_val_change=True)
+        keep_id(run, self.name, self.run.id)
+        if not earlier:
+            return {}
+        if self.run.resumed:
+            return dict.fromkeys(("train", "eval"), self.run.starting_step - 1)
+        return _last_steps(run.output_dir / "metrics.jsonl")
+
+    def store(self, points: list[Point]) -> None:
+        for point in points:
+            self.run.log(point.values, step=point.step)
+
+    def end(self, outcome: Outcome) -> None:
+        self.run.finish(exit_code=self.EXIT_CODES[outcome])
+
+
+class MLflow(Tracker):
+    """A run in the experiment ``project``, at MLflow's own tracking URI (``sqlite:///mlflow.db`` unless it is told).
+
+    MLflow keeps what it was given: values cannot be taken back, parameters not be changed. Resumed, steps that it already
+    has keep their first values, and fields that changed become tags ``resumed.FIELD``. An interrupted run is marked killed.
+    """
+
+    name, module = "mlflow", "mlflow"
+    remedy = "check MLFLOW_TRACKING_URI"
+    STATES: ClassVar[dict[Outcome, str]] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
+    AT_ONCE = 50
+    """Points in one call, of fewer than 20 values each: MLflow accepts 1000."""
+
+    def begin(self, run: Run) -> dict[str, int]:
+        from mlflow import MlflowClient
+        from mlflow.entities import Param
+
+        self.client = MlflowClient()
+        fields = {name: str(value) for name, value in self.config.to_dict().items()}
+        earlier = earlier_id(run, self.name)
+        if earlier:
+            self.id = earlier
+            self.client.update_run(earlier, status="RUNNING")
+            known = self.client.get_run(earlier).data.params
+            for name in [name for name in fields if known.get(name) != fields[name]]:
+                self.client.set_tag(earlier, f"resumed.{name}", fields[name])
+            return {part: self._last_step(f"{part}/loss") for part in ("train", "eval")}
+        self.id = self.client.create_run(self._experiment(), run_name=self.config.run_name).info.run_id
+        keep_id(run, self.name, self.id)
+        self.client.log_batch(self.id, params=[Param(name, value) for name, value in fields.items()])
+        return {}
+
+    def _experiment(self) -> str:
+        """The id of ``project``, else of the experiment that MLflow would take."""
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_ID, MLFLOW_EXPERIMENT_NAME
+
+        name = self.config.project or MLFLOW_EXPERIMENT_NAME.get()
+        if name is None:
+            return MLFLOW_EXPERIMENT_ID.get() or "0"
+        found = self.client.get_experiment_by_name(name)
+        return found.experiment_id if found else self.client.create_experiment(name)
+
+    def _last_step(self, metric: str) -> int:
+        return max((value.step for value in self.client.get_metric_history(self.id, metric)), default=0)
+
+    def store(self, points: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        for start in range(0, len(points), self.AT_ONCE):
+            some = points[start : start + self.AT_ONCE]
+            metrics = [Metric(name, v, int(1000 * p.time), p.step) for p in some for name, v in p.values.items()]
+            self.client.log_batch(self.id, metrics=metrics)
+
+    def end(self, outcome: Outcome) -> None:
+        self.client.set_terminated(self.id, self.STATES[outcome])
+
+
+TRACKERS: dict[str, type[Tracker]] = {tracker.name: tracker for tracker in (TensorBoard, WeightsAndBiases, MLflow)}
+
+
+def build_trackers(config: ChronicalsConfig) -> list[Tracker]:
+    """Those that ``config.trackers`` names; TensorBoard where it is installed if the field was left alone.
+
+    Raises:
+        ConfigurationError: one is not installed; the message names the extra.
+    """
+    names = config.trackers
+    if names is None:
+        names = ["tensorboard"] if TensorBoard.installed() else []
+    return [TRACKERS[name](config) for name in dict.fromkeys(names)]
+
+
+# --- which run it is -------------------------------------------------------------------------------------------------
+
+
+def _ids(run: Run) -> tuple[Path, dict[str, str]]:
+    path = run.output_dir / "trackers.json"
+    return path, json.loads(path.read_text()) if path.exists() else {}
+
+
+def earlier_id(run: Run, tracker: str) -> str | None:
+    """What the tracker called the run that is now resumed; None for a new one."""
+    return _ids(run)[1].get(tracker) if run.step else None
+
+
+def keep_id(run: Run, tracker: str, identity: str) -> None:
+    """Keep what the tracker calls this run."""
+    path, ids = _ids(run)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".aside")
+    aside.write_text(json.dumps({**ids, tracker: identity}, indent=1))
+    os.replace(aside, path)
+
+
+def _last_steps(path: Path) -> dict[str, int]:
+    """By ``metrics.jsonl`` as the part before left it: the last step trained and the last one evaluated."""
+    lines: list[dict[str, Any]] = read_metrics(path)
+    marks = {"train": "loss", "eval": "eval_loss"}
+    return {part: max((line["step"] for line in lines if mark in line), default=0) for part, mark in marks.items()}

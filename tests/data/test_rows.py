@@ -1,0 +1,184 @@
+"""Rows of every dialect become the same messages; what is wrong is named with its rule, its row and its message."""
+
+import json
+import random
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from chronicals.data import DataError
+from chronicals.data.rows import KINDS, SPEAKERS, conversation_faults, conversation_oddities, kind_of, normalise, texts_of
+
+ASKED, SAID = "what is the answer?", "forty two"
+MESSAGES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
+CALL = {"type": "function", "function": {"name": "measure", "arguments": {"thing": "table", "times": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({"messages": []}, "chat"),
+        ({"conversations": []}, "chat"),
+        ({"prompt": "a", "completion": "b"}, "completion"),
+        ({"prompt": [], "completion": []}, "chat"),
+        ({"instruction": "a", "output": "b"}, "instruction"),
+        ({"instruction": "a", "input": "", "output": "b", "text": "all of it"}, "instruction"),
+        ({"text": "a"}, "text"),
+        ({"input_ids": np.arange(3), "labels": None}, "tokens"),
+        ({"text": "a", "messages": [], "id": 3}, "chat"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "messages": MESSAGES}, "chat"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
+        ({"chosen": MESSAGES, "rejected": MESSAGES}, "preference"),
+        ({"prompt": "a", "completion": "b", "label": False}, "unpaired preference"),
+        ({"text": "a", "prompt": "b"}, "text"),
+        ({"prompt": "b", "completion": None}, "prompt"),
+    ],
+)
+def test_the_fields_of_a_row_tell_its_kind(record, kind):
+    assert kind_of(record, "row 1") == kind
+    assert kind in KINDS
+
+
+def test_an_unknown_kind_names_the_row_its_fields_and_what_is_expected():
+    with pytest.raises(DataError) as error:
+        kind_of({"question": "a", "answer": "b"}, "rows.jsonl:7")
+    message = str(error.value)
+    assert message.startswith("rows.jsonl:7: unknown kind of row with fields ['answer', 'question']")
+    assert all(field in message for field in ("messages", "prompt", "completion", "text", "input_ids"))
+    assert error.value.rule == "missing_field"
+
+
+@pytest.mark.parametrize("record", ["a text", 3, None, ["a"]])
+def test_a_row_that_is_no_object_is_refused(record):
+    with pytest.raises(DataError, match=rf"^row 4: a row must be an object.*{type(record).__name__}") as error:
+        kind_of(record, "row 4")
+    assert error.value.rule == "wrong_type"
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"messages": MESSAGES},
+        {"messages": [{**m, "tool_calls": None, "name": None} for m in MESSAGES], "tools": None},
+        {"messages": pa.array([MESSAGES]).to_pylist()[0]},
+        {"messages": np.array(MESSAGES, dtype=object)},
+        {"conversations": [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]},
+        {"conversations": [{"role": "user", "content": ASKED}, {"role": "model", "content": SAID}]},
+        {"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]},
+        {"messages": [{**m, "content": [{"type": "text", "text": m["content"][:4]}, m["content"][4:]]} for m in MESSAGES]},
+        {"instruction": ASKED, "input": "", "output": SAID},
+        {"instruction": ASKED, "response": SAID},
+    ],
+)
+def test_dialects_of_a_conversation_become_the_same_messages(record):
+    before = repr(record)
+    assert normalise(record, "row 1") == {"messages": MESSAGES, "tools": None}
+    assert repr(record) == before
+
+
+def test_instructions_with_all_they_can_have():
+    record = {
+        "system": "be kind", "history": [["hello", "hi"]], "instruction": "add", "input": "1 2", "output": "3",
+    }  # fmt: skip
+    assert normalise(record, "row 1")["messages"] == [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "add\n\n1 2"},
+        {"role": "assistant", "content": "3"},
+    ]
+
+
+def test_the_system_of_sharegpt_stands_beside_the_conversation():
+    turns = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]
+    assert normalise({"system": "be kind", "conversations": turns}, "row 1")["messages"] == [
+        {"role": "system", "content": "be kind"},
+        *MESSAGES,
+    ]
+    own = [{"from": "system", "value": "be brief"}, *turns]
+    assert normalise({"system": "be kind", "conversations": own}, "row 1")["messages"][0]["content"] == "be brief"
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "tool_calls": json.dumps([CALL])},
+        {"role": "assistant", "tool_calls": [{"name": "measure", "arguments": {"thing": "table", "times": 2}}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "measure", "arguments": '{"thing": "table", "times": 2}'}}],
+        },
+        {"role": "assistant", "tool_calls": [{"function": {**CALL["function"], "other": None}, "id": None}]},
+        {"from": "function_call", "value": '{"name": "measure", "arguments": {"thing": "table", "times": 2}}'},
+    ],
+)
+def test_calls_of_tools_become_the_same(message):
+    row = normalise({"messages": [MESSAGES[0], message], "tools": '[{"type": "function"}]'}, "row 1")
+    assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    assert row["tools"] == [{"type": "function"}]
+
+
+def test_openais_weight_says_whether_a_message_is_trained():
+    said = [MESSAGES[0], {**MESSAGES[1], "weight": 0}, MESSAGES[0], {**MESSAGES[1], "weight": 1}]
+    messages = normalise({"messages": said}, "row 1")["messages"]
+    assert [message.get("train") for message in messages] == [None, False, None, True]
+
+
+@pytest.mark.parametrize(("speaker", "role"), SPEAKERS.items())
+def test_other_names_of_the_roles(speaker, role):
+    message = {"from": speaker, "value": '{"name": "f"}' if speaker == "function_call" else "said"}
+    assert normalise({"conversations": [message]}, "row 1")["messages"][0]["role"] == role
+
+
+@pytest.mark.parametrize(
+    ("record", "rule", "words"),
+    [
+        ({"messages": []}, "empty_conversation", "at least one message"),
+        ({"messages": "hello"}, "wrong_type", "must be a list of messages, this is str"),
+        ({"messages": [MESSAGES[0], "hello"]}, "wrong_type", "message 2 must be an object"),
+        ({"messages": [{"content": "hello"}]}, "missing_field", "message 1 has no role"),
+        ({"messages": [*MESSAGES, {"role": "assistant"}]}, "missing_field", r"message 3 \(assistant\) has no content"),
+        ({"messages": [{"role": "narrator", "content": "a"}]}, "unknown_role", "unknown role 'narrator'"),
+        ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown_role", "unknown role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "wrong_type", r"message 1 \(user\): content must be text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "wrong_type", "type 'image'"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "missing_field", "a tool call has no name"),
+        ({"messages": MESSAGES, "tools": "[{"}, "wrong_type", "tools does not parse as JSON"),
+        ({"instruction": 3, "output": "a"}, "wrong_type", "instruction must be text, this is int"),
+        ({"instruction": "a", "output": "a", "history": [["b"]]}, "wrong_type", "history must be a list of"),
+        ({"prompt": "a"}, "unusable_kind", "a prompt without an answer"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "unusable_kind", "a preference pair"),
+        ({"prompt": "a", "completion": "b", "label": True}, "unusable_kind", "a judged answer"),
+    ],
+)
+def test_what_is_wrong_is_named(record, rule, words):
+    with pytest.raises(DataError, match=rf"^rows\.jsonl:7.*{words}") as error:
+        normalise(record, "rows.jsonl:7")
+    assert error.value.rule == rule
+
+
+def test_a_call_or_a_thought_is_an_answer_but_blanks_are_none():
+    for answer in ({"tool_calls": [CALL]}, {"reasoning_content": "hm"}, {"content": "a"}):
+        conversation_faults([MESSAGES[0], {"role": "assistant", "content": "", **answer}], "row 1")
+    for answer in ("", " \n\t", None):
+        with pytest.raises(DataError, match=r"message 2 \(assistant\) is empty"):
+            conversation_faults([MESSAGES[0], {"role": "assistant", "content": answer}, *MESSAGES], "row 1")
+    with pytest.raises(DataError, match="no message of the assistant among 1"):
+        conversation_faults(MESSAGES[:1], "row 1")
+
+
+def test_oddities():
+    system = {"role": random.choice(["system", "developer"]), "content": "be kind"}
+    assert conversation_oddities([system, system, *MESSAGES, *MESSAGES]) == []
+    assert conversation_oddities([*MESSAGES, MESSAGES[1]]) == ["consecutive_answers"]
+    assert conversation_oddities([MESSAGES[0], system, MESSAGES[1]]) == ["late_system_message"]
+
+
+def test_texts_are_what_people_wrote():
+    assert texts_of({"messages": [*MESSAGES, {"role": "assistant", "content": None}]}) == [ASKED, SAID]
+    assert texts_of({"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}) == [ASKED, SAID]
+    assert texts_of({"prompt": ASKED, "completion": SAID}) == [ASKED, SAID]
+    assert texts_of({"text": SAID}) == [SAID]
+    assert texts_of({"input_ids": [1, 2]}) == []
