@@ -1,8 +1,11 @@
 """What is trained, read back as text: every answer with its stop token and nothing else, for every template taken."""
 
+import importlib.metadata
+import importlib.util
 import itertools
 import random
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -495,3 +498,18 @@ def test_pretraining_needs_no_mask_and_so_no_stop():
     assert all(trained)
     with pytest.raises(TemplateError):
         Tokenizer(tokenizer).encode(row, "row 1")
+
+
+def test_the_documentation_has_the_table_that_the_script_writes():
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("templates", root / "benchmarks" / "templates.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    written = (root / "docs" / "templates.md").read_text()
+    if f"trl {importlib.metadata.version('trl')} and" not in written:
+        pytest.skip("written with another trl")
+
+    def table(page):
+        return [line for line in page.splitlines() if line.startswith("|")]
+
+    assert table(script.page()) == table(written), "run python benchmarks/templates.py"
