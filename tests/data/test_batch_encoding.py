@@ -153,17 +153,10 @@ def test_the_comparison_finds_a_bound_that_is_not_checked(monkeypatch):
         assert_same(Tokenizer(tokenizer), records)
 
 
-def test_the_comparison_finds_a_stop_token_that_is_misplaced(monkeypatch):
-    find = batch_encoding.Cuts.find
-
-    def early(self, text, ids):
-        row = find(self, text, ids)
-        return batch_encoding.Row(row.cuts, row.text, row.ids, [place - 1 for place in row.places], row.begins, row.ends)
-
-    monkeypatch.setattr(batch_encoding.Cuts, "find", early)
-    monkeypatch.setattr(batch_encoding.BatchEncoder, "_place", lambda self, row, bound: 3)
+def test_the_comparison_finds_an_answer_that_ends_too_late(monkeypatch):
+    monkeypatch.setattr(batch_encoding.BatchEncoder, "_closing", lambda self, conversation, number, row, *_: len(row.ends) - 1)
     with pytest.raises(AssertionError):
-        assert_same(Tokenizer(tiny.tokenizer()), tiny.chat_rows(3))
+        assert_same(Tokenizer(tiny.tokenizer()), [stock_templates.record("turns")])
 
 
 def test_a_template_that_cannot_be_masked_gives_the_error_for_each_row():
@@ -194,9 +187,7 @@ def test_rows_of_every_kind_are_the_same_and_keep_their_order(marks, objective, 
         lambda: {"prompt": wild(tokenizer), "completion": wild(tokenizer) + random.choice(["", "<|endoftext|>"])},
         lambda: {"input_ids": [1, 2, 3], "labels": [-100, 2, 3]},
         lambda: wild_record(tokenizer),
-        lambda: random.choice(
-            [{"text": "a\ud800"}, {"text": 3}, {"prompt": "a", "completion": 3}, {"input_ids": [-1]}, {"a": 1}]
-        ),
+        lambda: random.choice(wrong),
         lambda: {"messages": [user("a\ud800"), assistant("b")]},
     ]
     assert assert_same(Tokenizer(tokenizer, objective), [random.choice(make)() for _ in range(60)])
