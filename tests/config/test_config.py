@@ -88,6 +88,7 @@ WRONG = [
     ("num_epochs", 1.5),
     ("warmup_steps", -1),
     ("lr_scheduler", "exponential"),
+    ("trackers", "wandb"),
     ("min_lr_ratio", 1.0),
     ("wsd_decay_ratio", 0.0),
     ("use_lora", "maybe"),
@@ -220,6 +221,7 @@ FULL = {
     "output_dir": Path("run 1"),
     "save_steps": None,
     "lr_scheduler": "wsd",
+    "trackers": ["wandb", "tensorboard"],
 }
 
 

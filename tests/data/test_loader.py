@@ -3,17 +3,27 @@
 import dataclasses
 import itertools
 import random
+import subprocess
+import sys
+import textwrap
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import chronicals
 import tiny
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, DataError, Tokenizer, build_store, create_dataloader
-from chronicals.data.loader import ENTRY_SHARES, Counts
+from chronicals.data import BatchStream, DataError, Tokenizer, build_store, create_dataloader, plan_packs
+from chronicals.data import ahead as ahead_module
+from chronicals.data import loader as loader_module
+from chronicals.data.ahead import StepsAhead
+from chronicals.data.assembly import BUCKETS, ENTRY_SHARES
+from chronicals.data.loader import Counts
 
 FILLER = 1_000_000
 """The padding token; no document holds it."""
@@ -33,15 +43,17 @@ def make_store(tmp_path):
     """Documents n that begin with token n, with random lengths and a random part trained."""
 
     def make(count=60, longest=40):
+        """With a list of lengths, each document takes one of them."""
         rows = []
         for n in range(count):
-            ids = [n, *(random.randrange(FILLER) for _ in range(random.randint(1, longest - 1)))]
+            length = random.choice(longest) if isinstance(longest, list) else random.randint(2, longest)
+            ids = [n, *(random.randrange(FILLER) for _ in range(length - 1))]
             labels = [token if random.random() < 0.6 else IGNORED for token in ids]
             labels[random.randrange(1, len(ids))] = IGNORED
             place = random.randrange(1, len(ids))
             labels[place] = ids[place]
             rows.append({"input_ids": ids, "labels": labels})
-        return build_store(rows, Tokenizer(tiny.tokenizer()), longest, tmp_path)
+        return build_store(rows, Tokenizer(tiny.tokenizer()), max(longest) if isinstance(longest, list) else longest, tmp_path)
 
     return make
 
@@ -123,7 +135,7 @@ def test_shapes_never_change_but_for_a_few_numbers_of_entries(make_store, width,
     batches = [batch for step in stream.steps(count=stream.steps_in_all + 2) for batch in step.batches]
     names = ("input_ids", "targets", "position_ids")
     assert len({tuple(getattr(batch, name).shape for name in names) for batch in batches}) == 1
-    share = -(-stream.max_entries // ENTRY_SHARES)
+    share = -(-2 * (stream.plan.max_documents + BUCKETS) // ENTRY_SHARES)
     for batch in batches:
         entries = len(batch.cu_seqlens) - 1
         assert entries % share == 0 and entries <= ENTRY_SHARES * share
@@ -138,6 +150,15 @@ def test_the_bound_on_lengths_is_the_smallest_that_holds(make_store):
     for batch in BatchStream(store, config(64, batch=1), FILLER, epochs=1):
         longest = max((len(store.document(n)[0]) for n in documents(batch)), default=1)
         assert batch.max_seqlen == min(bound for bound in (8, 16, 32, 64) if bound >= longest)
+
+
+def test_packs_are_planned_by_the_strategy_of_the_configuration(make_store):
+    store = make_store(60, 40)
+    for strategy in ("best-fit", "first-fit", "in-order"):
+        (stream,) = streams(store, config(64, packing_strategy=strategy), epochs=1, shuffle=False)
+        planned = plan_packs(store.lengths, 64, strategy=strategy)
+        assert [pack.tolist() for pack in stream.plan] == [pack.tolist() for pack in planned]
+    assert [n for pack in stream.plan for n in pack] == list(range(60))
 
 
 def test_without_packing_a_pack_holds_one_document(make_store):
@@ -197,21 +218,42 @@ def test_a_step_holds_the_same_documents_however_it_is_shared(make_store):
     assert len({str(documents) for documents, _, _ in found[0]}) == len(found[0])
 
 
-def test_ranks_and_micro_batches_take_the_packs_in_turn(make_store):
-    """Micro-batch m of rank r holds packs (m · ranks + r) · batch_size and on, so a step is one run of the stream."""
+def test_one_micro_batch_holds_a_step_as_it_comes(make_store):
     store = make_store(100, 30)
-    (alone,) = streams(store, config(40, 1, 8))
-    order = [documents(b) for step in alone.steps(count=2) for b in step.batches]
-    for batch, accumulation, ranks in SHARINGS:
-        everyone = streams(store, config(40, batch, accumulation), ranks)
-        shares = list(zip(*(stream.steps(count=2) for stream in everyone), strict=True))
-        taken = [
-            documents(shares[step][rank].batches[micro])
-            for step in range(2)
-            for micro in range(accumulation)
-            for rank in range(ranks)
-        ]
-        assert [n for pack in taken for n in pack] == [n for pack in order for n in pack]
+    (stream,) = streams(store, config(40, 8, 1))
+    for number, step in enumerate(stream.steps(count=4)):
+        assert of_step([step]) == [n for pack in stream.packs_of(number * 8) for n in pack]
+
+
+def costs(store, shares):
+    """Σ length² of every micro-batch of a step, ``[accumulation][ranks]``, given each rank's share."""
+    return [[int((store.lengths[documents(b)] ** 2).sum()) for b in batches] for batches in zip(*(s.batches for s in shares))]
+
+
+def in_turn(costs, accumulation, ranks, batch_size):
+    """Packs as they come, not dealt by cost."""
+    return np.arange(costs.size).reshape(accumulation, ranks, batch_size)
+
+
+@pytest.mark.parametrize(("batch", "accumulation", "ranks"), [(4, 8, 1), (4, 2, 4), (8, 1, 4)])
+def test_attention_costs_micro_batches_and_ranks_alike(make_store, monkeypatch, batch, accumulation, ranks):
+    """Lengths from 2 to 256 with a long tail: of 32 packs a step some cost many times what others do."""
+    store = make_store(2000, np.random.lognormal(np.log(40), 0.9, 500).clip(2, 256).astype(int).tolist())
+
+    def found():
+        everyone = streams(store, config(256, batch, accumulation), ranks)
+        totals = []
+        for shares in zip(*(stream.steps(count=6) for stream in everyone), strict=True):
+            cost = np.array(costs(store, shares))
+            totals.append((sorted(of_step(shares)), cost.max() / cost.mean() - 1, np.ptp(cost, axis=1).max() / cost.mean()))
+        return zip(*totals)
+
+    held, imbalance, spread = found()
+    monkeypatch.setattr(loader_module, "deal", in_turn)
+    held_in_turn, plain_imbalance, plain_spread = found()
+    assert held == held_in_turn, "the documents of a step do not depend on how they are dealt"
+    assert np.mean(imbalance) <= 0.3 * np.mean(plain_imbalance)
+    assert np.mean(spread) <= 0.3 * np.mean(plain_spread)
 
 
 @pytest.mark.parametrize(("batch", "accumulation", "ranks"), SHARINGS)
@@ -314,33 +356,89 @@ def builders():
     return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
-def test_an_error_of_the_worker_reaches_the_consumer(make_store):
+def test_an_unreadable_document_raises_in_the_consumer_after_the_steps_before_it(make_store):
     store = make_store(60, 30)
     (whole,) = streams(store, config(40, 1, 1), epochs=1)
     good = list(whole.steps(count=10))
     lost = documents(good[-1].batches[0])[0]
-
-    def document(index, read=store.document):
-        if index == lost:
-            raise OSError("the disk is gone")
-        return read(index)
-
-    broken = dataclasses.replace(store)
-    broken.document = document
-    (stream,) = streams(broken, config(40, 1, 1), epochs=1)
+    starts = store.id_starts.copy()
+    starts[lost] = len(store.ids) - 1
+    (stream,) = streams(dataclasses.replace(store, id_starts=starts), config(40, 1, 1), epochs=1)
     got = []
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(DataError, match=rf"{store.path.name}: document {lost} is not where the store says"):
         for step in stream.steps(count=20):
             got.append(step)
     assert same_steps(got, good[:9])
     assert not builders()
 
 
-def test_a_store_without_its_content_raises_in_the_consumer(make_store):
-    store = dataclasses.replace(make_store(), _batches=[])
-    with pytest.raises(IndexError):
-        next(iter(BatchStream(store, config(), FILLER, epochs=1)))
+def test_an_error_of_the_thread_reaches_the_consumer(make_store, monkeypatch):
+    def work(*_):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(ahead_module, "_work", work)
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(iter(BatchStream(make_store(), config(), FILLER, epochs=1)))
     assert not builders()
+
+
+def test_steps_are_assembled_while_python_does_not_let_go(make_store, monkeypatch):
+    """The thread that runs Python keeps the GIL: whoever needed it once a step would wait for ever."""
+    made = []
+    init = StepsAhead.__init__
+    monkeypatch.setattr(StepsAhead, "__init__", lambda self, *given: made.append(self) or init(self, *given))
+    (stream,) = streams(make_store(), config())
+    interval = sys.getswitchinterval()
+    steps = stream.steps()
+    next(steps)
+    sys.setswitchinterval(1000.0)
+    try:
+        next(steps)
+        until = time.perf_counter() + 10
+        while ahead_module._read(made[0]._signals, ahead_module.BUILT) < 1 + made[0].depth and time.perf_counter() < until:
+            pass
+        built = ahead_module._read(made[0]._signals, ahead_module.BUILT)
+    finally:
+        sys.setswitchinterval(interval)
+    steps.close()
+    assert built == 1 + made[0].depth == 65
+
+
+def test_what_was_handed_out_is_never_written_again(make_store, monkeypatch):
+    monkeypatch.setattr(loader_module, "STEPS_AHEAD", (2, 2))
+    (stream,) = streams(make_store(), config())
+    kept = []
+    for step in stream.steps(count=50):
+        kept += [(batch, batch.to("cpu")._map(torch.clone)) for batch in step.batches]
+    assert all(same(batch, copy) for batch, copy in kept)
+    assert len({batch.input_ids.data_ptr() for batch, _ in kept}) == len(kept) == 100
+
+
+@pytest.mark.parametrize(("width", "depth"), [(64, 64), (1 << 17, 5), (1 << 20, 2)])
+def test_memory_ahead_is_bounded(make_store, monkeypatch, width, depth):
+    made = []
+    monkeypatch.setattr(loader_module, "StepsAhead", lambda *given: made.append(given[2]) or StepsAhead(*given))
+    (stream,) = streams(make_store(), config(width, 2, 2), epochs=1)
+    next(stream.steps(count=1))
+    assert made == [depth]
+    assert depth * stream._shape.words * 8 <= loader_module.BYTES_AHEAD or depth == 2
+
+
+def test_a_process_ends_with_a_stream_that_nobody_closed(make_store):
+    store = make_store()
+    script = f"""
+        import sys
+        sys.path[:0] = {[str(Path(chronicals.__file__).parents[1])]}
+        from pathlib import Path
+        from chronicals.config import ChronicalsConfig
+        from chronicals.data import BatchStream, TokenStore
+        settings = ChronicalsConfig(max_seq_length=64, batch_size=2)
+        kept = BatchStream(TokenStore.open(Path({str(store.path)!r})), settings).steps()
+        next(kept)
+        print("taken")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "taken\n", "")
 
 
 def test_a_consumer_that_stops_early_leaves_no_thread(make_store):

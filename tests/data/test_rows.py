@@ -15,6 +15,10 @@ MESSAGES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content":
 CALL = {"type": "function", "function": {"name": "measure", "arguments": {"thing": "table", "times": 2}}}
 
 
+def normal(record, where="row 1"):
+    return normalise(record, kind_of(record, where), where)
+
+
 @pytest.mark.parametrize(
     ("record", "kind"),
     [
@@ -37,7 +41,7 @@ CALL = {"type": "function", "function": {"name": "measure", "arguments": {"thing
 )
 def test_the_fields_of_a_row_tell_its_kind(record, kind):
     assert kind_of(record, "row 1") == kind
-    assert kind in KINDS
+    assert kind in dict(KINDS)
 
 
 def test_an_unknown_kind_names_the_row_its_fields_and_what_is_expected():
@@ -73,7 +77,7 @@ def test_a_row_that_is_no_object_is_refused(record):
 )
 def test_dialects_of_a_conversation_become_the_same_messages(record):
     before = repr(record)
-    assert normalise(record, "row 1") == {"messages": MESSAGES, "tools": None}
+    assert normal(record) == {"messages": MESSAGES, "tools": None}
     assert repr(record) == before
 
 
@@ -81,7 +85,7 @@ def test_instructions_with_all_they_can_have():
     record = {
         "system": "be kind", "history": [["hello", "hi"]], "instruction": "add", "input": "1 2", "output": "3",
     }  # fmt: skip
-    assert normalise(record, "row 1")["messages"] == [
+    assert normal(record)["messages"] == [
         {"role": "system", "content": "be kind"},
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "hi"},
@@ -92,12 +96,12 @@ def test_instructions_with_all_they_can_have():
 
 def test_the_system_of_sharegpt_stands_beside_the_conversation():
     turns = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]
-    assert normalise({"system": "be kind", "conversations": turns}, "row 1")["messages"] == [
+    assert normal({"system": "be kind", "conversations": turns})["messages"] == [
         {"role": "system", "content": "be kind"},
         *MESSAGES,
     ]
     own = [{"from": "system", "value": "be brief"}, *turns]
-    assert normalise({"system": "be kind", "conversations": own}, "row 1")["messages"][0]["content"] == "be brief"
+    assert normal({"system": "be kind", "conversations": own})["messages"][0]["content"] == "be brief"
 
 
 @pytest.mark.parametrize(
@@ -115,21 +119,21 @@ def test_the_system_of_sharegpt_stands_beside_the_conversation():
     ],
 )
 def test_calls_of_tools_become_the_same(message):
-    row = normalise({"messages": [MESSAGES[0], message], "tools": '[{"type": "function"}]'}, "row 1")
+    row = normal({"messages": [MESSAGES[0], message], "tools": '[{"type": "function"}]'})
     assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert row["tools"] == [{"type": "function"}]
 
 
 def test_openais_weight_says_whether_a_message_is_trained():
     said = [MESSAGES[0], {**MESSAGES[1], "weight": 0}, MESSAGES[0], {**MESSAGES[1], "weight": 1}]
-    messages = normalise({"messages": said}, "row 1")["messages"]
+    messages = normal({"messages": said})["messages"]
     assert [message.get("train") for message in messages] == [None, False, None, True]
 
 
 @pytest.mark.parametrize(("speaker", "role"), SPEAKERS.items())
 def test_other_names_of_the_roles(speaker, role):
     message = {"from": speaker, "value": '{"name": "f"}' if speaker == "function_call" else "said"}
-    assert normalise({"conversations": [message]}, "row 1")["messages"][0]["role"] == role
+    assert normal({"conversations": [message]})["messages"][0]["role"] == role
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,7 @@ def test_other_names_of_the_roles(speaker, role):
 )
 def test_what_is_wrong_is_named(record, rule, words):
     with pytest.raises(DataError, match=rf"^rows\.jsonl:7.*{words}") as error:
-        normalise(record, "rows.jsonl:7")
+        normal(record, "rows.jsonl:7")
     assert error.value.rule == rule
 
 

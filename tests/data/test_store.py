@@ -27,7 +27,7 @@ def tokenizer(objective="sft"):
 
 def token_rows(count, longest=12):
     """Documents that share no token, each with at least one target and its first token trained or not."""
-    rows, start = [], 1
+    rows, start = [], 10  # past the special tokens
     for _ in range(count):
         ids = list(range(start, start + random.randint(2, longest)))
         start = ids[-1] + 1
@@ -178,7 +178,8 @@ def test_what_becomes_of_long_rows_can_be_chosen(tmp_path, kind):
     width = len(ids) - random.randint(1, 3)
     cut, split, drop = (build_store([row], tokenizer(), width, tmp_path, overlong=o) for o in ("cut", "split", "drop"))
     assert documents(cut) == [(ids[:width], [int(flag) for flag in trained[:width]])]
-    assert [token for piece, _ in documents(split) for token in piece[1:]] == ids[1:]
+    targets = [token for piece in documents(split) for token, flag in list(zip(*piece, strict=True))[1:] if flag]
+    assert targets == [token for token, flag in list(zip(ids, trained, strict=True))[1:] if flag]
     assert len(drop) == 0 and found(drop) == {"dropped_row": 1}
     assert len({cut.key, split.key, drop.key}) == 3
 

@@ -130,14 +130,16 @@ def a_wrong_swiglu(monkeypatch, model):
 
 def a_dropped_bound(monkeypatch, model):
     """The first two documents of a Batch are one to the attention."""
-    right = BatchStream._assemble
+    right = BatchStream._batches
 
-    def wrong(self, packs):
-        batch = right(self, packs)
+    def without_its_first(self, batch):
         bounds = torch.cat((batch.cu_seqlens[:1], batch.cu_seqlens[2:], batch.cu_seqlens[-1:]))
         return dataclasses.replace(batch, cu_seqlens=bounds, max_seqlen=self.width)
 
-    monkeypatch.setattr(BatchStream, "_assemble", wrong)
+    def wrong(self, *given):
+        return [without_its_first(self, batch) for batch in right(self, *given)]
+
+    monkeypatch.setattr(BatchStream, "_batches", wrong)
 
 
 def a_mean_of_means(monkeypatch, model):

@@ -138,6 +138,9 @@ class ChronicalsConfig:
         default=["assistant"], description="Whose messages of a conversation are trained"
     )
     train_on_turns: Turns = Field(default="all", description="All messages of those roles, or the last of a conversation")
+    packing_strategy: Literal["best-fit", "first-fit", "in-order"] = Field(
+        default="best-fit", description="best-fit and first-fit take the longest documents first; in-order keeps their order"
+    )
     max_documents: Positive | None = Field(default=None, description="Most documents in a pack (default: as they fit)")
     validation_split: Share = Field(default=0.0, description="Share of the rows held out when no such data is given")
     eval_steps: Positive | None = Field(default=None, description="Evaluate every so many steps (default: at the end)")

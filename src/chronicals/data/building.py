@@ -187,9 +187,14 @@ def _write(path: Path, build: _Build, source: Source) -> None:
 
 
 def _record_batch(documents: Documents, hashes: np.ndarray) -> pa.RecordBatch:
-    offsets = pa.array(documents.offsets.astype(np.int32))
-    lists = [pa.ListArray.from_arrays(offsets, pa.array(values)) for values in (documents.ids, documents.trained)]
-    return pa.RecordBatch.from_arrays([*lists, pa.array(documents.rows), pa.array(hashes)], schema=SCHEMA)
+    offsets = _column(documents.offsets.astype(np.int32))
+    lists = [pa.ListArray.from_arrays(offsets, _column(values)) for values in (documents.ids, documents.trained)]
+    return pa.RecordBatch.from_arrays([*lists, _column(documents.rows), _column(hashes)], schema=SCHEMA)
+
+
+def _column(values: np.ndarray) -> pa.Array:
+    """Without a copy, and without pandas, which ``pa.array`` would import."""
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, pa.py_buffer(values)])
 
 
 @dataclass
@@ -201,6 +206,13 @@ class _Chunk:
     wheres: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     letters: int = 0
+
+    def add(self, row: int, kind: str, where: str, record: Record, letters: int) -> None:
+        self.rows.append(row)
+        self.kinds.append(kind)
+        self.wheres.append(where)
+        self.records.append(record)
+        self.letters += letters
 
     @property
     def full(self) -> bool:
@@ -247,11 +259,9 @@ class _Build:
             except DataError as fault:
                 self.report.note(fault.rule, row, str(fault))
                 continue
-            chunk.rows.append(row)
-            chunk.kinds.append(kind)
-            chunk.wheres.append(where)
-            chunk.records.append(record)
-            chunk.letters += sum(map(len, texts_of(record)))
+            texts = texts_of(record)
+            self._inspect(row, texts, where)
+            chunk.add(row, kind, where, record, sum(map(len, texts)))
             if chunk.full:
                 yield chunk
                 chunk = _Chunk()
@@ -259,22 +269,27 @@ class _Build:
             yield chunk
 
     def _recognised(self, row: int, record: Any, where: str) -> tuple[str, Record]:
-        """The kind of a row and its normal form; counts what is odd in its texts."""
+        """The kind of a row and its normal form; counts what is odd in a conversation."""
         kind = kind_of(record, where)
         self.report.kinds[kind] = self.report.kinds.get(kind, 0) + 1
-        record = normalise(record, where)
+        record = normalise(record, kind, where)
         messages = record.get("messages")
         if messages is not None and self.tokenizer.objective == "sft":
             conversation_faults(messages, where)
             for rule in conversation_oddities(messages):
                 self.report.note(rule, row, where)
-        texts = texts_of(record)
-        if any("\ufffd" in text for text in texts):
+        return kind, record
+
+    def _inspect(self, row: int, texts: list[str], where: str) -> None:
+        """Count what the gate finds in what people wrote."""
+        garbled, written = False, None
+        for text in texts:
+            garbled = garbled or "\ufffd" in text
+            written = written or (self.marks.special and self.marks.special.search(text))
+        if garbled:
             self.report.note("byte_garbage", row, where)
-        written = next((found for text in texts if self.marks.special and (found := self.marks.special.search(text))), None)
         if written:
             self.report.note("special_token_in_text", row, f"{where} holds {written.group()!r}")
-        return kind, record
 
     def _checked(self, chunk: _Chunk, encoded: list[Tokens | DataError]) -> Iterator[tuple[Documents, np.ndarray]]:
         """The chunk's documents, counted; rows that were refused or hold no target are left out."""

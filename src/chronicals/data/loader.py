@@ -2,35 +2,36 @@
 
 The stream is a function of the seed: epoch e is the plan's packs in the order of generator (seed, e). A position in it is
 the number of packs consumed by all ranks together. Step s takes ``batch_size × accumulation × ranks`` packs in a row, so
-its documents depend on that product alone. Past the last epoch the stream goes on with empty packs, which count nothing.
+its documents depend on that product alone; who takes which of them is dealt by cost. Past the last epoch the stream goes
+on with empty packs, which count nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from chronicals.batch import IGNORED, Batch
+from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
+from chronicals.data.ahead import StepsAhead, UnreadableDocument
+from chronicals.data.assembly import BUCKETS, ENTRIES, ENTRY_SHARES, LONGEST, TRAINED, Documents, Shape
 from chronicals.data.building import open_store
+from chronicals.data.dealing import deal
+from chronicals.data.gate import DataError
 from chronicals.data.packing import PackPlan, plan_packs
 from chronicals.data.rows import Record
 from chronicals.data.store import TokenStore
 
-BUCKETS = 8
-"""``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this many filler documents."""
-
-ENTRY_SHARES = 8
-"""Entries of the bounds come in shares of the most that can be: FlashAttention-4's backward holds 128 rows more for each."""
-
-PREFETCHED_STEPS = 2
+STEPS_AHEAD, BYTES_AHEAD = (2, 64), 1 << 26
+"""Steps assembled ahead: so many as take 64 MiB, within these bounds. 64 MiB outlast a consumer that waits for the GIL."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,19 @@ class BatchStream:
         self.store, self.epochs, self.shuffle, self.pin = store, epochs, shuffle, pin
         self.width, self.batch_size = config.max_seq_length, config.batch_size
         self.accumulation, self.rank, self.ranks = config.gradient_accumulation_steps, rank, ranks
-        self.seed, self.padding_token_id = config.seed, padding_token_id
-        self.plan: PackPlan = plan_packs(store.lengths, self.width, config.max_documents if config.use_sequence_packing else 1)
-        self.max_entries = self.batch_size * (self.plan.max_documents + BUCKETS)
-        self._orders: dict[int, np.ndarray] = {}
+        self.seed = config.seed
+        limit = config.max_documents if config.use_sequence_packing else 1
+        self.plan: PackPlan = plan_packs(store.lengths, self.width, limit, config.packing_strategy)
+        most_entries = self.batch_size * (self.plan.max_documents + BUCKETS)
+        share = -(-most_entries // ENTRY_SHARES)
+        self._shape = Shape(self.accumulation, self.batch_size, self.width, share, padding_token_id)
+        # The number after the last pack stands for an empty one.
+        offsets = np.append(self.plan.offsets, self.plan.offsets[-1])
+        self._documents = Documents(
+            store.ids, store.trained, store.id_starts, store.trained_starts, store.lengths, self.plan.documents, offsets
+        )
+        self._sums = _sums_of_packs(self._documents, store.targets)
+        self._order = -1, np.zeros(0, np.int64)
 
     @property
     def packs_a_step(self) -> int:
@@ -125,82 +135,92 @@ class BatchStream:
             yield from step.batches
 
     def steps(self, position: int = 0, count: int | None = None) -> Iterator[Step]:
-        """Steps from ``position`` on, built ahead by a background thread; ends after ``count`` of them, if given."""
-        ahead: deque[Future[Step]] = deque()
-        with ThreadPoolExecutor(1, thread_name_prefix="batches") as builder:
-            try:
-                produced = 0
-                while count is None or produced < count:
-                    while len(ahead) <= PREFETCHED_STEPS and (count is None or produced + len(ahead) < count):
-                        start = position + (produced + len(ahead)) * self.packs_a_step
-                        ahead.append(builder.submit(self.step, start))
-                    yield ahead.popleft().result()
-                    produced += 1
-            finally:
-                for future in ahead:
-                    future.cancel()
+        """Steps from ``position`` on, assembled ahead by a thread; ends after ``count`` of them, if given.
 
-    def step(self, position: int) -> Step:
-        """The step that begins at ``position``."""
-        packs = self.packs_of(position)
-        documents = np.concatenate([*packs, np.zeros(0, np.int64)])
-        counts = Counts(
-            targets=int(self.store.targets[documents].sum()),
-            tokens=int(self.store.lengths[documents].sum()),
-            documents=len(documents),
-            slots=self.packs_a_step * self.width,
-        )
-        mine = [
-            packs[(micro * self.ranks + self.rank) * self.batch_size :][: self.batch_size] for micro in range(self.accumulation)
-        ]
-        return Step([self._assemble(group) for group in mine], counts, position + self.packs_a_step)
+        Raises:
+            DataError: a document cannot be read where the store says it is.
+        """
+        fewest, most = STEPS_AHEAD
+        depth = min(max(BYTES_AHEAD // (8 * self._shape.words), fewest), most)
+        submitted: deque[tuple[Tensor, Counts]] = deque()
+        with closing(StepsAhead(self._documents, self._shape, depth)) as ahead:
+            while count is None or count > 0:
+                while len(submitted) < (depth if count is None else min(depth, count)):
+                    packs = self._packs_at(position + len(submitted) * self.packs_a_step)
+                    block = torch.empty(self._shape.words, dtype=torch.int64, pin_memory=self.pin)
+                    ahead.submit(self._dealt(packs)[:, self.rank].ravel(), block.data_ptr())
+                    submitted.append((block, self._counts(packs)))
+                try:
+                    facts = ahead.take()
+                except UnreadableDocument as error:
+                    raise DataError(
+                        f"{self.store.path}: document {error.document} is not where the store says it is; the file is "
+                        "damaged: delete it, and it will be built again"
+                    ) from None
+                block, counts = submitted.popleft()
+                position, count = position + self.packs_a_step, None if count is None else count - 1
+                yield Step(self._batches(block, facts), counts, position)
 
     def packs_of(self, position: int) -> list[np.ndarray]:
         """The documents of each pack of the step that begins at ``position``, of all ranks, by their number in the store."""
-        return [self._pack_at(position + n) for n in range(self.packs_a_step)]
+        packed, offsets = self._documents.packed, self._documents.offsets
+        return [packed[offsets[pack] : offsets[pack + 1]] for pack in self._packs_at(position)]
 
-    def _pack_at(self, position: int) -> np.ndarray:
-        epoch, index = divmod(position, len(self.plan))
-        if self.epochs is not None and epoch >= self.epochs:
-            return np.zeros(0, np.int64)
-        if epoch not in self._orders:
-            order = np.random.default_rng([self.seed, epoch]).permutation(len(self.plan))
-            self._orders = {epoch: order if self.shuffle else np.arange(len(self.plan))}
-        return self.plan[self._orders[epoch][index]]
+    def _packs_at(self, position: int) -> np.ndarray:
+        """Packs of the step that begins at ``position``, by their number in the plan, empty ones past the last epoch."""
+        packs = np.full(self.packs_a_step, len(self.plan), np.int64)
+        taken = 0
+        while taken < self.packs_a_step:
+            epoch, index = divmod(position + taken, len(self.plan))
+            if self.epochs is not None and epoch >= self.epochs:
+                break
+            piece = self._order_of(epoch)[index : index + self.packs_a_step - taken]
+            packs[taken : taken + len(piece)] = piece
+            taken += len(piece)
+        return packs
 
-    def _assemble(self, packs: list[np.ndarray]) -> Batch:
-        longest = max((int(self.store.lengths[pack].max()) for pack in packs if len(pack)), default=1)
-        bucket = next(width for width in self._bucket_widths() if width >= longest)
-        total = self.width * self.batch_size
-        ids = np.full(total, self.padding_token_id, np.int64)
-        targets = np.full(total, IGNORED, np.int64)
-        positions = np.empty(total, np.int64)
-        ends = []
-        for number, pack in enumerate(packs):
-            at = number * self.width
-            for document in pack:
-                tokens, trained = self.store.document(document)
-                end = at + len(tokens)
-                ids[at:end] = tokens
-                np.copyto(targets[at : end - 1], tokens[1:], where=trained[1:].astype(bool))
-                positions[at:end] = np.arange(len(tokens))
-                ends.append(end)
-                at = end
-            while at < (number + 1) * self.width:
-                end = min(at + bucket, (number + 1) * self.width)
-                positions[at:end] = np.arange(end - at)
-                ends.append(end)
-                at = end
-        share = -(-self.max_entries // ENTRY_SHARES)
-        bounds = np.full(-(-len(ends) // share) * share + 1, total, np.int32)
-        bounds[0] = 0
-        bounds[1 : len(ends) + 1] = ends
-        ids_T, targets_T, positions_T, cu_seqlens = (torch.from_numpy(a) for a in (ids, targets, positions, bounds))
-        batch = Batch(ids_T, targets_T, positions_T, cu_seqlens, bucket, int((targets_T != IGNORED).sum()))
-        return batch.pin_memory() if self.pin else batch
+    def _order_of(self, epoch: int) -> np.ndarray:
+        known, order = self._order
+        if known != epoch:
+            order = np.arange(len(self.plan))
+            if self.shuffle:
+                order = np.random.default_rng([self.seed, epoch]).permutation(order)
+            self._order = epoch, order
+        return order
 
-    def _bucket_widths(self) -> list[int]:
-        return [-(-self.width // share) for share in (8, 4, 2, 1)]
+    def _dealt(self, packs: np.ndarray) -> np.ndarray:
+        """``[accumulation, ranks, batch_size]``: the packs of a step as they are dealt."""
+        return packs[deal(self._sums[packs, COST], self.accumulation, self.ranks, self.batch_size)]
+
+    def _counts(self, packs: np.ndarray) -> Counts:
+        targets, tokens, documents, _ = self._sums[packs].sum(0).tolist()
+        return Counts(targets, tokens, documents, self.packs_a_step * self.width)
+
+    def _batches(self, block: Tensor, facts: np.ndarray) -> list[Batch]:
+        """The Batches in a block that is assembled, as views of it."""
+        shape = self._shape
+        columns = block[: shape.batches * 3 * shape.tokens].view(-1, shape.tokens).unbind()
+        bounds = block[shape.batches * 3 * shape.tokens :].view(torch.int32).view(shape.batches, shape.bounds)
+        return [
+            Batch(ids, targets, positions, row[: fact[ENTRIES] + 1], fact[LONGEST], fact[TRAINED])
+            for ids, targets, positions, row, fact in zip(
+                columns[::3], columns[1::3], columns[2::3], bounds.unbind(), facts.tolist(), strict=True
+            )
+        ]
+
+
+COST = 3
+"""Column of a pack's cost among its sums."""
+
+
+def _sums_of_packs(documents: Documents, targets: np.ndarray) -> np.ndarray:
+    """int64 ``[packs, 4]``: targets, tokens and documents of each pack, and what attention costs in it, Σ length²."""
+    lengths = documents.lengths
+    columns = [
+        np.diff(np.concatenate([[0], np.cumsum(values[documents.packed])])[documents.offsets])
+        for values in (targets, lengths, np.ones_like(lengths), lengths**2)
+    ]
+    return np.stack(columns, axis=1).astype(np.int64)
 
 
 def create_dataloader(dataset: str | Path | Iterable[Record], tokenizer: Any, config: ChronicalsConfig) -> BatchStream:

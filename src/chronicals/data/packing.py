@@ -1,8 +1,14 @@
 """Packing: which documents share a row of ``max_seq_length`` tokens.
 
-Best-fit decreasing (Johnson, 1973): longest documents first, each into the fullest pack that still holds it. Lengths
-are small integers, so packs are kept by the room they have left, and a bitmap finds the smallest sufficient room: O(n)
-for n documents plus a short scan each. The plan runs in numba without the GIL.
+- ``best-fit``: longest documents first, each into the fullest pack that still holds it (best-fit decreasing; Johnson,
+  1973). Lengths are small integers, so packs are kept by the room they have left, and a bitmap finds the smallest
+  sufficient room: O(n) for n documents plus a short scan each.
+- ``first-fit``: longest documents first, each into the first pack that still holds it (first-fit decreasing). A tree of
+  the most room in each half of the packs finds it: O(n log n).
+- ``in-order``: documents as they come, a new pack where the next one does not fit (next-fit). Nothing is sorted: what
+  stands together in the data stays together.
+
+Plans run in numba without the GIL.
 """
 
 from __future__ import annotations
@@ -16,6 +22,8 @@ import numba
 import numpy as np
 import torch
 from torch import Tensor
+
+from chronicals.data.instructions import trailing_zeros
 
 logger = logging.getLogger(__name__)
 
@@ -56,24 +64,32 @@ class PackPlan:
         return self.tokens / max(len(self) * self.max_seq_length, 1)
 
 
-def plan_packs(lengths: Sequence[int] | np.ndarray, max_seq_length: int, max_documents: int | None = None) -> PackPlan:
-    """Best-fit decreasing packing.
+def plan_packs(
+    lengths: Sequence[int] | np.ndarray,
+    max_seq_length: int,
+    max_documents: int | None = None,
+    strategy: str = "best-fit",
+) -> PackPlan:
+    """Assign every document to a pack.
 
     Args:
         lengths: tokens of each document, 1 to ``max_seq_length``.
         max_seq_length: width of a pack.
         max_documents: most documents in a pack; no limit by default.
+        strategy: ``best-fit``, ``first-fit`` or ``in-order``; see the module's docstring.
 
     Raises:
-        ValueError: a length is out of range, or ``max_documents`` is below 1.
+        ValueError: a length is out of range, ``max_documents`` is below 1, or there is no such strategy.
     """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r}: no such strategy; there are {', '.join(STRATEGIES)}")
     sizes = np.ascontiguousarray(lengths, dtype=np.int64)
     if sizes.size and (sizes.min() < 1 or sizes.max() > max_seq_length):
         wrong = int(np.flatnonzero((sizes < 1) | (sizes > max_seq_length))[0])
         raise ValueError(f"lengths[{wrong}]={sizes[wrong]}: must be between 1 and max_seq_length={max_seq_length}")
     if max_documents is not None and max_documents < 1:
         raise ValueError(f"max_documents={max_documents}: a pack must hold at least one document")
-    documents, offsets = _best_fit_decreasing(sizes, max_seq_length, max_documents or max(sizes.size, 1))
+    documents, offsets = STRATEGIES[strategy](sizes, max_seq_length, max_documents or max(sizes.size, 1))
     return PackPlan(documents, offsets, int(sizes.sum()), max_seq_length)
 
 
@@ -93,34 +109,23 @@ def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> 
             if upper >= summary.size:
                 return -1
             marks = summary[upper]
-        word = (upper << 6) + _trailing_zeros(marks)
+        word = (upper << 6) + trailing_zeros(marks)
         bits = words[word]
-    return (word << 6) + _trailing_zeros(bits)
-
-
-@numba.njit(cache=True, nogil=True, inline="always")
-def _trailing_zeros(bits: np.uint64) -> int:
-    count = 0
-    for shift in (32, 16, 8, 4, 2, 1):
-        if not bits & ((np.uint64(1) << np.uint64(shift)) - np.uint64(1)):
-            bits >>= np.uint64(shift)
-            count += shift
-    return count
+    return (word << 6) + trailing_zeros(bits)
 
 
 @numba.njit(cache=True, nogil=True)
 def _best_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    order, decreasing = _longest_first(sizes, width)
     n = sizes.size
-    order = _longest_first(sizes, width)
-    head = np.full(width + 1, -1, np.int64)  # head[room]: a pack with that room left, chained by `below`
-    below = np.empty(n, np.int64)
-    held = np.zeros(n, np.int64)
+    head = np.full(width + 1, -1, np.int32)  # head[room]: a pack with that room left, chained by `below`
+    below = np.empty(n, np.int32)
+    held = np.zeros(n, np.int32)
     words = np.zeros((width >> 6) + 2, np.uint64)
     summary = np.zeros((words.size >> 6) + 1, np.uint64)
-    pack_of = np.empty(n, np.int64)
+    pack_of = np.empty(n, np.int32)
     packs = 0
-    for document in order:
-        size = sizes[document]
+    for rank, size in enumerate(decreasing):
         room = _lowest_set_at_least(words, summary, size)
         if room < 0:
             pack, room = packs, width
@@ -132,7 +137,7 @@ def _best_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.
                 words[room >> 6] &= ~(np.uint64(1) << np.uint64(room & 63))
                 if not words[room >> 6]:
                     summary[room >> 12] &= ~(np.uint64(1) << np.uint64((room >> 6) & 63))
-        pack_of[document] = pack
+        pack_of[rank] = pack
         held[pack] += 1
         left = room - size
         if left > 0 and held[pack] < limit:
@@ -140,30 +145,86 @@ def _best_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.
             head[left] = pack
             words[left >> 6] |= np.uint64(1) << np.uint64(left & 63)
             summary[left >> 12] |= np.uint64(1) << np.uint64((left >> 6) & 63)
-    offsets = np.zeros(packs + 1, np.int64)
-    offsets[1:] = np.cumsum(held[:packs])
-    place = offsets[:-1].copy()
-    documents = np.empty(n, np.int64)
-    for document in order:
-        pack = pack_of[document]
-        documents[place[pack]] = document
-        place[pack] += 1
-    return documents, offsets
+    return _pack_after_pack(order, pack_of, held[:packs])
 
 
 @numba.njit(cache=True, nogil=True)
-def _longest_first(sizes: np.ndarray, width: int) -> np.ndarray:
-    """Indices by decreasing size, equal sizes in their first order (counting sort)."""
+def _first_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    order, decreasing = _longest_first(sizes, width)
+    # Two packs that were not closed at the limit hold more than one width: that bounds their number.
+    most_packs = min(sizes.size, 2 * decreasing.sum() // width + sizes.size // limit + 2)
+    leaves = 1
+    while leaves < most_packs:
+        leaves *= 2
+    # most[leaves + pack] is the room of a pack (all of it before it is opened), most[node] the most below a node.
+    most = np.full(2 * leaves, width, np.int32)
+    held = np.zeros(leaves, np.int32)
+    pack_of = np.empty(sizes.size, np.int32)
+    packs = 0
+    for rank, size in enumerate(decreasing):
+        node = 1
+        while node < leaves:
+            node = 2 * node + (most[2 * node] < size)
+        pack = node - leaves
+        packs = max(packs, pack + 1)
+        pack_of[rank] = pack
+        held[pack] += 1
+        most[node] = most[node] - size if held[pack] < limit else 0
+        while node > 1:
+            node //= 2
+            left = max(most[2 * node], most[2 * node + 1])
+            if most[node] == left:
+                break
+            most[node] = left
+    return _pack_after_pack(order, pack_of, held[:packs])
+
+
+@numba.njit(cache=True, nogil=True)
+def _next_fit(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+    offsets = np.zeros(sizes.size + 1, np.int64)
+    packs = held = room = 0
+    for document in range(sizes.size):
+        if not packs or room < sizes[document] or held == limit:
+            offsets[packs] = document
+            packs, held, room = packs + 1, 0, width
+        held += 1
+        room -= sizes[document]
+    offsets[packs] = sizes.size
+    return np.arange(sizes.size), offsets[: packs + 1].copy()
+
+
+@numba.njit(cache=True, nogil=True)
+def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Indices by decreasing size, equal sizes in their first order (counting sort), and the sizes in that order."""
     start = np.zeros(width + 2, np.int64)
     for size in sizes:
         start[width - size + 1] += 1
     start = np.cumsum(start)
     order = np.empty(sizes.size, np.int64)
-    for document in range(sizes.size):
-        slot = width - sizes[document]
-        order[start[slot]] = document
-        start[slot] += 1
-    return order
+    decreasing = np.empty(sizes.size, np.int64)
+    for document, size in enumerate(sizes):
+        place = start[width - size]
+        order[place], decreasing[place] = document, size
+        start[width - size] += 1
+    return order, decreasing
+
+
+@numba.njit(cache=True, nogil=True)
+def _pack_after_pack(order: np.ndarray, pack_of: np.ndarray, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Documents of pack 0, of pack 1 and so on, from documents in an order and the pack of each; where packs begin."""
+    offsets = np.zeros(held.size + 1, np.int64)
+    offsets[1:] = np.cumsum(held)
+    place = offsets[:-1].copy()
+    documents = np.empty(order.size, np.int64)
+    for rank, document in enumerate(order):
+        pack = pack_of[rank]
+        documents[place[pack]] = document
+        place[pack] += 1
+    return documents, offsets
+
+
+STRATEGIES = {"best-fit": _best_fit_decreasing, "first-fit": _first_fit_decreasing, "in-order": _next_fit}
+"""From lengths, width and most documents in a pack to documents and offsets of a plan."""
 
 
 class SequencePacker:

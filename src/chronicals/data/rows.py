@@ -16,17 +16,19 @@ from chronicals.data.gate import DataError
 Record = Mapping[str, Any]
 Message = dict[str, Any]
 
-KINDS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "chat": (("messages",), ("conversations",)),
-    "unpaired preference": (("prompt", "completion", "label"),),
-    "completion": (("prompt", "completion"),),
-    "instruction": (("instruction", "output"), ("instruction", "response")),
-    "preference": (("chosen", "rejected"),),
-    "tokens": (("input_ids",),),
-    "text": (("text",),),
-    "prompt": (("prompt",),),
-}
-"""The kinds of row, and the sets of fields that tell them, in the order in which they are looked for."""
+KINDS: list[tuple[str, frozenset[str]]] = [
+    ("chat", frozenset({"messages"})),
+    ("chat", frozenset({"conversations"})),
+    ("unpaired preference", frozenset({"prompt", "completion", "label"})),
+    ("completion", frozenset({"prompt", "completion"})),
+    ("instruction", frozenset({"instruction", "output"})),
+    ("instruction", frozenset({"instruction", "response"})),
+    ("preference", frozenset({"chosen", "rejected"})),
+    ("tokens", frozenset({"input_ids"})),
+    ("text", frozenset({"text"})),
+    ("prompt", frozenset({"prompt"})),
+]
+"""The kinds of row and the fields that tell them, in the order in which they are looked for."""
 
 CHATS = ("chat", "instruction")
 """The kinds that go through the chat template."""
@@ -59,8 +61,9 @@ def kind_of(record: Any, where: str) -> str:
     """
     if not isinstance(record, Mapping):
         raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}", "wrong_type")
-    for kind, choices in KINDS.items():
-        if any(all(record.get(name) is not None for name in fields) for fields in choices):
+    there = {name for name, value in record.items() if value is not None}
+    for kind, fields in KINDS:
+        if fields <= there:
             return "chat" if kind == "completion" and not isinstance(record["prompt"], str) else kind
     raise DataError(
         f"{where}: unknown kind of row with fields {sorted(map(str, record))}; expected messages, prompt and completion, "
@@ -69,14 +72,13 @@ def kind_of(record: Any, where: str) -> str:
     )
 
 
-def normalise(record: Record, where: str) -> Record:
-    """The row in the form of its kind that is encoded: ``messages`` (and ``tools``), ``prompt`` and ``completion``
+def normalise(record: Record, kind: str, where: str) -> Record:
+    """The row in the form in which its ``kind`` is encoded: ``messages`` (and ``tools``), ``prompt`` and ``completion``
     (both texts, or both messages), ``text``, or ``input_ids`` (and ``labels``).
 
     Raises:
         DataError: a field is missing, of the wrong type, or the kind is not one that is trained on.
     """
-    kind = kind_of(record, where)
     if kind in NOT_TRAINED:
         raise DataError(f"{where}: {NOT_TRAINED[kind]}", "unusable_kind")
     if kind in ("text", "tokens"):
@@ -99,9 +101,10 @@ def normalise(record: Record, where: str) -> Record:
 
 def texts_of(record: Record) -> list[str]:
     """What people wrote in a normalised row."""
-    messages = [*record.get("messages", ()), *(m for name in ("prompt", "completion") for m in _listed(record.get(name)))]
-    plain = [record.get(name) for name in ("prompt", "completion", "text")]
-    return [text for text in (*(message.get("content") for message in messages), *plain) if isinstance(text, str)]
+    found = []
+    for value in map(record.get, ("messages", "prompt", "completion", "text")):
+        found += [message.get("content") for message in value] if isinstance(value, list) else [value]
+    return [text for text in found if isinstance(text, str)]
 
 
 def conversation_faults(messages: Sequence[Message], where: str) -> None:
@@ -228,10 +231,6 @@ def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
     return [_without_none(inner) for inner in value] if isinstance(value, (list, tuple)) else value
-
-
-def _listed(value: Any) -> list[Message]:
-    return value if isinstance(value, list) else []
 
 
 def _text(value: Any, name: str, where: str) -> str:

@@ -11,6 +11,7 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numba
 import numpy as np
 import pyarrow as pa
 
@@ -33,7 +34,9 @@ class TokenStore:
         rows: int64 ``[documents]``, the row each came from, from 0 in reading order.
         hashes: uint64 ``[documents]``, the same where the tokens of the whole rows are.
         report: what the gate counted when the store was built.
-        max_id: largest token id.
+        max_id: the largest token id, -1 without any.
+        ids, trained: the whole file as int32 and as uint8, memory-mapped.
+        id_starts, trained_starts: int64 ``[documents]``, where each document begins in these two.
     """
 
     path: Path
@@ -43,9 +46,10 @@ class TokenStore:
     hashes: np.ndarray
     report: DataReport
     max_id: int
-    _batches: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = field(repr=False)
-    _first: np.ndarray = field(repr=False)
-    _index: np.ndarray | None = None
+    ids: np.ndarray = field(repr=False)
+    trained: np.ndarray = field(repr=False)
+    id_starts: np.ndarray = field(repr=False)
+    trained_starts: np.ndarray = field(repr=False)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -66,22 +70,13 @@ class TokenStore:
 
     def document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids (int32) and mask (uint8) of a document, as views of the file."""
-        place = int(index if self._index is None else self._index[index])
-        batch = int(np.searchsorted(self._first, place, side="right")) - 1
-        (offsets, ids, trained), row = self._batches[batch], place - self._first[batch]
-        span = slice(offsets[row], offsets[row + 1])
-        return ids[span], trained[span]
+        first, first_trained, length = self.id_starts[index], self.trained_starts[index], self.lengths[index]
+        return self.ids[first : first + length], self.trained[first_trained : first_trained + length]
 
     def subset(self, indices: np.ndarray) -> TokenStore:
         """A store of some of the documents, over the same file."""
-        return replace(
-            self,
-            lengths=self.lengths[indices],
-            targets=self.targets[indices],
-            rows=self.rows[indices],
-            hashes=self.hashes[indices],
-            _index=indices if self._index is None else self._index[indices],
-        )
+        columns = ("lengths", "targets", "rows", "hashes", "id_starts", "trained_starts")
+        return replace(self, **{name: getattr(self, name)[indices] for name in columns})
 
     def split(self, share: float, seed: int) -> tuple[TokenStore, TokenStore]:
         """The documents in two, by seed: those to train on, and ``share`` of them (at least one) held out."""
@@ -93,19 +88,49 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:
+        """The store in a file that ``build`` wrote."""
         meta = json.loads(path.with_suffix(".json").read_text())
-        with pa.memory_map(str(path)) as source:
-            reader = pa.ipc.open_file(source)
-            batches, columns = [], [[np.zeros(0, np.int64)] * 3 + [np.zeros(0, np.uint64)]]
-            for number in range(reader.num_record_batches):
-                ids, trained, row, digest = reader.get_batch(number).columns
-                offsets = ids.offsets.to_numpy().astype(np.int64)
-                mask = trained.values.to_numpy()
-                running = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-                targets = running[offsets[1:]] - running[offsets[:-1]] - mask[offsets[:-1]]
-                columns.append([np.diff(offsets), targets, row.to_numpy(), digest.to_numpy()])
-                batches.append((offsets, ids.values.to_numpy(), mask))
-        first = np.cumsum([len(lengths) for lengths, *_ in columns])[:-1]
-        lengths, targets, rows, hashes = (np.concatenate(column) for column in zip(*columns, strict=True))
-        report = DataReport.from_dict(meta["report"])
-        return cls(path, lengths, targets, rows, hashes, report, meta["max_id"], batches, first)
+        with pa.memory_map(str(path)) as file:
+            content = file.read_buffer()
+        reader = pa.ipc.open_file(content)
+        found = [_documents_in(reader.get_batch(n), content.address) for n in range(reader.num_record_batches)]
+        id_starts, trained_starts, lengths = np.concatenate([np.zeros((3, 0), np.int64), *found], axis=1)
+        ids = np.frombuffer(content, np.int32, content.size // 4)
+        trained = np.frombuffer(content, np.uint8)
+        for starts, column in ((id_starts, ids), (trained_starts, trained)):
+            if (lengths < 0).any() or (starts < 0).any() or (starts + lengths > column.size).any():
+                raise DataError(f"{path}: its tokens do not lie in the file; delete it, and it will be built again")
+        targets = _count_targets(trained, trained_starts, lengths)
+        rows, hashes = (
+            np.concatenate(
+                [np.zeros(0, dtype), *(reader.get_batch(n)[name].to_numpy() for n in range(reader.num_record_batches))]
+            )
+            for name, dtype in (("row", np.int64), ("hash", np.uint64))
+        )
+        return cls(
+            path, lengths, targets, rows, hashes, DataReport.from_dict(meta["report"]), meta["max_id"], ids, trained,
+            id_starts, trained_starts,
+        )  # fmt: skip
+
+
+def _documents_in(batch: pa.RecordBatch, address: int) -> np.ndarray:
+    """Begin of the ids, begin of the mask (both in elements from the start of the file, at ``address``), and length."""
+    ids, trained = batch.columns[:2]
+    offsets = ids.offsets.to_numpy().astype(np.int64)
+    first, first_trained = (
+        (column.values.buffers()[1].address - address) // column.values.type.byte_width + column.values.offset
+        for column in (ids, trained)
+    )
+    return np.stack([first + offsets[:-1], first_trained + trained.offsets.to_numpy()[:-1], np.diff(offsets)])
+
+
+@numba.njit(cache=True, nogil=True)
+def _count_targets(trained: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Trained tokens of each document but for its first, which nothing predicts."""
+    targets = np.zeros(starts.size, np.int64)
+    for document in range(starts.size):
+        count = 0
+        for mark in trained[starts[document] + 1 : starts[document] + lengths[document]]:
+            count += mark != 0
+        targets[document] = count
+    return targets

@@ -1,9 +1,9 @@
 """Experiment trackers: TensorBoard, Weights & Biases, MLflow.
 
 A tracker is given the configuration once, the metrics of every step under ``train/`` and every evaluation under
-``eval/``. A resumed run is continued, not begun anew: which run that is stands in ``trackers.json``. The loop never waits
-for a tracker and is never stopped by one: each has a thread that hands over what has arrived and offers it again when that
-fails. What cannot be stored is said in the log; ``metrics.jsonl`` has it in any case.
+``eval/``. A resumed run is continued, not begun anew: which run that is stands in ``trackers.json``, and what the tracker
+lacks of it is made up for from ``metrics.jsonl``. The loop never waits for a tracker and is never stopped by one: each has a
+thread that hands over what has arrived and offers it again when that fails. What cannot be stored is said in the log.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.training.callbacks import Callback, read_metrics
@@ -28,11 +28,13 @@ from chronicals.training.run import Outcome, Run
 
 logger = logging.getLogger(__name__)
 
+PARTS = "train", "eval"
+
 PATIENCE = 60.0
 """Seconds that the end of a run waits for a tracker to take the rest."""
 
 MAX_WAITING = 10_000
-"""Points kept for a tracker that takes none just now, some 10 MB; beyond, the oldest are given up."""
+"""Points kept for a tracker that takes none just now, some 13 MB; beyond, the oldest are given up."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Tracker(Callback):
         name: as in the field ``trackers``, and that of the extra that installs it.
         module: what is imported.
         remedy: what to do where it cannot be started.
+        rest: seconds between two calls of ``store``, where one for each step would cost too much.
 
     Raises:
         ConfigurationError: the package is not installed.
@@ -59,6 +62,7 @@ class Tracker(Callback):
     name: ClassVar[str]
     module: ClassVar[str]
     remedy: ClassVar[str]
+    rest: ClassVar[float] = 0.0
 
     def __init__(self, config: ChronicalsConfig):
         if not self.installed():
@@ -79,7 +83,7 @@ class Tracker(Callback):
         """Begin a run, or continue the earlier one where ``run.step`` is not 0.
 
         Returns:
-            The last step that is stored of ``train`` and of ``eval``: these are not stored again.
+            The last step that is stored of ``train`` and of ``eval``: up to there nothing is offered again.
         """
         raise NotImplementedError
 
@@ -99,9 +103,13 @@ class Tracker(Callback):
             self.stored = self.begin(run)
         except Exception as error:
             raise ConfigurationError(
-                f"trackers: {self.name!r} cannot be started: {error}; {self.remedy}, or leave it out of trackers"
+                f"trackers: {self.name!r} cannot be started ({self.remedy}, or leave it out of trackers): {error}"
             ) from error
         self.arrivals: queue.SimpleQueue[Point | Outcome] = queue.SimpleQueue()
+        for part, step, values in _known(run):
+            if step <= run.step:
+                self._offer(part, step, values)
+        self.over = threading.Event()
         self.thread = threading.Thread(target=self._hand_over, name=f"chronicals-{self.name}", daemon=True)
         self.thread.start()
 
@@ -113,6 +121,7 @@ class Tracker(Callback):
 
     def run_ended(self, run: Run) -> None:
         self.arrivals.put(run.outcome)
+        self.over.set()
         self.thread.join(PATIENCE)
         if self.thread.is_alive():
             logger.warning("%s: still not done %.0f s after the run; it is left to itself", self.name, PATIENCE)
@@ -133,8 +142,6 @@ class Tracker(Callback):
                     waiting.append(arrival)
                 else:
                     outcome = arrival
-            given_up += max(len(waiting) - MAX_WAITING, 0)
-            waiting = waiting[-MAX_WAITING:]
             try:
                 self.store(waiting)
                 waiting = []
@@ -142,6 +149,9 @@ class Tracker(Callback):
                 if not complained:
                     logger.error("%s: cannot store what arrives, training goes on: %s", self.name, error)
                 complained = True
+                given_up += max(len(waiting) - MAX_WAITING, 0)
+                waiting = waiting[-MAX_WAITING:]
+            self.over.wait(self.rest)
         if waiting or given_up:
             logger.error("%s: %d points were not stored; metrics.jsonl has them", self.name, len(waiting) + given_up)
         try:
@@ -149,7 +159,7 @@ class Tracker(Callback):
         except Exception as error:
             logger.error("%s: the end of the run (%s) could not be marked: %s", self.name, outcome, error)
 
-    def _arrived(self) -> Iterable[Point | Outcome]:
+    def _arrived(self) -> Iterator[Point | Outcome]:
         """At least one, and whatever else is there."""
         yield self.arrivals.get()
         while not self.arrivals.empty():
@@ -168,11 +178,13 @@ class TensorBoard(Tracker):
     def begin(self, run: Run) -> dict[str, int]:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(run.output_dir / "tensorboard", purge_step=run.step + 1)
-        if run.step == 0:
+        folder = run.output_dir / "tensorboard"
+        earlier = run.step and folder.exists()
+        self.writer = SummaryWriter(folder, purge_step=run.step + 1)
+        if not earlier:
             lines = json.dumps(self.config.to_dict(), indent=1).splitlines()
             self.writer.add_text("configuration", "\n".join(f"    {line}" for line in lines))
-        return {}
+        return dict.fromkeys(PARTS, run.step) if earlier else {}
 
     def store(self, points: list[Point]) -> None:
         for point in points:
@@ -188,7 +200,8 @@ class WeightsAndBiases(Tracker):
 
     W&B takes steps in ascending order only and cannot take any back. Resumed, steps that it already has keep their first
     values; the run goes on after them. Offline, each part is a folder in ``wandb/`` of the run's folder, all of one run
-    id, which ``wandb sync`` joins. An interrupted run is marked killed.
+    id, which ``wandb sync`` joins; there, what it has is taken to be what ``metrics.jsonl`` has. An interrupted run is
+    marked killed.
     """
 
     name, module = "wandb", "wandb"
@@ -209,8 +222,8 @@ class WeightsAndBiases(Tracker):
         if not earlier:
             return {}
         if self.run.resumed:
-            return dict.fromkeys(("train", "eval"), self.run.starting_step - 1)
-        return _last_steps(run.output_dir / "metrics.jsonl")
+            return dict.fromkeys(PARTS, self.run.starting_step - 1)
+        return {part: step for part, step, _ in _known(run)}
 
     def store(self, points: list[Point]) -> None:
         for point in points:
@@ -228,7 +241,8 @@ class MLflow(Tracker):
     """
 
     name, module = "mlflow", "mlflow"
-    remedy = "check MLFLOW_TRACKING_URI"
+    remedy = "a local store needs pip install 'chronicals[mlflow]'; MLFLOW_TRACKING_URI says where a server is"
+    rest = 1.0
     STATES: ClassVar[dict[Outcome, str]] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
     AT_ONCE = 50
     """Points in one call, of fewer than 20 values each: MLflow accepts 1000."""
@@ -246,7 +260,7 @@ class MLflow(Tracker):
             known = self.client.get_run(earlier).data.params
             for name in [name for name in fields if known.get(name) != fields[name]]:
                 self.client.set_tag(earlier, f"resumed.{name}", fields[name])
-            return {part: self._last_step(f"{part}/loss") for part in ("train", "eval")}
+            return {part: self._last_step(f"{part}/loss") for part in PARTS}
         self.id = self.client.create_run(self._experiment(), run_name=self.config.run_name).info.run_id
         keep_id(run, self.name, self.id)
         self.client.log_batch(self.id, params=[Param(name, value) for name, value in fields.items()])
@@ -314,8 +328,11 @@ def keep_id(run: Run, tracker: str, identity: str) -> None:
     os.replace(aside, path)
 
 
-def _last_steps(path: Path) -> dict[str, int]:
-    """By ``metrics.jsonl`` as the part before left it: the last step trained and the last one evaluated."""
-    lines: list[dict[str, Any]] = read_metrics(path)
-    marks = {"train": "loss", "eval": "eval_loss"}
-    return {part: max((line["step"] for line in lines if mark in line), default=0) for part, mark in marks.items()}
+def _known(run: Run) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """What ``metrics.jsonl`` has of the part before: of ``train`` or ``eval``, at which step, which values."""
+    for line in read_metrics(run.output_dir / "metrics.jsonl"):
+        step = line.pop("step")
+        if "eval_loss" in line:
+            yield "eval", step, {name.removeprefix("eval_"): value for name, value in line.items()}
+        else:
+            yield "train", step, line

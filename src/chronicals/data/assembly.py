@@ -1,0 +1,173 @@
+"""Assembly: the documents of a step, written from the token store's file into the tensors of its Batches.
+
+It runs in numba without the GIL and takes addresses, so that a thread can go from one step to the next without Python.
+The memory of a step is one block of 8-byte words: for each micro-batch ids, targets and positions (int64 ``[T]`` each),
+then for each micro-batch the bounds (int32).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+
+from chronicals.batch import IGNORED
+from chronicals.data.instructions import pointer
+
+BUCKETS = 8
+"""``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this many filler documents."""
+
+ENTRY_SHARES = 8
+"""Entries of the bounds come in shares of the most that can be: FlashAttention-4's backward holds 128 rows more for each."""
+
+LONGEST, ENTRIES, TRAINED = 0, 1, 2
+"""What is found out about a micro-batch: its ``max_seqlen``, the entries of its bounds, its targets."""
+
+
+class Documents(NamedTuple):
+    """Where tokens lie, and which documents a pack holds.
+
+    Attributes:
+        ids: int32, the store's file.
+        trained: uint8, the same file.
+        id_starts, trained_starts: int64 ``[documents]``, where each begins in ``ids`` and in ``trained``.
+        lengths: int64 ``[documents]``.
+        packed: int64, documents pack after pack.
+        offsets: int64 ``[packs + 1]``: pack p holds ``packed[offsets[p]:offsets[p + 1]]``.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    id_starts: np.ndarray
+    trained_starts: np.ndarray
+    lengths: np.ndarray
+    packed: np.ndarray
+    offsets: np.ndarray
+
+
+class Shape(NamedTuple):
+    """Sizes that are the same in every step.
+
+    Attributes:
+        batches: micro-batches of a rank in a step.
+        packs: packs in a micro-batch.
+        width: tokens in a pack.
+        share: entries of the bounds come in multiples of this, ``ENTRY_SHARES`` of them at most.
+        filler: the token that filler documents are made of.
+    """
+
+    batches: int
+    packs: int
+    width: int
+    share: int
+    filler: int
+
+    @property
+    def tokens(self) -> int:
+        """Positions in a micro-batch."""
+        return self.packs * self.width
+
+    @property
+    def bounds(self) -> int:
+        """Room for the bounds of a micro-batch, an even number of int32."""
+        return (ENTRY_SHARES * self.share + 2) // 2 * 2
+
+    @property
+    def words(self) -> int:
+        """8-byte words that a step takes."""
+        return self.batches * (3 * self.tokens + self.bounds // 2)
+
+
+@numba.njit(cache=True, nogil=True)
+def assemble(address: int, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape) -> int:
+    """Write the micro-batches of a step.
+
+    Args:
+        address: of the step's block, ``shape.words`` long.
+        packs: int64 ``[batches · packs]``, by their number in the plan.
+        facts: int64 ``[batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED`` of each.
+
+    Returns:
+        0, or 1 + the document that lies outside the file or does not fit in its pack.
+    """
+    tokens = shape.packs * shape.width
+    room = (ENTRY_SHARES * shape.share + 2) // 2 * 2
+    columns = numba.carray(pointer(address), (shape.batches, 3, tokens), np.int64)
+    bounds = numba.carray(pointer(address + columns.size * 8), (shape.batches, room), np.int32)
+    for batch in range(shape.batches):
+        mine = packs[batch * shape.packs : (batch + 1) * shape.packs]
+        wrong = _assemble_batch(columns[batch], bounds[batch], mine, facts[batch], documents, shape)
+        if wrong:
+            return wrong
+    return 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _assemble_batch(
+    columns: np.ndarray, bounds: np.ndarray, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape
+) -> int:
+    longest = _bucket(packs, documents, shape.width)
+    entries = trained = 0
+    bounds[0] = 0
+    for number in range(packs.size):
+        at, end = number * shape.width, (number + 1) * shape.width
+        for document in documents.packed[documents.offsets[packs[number]] : documents.offsets[packs[number] + 1]]:
+            length = documents.lengths[document]
+            first, first_trained = documents.id_starts[document], documents.trained_starts[document]
+            inside = 0 <= first <= documents.ids.size - length and 0 <= first_trained <= documents.trained.size - length
+            if not (inside and 0 < length <= end - at):
+                return document + 1
+            ids = documents.ids[first : first + length]
+            mask = documents.trained[first_trained : first_trained + length]
+            trained += _write_document(columns[:, at : at + length], ids, mask)
+            at += length
+            entries += 1
+            bounds[entries] = at
+        while at < end:
+            length = min(longest, end - at)
+            _write_filler(columns[:, at : at + length], shape.filler)
+            at += length
+            entries += 1
+            bounds[entries] = at
+    used = -(-entries // shape.share) * shape.share
+    bounds[entries + 1 : used + 1] = columns.shape[1]
+    facts[LONGEST], facts[ENTRIES], facts[TRAINED] = longest, used, trained
+    return 0
+
+
+@numba.njit(cache=True, nogil=True)
+def _bucket(packs: np.ndarray, documents: Documents, width: int) -> int:
+    """The least of width / 8, / 4, / 2 and / 1, rounded up, that bounds the length of every document of the packs."""
+    longest = 1
+    for pack in packs:
+        for document in documents.packed[documents.offsets[pack] : documents.offsets[pack + 1]]:
+            longest = max(longest, documents.lengths[document])
+    share = BUCKETS
+    while -(-width // share) < longest and share > 1:
+        share //= 2
+    return -(-width // share)
+
+
+@numba.njit(cache=True, nogil=True)
+def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray) -> int:
+    """Ids, targets (the next token where it is trained) and positions; three loops, for each becomes vector code."""
+    written, targets, positions = columns[0], columns[1], columns[2]
+    last = ids.size - 1
+    for place in range(ids.size):
+        written[place] = ids[place]
+    count = 0
+    for place in range(last):
+        targets[place] = ids[place + 1] if trained[place + 1] else IGNORED
+        count += trained[place + 1] != 0
+    targets[last] = IGNORED
+    for place in range(ids.size):
+        positions[place] = place
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def _write_filler(columns: np.ndarray, filler: int) -> None:
+    columns[0] = filler
+    columns[1] = IGNORED
+    columns[2] = np.arange(columns.shape[1])

@@ -1,0 +1,118 @@
+"""Assembly writes, bit for bit, what a loop in plain Python over the documents writes."""
+
+import random
+
+import numpy as np
+import pytest
+
+import tiny
+from chronicals.batch import IGNORED
+from chronicals.config import ChronicalsConfig
+from chronicals.data import BatchStream, DataError, Tokenizer, build_store, building
+from chronicals.data.assembly import BUCKETS, ENTRY_SHARES
+
+FILLER = 77
+
+
+def reference(store, packs, width, most_documents):
+    """Ids, targets, positions, bounds, ``max_seqlen`` and trained positions of packs, documents read one by one."""
+    longest = max((len(store.document(n)[0]) for pack in packs for n in pack), default=1)
+    bucket = min(bound for bound in (-(-width // share) for share in (8, 4, 2, 1)) if bound >= longest)
+    ids, targets, positions, bounds = [], [], [], [0]
+    for number, pack in enumerate(packs):
+        for document in pack:
+            tokens, trained = (column.tolist() for column in store.document(document))
+            ids += tokens
+            targets += [token if kept else IGNORED for token, kept in zip(tokens[1:], trained[1:])] + [IGNORED]
+            positions += range(len(tokens))
+            bounds.append(len(ids))
+        while len(ids) < (number + 1) * width:
+            length = min(bucket, (number + 1) * width - len(ids))
+            ids += [FILLER] * length
+            targets += [IGNORED] * length
+            positions += range(length)
+            bounds.append(len(ids))
+    share = -(-len(packs) * (most_documents + BUCKETS) // ENTRY_SHARES)
+    bounds += [len(ids)] * (-(len(bounds) - 1) % share)
+    return ids, targets, positions, bounds, bucket, sum(target != IGNORED for target in targets)
+
+
+def written(batch):
+    tensors = (batch.input_ids, batch.targets, batch.position_ids, batch.cu_seqlens)
+    return *(tensor.tolist() for tensor in tensors), batch.max_seqlen, batch.trained
+
+
+def make_store(folder, count, longest):
+    rows = []
+    for _ in range(count):
+        ids = [random.randrange(2**31) for _ in range(random.randint(2, longest))]
+        labels = [token if random.random() < 0.5 else IGNORED for token in ids]
+        labels[-1] = ids[-1]
+        rows.append({"input_ids": ids, "labels": labels})
+    return build_store(rows, Tokenizer(tiny.tokenizer()), longest, folder)
+
+
+def check(store, **settings):
+    config = ChronicalsConfig(seed=random.randrange(1000), **settings)
+    stream = BatchStream(store, config, FILLER, epochs=2)
+    count = 0
+    for step in stream.steps(count=stream.steps_in_all + 1):
+        packs = stream.packs_of(step.position - stream.packs_a_step)
+        held = {pack[0]: pack for pack in packs if len(pack)}
+        for batch in step.batches:
+            starts = batch.input_ids.view(-1, stream.width)[:, :2].tolist()
+            mine = [next((p for n, p in held.items() if store.document(n)[0][:2].tolist() == ids), []) for ids in starts]
+            assert written(batch) == reference(store, mine, stream.width, stream.plan.max_documents)
+            count += sum(map(len, mine))
+    assert count == 2 * len(store)
+
+
+@pytest.mark.parametrize("strategy", ["best-fit", "in-order"])
+@pytest.mark.parametrize(
+    ("count", "longest", "width"), [(1, 2, 2), (23, 3, 3), (61, 12, 13), (97, 64, 64), (50, 30, 101), (40, 9, 257)]
+)
+def test_batches_are_those_of_the_plain_loop(tmp_path, count, longest, width, strategy):
+    store = make_store(tmp_path, count, longest)
+    check(store, max_seq_length=width, batch_size=3, gradient_accumulation_steps=2, packing_strategy=strategy)
+
+
+@pytest.mark.parametrize("rows_a_batch", [1, 7, 64])
+def test_batches_of_the_file_and_parts_of_a_store_make_no_difference(tmp_path, monkeypatch, rows_a_batch):
+    monkeypatch.setattr(building, "CHUNK_ROWS", rows_a_batch)
+    store = make_store(tmp_path, 64, 20)
+    settings = {"max_seq_length": 40, "batch_size": 2, "gradient_accumulation_steps": 1}
+    check(store, **settings)
+    part, rest = store.split(0.4, seed=3)
+    check(part, **settings)
+    check(rest.subset(np.array([5, 0, 11])), **settings)
+
+
+def test_one_document_a_pack_leaves_long_tails(tmp_path):
+    check(make_store(tmp_path, 30, 20), max_seq_length=64, batch_size=4, use_sequence_packing=False)
+
+
+def test_a_trained_token_may_have_any_id(tmp_path):
+    """Counts go by the mask: 0 is a token like others."""
+    store = build_store([{"input_ids": [0, 0, 0, 0]}], Tokenizer(tiny.tokenizer()), 8, tmp_path)
+    (batch,) = BatchStream(store, ChronicalsConfig(max_seq_length=8, batch_size=1, gradient_accumulation_steps=1), FILLER)
+    assert batch.targets.tolist() == [0, 0, 0, *[IGNORED] * 5]
+    assert batch.trained == 3
+
+
+@pytest.mark.parametrize("field", ["id_starts", "trained_starts", "lengths"])
+@pytest.mark.parametrize("value", [-1, 2**40])
+def test_a_document_outside_the_file_is_named_and_not_read(tmp_path, field, value):
+    store = make_store(tmp_path, 20, 10)
+    stream = BatchStream(store, ChronicalsConfig(max_seq_length=32, batch_size=2), FILLER, epochs=1)
+    lost = random.randrange(20)
+    getattr(store, field)[lost] = value
+    with pytest.raises(DataError, match=f"document {lost} is not where the store says it is"):
+        list(stream)
+
+
+def test_a_file_that_is_shorter_than_it_says_is_refused(tmp_path, monkeypatch):
+    store = make_store(tmp_path, 20, 10)
+    find = store_module._documents_in
+    monkeypatch.setattr(store_module, "_documents_in", lambda *given: np.add(find(*given), [[10**6], [0], [0]]))
+    with pytest.raises(DataError, match="its tokens do not lie in the file"):
+        TokenStore.open(store.path)
