@@ -1,22 +1,21 @@
 """What is trained, read back as text: every answer with its stop token and nothing else, for every template taken."""
 
-import copy
-import functools
+import importlib.metadata
 import importlib.util
 import itertools
 import random
 import re
-import string
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 import tiny
-from chronicals.data import DataError, TemplateError, Tokenizer, build_store, stop_token_ids
+from chronicals.data import DataError, TemplateError, Tokenizer, stop_token_ids
 from chronicals.data.tokenizer_training import train_tokenizer
+from data import stock_templates
+from data.stock_templates import KINDS, OTHERWISE_CONTINUED, expected_refusal, saying, shipped, with_template
 
 ZEPHYR = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + eos_token + '\n' }}{% endfor %}"
@@ -52,6 +51,7 @@ TAKEN = {
     "gemma4_v3": ("", "<turn|>"),
     "gemma4_v4": ("", "<turn|>"),
     "gemma4_v5": ("", "<turn|>"),
+    "idefics3": (" ", "<end_of_utterance>"),
     "gptoss": ("<|channel|>final<|message|>", "<|return|>"),
     "lfm2": ("", "<|im_end|>"),
     "lfm2_2_5": ("", "<|im_end|>"),
@@ -61,6 +61,7 @@ TAKEN = {
     "llama3": ("", "<|eot_id|>"),
     "llama3_1": ("", "<|eot_id|>"),
     "llama3_2": ("", "<|eot_id|>"),
+    "llava_next": (" ", "</s>"),
     "muse_glimmer": (" to=user<|message|>", "<|eot|>"),
     "phi3": ("", "<|end|>"),
     "phi3_5": ("", "<|end|>"),
@@ -73,83 +74,20 @@ TAKEN = {
     "qwen3_8": ("\n</think>\n\n", "<|im_end|>"),
     "qwen3_instruct_2507": ("", "<|im_end|>"),
     "qwen3_vl": ("", "<|im_end|>"),
+    "smolvlm": (" ", "<end_of_utterance>"),
 }
 """Templates of trl that are taken: what the model itself writes before its answer, and its stop token."""
-
-OTHERWISE_CONTINUED = "asks the model to continue is not how it renders"
-REFUSED = {
-    "deepseek_r1_distill": OTHERWISE_CONTINUED,
-    "deepseekv3": OTHERWISE_CONTINUED,
-    "glm4moe": "writes no special token after an assistant's answer",
-    "nemotron_3_5_lightning": OTHERWISE_CONTINUED,
-    "nemotron_3_nano": OTHERWISE_CONTINUED,
-    "nemotron_3_super": OTHERWISE_CONTINUED,
-    "nemotron_3_ultra": OTHERWISE_CONTINUED,
-}
-"""Templates of trl that are refused for any conversation, and the reason given."""
-
-PARTS_ONLY = ["idefics3", "llava_next", "smolvlm"]
-"""Templates that render contents only as lists of parts."""
-
-REFUSED_IN_PART = {
-    ("gemma", "system"): "System role not supported",
-    ("gptoss", "turns"): r"'<\|return\|>' does not close this assistant turn",
-    ("qwen3_5_nothink", "turns"): OTHERWISE_CONTINUED,
-    ("qwen3_5_think", "turns"): OTHERWISE_CONTINUED,
-    ("qwen3_6", "turns"): OTHERWISE_CONTINUED,
-}
-"""Templates that are taken but for one kind of conversation."""
-
-
-def shipped(name):
-    trl = importlib.util.find_spec("trl")
-    if trl is None:
-        pytest.skip("trl is not installed")
-    path = Path(trl.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja"
-    if not path.exists():
-        pytest.skip(f"this trl has no {path.name}")
-    return path.read_text()
-
-
-@functools.cache
-def base_tokenizer():
-    return train_tokenizer([*tiny.TEXTS, "b: a", "user: assistant: system\nmodel\n"] * 20, vocab_size=400)
-
-
-SPECIAL = re.compile(
-    r"<\|[^<>|\s]{1,40}\|>|<\uff5c[^<>]{1,40}\uff5c>|<\|\w+>|<\w+\|>"
-    r"|</?(?:start_of_turn|end_of_turn|end_of_utterance|image|s)>"
-)
-ADDED = re.compile(r"</?(?:think|tool_call|tool_response)>")
-
-
-def with_template(template, **named):
-    """A tokenizer that has the template and its special tokens."""
-    tokenizer = copy.deepcopy(base_tokenizer())
-    for pattern, special in ((SPECIAL, True), (ADDED, False)):
-        found = sorted(set(pattern.findall(template)))
-        tokenizer.add_tokens([AddedToken(text, special=special, normalized=False) for text in found], special)
-    tokenizer.add_special_tokens({"bos_token": "<bos>", **named})
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def spans(ids, trained):
     """The runs of trained tokens."""
     assert len(ids) == len(trained)
-    edges = np.flatnonzero(np.diff([0, *map(int, trained), 0]))
-    return [ids[start:end] for start, end in edges.reshape(-1, 2)]
+    return [ids[start:end] for start, end in stock_templates.spans(trained)]
 
 
 def trained_texts(tokenizer, record):
     ids, trained = Tokenizer(tokenizer).encode(record, "row 1")
     return [tokenizer.decode(span, skip_special_tokens=False) for span in spans(ids, trained)]
-
-
-def saying():
-    """A random text; templates strip its ends, so those are letters."""
-    middle = "".join(random.choices(string.ascii_letters + string.digits + "   \n\n.:é🙂", k=random.randrange(40)))
-    return f"{random.choice(string.ascii_letters)}{middle}{random.choice(string.ascii_letters)}"
 
 
 def conversation(kind):
@@ -183,27 +121,53 @@ def test_a_stop_that_is_eos_and_padding_is_trained(template, opening, kind):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [pair for pair in itertools.product(TAKEN, ["single", "turns", "system"]) if pair != ("qwen3", "turns")],
+    [
+        (name, kind)
+        for name, kind in itertools.product(TAKEN, ["single", "turns", "system"])
+        if not expected_refusal(name, kind) and (name, kind) != ("qwen3", "turns")
+    ],
 )
 def test_templates_of_trl_train_answers_and_their_stop(name, kind):
     """Except for Qwen3's earlier answers, which have a test of their own."""
-    tokenizer = with_template(shipped(name))
     opening, stop = TAKEN[name]
-    for _ in range(3):
-        messages = conversation(kind)
-        if (name, kind) in REFUSED_IN_PART:
-            with pytest.raises(TemplateError, match=REFUSED_IN_PART[name, kind]):
-                Tokenizer(tokenizer).encode({"messages": messages}, "row 1")
-        else:
-            expected = [f"{opening}{answer}{stop}" for answer in answers(messages)]
-            assert trained_texts(tokenizer, {"messages": messages}) == expected
+    messages = stock_templates.record(kind)["messages"]
+    texts = trained_texts(with_template(shipped(name)), {"messages": messages})
+    assert texts == [f"{opening}{answer}{stop}" for answer in answers(messages)]
 
 
-@pytest.mark.parametrize("kind", ["single", "turns"])
-@pytest.mark.parametrize("name", REFUSED)
-def test_templates_of_trl_that_cannot_be_masked_are_refused(name, kind):
-    with pytest.raises(TemplateError, match=REFUSED[name]):
-        Tokenizer(with_template(shipped(name))).encode({"messages": conversation(kind)}, "row 1")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", stock_templates.names())
+def test_every_template_of_trl_is_taken_or_refused_as_listed(name, kind):
+    for _ in range(2):
+        reason, expected = stock_templates.refusal(name, stock_templates.record(kind)), expected_refusal(name, kind)
+        assert (reason is None) == (expected is None), reason
+        assert expected is None or re.search(expected, reason), reason
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [name for name in stock_templates.names() if stock_templates.twin(name)])
+def test_masks_equal_those_of_the_marked_twin_or_differ_as_listed(name, kind):
+    if not expected_refusal(name, kind):
+        differences = stock_templates.differences(name, stock_templates.record(kind))
+        assert differences == set(stock_templates.expected_differences(name, kind))
+
+
+@pytest.mark.parametrize("kind", ["tools", "thinking", "thinking turns"])
+@pytest.mark.parametrize("name", stock_templates.names())
+def test_calls_and_thoughts_are_trained_and_what_others_say_is_not(name, kind):
+    if expected_refusal(name, kind):
+        return
+    tokenizer, row = with_template(shipped(name)), stock_templates.record(kind)
+    texts = trained_texts(tokenizer, row)
+    said = [message for message in row["messages"] if message["role"] == "assistant"]
+    assert len(texts) == len(said)
+    for text, message in zip(texts, said):
+        assert message["content"] in text
+        assert message.get("reasoning_content", "") in text
+        assert "measure" in text or "tool_calls" not in message
+        assert tokenizer.added_tokens_decoder[tokenizer(text, add_special_tokens=False)["input_ids"][-1]].special
+        others = [m["content"] for m in row["messages"] if m is not message and m["content"]]
+        assert not any(other in text for other in others if len(other) > 12)
 
 
 def test_earlier_answers_of_qwen3_are_trained_as_rendered_or_refused_for_a_true_reason():
@@ -221,22 +185,13 @@ def test_earlier_answers_of_qwen3_are_trained_as_rendered_or_refused_for_a_true_
         assert texts == [*(f"{a}<|im_end|>" for a in earlier), f"<think>\n\n</think>\n\n{last}<|im_end|>"]
 
 
-@pytest.mark.parametrize("name", PARTS_ONLY)
-def test_templates_for_lists_of_parts_mask_exactly_or_are_refused_for_a_true_reason(name):
+@pytest.mark.parametrize("name", ["idefics3", "llava_next", "smolvlm"])
+def test_templates_for_lists_of_parts_get_texts_as_one_part(name):
     tokenizer = with_template(shipped(name))
     messages = conversation("turns")
-    with pytest.raises(TemplateError):
-        Tokenizer(tokenizer).encode({"messages": messages}, "row 1")
     parts = [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in messages]
-    stop = "</s>" if name == "llava_next" else "<end_of_utterance>"
-    rendered = tokenizer.apply_chat_template(parts, tokenize=False)
-    assert all(f"{answer}{stop}" in rendered for answer in answers(messages))
-    try:
-        texts = trained_texts(tokenizer, {"messages": parts})
-    except DataError as error:
-        assert "writes no special token" not in str(error)
-    else:
-        assert texts == [f" {answer}{stop}" for answer in answers(messages)]
+    ids, _ = Tokenizer(tokenizer).encode({"messages": messages}, "row 1")
+    assert ids == tokenizer.apply_chat_template(parts, return_dict=True)["input_ids"]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_instruct_2507", "llama3", "gemma"])
@@ -265,52 +220,10 @@ def test_a_stop_token_inside_an_answer_does_not_end_its_mask(name):
     try:
         texts = trained_texts(tokenizer, {"messages": messages})
     except TemplateError:
-        assert (name, "turns") in REFUSED_IN_PART or name == "qwen3"
+        assert expected_refusal(name, "turns") or name == "qwen3"
     else:
         first = "" if name == "qwen3" else opening  # its earlier answers come without what opens the last
         assert texts == [f"{first}{messages[1]['content']}{stop}", f"{opening}yes{stop}"]
-
-
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "measure",
-        "description": "Measures a thing.",
-        "parameters": {
-            "type": "object",
-            "properties": {"thing": {"type": "string", "description": "What to measure."}},
-        },
-    },
-}
-WITH_TOOLS = {
-    "tools": [TOOL],
-    "messages": [
-        {"role": "user", "content": "how long is the table?"},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": {"name": "measure", "arguments": {"thing": "table"}}}],
-        },
-        {"role": "tool", "name": "measure", "content": "forty two"},
-        {"role": "assistant", "content": "it is 42 long"},
-    ],
-}
-
-
-@pytest.mark.parametrize("name", [*TAKEN, "chatml"])
-def test_calls_of_tools_are_trained_whole_or_the_template_is_refused(name):
-    """Whatever a template makes of a call: it must not teach an empty turn in its place."""
-    tokenizer = tiny.tokenizer() if name == "chatml" else with_template(shipped(name))
-    opening, stop = TAKEN.get(name, ("", "<|im_end|>"))
-    try:
-        call, answer = trained_texts(tokenizer, WITH_TOOLS)
-    except TemplateError:
-        return
-    assert "measure" in call
-    assert "table" in call
-    assert call.endswith(stop)
-    assert "forty two" not in call
-    assert answer == f"{opening}it is 42 long{stop}"
 
 
 def test_an_answer_that_merges_with_its_opening_is_refused():
@@ -380,7 +293,7 @@ def test_what_the_template_raises_is_passed_on_with_the_row():
     [
         ("a", "must be a list"),
         ([], "at least one message"),
-        (None, "must be a list"),
+        (None, "unknown kind of row"),
         (["a"], "message 1 must be an object"),
         ([{"role": "user", "content": "a"}, {"content": "a"}], "message 2 must be an object with 'role'"),
         ([{"role": "user", "content": "a"}, {"role": "assistant"}], r"message 2 \(assistant\) has no content"),
@@ -471,10 +384,10 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(row):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"text": None}, "text must be text, this is NoneType"),
+        ({"text": 3.5}, "text must be text, this is float"),
         ({"text": ["a"]}, "text must be text, this is list"),
-        ({"prompt": 3, "completion": "a"}, "prompt must be text, this is int"),
-        ({"prompt": "a", "completion": None}, "completion must be text, this is NoneType"),
+        ({"prompt": 3, "completion": "a"}, "prompt must be text or a list of messages, this is int"),
+        ({"prompt": "a", "completion": 3}, "completion must be text, this is int"),
     ],
 )
 def test_fields_that_are_no_text_are_named(row, reason):
@@ -521,10 +434,17 @@ def test_labels_that_are_not_aligned_are_refused(labels, reason):
 
 
 @pytest.mark.parametrize("ids", [None, "hello", [1, None], [1, "2"], [1.5, 2.0], [[1, 2]], [1, -5], [1, 2**31]])
-def test_what_is_no_list_of_token_ids_is_a_data_error(ids, tmp_path):
-    with pytest.raises(DataError, match=r"row 2: "):
-        build_store([{"input_ids": [1, 2]}, {"input_ids": ids}], Tokenizer(tiny.tokenizer()), 8, tmp_path)
-    assert not list(tmp_path.iterdir())
+def test_what_is_no_list_of_token_ids_is_a_data_error(ids):
+    with pytest.raises(DataError, match=r"^row 2: "):
+        Tokenizer(tiny.tokenizer()).encode({"input_ids": ids}, "row 2")
+
+
+@pytest.mark.parametrize(
+    "row", [{"instruction": "a", "output": "b"}, {"prompt": "a"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
+)
+def test_kinds_without_tokens_of_their_own_are_data_errors(row):
+    with pytest.raises(DataError, match=r"^row 2: a row of kind '\w+' has no tokens of its own"):
+        Tokenizer(tiny.tokenizer()).encode(row, "row 2")
 
 
 # --- objectives and stops --------------------------------------------------------------------------------------------
@@ -578,3 +498,18 @@ def test_pretraining_needs_no_mask_and_so_no_stop():
     assert all(trained)
     with pytest.raises(TemplateError):
         Tokenizer(tokenizer).encode(row, "row 1")
+
+
+def test_the_documentation_has_the_table_that_the_script_writes():
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("templates", root / "benchmarks" / "templates.py")
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    written = (root / "docs" / "templates.md").read_text()
+    if f"trl {importlib.metadata.version('trl')} and" not in written:
+        pytest.skip("written with another trl")
+
+    def table(page):
+        return [line for line in page.splitlines() if line.startswith("|")]
+
+    assert table(script.page()) == table(written), "run python benchmarks/templates.py"

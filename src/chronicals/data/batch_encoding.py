@@ -18,6 +18,7 @@ import bisect
 import json
 import unicodedata
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ TokenArrays = tuple[np.ndarray, np.ndarray]
 Finish = Callable[[], TokenArrays]
 """Makes a row of the ids that its texts have by then."""
 
+ROWS_AT_ONCE = 512
+"""Rows tokenised while the next are rendered."""
+
 LONGEST_KEPT = 64
 """Letters of the longest text before a bound whose ids are kept; longer ones hold what somebody said."""
 
@@ -52,12 +56,33 @@ class BatchEncoder:
         self._before: dict[str, np.ndarray] = {}
 
     def encode(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
-        """Tokens of each row, or the error that ``Tokenizer.encode`` raises for it."""
-        texts = Texts()
-        rows = [_caught(self._begin, record, where, texts) for record, where in zip(records, wheres, strict=True)]
+        """Tokens of each row, or the error that ``Tokenizer.encode`` raises for it.
+
+        While some rows are tokenised, without the GIL, the templates of the next are rendered.
+        """
+        rows = list(zip(records, wheres, strict=True))
         if self.fast:
-            texts.tokenise(self.encoder.tokenizer.backend_tokenizer)
-        return [row if isinstance(row, DataError) else _caught(row) for row in rows]
+            self._reset()
+        done: list[TokenArrays | DataError] = []
+        begun: list[Finish | DataError] = []
+        with ThreadPoolExecutor(1) as beside:
+            tokenised: Future[None] | None = None
+            for first in range(0, len(rows) + ROWS_AT_ONCE, ROWS_AT_ONCE):
+                texts = Texts()
+                next_begun = [_caught(self._begin, *row, texts) for row in rows[first : first + ROWS_AT_ONCE]]
+                next_tokenised = beside.submit(texts.tokenise, self.encoder.tokenizer)
+                if tokenised is not None:
+                    tokenised.result()
+                done += (row if isinstance(row, DataError) else _caught(row) for row in begun)
+                begun, tokenised = next_begun, next_tokenised
+        return done
+
+    def _reset(self) -> None:
+        """What the last caller left in the tokenizer, which calling it by transformers would reset, too."""
+        backend = self.encoder.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
 
     def _begin(self, record: Record, where: str, texts: Texts) -> Finish:
         """Hand the texts of a row to the tokenizer; what is returned makes the row of their ids."""
@@ -264,12 +289,9 @@ class Texts:
         self._texts[special].append(text)
         return special, len(self._texts[special]) - 1
 
-    def tokenise(self, backend: Any) -> None:
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = False
+    def tokenise(self, tokenizer: Any) -> None:
         for special, texts in self._texts.items():
-            encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+            encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special) if texts else []
             self._ids[special] = [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def __getitem__(self, place: tuple[bool, int]) -> np.ndarray:

@@ -35,6 +35,9 @@ def messages_of(record: Record, where: str) -> tuple[list[Message], int]:
     """
     if "messages" in record:
         return _check(record["messages"], where), 0
+    for name in ("prompt", "completion"):
+        if not isinstance(record[name], list):
+            raise DataError(f"{where}: {name} must be text or a list of messages, this is {type(record[name]).__name__}")
     return _check([*record["prompt"], *record["completion"]], where), len(record["prompt"])
 
 

@@ -11,7 +11,7 @@ A message of anybody else, with R' rendered with another content in its place:
 
     start   = common prefix of R(messages) and R'
     content = up to their common suffix, and nothing but the content
-    trained = [start, first special token after the content], which must belong to R(messages[:i + 1])
+    trained = [start, first special token after the content], which must belong to R(messages[:i + 1]) and follow at once
 
 Masks go by position, never by id, so ``pad_token = eos_token`` is harmless. Where this does not hold, the conversation
 is refused by name.
@@ -119,9 +119,9 @@ def _other(template: ChatTemplate, conversation: Conversation, number: int, ids:
     shown = common_prefix(template.ids(messages[: number + 1], tools, where=here), ids)
     special = set(template.tokenizer.all_special_ids) | set(template.tokenizer.added_tokens_decoder)
     closing = next((place for place in range(after, shown) if ids[place] in special), None)
-    if closing is None:
+    if closing is None or template.decode(ids[after:closing]).strip():
         raise TemplateError(
-            f"{here}: the chat template writes no special token of this message's own after its content, so its end "
+            f"{here}: the chat template writes no special token of this message's own right after its content, so its end "
             "cannot be told; leave this role out of train_on_roles"
         )
     return start, closing + 1

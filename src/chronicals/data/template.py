@@ -71,7 +71,10 @@ class Tokenizer:
         Raises:
             DataError: the row lacks a field, a field has the wrong type, or the template refuses it.
         """
-        return _ENCODERS[kind_of(record, where)](self, record, where)
+        kind = kind_of(record, where)
+        if kind not in _ENCODERS:
+            raise DataError(f"{where}: a row of kind {kind!r} has no tokens of its own; rows.normalise says what it becomes")
+        return _ENCODERS[kind](self, record, where)
 
     def encode_batch(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
         """What ``encode`` gives for each row, or the error it raises, from one call of the tokenizer's own threads."""

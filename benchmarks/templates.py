@@ -1,0 +1,121 @@
+"""Writes docs/templates.md: what becomes of every stock chat template that trl carries.
+
+``python benchmarks/templates.py [--out docs/templates.md]``; some seconds on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import random
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from chronicals.data import TemplateError, Tokenizer  # noqa: E402
+from data.stock_templates import (  # noqa: E402  the tests' own tables
+    DIFFERENCES,
+    KINDS,
+    differences,
+    names,
+    record,
+    refusal,
+    shipped,
+    twin,
+    with_template,
+)
+
+INTRODUCTION = """\
+# Chat templates
+
+Written by `python benchmarks/templates.py` with trl {trl} and transformers {transformers}. Every stock template that trl
+carries, used as it is, under a tiny tokenizer that has its special tokens; a random conversation of each kind.
+
+The mask of a conversation needs no marks in the template. It is found by rendering prefixes: an answer begins where the
+generation prompt ends and closes with the stop token; a turn that calls tools may close with the token at which the template
+hands over (`<|call|>`, `<|tool_response>`). What the model is asked to continue in generation is therefore what it was
+trained to continue. A conversation for which this does not hold is refused with its row, its message and the reason.
+
+Kinds: **single** (a question and its answer), **turns** (several), **system** (with a system message), **tools** (tools
+offered, a call, what the tool answers, an answer), **thinking** (an answer with `reasoning_content`), **thinking turns**
+(several of these).
+
+```yaml
+train_on_roles: [assistant]   # whose messages are trained; any of system, developer, user, assistant, tool
+train_on_turns: all           # or last: the last of those messages alone
+```
+
+A message's own `"train": true` or `"train": false` wins over both. `train_on_turns: last` takes the templates that render
+earlier answers otherwise than the last (without their thoughts, say). A message that is not the assistant's is trained with
+the special token that follows its content, and refused where none does.
+
+Some templates take contents only as lists of parts, and some the arguments of a call only as text: they get them so.
+"""
+
+TWINS = """\
+
+## Beside the marked twins
+
+For many templates trl has a twin with `{% generation %}` marks, from which transformers makes a mask. On the same
+conversations the twin's mask equals ours, or differs as follows.
+
+| the twin | ours does otherwise, because | templates |
+|---|---|---|
+"""
+
+
+def short(reason: str) -> str:
+    """A refusal without the row, and what this conversation happened to say."""
+    reason = re.sub(r"^row 1: ", "", reason)
+    reason = re.sub(r"^message \d+: |^the chat template (refuses the conversation: )?", "", reason)
+    reason = reason.split("; ")[0].split(", so ")[0]
+    return re.sub(r"does not render '.*' in", "does not render a part of", reason).replace("|", "\\|").strip()
+
+
+def line(name: str) -> str:
+    cells, reasons, found = [], {}, set()
+    for kind in KINDS:
+        row = record(kind)
+        reason = refusal(name, row)
+        cells.append("no" if reason else "yes")
+        if reason:
+            reasons.setdefault(short(reason), []).append(kind)
+        elif twin(name):
+            found |= differences(name, row)
+    try:
+        tokenizer = with_template(shipped(name))
+        stop = f"`{tokenizer.convert_ids_to_tokens(Tokenizer(tokenizer).stop_token())}`".replace("|", "\\|")
+    except TemplateError:
+        stop = "none"
+    numbers = [str(number) for number, (difference, _, _) in enumerate(DIFFERENCES, 1) if difference in found]
+    beside = "no twin" if not twin(name) else ", ".join(numbers) or ("refused" if "yes" not in cells else "equal")
+    why = "; ".join(f"{', '.join(kinds) if len(kinds) < len(KINDS) else 'all'}: {reason}" for reason, kinds in reasons.items())
+    return f"| {name} | {' | '.join(cells)} | {stop} | {beside} | {why} |"
+
+
+def page() -> str:
+    random.seed(0)
+    versions = {name: importlib.metadata.version(name) for name in ("trl", "transformers")}
+    head = f"| template | {' | '.join(KINDS)} | stop token | beside the twin | refused, why |"
+    rows = [line(name) for name in names()]
+    table = "\n".join([head, "|---" * (len(KINDS) + 4) + "|", *rows])
+    listed = []
+    for number, (difference, why, where) in enumerate(DIFFERENCES, 1):
+        phrase, because = (text.replace("|", "\\|") for text in (difference, why))
+        listed.append(f"| {number}: {phrase} | {because} | {', '.join(' '.join(where).split())} |")
+    taken = sum("| yes |" in row for row in rows)
+    count = f"\n{len(rows)} templates, {taken} of them taken for some kind of conversation.\n\n"
+    return INTRODUCTION.format(**versions) + count + table + "\n" + TWINS + "\n".join(listed) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "templates.md")
+    parser.parse_args().out.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
