@@ -35,6 +35,8 @@ def show(
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out before them")] = 0,
     max_seq_length: Annotated[int, typer.Option(min=2, help="Tokens in a pack")] = 2048,
     objective: Annotated[str, typer.Option(help="sft or pretraining")] = "sft",
+    train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages are trained; may be repeated")] = None,
+    train_on_turns: Annotated[str, typer.Option(help="all, or last")] = "all",
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
     """Show rows as the model will see them: every token, what is trained, and how documents share packs.
@@ -48,7 +50,10 @@ def show(
     from chronicals.data.building import log_report
     from chronicals.models import load_tokenizer
 
-    config = ChronicalsConfig(max_seq_length=max_seq_length, objective=objective)  # type: ignore[arg-type]
+    config = ChronicalsConfig(
+        max_seq_length=max_seq_length, objective=objective, train_on_turns=train_on_turns,
+        **({"train_on_roles": train_on_roles} if train_on_roles else {}),
+    )  # type: ignore[arg-type]  # fmt: skip
     tokenizer, console = load_tokenizer(model, trust_remote_code), Console(highlight=False)
     read = list(itertools.islice(read_records(file), skip, skip + rows))
     for where, record in read:
@@ -56,7 +61,7 @@ def show(
             raise DataError(f"{where}: {record.reason}; leave it out with --skip", record.rule)
     records = [record for _, record in read if not isinstance(record, BadRow)]
     with TemporaryDirectory() as folder:
-        store = build_store(records, Tokenizer(tokenizer, config.objective), max_seq_length, Path(folder))
+        store = build_store(records, Tokenizer.configured(tokenizer, config), max_seq_length, Path(folder))
         log_report(f"{file}, rows {skip + 1} to {skip + len(records)}", store.report, {})
         for number in range(len(store)):
             targets, tokens = int(store.targets[number]), int(store.lengths[number])

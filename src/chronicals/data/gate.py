@@ -1,7 +1,8 @@
 """The gate before step 0: what is wrong with the data, in which rows, and when that would make training wrong.
 
 Every rule has a name, a remedy, and the largest share of the rows it may touch before it is an error: 0 where a single
-row would make training wrong, 1 where it is only worth knowing. ``ChronicalsConfig.gate`` sets other shares by name.
+row would make training wrong, 1 where it may be meant, None where nothing is wrong. ``ChronicalsConfig.gate`` sets other
+shares by name.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Rule(NamedTuple):
 
     what: str
     remedy: str
-    share: float
+    share: float | None
 
 
 RULES = {
@@ -64,7 +65,7 @@ RULES = {
     "id_out_of_range": Rule("token ids outside the model's embedding", "use the model's own tokenizer", 0),
     "byte_garbage": Rule("texts with U+FFFD, left by a wrong decoding", "read the source in its own encoding", 0.1),
     "cut_row": Rule("rows cut at max_seq_length", "raise max_seq_length, or set overlong", 1),
-    "split_row": Rule("rows split at max_seq_length", "nothing, if documents may be split", 1),
+    "split_row": Rule("rows split at max_seq_length", "nothing, if documents may be split", None),
     "dropped_row": Rule("rows longer than max_seq_length, left out", "raise max_seq_length", 0.5),
     "single_token": Rule("rows of a single token", "look at what the column holds", 0.5),
     "duplicate_row": Rule("documents that are in the data more than once", "remove them, unless this is meant", 1),
@@ -113,9 +114,11 @@ class DataReport:
         """Rows counted under ``rule``."""
         return self.findings[rule].count if rule in self.findings else 0
 
-    def level(self, rule: str, shares: Mapping[str, float]) -> Literal["error", "warning"]:
+    def level(self, rule: str, shares: Mapping[str, float]) -> Literal["error", "warning", "info"]:
         """Whether a finding stops the run, by its own largest share or the one set in ``shares``."""
         share = shares.get(rule, RULES[rule].share)
+        if share is None:
+            return "info"
         return "error" if share < 1 and self.count(rule) / max(self.rows, 1) > share else "warning"
 
     def entries(self, shares: Mapping[str, float] | None = None) -> list[dict[str, Any]]:
@@ -129,7 +132,8 @@ class DataReport:
             for rule, found in self.findings.items()
         ]  # fmt: skip
         order = list(RULES)
-        return sorted(entries, key=lambda entry: (entry["level"] != "error", order.index(entry["rule"])))
+        levels = ("error", "warning", "info")
+        return sorted(entries, key=lambda entry: (levels.index(entry["level"]), order.index(entry["rule"])))
 
     def summary(self) -> str:
         """One line: rows by kind, documents, tokens, how many are trained."""

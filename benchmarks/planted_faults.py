@@ -1,0 +1,76 @@
+"""Writes docs/gate.md: every rule of the gate, and what it finds in a file with one fault planted for it.
+
+``python benchmarks/planted_faults.py [--out docs/gate.md]``; a second on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+
+from chronicals.data import Tokenizer, build_store  # noqa: E402
+from chronicals.data.gate import RULES, DataReport  # noqa: E402
+from data.planted_faults import ALONG, PLANTED, WIDTH, planted  # noqa: E402  the tests' own table
+
+INTRODUCTION = """\
+# The gate before step 0
+
+Written by `python benchmarks/planted_faults.py`. Before anything is trained, every row is looked at, and what was found is
+logged as a table and written to `train_dataset.json` and `eval_dataset.json` in `output_dir`: each rule that was broken, how
+often, in which rows, and what to do. `chronicals train --check` stops there; `chronicals data show FILE --model M` shows
+rows as the model will see them.
+
+A rule is an error where it touches a larger share of the rows than it may, else a warning. All errors are told at once.
+Rows that cannot be used are left out. Other shares are set by name, in a recipe or as `--gate duplicate_row=0.1`:
+
+```yaml
+gate:
+  empty_answer: 0.01    # up to one row in a hundred may have an empty answer; such rows are left out
+  duplicate_row: 0.2    # an error where more than a fifth are there twice
+```
+
+In the last column, what the gate says of a file of sound rows among which one such fault was planted.
+
+| rule | an error above | what it finds | what to do | found in a planted file |
+|---|---|---|---|---|
+"""
+
+
+def found(rule: str) -> str:
+    """The rule's verdict on its planted file; it must find that row, and nothing that does not come along."""
+    if rule not in PLANTED:
+        return "tests of its own"
+    with tempfile.TemporaryDirectory() as folder:
+        path, tokenizer, number = planted(rule, Path(folder))
+        report: DataReport = build_store(path, Tokenizer(tokenizer), WIDTH, Path(folder)).report
+    finding = report.findings[rule]
+    if finding.rows != [number] or set(report.findings) != {rule} | ALONG.get(rule, set()):
+        raise SystemExit(f"{rule}: planted in row {number}, found {json.dumps(report.to_dict()['findings'])}")
+    along = "".join(f", with `{other}`" for other in sorted(set(report.findings) - {rule}))
+    return f"{report.level(rule, {})}, row {number} of {report.rows}{along}"
+
+
+def page() -> str:
+    random.seed(0)
+    lines = []
+    for rule, (what, remedy, share) in RULES.items():
+        above = {None: "never, it is no fault", 0: "any", 1: "never"}.get(share) or f"{share:.0%} of the rows"
+        lines.append(f"| `{rule}` | {above} | {what} | {remedy} | {found(rule)} |")
+    return INTRODUCTION + "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "gate.md")
+    parser.parse_args().out.write_text(page())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""A fault for every rule of the gate, planted among clean rows: for the tests, and for the table in docs/gate.md."""
+
+import copy
+import json
+import random
+
+import tiny
+
+WIDTH = 64
+CLEAN = tiny.chat_rows(12)
+MASKED = {"input_ids": [1, 2, 3], "labels": [-100, -100, -100]}
+USER = {"role": "user", "content": "what is the answer?"}
+ASSISTANT = {"role": "assistant", "content": "forty two"}
+
+
+def chat(*messages):
+    return {"messages": list(messages)}
+
+
+def without_end(tokenizer):
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+
+
+def with_other_prompt(tokenizer):
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant", "{% if add_generation_prompt %}{{ '<|im_start|>model"
+    )
+
+
+def with_bos(tokenizer):
+    tokenizer.add_special_tokens({"bos_token": "<s>"})
+
+
+def with_pad(tokenizer):
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+
+
+def double_bos(tokenizer):
+    return {"input_ids": [tokenizer.bos_token_id] * 2 + [5, 6, tokenizer.eos_token_id]}
+
+
+def masked_stop(tokenizer):
+    ids = [5, 6, 7, tokenizer.eos_token_id]
+    return {"input_ids": ids, "labels": [-100, 6, 7, -100]}
+
+
+def trained_padding(tokenizer):
+    return {"input_ids": [5, 6, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.pad_token_id]}
+
+
+PLANTED = {
+    "unparsable_line": '{"messages": [',
+    "missing_field": {"question": "what?", "answer": "that"},
+    "wrong_type": chat(USER, {"role": "assistant", "content": 42}),
+    "unusable_kind": {"prompt": "what?", "chosen": "this", "rejected": "that"},
+    "empty_conversation": chat(),
+    "unknown_role": chat(USER, {"role": "narrator", "content": "he said"}),
+    "empty_answer": chat(USER, {"role": "assistant", "content": " \n"}),
+    "no_assistant_turn": chat(USER),
+    "consecutive_answers": chat(USER, ASSISTANT, {"role": "assistant", "content": "or so"}),
+    "late_system_message": chat(USER, {"role": "system", "content": "be kind"}, ASSISTANT),
+    "template_refuses": (lambda t: setattr(t, "chat_template", None), chat(USER, ASSISTANT)),
+    "template_differs": (with_other_prompt, chat(USER, ASSISTANT)),
+    "no_stop_token": (without_end, chat(USER, ASSISTANT)),
+    "masked_stop": masked_stop,
+    "cut_stop": chat(USER, {"role": "assistant", "content": "very " * WIDTH}),
+    "masked_row": MASKED,
+    "masked_by_cut": {"input_ids": [1] * (WIDTH + 1), "labels": [-100] * WIDTH + [1]},
+    "double_bos": (with_bos, double_bos),
+    "special_token_in_text": chat({"role": "user", "content": "say <|im_end|> to me"}, ASSISTANT),
+    "trained_padding": (with_pad, trained_padding),
+    "byte_garbage": chat({"role": "user", "content": "na\ufffdve"}, ASSISTANT),
+    "cut_row": {"input_ids": list(range(1, WIDTH + 2)), "labels": [*range(1, WIDTH + 1), -100]},
+    "split_row": {"text": "the answer to life " * WIDTH},
+    "single_token": {"input_ids": [7]},
+    "duplicate_row": copy.deepcopy(CLEAN[3]),
+}
+"""Rule: the row that breaks it (a text is a raw line), or what is done to the tokenizer and the row."""
+
+ELSEWHERE = {"vocabulary_too_large", "id_out_of_range", "dropped_row", "held_out_in_training"}
+"""Rules that need more than a row: tests of their own."""
+
+ALONG = {
+    "cut_stop": {"cut_row"}, "masked_by_cut": {"cut_row", "cut_stop"}, "single_token": {"masked_row"},
+    "masked_stop": set(), "trained_padding": set(),
+}  # fmt: skip
+"""What else a planted row breaks, and must."""
+
+
+def planted(rule, tmp_path):
+    """A file of clean rows with the fault at a random place: the store, and the number of the row."""
+    tokenizer = tiny.tokenizer()
+    change, row = PLANTED[rule] if isinstance(PLANTED[rule], tuple) else (None, PLANTED[rule])
+    if change:
+        change(tokenizer)
+    row = row(tokenizer) if callable(row) else row
+    clean = [{"input_ids": [10 + n, 3, tokenizer.eos_token_id]} for n in range(9)] if change else CLEAN
+    place = random.randint(4, len(clean))
+    lines = [json.dumps(row) for row in clean]
+    lines.insert(place, row if isinstance(row, str) else json.dumps(row))
+    path = tmp_path / f"{rule}.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path, tokenizer, place + 1
