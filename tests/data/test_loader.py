@@ -421,7 +421,7 @@ def test_memory_ahead_is_bounded(make_store, monkeypatch, width, depth):
     (stream,) = streams(make_store(), config(width, 2, 2), epochs=1)
     next(stream.steps(count=1))
     assert made == [depth]
-    assert depth * stream._shape.words * 8 <= loader_module.BYTES_AHEAD or depth == 2
+    assert depth * stream._shape.bytes <= loader_module.BYTES_AHEAD or depth == 2
 
 
 def test_a_process_ends_with_a_stream_that_nobody_closed(make_store):

@@ -12,7 +12,7 @@ import families
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import BatchStream
+from chronicals.data.loader import Memory
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.patching import patch_model
 from chronicals.verification import verify
@@ -130,16 +130,16 @@ def a_wrong_swiglu(monkeypatch, model):
 
 def a_dropped_bound(monkeypatch, model):
     """The first two documents of a Batch are one to the attention."""
-    right = BatchStream._batches
+    right = Memory.batches
 
-    def without_its_first(self, batch):
+    def without_its_first(batch, width):
         bounds = torch.cat((batch.cu_seqlens[:1], batch.cu_seqlens[2:], batch.cu_seqlens[-1:]))
-        return dataclasses.replace(batch, cu_seqlens=bounds, max_seqlen=self.width)
+        return dataclasses.replace(batch, cu_seqlens=bounds, max_seqlen=width)
 
-    def wrong(self, *given):
-        return [without_its_first(self, batch) for batch in right(self, *given)]
+    def wrong(self, facts):
+        return [without_its_first(batch, self.shape.width) for batch in right(self, facts)]
 
-    monkeypatch.setattr(BatchStream, "_batches", wrong)
+    monkeypatch.setattr(Memory, "batches", wrong)
 
 
 def a_mean_of_means(monkeypatch, model):

@@ -59,7 +59,7 @@ def _work(
             sleep_microseconds(np.uint32(nap))
             nap = min(2 * nap, LONGEST_NAP)
             continue
-        slot, nap = built % addresses.size, SHORTEST_NAP
+        slot, nap = built % len(addresses), SHORTEST_NAP
         wrong = assemble(addresses[slot], packs[slot], facts[slot], documents, shape)
         if wrong:
             store_release(signals, WRONG, wrong)
@@ -88,7 +88,7 @@ class StepsAhead:
         self.depth = depth
         self._submitted = self._taken = 0
         self._signals = np.zeros(5, np.int64)
-        self._addresses = np.zeros(depth, np.int64)
+        self._addresses = np.zeros((depth, 2), np.int64)
         self._packs = np.zeros((depth, shape.batches * shape.packs), np.int64)
         self._facts = np.zeros((depth, shape.batches, 3), np.int64)
         self._error: BaseException | None = None
@@ -103,15 +103,15 @@ class StepsAhead:
             self._error = error
             _write(self._signals, ENDED, 1)
 
-    def submit(self, packs: np.ndarray, address: int) -> None:
+    def submit(self, packs: np.ndarray, addresses: tuple[int, int]) -> None:
         """Order a step: its packs, and its memory, which must stay until the step is taken or the thread closed."""
         assert self._submitted - self._taken < self.depth
         slot = self._submitted % self.depth
-        self._packs[slot], self._addresses[slot] = packs, address
+        self._packs[slot], self._addresses[slot] = packs, addresses
         self._submitted += 1
         _write(self._signals, SUBMITTED, self._submitted)
 
-    def take(self) -> np.ndarray:
+    def take(self) -> list[list[int]]:
         """Wait for the next step and return the facts about its micro-batches.
 
         Raises:
@@ -121,9 +121,8 @@ class StepsAhead:
             if _read(self._signals, ENDED) and _read(self._signals, BUILT) <= self._taken:
                 raise self._error or UnreadableDocument(int(self._signals[WRONG]) - 1)
             _wait(self._signals, self._taken + 1)
-        facts = self._facts[self._taken % self.depth].copy()
         self._taken += 1
-        return facts
+        return self._facts[(self._taken - 1) % self.depth].tolist()
 
     def close(self) -> None:
         """End the thread; afterwards nothing is written into the memory that it was given."""

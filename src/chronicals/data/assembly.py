@@ -1,8 +1,8 @@
 """Assembly: the documents of a step, written from the token store's file into the tensors of its Batches.
 
 It runs in numba without the GIL and takes addresses, so that a thread can go from one step to the next without Python.
-The memory of a step is one block of 8-byte words: for each micro-batch ids, targets and positions (int64 ``[T]`` each),
-then for each micro-batch the bounds (int32).
+A step takes two blocks of memory: ids, targets and positions of each micro-batch, int64 ``[batches, 3, T]``, and the bounds
+of each, int32 ``[batches, room]``.
 """
 
 from __future__ import annotations
@@ -70,21 +70,21 @@ class Shape(NamedTuple):
 
     @property
     def bounds(self) -> int:
-        """Room for the bounds of a micro-batch, an even number of int32."""
-        return (ENTRY_SHARES * self.share + 2) // 2 * 2
+        """Room for the bounds of a micro-batch."""
+        return ENTRY_SHARES * self.share + 1
 
     @property
-    def words(self) -> int:
-        """8-byte words that a step takes."""
-        return self.batches * (3 * self.tokens + self.bounds // 2)
+    def bytes(self) -> int:
+        """What a step takes in memory."""
+        return self.batches * (24 * self.tokens + 4 * self.bounds)
 
 
 @numba.njit(cache=True, nogil=True)
-def assemble(address: int, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape) -> int:
+def assemble(addresses: np.ndarray, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape) -> int:
     """Write the micro-batches of a step.
 
     Args:
-        address: of the step's block, ``shape.words`` long.
+        addresses: int64 ``[2]``, of the step's two blocks.
         packs: int64 ``[batches · packs]``, by their number in the plan.
         facts: int64 ``[batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED`` of each.
 
@@ -92,9 +92,8 @@ def assemble(address: int, packs: np.ndarray, facts: np.ndarray, documents: Docu
         0, or 1 + the document that lies outside the file or does not fit in its pack.
     """
     tokens = shape.packs * shape.width
-    room = (ENTRY_SHARES * shape.share + 2) // 2 * 2
-    columns = numba.carray(pointer(address), (shape.batches, 3, tokens), np.int64)
-    bounds = numba.carray(pointer(address + columns.size * 8), (shape.batches, room), np.int32)
+    columns = numba.carray(pointer(addresses[0]), (shape.batches, 3, tokens), np.int64)
+    bounds = numba.carray(pointer(addresses[1]), (shape.batches, ENTRY_SHARES * shape.share + 1), np.int32)
     for batch in range(shape.batches):
         mine = packs[batch * shape.packs : (batch + 1) * shape.packs]
         wrong = _assemble_batch(columns[batch], bounds[batch], mine, facts[batch], documents, shape)

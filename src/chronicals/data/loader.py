@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
@@ -141,15 +140,15 @@ class BatchStream:
             DataError: a document cannot be read where the store says it is.
         """
         fewest, most = STEPS_AHEAD
-        depth = min(max(BYTES_AHEAD // (8 * self._shape.words), fewest), most)
-        submitted: deque[tuple[Tensor, Counts]] = deque()
+        depth = min(max(BYTES_AHEAD // self._shape.bytes, fewest), most)
+        submitted: deque[tuple[Memory, Counts]] = deque()
         with closing(StepsAhead(self._documents, self._shape, depth)) as ahead:
             while count is None or count > 0:
                 while len(submitted) < (depth if count is None else min(depth, count)):
                     packs = self._packs_at(position + len(submitted) * self.packs_a_step)
-                    block = torch.empty(self._shape.words, dtype=torch.int64, pin_memory=self.pin)
-                    ahead.submit(self._dealt(packs)[:, self.rank].ravel(), block.data_ptr())
-                    submitted.append((block, self._counts(packs)))
+                    memory = Memory(self._shape, self.pin)
+                    ahead.submit(self._dealt(packs)[:, self.rank].ravel(), memory.addresses)
+                    submitted.append((memory, self._counts(packs)))
                 try:
                     facts = ahead.take()
                 except UnreadableDocument as error:
@@ -157,9 +156,9 @@ class BatchStream:
                         f"{self.store.path}: document {error.document} is not where the store says it is; the file is "
                         "damaged: delete it, and it will be built again"
                     ) from None
-                block, counts = submitted.popleft()
+                memory, counts = submitted.popleft()
                 position, count = position + self.packs_a_step, None if count is None else count - 1
-                yield Step(self._batches(block, facts), counts, position)
+                yield Step(memory.batches(facts), counts, position)
 
     def packs_of(self, position: int) -> list[np.ndarray]:
         """The documents of each pack of the step that begins at ``position``, of all ranks, by their number in the store."""
@@ -196,17 +195,43 @@ class BatchStream:
         targets, tokens, documents, _ = self._sums[packs].sum(0).tolist()
         return Counts(targets, tokens, documents, self.packs_a_step * self.width)
 
-    def _batches(self, block: Tensor, facts: np.ndarray) -> list[Batch]:
-        """The Batches in a block that is assembled, as views of it."""
-        shape = self._shape
-        columns = block[: shape.batches * 3 * shape.tokens].view(-1, shape.tokens).unbind()
-        bounds = block[shape.batches * 3 * shape.tokens :].view(torch.int32).view(shape.batches, shape.bounds)
-        return [
-            Batch(ids, targets, positions, row[: fact[ENTRIES] + 1], fact[LONGEST], fact[TRAINED])
-            for ids, targets, positions, row, fact in zip(
-                columns[::3], columns[1::3], columns[2::3], bounds.unbind(), facts.tolist(), strict=True
+
+class Memory:
+    """What a step is assembled in; its Batches are views of it, so it lives until the last of them is dropped.
+
+    Operations of torch give the GIL away, which another thread may then keep for 5 ms; those of numpy do not. So pinned
+    memory alone is torch's: it must know which copies to the card still read from it.
+    """
+
+    def __init__(self, shape: Shape, pin: bool):
+        self.shape = shape
+        sizes = shape.batches * 3 * shape.tokens, shape.batches * shape.bounds
+        self.columns: Any
+        self.bounds: Any
+        if pin:
+            self.columns = torch.empty(sizes[0], dtype=torch.int64, pin_memory=True)
+            self.bounds = torch.empty(sizes[1], dtype=torch.int32, pin_memory=True)
+            self.addresses = self.columns.data_ptr(), self.bounds.data_ptr()
+        else:
+            self.columns, self.bounds = np.empty(sizes[0], np.int64), np.empty(sizes[1], np.int32)
+            self.addresses = self.columns.ctypes.data, self.bounds.ctypes.data
+
+    def batches(self, facts: list[list[int]]) -> list[Batch]:
+        """The Batches in it, once it is assembled."""
+        size, room, batches = self.shape.tokens, self.shape.bounds, []
+        for number, fact in enumerate(facts):
+            at, first = 3 * number * size, number * room
+            batches.append(
+                Batch(
+                    torch.as_tensor(self.columns[at : at + size]),
+                    torch.as_tensor(self.columns[at + size : at + 2 * size]),
+                    torch.as_tensor(self.columns[at + 2 * size : at + 3 * size]),
+                    torch.as_tensor(self.bounds[first : first + fact[ENTRIES] + 1]),
+                    max_seqlen=fact[LONGEST],
+                    trained=fact[TRAINED],
+                )
             )
-        ]
+        return batches
 
 
 COST = 3
