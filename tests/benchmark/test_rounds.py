@@ -181,4 +181,6 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path):
 def test_last_words_are_those_of_the_error():
     log = "Traceback (most recent call last):\n  File\ntorch.OutOfMemoryError: CUDA out of memory.\n[rank0]: bye\n"
     assert processes.last_words(log, 1) == "torch.OutOfMemoryError: CUDA out of memory."
+    refused = "DataError: breaks 1 rule:\n  masked_row: 3 rows\n"
+    assert processes.last_words(f"Traceback\n  File x\n{refused}more\n", 1) == refused.strip()
     assert processes.last_words("", -9) == "exit code -9"

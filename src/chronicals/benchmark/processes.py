@@ -150,7 +150,8 @@ def environment(work: Work) -> dict[str, str]:
 
 
 def last_words(log: str, code: int) -> str:
-    """The last line of a log that names an error, else its last line."""
+    """The last error that a log names, with the indented lines that belong to it; else its last line."""
+    error = r"^[\w.]*(?:Error|Exception|Interrupt|Failure|Failed)\b.*(?:\n +.*)*"
+    errors = [found.group() for found in re.finditer(error, log, re.MULTILINE)]
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Interrupt|Failure|Failed)\b", line)]
-    return (errors or lines or [f"exit code {code}"])[-1][:500]
+    return (errors or lines or [f"exit code {code}"])[-1][:1000]

@@ -77,13 +77,18 @@ def build_model(name: str, folder: Path, device: str) -> None:
     byte_tokenizer().save_pretrained(folder)
 
 
+BYTES = 256
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
+"""Special tokens of the tokenizer; their ids follow those of the bytes."""
+
+
 def byte_tokenizer() -> Any:
-    """A tokenizer whose vocabulary is the bytes and four special tokens."""
+    """A tokenizer whose vocabulary is the bytes and the special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    for special in ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>"):
+    for special in SPECIAL:
         vocabulary[special] = len(vocabulary)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
@@ -93,7 +98,7 @@ def byte_tokenizer() -> Any:
 def random_documents(data: str, tokens: int, width: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
     """At least ``tokens`` tokens in documents of ``width`` (``fixed``) or of lognormal lengths (``ragged``).
 
-    The rank of a token is exp(u · ln V) with u uniform, so frequencies fall as in Zipf's law.
+    The rank of a token is exp(u · ln V) with u uniform, so frequencies fall as in Zipf's law. No token is a special one.
     """
     generator = np.random.default_rng(seed)
     documents: list[list[int]] = []
@@ -102,6 +107,7 @@ def random_documents(data: str, tokens: int, width: int, vocabulary: int, seed: 
         drawn = int(np.exp(generator.normal(math.log(median), SPREAD)))
         length = width if data == "fixed" else min(max(drawn, shortest), width)
         ids = np.exp(generator.random(length) * math.log(vocabulary - 1)).astype(np.int64)
+        ids[(ids >= BYTES) & (ids < BYTES + len(SPECIAL))] -= len(SPECIAL)
         documents.append(np.minimum(ids, vocabulary - 1).tolist())
         tokens -= length
     return documents

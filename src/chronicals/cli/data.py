@@ -50,10 +50,9 @@ def show(
     from chronicals.data.building import log_report
     from chronicals.models import load_tokenizer
 
-    config = ChronicalsConfig(
-        max_seq_length=max_seq_length, objective=objective, train_on_turns=train_on_turns,
-        **({"train_on_roles": train_on_roles} if train_on_roles else {}),
-    )  # type: ignore[arg-type]  # fmt: skip
+    fields: dict[str, Any] = {"max_seq_length": max_seq_length, "objective": objective, "train_on_turns": train_on_turns}
+    fields |= {"train_on_roles": train_on_roles} if train_on_roles else {}
+    config = ChronicalsConfig(**fields)
     tokenizer, console = load_tokenizer(model, trust_remote_code), Console(highlight=False)
     read = list(itertools.islice(read_records(file), skip, skip + rows))
     for where, record in read:

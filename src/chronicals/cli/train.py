@@ -27,6 +27,7 @@ def train(
     from rich.console import Console
 
     from chronicals.config import PRESETS, ConfigurationError, Recipe
+    from chronicals.distributed import Ranks
     from chronicals.models import load_config, load_model, load_tokenizer
     from chronicals.models.loading import DTYPES
     from chronicals.training import ChronicalsTrainer
@@ -40,7 +41,9 @@ def train(
     tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
     if check:
         embedding_rows = load_config(plan.model, plan.trust_remote_code).get_text_config().vocab_size
-        open_stores(plan.data, plan.validation_data, embedding_rows, tokenizer, config)
+        open_stores(
+            plan.data, plan.validation_data, embedding_rows, tokenizer, config, Ranks(), reports=config.output_dir
+        )  # fmt: skip
         console.print(f"the data can be trained on; the report is in {config.output_dir}")
         return
     model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)

@@ -49,13 +49,20 @@ def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
 
 
 def open_stores(
-    train: Source, held_out: Source | None, embedding_rows: int, tokenizer: Any, config: ChronicalsConfig, builder: bool = True
+    train: Source,
+    held_out: Source | None,
+    embedding_rows: int,
+    tokenizer: Any,
+    config: ChronicalsConfig,
+    ranks: Ranks,
+    reports: Path | None = None,
 ) -> tuple[TokenStore, TokenStore | None]:
-    """Tokenised data that has passed the gate, whose reports are logged and written to ``output_dir``.
+    """Tokenised data that has passed the gate.
 
     Args:
         embedding_rows: of the model.
-        builder: whether this process tokenises, while others wait for it.
+        ranks: the first on each machine tokenises, while the others wait for its file.
+        reports: folder for the gate's reports, ``train_dataset.json`` and ``eval_dataset.json``.
 
     Raises:
         DataError: training on it would be wrong.
@@ -63,8 +70,8 @@ def open_stores(
 
     def opened(name: str, source: Source, training: TokenStore | None = None) -> TokenStore:
         called = str(source) if isinstance(source, (str, Path)) else name
-        report_file = config.output_dir / f"{name}.json" if builder else None
-        return open_store(source, tokenizer, config, called, builder, embedding_rows, training, report_file)
+        report_file = reports / f"{name}.json" if reports and ranks.first else None
+        return open_store(source, tokenizer, config, called, ranks.local_rank == 0, embedding_rows, training, report_file)
 
     store = opened("train_dataset", train)
     if held_out is not None:

@@ -86,8 +86,9 @@ class ChronicalsTrainer:
         self._refuse_to_overwrite(resume)
         config, model = self.config, self.model
         train_store, eval_store = open_stores(
-            train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, config, self.ranks.first
-        )
+            train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, config, self.ranks,
+            reports=self.output_dir,
+        )  # fmt: skip
         torch.manual_seed(config.seed)
         presented, decisions = prepare_model(model, config, self.ranks.count)
         teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")

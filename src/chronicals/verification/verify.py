@@ -104,7 +104,8 @@ def verify(
     if config.use_lora and config.lora_dropout:
         notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
     config = config.replace(lora_dropout=0.0)
-    store, _ = open_stores(train_dataset, eval_dataset, model, tokenizer, config, builder=True)
+    embedding_rows = model.get_input_embeddings().weight.shape[0]
+    store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
     stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=config.num_epochs, pin=device.type == "cuda")
     if stream.steps_in_all is not None and stream.steps_in_all < steps:
         notes.append(f"the data has {stream.steps_in_all} steps in num_epochs={config.num_epochs}, not {steps}")
