@@ -29,7 +29,7 @@ import torch
 
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, Tokenizer, TokenStore, plan_packs
+from chronicals.data import BatchStream, Tokenizer, TokenStore, build_store, plan_packs
 from chronicals.data.assembly import assemble
 from chronicals.data.loader import Memory
 from chronicals.data.packing import STRATEGIES
@@ -74,7 +74,7 @@ def make_store(folder: Path) -> TokenStore:
         ids = random.integers(0, 150_000, length).tolist()
         rows.append({"input_ids": ids, "labels": [IGNORED] * (length // 3) + ids[length // 3 :]})
     tokenizer = train_tokenizer(["a tokenizer that is asked for nothing but its name"] * 9, vocab_size=300)
-    return TokenStore.build(rows, Tokenizer(tokenizer), 2048, folder)
+    return build_store(rows, Tokenizer(tokenizer), 2048, folder)
 
 
 def settings(batch_size: int, width: int) -> ChronicalsConfig:
