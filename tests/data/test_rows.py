@@ -149,7 +149,7 @@ def test_other_names_of_the_roles(speaker, role):
         ({"messages": [{"role": "user", "content": 3}]}, "wrong_type", r"message 1 \(user\): content must be text"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "wrong_type", "type 'image'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "missing_field", "a tool call has no name"),
-        ({"messages": MESSAGES, "tools": "[{"}, "wrong_type", "tools does not parse as JSON"),
+        ({"messages": MESSAGES, "tools": "[{"}, "wrong_type", "tools cannot be read as JSON"),
         ({"instruction": 3, "output": "a"}, "wrong_type", "instruction must be text, this is int"),
         ({"instruction": "a", "output": "a", "history": [["b"]]}, "wrong_type", "history must be a list of"),
         ({"prompt": "a"}, "unusable_kind", "a prompt without an answer"),

@@ -295,7 +295,7 @@ def test_what_the_template_raises_is_passed_on_with_the_row():
         ([], "at least one message"),
         (None, "unknown kind of row"),
         (["a"], "message 1 must be an object"),
-        ([{"role": "user", "content": "a"}, {"content": "a"}], "message 2 must be an object with 'role'"),
+        ([{"role": "user", "content": "a"}, {"content": "a"}], "message 2 has no role"),
         ([{"role": "user", "content": "a"}, {"role": "assistant"}], r"message 2 \(assistant\) has no content"),
     ],
 )
@@ -386,7 +386,7 @@ def test_a_tokenizer_without_an_end_of_text_is_refused(row):
     [
         ({"text": 3.5}, "text must be text, this is float"),
         ({"text": ["a"]}, "text must be text, this is list"),
-        ({"prompt": 3, "completion": "a"}, "prompt must be text or a list of messages, this is int"),
+        ({"prompt": 3, "completion": "a"}, "prompt must be a list of messages, this is int"),
         ({"prompt": "a", "completion": 3}, "completion must be text, this is int"),
     ],
 )
@@ -439,12 +439,17 @@ def test_what_is_no_list_of_token_ids_is_a_data_error(ids):
         Tokenizer(tiny.tokenizer()).encode({"input_ids": ids}, "row 2")
 
 
-@pytest.mark.parametrize(
-    "row", [{"instruction": "a", "output": "b"}, {"prompt": "a"}, {"prompt": "a", "chosen": "b", "rejected": "c"}]
-)
-def test_kinds_without_tokens_of_their_own_are_data_errors(row):
-    with pytest.raises(DataError, match=r"^row 2: a row of kind '\w+' has no tokens of its own"):
+@pytest.mark.parametrize("row", [{"prompt": "a"}, {"prompt": "a", "chosen": "b", "rejected": "c"}])
+def test_kinds_that_cannot_be_trained_on_are_data_errors(row):
+    with pytest.raises(DataError, match=r"^row 2: holds a p") as error:
         Tokenizer(tiny.tokenizer()).encode(row, "row 2")
+    assert error.value.rule == "unusable_kind"
+
+
+def test_instructions_are_conversations():
+    tokenizer = Tokenizer(tiny.tokenizer())
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert tokenizer.encode({"instruction": "a", "output": "b"}, "row 1") == tokenizer.encode({"messages": messages}, "row 1")
 
 
 # --- objectives and stops --------------------------------------------------------------------------------------------

@@ -53,6 +53,8 @@ class BatchEncoder:
         self.encoder = encoder
         self.fast = _is_plain(encoder.tokenizer)
         self.cuts = Cuts.of(encoder.tokenizer) if self.fast else None
+        self.beginning, self.ending = encoder.tokenizer.bos_token_id, encoder.tokenizer.eos_token_id
+        self._begin_kind = {"text": self._text, "completion": self._completion, "chat": self._chat} if self.fast else {}
         self._before: dict[str, np.ndarray] = {}
 
     def encode(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
@@ -86,9 +88,8 @@ class BatchEncoder:
 
     def _begin(self, record: Record, where: str, texts: Texts) -> Finish:
         """Hand the texts of a row to the tokenizer; what is returned makes the row of their ids."""
-        kind = kind_of(record, where)
-        begin = {"text": self._text, "completion": self._completion, "chat": self._chat}.get(kind)
-        if begin is None or not self.fast:
+        begin = self._begin_kind.get(kind_of(record, where))
+        if begin is None:
             return lambda: self._by_definition(record, where)
         return begin(record, where, texts)
 
@@ -97,23 +98,23 @@ class BatchEncoder:
         return np.array(ids, np.int32), np.array(trained, np.uint8)
 
     def _text(self, record: Record, where: str, texts: Texts) -> Finish:
-        end = self.encoder.end(where)
+        end = self._end(where)
         place = texts.add(check_text(record["text"], "text", where), special=True)
 
         def finish() -> TokenArrays:
-            ids = np.append(self._prompt(texts[place]), np.int32(end))
+            ids = np.concatenate((self._prompt(texts[place]), end))
             return ids, np.ones(len(ids), np.uint8)
 
         return finish
 
     def _completion(self, record: Record, where: str, texts: Texts) -> Finish:
-        end = self.encoder.end(where)
+        end = self._end(where)
         asked = texts.add(check_text(record["prompt"], "prompt", where), special=True)
         said = texts.add(check_text(record["completion"], "completion", where), special=False)
 
         def finish() -> TokenArrays:
             before = self._prompt(texts[asked])
-            ids = np.concatenate([before, without_end(texts[said], end), np.array([end], np.int32)])
+            ids = np.concatenate((before, without_end(texts[said], self.ending), end))
             trained = np.ones(len(ids), np.uint8)
             trained[: len(before)] = self.encoder.objective == "pretraining"
             return ids, trained
@@ -121,8 +122,11 @@ class BatchEncoder:
         return finish
 
     def _prompt(self, ids: np.ndarray) -> np.ndarray:
-        inner = self.encoder.tokenizer
-        return without_end(without_double_beginning(ids, inner.bos_token_id), inner.eos_token_id)
+        return without_end(without_double_beginning(ids, self.beginning), self.ending)
+
+    def _end(self, where: str) -> np.ndarray:
+        """int32 ``[1]``: the token that ends texts and completions."""
+        return np.array([self.encoder.end(where) if self.ending is None else self.ending], np.int32)
 
     # --- conversations -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A conversation: its messages, checked, and which of them are trained."""
+"""A conversation: its messages, and which of them are trained."""
 
 from __future__ import annotations
 
@@ -27,18 +27,11 @@ class Conversation:
     trained: list[int]
 
 
-def messages_of(record: Record, where: str) -> tuple[list[Message], int]:
-    """The messages of a row, and how many of them are a prompt, not trained unless they say so.
-
-    Raises:
-        DataError: a message is malformed; by number and role.
-    """
+def messages_of(record: Record) -> tuple[list[Message], int]:
+    """The messages of a normalised row, and how many of them are a prompt, not trained unless they say so."""
     if "messages" in record:
-        return _check(record["messages"], where), 0
-    for name in ("prompt", "completion"):
-        if not isinstance(record[name], list):
-            raise DataError(f"{where}: {name} must be text or a list of messages, this is {type(record[name]).__name__}")
-    return _check([*record["prompt"], *record["completion"]], where), len(record["prompt"])
+        return record["messages"], 0
+    return [*record["prompt"], *record["completion"]], len(record["prompt"])
 
 
 def chosen(messages: list[Message], prompt: int, roles: Collection[str], turns: Turns, where: str) -> list[int]:
@@ -68,16 +61,3 @@ def texts_said(message: Message) -> list[str]:
         answer.strip(),
         *(str(call.get("function", call).get("name", "")) for call in calls),
     ]
-
-
-def _check(messages: Any, where: str) -> list[Message]:
-    if not isinstance(messages, list) or not messages:
-        raise DataError(f"{where}: messages must be a list with at least one message")
-    for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or "role" not in message:
-            raise DataError(f"{where}: message {number} must be an object with 'role' and 'content'")
-        if "content" not in message and "tool_calls" not in message:
-            raise DataError(f"{where}: message {number} ({message['role']}) has no content")
-        if not isinstance(message.get("content"), (str, type(None))):
-            raise DataError(f"{where}: message {number} ({message['role']}): content must be text; lists are not supported")
-    return messages

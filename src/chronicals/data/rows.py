@@ -210,7 +210,10 @@ def _tool_calls(calls: Any, where: str) -> list[dict]:
         function = dict(call.get("function") or {name: call[name] for name in ("name", "arguments") if name in call})
         if not isinstance(function.get("name"), str):
             raise DataError(f"{where}: a tool call has no name", "missing_field")
-        function["arguments"] = _parsed(function.get("arguments") or {}, "arguments", where)
+        function["arguments"] = _parsed(function.get("arguments") or {}, "the arguments of a call", where)
+        if not isinstance(function["arguments"], Mapping):
+            kind = type(function["arguments"]).__name__
+            raise DataError(f"{where}: the arguments of a call must be a JSON object, this is {kind}", "wrong_type")
         rest = {name: value for name, value in call.items() if name not in ("function", "name", "arguments")}
         found.append({"type": "function", **rest, "function": function})
     return found
@@ -223,7 +226,7 @@ def _parsed(value: Any, name: str, where: str) -> Any:
     try:
         return json.loads(value)
     except json.JSONDecodeError as error:
-        raise DataError(f"{where}: {name} does not parse as JSON: {error}", "wrong_type") from error
+        raise DataError(f"{where}: {name} cannot be read as JSON: {error}", "wrong_type") from error
 
 
 def _without_none(value: Any) -> Any:

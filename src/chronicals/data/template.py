@@ -13,12 +13,14 @@ import json
 from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
+import numpy as np
+
 from chronicals.config import ChronicalsConfig, ConfigurationError, Role, Turns
 from chronicals.data.batch_encoding import BatchEncoder, TokenArrays
 from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
-from chronicals.data.rows import Record, kind_of
+from chronicals.data.rows import Record, kind_of, normalise
 from chronicals.data.spans import trained_span
 from chronicals.data.texts import check_text, without_double_beginning, without_end
 
@@ -72,12 +74,16 @@ class Tokenizer:
             DataError: the row lacks a field, a field has the wrong type, or the template refuses it.
         """
         kind = kind_of(record, where)
-        if kind not in _ENCODERS:
-            raise DataError(f"{where}: a row of kind {kind!r} has no tokens of its own; rows.normalise says what it becomes")
-        return _ENCODERS[kind](self, record, where)
+        normal = normalise(record, kind, where)
+        return _ENCODERS[kind](self, normal, where)
 
     def encode_batch(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
-        """What ``encode`` gives for each row, or the error it raises, from one call of the tokenizer's own threads."""
+        """What ``encode`` gives for each row, or the error it raises, from one call of the tokenizer's own threads.
+
+        Args:
+            records: rows as ``rows.normalise`` leaves them.
+            wheres: what errors call them.
+        """
         return self._batch.encode(records, wheres)
 
     @functools.cached_property
@@ -114,7 +120,7 @@ class Tokenizer:
 
     def conversation(self, record: Record, where: str) -> Conversation:
         """The messages of a row in the template's form, and which of them are trained."""
-        messages, prompt = messages_of(record, where)
+        messages, prompt = messages_of(record)
         trained = chosen(messages, prompt, self.train_on_roles, self.train_on_turns, where)
         return Conversation(self.template.form(messages, where), record.get("tools"), trained)
 
@@ -161,23 +167,35 @@ class Tokenizer:
         return ids, [True] * len(ids)
 
     def _tokens(self, record: Record, where: str) -> Tokens:
-        ids, labels = record["input_ids"], record.get("labels")
-        ids = ids.tolist() if hasattr(ids, "tolist") else ids
-        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 2**31 for token in ids):
+        ids, labels = _integers(record["input_ids"]), record.get("labels")
+        if ids is None or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
             raise DataError(f"{where}: input_ids must be a list of token ids")
         if labels is None or self.objective == "pretraining":
-            return ids, [True] * len(ids)
-        labels = labels.tolist() if hasattr(labels, "tolist") else labels
+            return ids.tolist(), [True] * len(ids)
+        labels = _integers(labels)
+        if labels is None:
+            raise DataError(f"{where}: labels must be a list of token ids and -100")
         if len(labels) != len(ids):
             raise DataError(f"{where}: {len(ids)} input_ids but {len(labels)} labels; they must be aligned, not shifted")
-        for position, (token, label) in enumerate(zip(ids, labels)):
-            if label not in (-100, token):
-                raise DataError(f"{where}: labels[{position}]={label} is neither -100 nor input_ids[{position}]={token}")
-        return ids, [label != -100 for label in labels]
+        for position in np.flatnonzero((labels != -100) & (labels != ids))[:1]:
+            label, token = labels[position], ids[position]
+            raise DataError(f"{where}: labels[{position}]={label} is neither -100 nor input_ids[{position}]={token}")
+        return ids.tolist(), (labels != -100).tolist()
+
+
+def _integers(values: Any) -> np.ndarray | None:
+    """int64 ``[T]``, or None where the values are no flat list of whole numbers."""
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        return None
+    whole = array.dtype.kind in "iu" or array.size == 0
+    return array.astype(np.int64) if whole and array.ndim == 1 else None
 
 
 _ENCODERS = {
     "chat": Tokenizer._chat,
+    "instruction": Tokenizer._chat,
     "completion": Tokenizer._completion,
     "text": Tokenizer._text,
     "tokens": Tokenizer._tokens,
