@@ -132,7 +132,7 @@ def test_fp32_weights_and_tables(device):
 @pytest.mark.parametrize("layout", ["contiguous", "sliced heads", "every second channel", "expanded", "one merged tensor"])
 def test_layouts_in_memory(layout, device):
     dtype = torch.bfloat16
-    cos, sin = tables(2, 13, 16, dtype=dtype, device=device)
+    cos, sin = tables(2, 5, 16, dtype=dtype, device=device)
     cos, sin = (cos[:1].expand(2, -1, -1), sin[:1].expand(2, -1, -1)) if layout == "expanded" else (cos, sin)
 
     def random(*shape):
@@ -140,11 +140,11 @@ def test_layouts_in_memory(layout, device):
 
     def draw():
         q, k = {
-            "contiguous": lambda: (random(2, 4, 13, 16), random(2, 3, 13, 16)),
-            "sliced heads": lambda: (random(2, 9, 13, 16)[:, ::2][:, :4], random(2, 7, 13, 16)[:, 4:]),
-            "every second channel": lambda: (random(2, 4, 13, 32)[..., ::2], random(2, 3, 13, 32)[..., 1::2]),
-            "expanded": lambda: (random(2, 1, 13, 16).expand(2, 4, 13, 16), random(1, 3, 13, 16).expand(2, 3, 13, 16)),
-            "one merged tensor": lambda: random(2, 13, 7, 16).transpose(1, 2).split((4, 3), 1),
+            "contiguous": lambda: (random(2, 4, 5, 16), random(2, 3, 5, 16)),
+            "sliced heads": lambda: (random(2, 9, 5, 16)[:, ::2][:, :4], random(2, 7, 5, 16)[:, 4:]),
+            "every second channel": lambda: (random(2, 4, 5, 32)[..., ::2], random(2, 3, 5, 32)[..., 1::2]),
+            "expanded": lambda: (random(2, 1, 5, 16).expand(2, 4, 5, 16), random(1, 3, 5, 16).expand(2, 3, 5, 16)),
+            "one merged tensor": lambda: random(2, 5, 7, 16).transpose(1, 2).split((4, 3), 1),
         }[layout]()
         assert (layout == "contiguous") == (q.is_contiguous() and k.is_contiguous())
         return q, k, *(w.repeat_interleave(2)[::2] for w in weights(16, dtype, device))
