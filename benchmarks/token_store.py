@@ -1,6 +1,6 @@
 """Building token stores: rates beside the bare tokenizer and ``datasets.map``, and the memory of a million rows.
 
-    python benchmarks/token_store.py OUTPUT.json [--rows 1000000] [--compared 200000] [--commit HASH]
+    python benchmarks/token_store.py OUTPUT.json [--rows 1000000] [--compared 100000] [--commit HASH]
 
 Rows are pieces of the Python sources that are on this machine, of lognormal length. Each arm runs in its own process, in
 turn, three times; anonymous memory is sampled every 20 ms. The bare tokenizer's rate is ``encode_batch`` over texts (or
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--compared", type=int, default=200_000)
+    parser.add_argument("--compared", type=int, default=100_000)
     parser.add_argument("--commit", default="")
     parser.add_argument("--arm", choices=ARMS)
     parser.add_argument("--folder", type=Path)

@@ -296,7 +296,7 @@ def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatc
 
 def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, monkeypatch):
     rows = token_rows(5)
-    monkeypatch.setattr(Tokenizer, "encode_batch", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(Tokenizer, "encode_batches", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -315,17 +315,17 @@ BUILDER = """
     from chronicals.data import Tokenizer, build_store
 
     me, other, cache = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    encode, tokenizer = Tokenizer.encode_batch, Tokenizer(tiny.tokenizer())
+    encode, tokenizer = Tokenizer.encode_batches, Tokenizer(tiny.tokenizer())
 
-    def together(self, records, wheres):
+    def together(self, batches):
         (cache / f"begun-{source.stem}-{me}").touch()
         until = time.monotonic() + 60
         while not (cache / f"begun-{source.stem}-{other}").exists():
             assert time.monotonic() < until, "the other process does not build"
             time.sleep(0.0005)
-        return encode(self, records, wheres)
+        return encode(self, batches)
 
-    Tokenizer.encode_batch = together
+    Tokenizer.encode_batches = together
     for source in sorted(cache.glob("rows-*.jsonl")):
         store = build_store(source, tokenizer, 64, cache / "stores")
         print(source.name, store.key, len(store), int(sum(store.document(n)[0].sum() for n in range(len(store)))))

@@ -17,7 +17,7 @@ from __future__ import annotations
 import bisect
 import json
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
 TokenArrays = tuple[np.ndarray, np.ndarray]
 """Token ids (int32), and for each whether it is trained (uint8)."""
 
+Rows = tuple[Sequence[Record], Sequence[str]]
+"""Normalised rows, and what errors call each."""
+
 Finish = Callable[[], TokenArrays]
 """Makes a row of the ids that its texts have by then."""
-
-ROWS_AT_ONCE = 512
-"""Rows tokenised while the next are rendered."""
 
 LONGEST_KEPT = 64
 """Letters of the longest text before a bound whose ids are kept; longer ones hold what somebody said."""
@@ -57,34 +57,22 @@ class BatchEncoder:
         self._begin_kind = {"text": self._text, "completion": self._completion, "chat": self._chat} if self.fast else {}
         self._before: dict[str, np.ndarray] = {}
 
-    def encode(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
-        """Tokens of each row, or the error that ``Tokenizer.encode`` raises for it.
+    def encode(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
+        """For each batch, its rows' tokens, or the errors that ``Tokenizer.encode`` raises for them.
 
-        While some rows are tokenised, without the GIL, the templates of the next are rendered.
+        While a batch is tokenised, without the GIL, the next is rendered and the one before is the caller's.
         """
-        rows = list(zip(records, wheres, strict=True))
-        if self.fast:
-            self._reset()
-        done: list[TokenArrays | DataError] = []
-        begun: list[Finish | DataError] = []
-        with ThreadPoolExecutor(1) as beside:
-            tokenised: Future[None] | None = None
-            for first in range(0, len(rows) + ROWS_AT_ONCE, ROWS_AT_ONCE):
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
+            ahead: tuple[list[Finish | DataError], Future[None]] | None = None
+            for records, wheres in batches:
                 texts = Texts()
-                next_begun = [_caught(self._begin, *row, texts) for row in rows[first : first + ROWS_AT_ONCE]]
-                next_tokenised = beside.submit(texts.tokenise, self.encoder.tokenizer)
-                if tokenised is not None:
-                    tokenised.result()
-                done += (row if isinstance(row, DataError) else _caught(row) for row in begun)
-                begun, tokenised = next_begun, next_tokenised
-        return done
-
-    def _reset(self) -> None:
-        """What the last caller left in the tokenizer, which calling it by transformers would reset, too."""
-        backend = self.encoder.tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = False
+                begun = [_caught(self._begin, *row, texts) for row in zip(records, wheres, strict=True)]
+                tokenised = beside.submit(texts.tokenise, self.encoder.tokenizer)
+                if ahead is not None:
+                    yield _finished(*ahead)
+                ahead = begun, tokenised
+            if ahead is not None:
+                yield _finished(*ahead)
 
     def _begin(self, record: Record, where: str, texts: Texts) -> Finish:
         """Hand the texts of a row to the tokenizer; what is returned makes the row of their ids."""
@@ -294,13 +282,24 @@ class Texts:
         return special, len(self._texts[special]) - 1
 
     def tokenise(self, tokenizer: Any) -> None:
+        """By its Rust part, without what the last caller left in it, which calling it by transformers would reset, too."""
         for special, texts in self._texts.items():
-            encodings = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=special) if texts else []
-            self._ids[special] = [np.array(encoding.ids, np.int32) for encoding in encodings]
+            if texts:
+                backend = tokenizer.backend_tokenizer
+                backend.no_truncation()
+                backend.no_padding()
+                backend.encode_special_tokens = False
+                encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
+                self._ids[special] = [np.array(encoding.ids, np.int32) for encoding in encodings]
 
     def __getitem__(self, place: tuple[bool, int]) -> np.ndarray:
         special, number = place
         return self._ids[special][number]
+
+
+def _finished(begun: list[Finish | DataError], tokenised: Future[None]) -> list[TokenArrays | DataError]:
+    tokenised.result()
+    return [row if isinstance(row, DataError) else _caught(row) for row in begun]
 
 
 def _is_plain(tokenizer: Any) -> bool:

@@ -12,8 +12,8 @@ import logging
 import os
 import time
 import uuid
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -223,15 +223,15 @@ class _Build:
 
     def documents(self, rows: Iterable[Row]) -> Iterator[tuple[Documents, np.ndarray]]:
         """A batch a chunk: documents, each with something to train on, and the hashes of the rows they came from."""
-        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as tokenizing:
-            ahead: tuple[_Chunk, Future] | None = None
+        chunks: deque[_Chunk] = deque()
+
+        def batches() -> Iterator[tuple[list[Record], list[str]]]:
             for chunk in self._chunks(rows):
-                begun = chunk, tokenizing.submit(self.tokenizer.encode_batch, chunk.records, chunk.wheres)
-                if ahead is not None:
-                    yield from self._checked(ahead[0], ahead[1].result())
-                ahead = begun
-            if ahead is not None:
-                yield from self._checked(ahead[0], ahead[1].result())
+                chunks.append(chunk)
+                yield chunk.records, chunk.wheres
+
+        for encoded in self.tokenizer.encode_batches(batches()):
+            yield from self._checked(chunks.popleft(), encoded)
 
     def _chunks(self, rows: Iterable[Row]) -> Iterator[_Chunk]:
         chunk = _Chunk()

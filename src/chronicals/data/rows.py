@@ -59,7 +59,7 @@ def kind_of(record: Any, where: str) -> str:
     Raises:
         DataError: it is no object, or of no kind; ``where`` says which row.
     """
-    if not isinstance(record, Mapping):
+    if type(record) is not dict and not isinstance(record, Mapping):
         raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}", "wrong_type")
     there = {name for name, value in record.items() if value is not None}
     for kind, fields in KINDS:

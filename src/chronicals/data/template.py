@@ -10,13 +10,13 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Role, Turns
-from chronicals.data.batch_encoding import BatchEncoder, TokenArrays
+from chronicals.data.batch_encoding import BatchEncoder, Rows, TokenArrays
 from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
@@ -84,7 +84,11 @@ class Tokenizer:
             records: rows as ``rows.normalise`` leaves them.
             wheres: what errors call them.
         """
-        return self._batch.encode(records, wheres)
+        return next(self.encode_batches([(records, wheres)]))
+
+    def encode_batches(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
+        """``encode_batch`` of each; the next one is taken and begun while one is tokenised."""
+        return self._batch.encode(batches)
 
     @functools.cached_property
     def _batch(self) -> BatchEncoder:
