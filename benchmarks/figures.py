@@ -86,14 +86,36 @@ def kernels() -> list[str]:
     return lines
 
 
-def packing() -> list[str]:
-    plan = load("packing-cpu.json")
-    rate = plan["sequences_per_second"]["median"]
-    return ["", f"Packing plan on 2 CPU cores: {rate / 1e6:.1f} million sequences/s, {plan['fill']['lowest']:.2%} full."]
+def data() -> list[str]:
+    rates, stores = load("data-rates-cpu.json"), load("token-store-cpu.json")
+    plan, assembly = rates["plans"][0], rates["assembly"][0]
+    lines = [
+        "",
+        f"The data path on {rates['machine']['cores']} CPU cores; tokenising beside the bare tokenizer's `encode_batch` over "
+        "the same texts and beside `datasets`, each from the file to Arrow:",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| plan of packs, {plan['strategy']}, {plan['sequences']:,} documents at {plan['max_seq_length']} "
+        f"| {plan['sequences_per_second']['median'] / 1e6:.1f} million/s, {plan['fill']['lowest']:.2%} full |",
+        f"| assembly of Batches, one thread | {assembly['bytes_per_second']['median'] / 1e9:.1f} GB/s |",
+    ]
+    for kind, arms in stores["rates"].items():
+        ours = arms["ours"]
+        lines.append(
+            f"| store of {kind} | {ours:,.0f} rows/s: {ours / arms['encode_batch']:.2f} of `encode_batch`, "
+            f"{ours / arms['datasets.map']:.2f} times `datasets.map` |"
+        )
+    for kind, run in stores["whole"].items():
+        lines.append(
+            f"| {run['rows']:,} {kind} | {run['seconds']:.0f} s, {run['peak_anonymous_mib']:.0f} MiB beside the page cache, "
+            f"opened again in {run['reopened_seconds']:.2f} s |"
+        )
+    return lines
 
 
 def figures() -> str:
-    return "\n".join([*rows(), *patched_step(), *kernels(), *packing()]) + "\n"
+    return "\n".join([*rows(), *patched_step(), *kernels(), *data()]) + "\n"
 
 
 def with_figures(text: str) -> str:

@@ -4,7 +4,8 @@
 
 Rows are pieces of the Python sources that are on this machine, of lognormal length. Each arm runs in its own process, in
 turn, three times; anonymous memory is sampled every 20 ms. The bare tokenizer's rate is ``encode_batch`` over texts (or
-over conversations already rendered) that are in memory, its results thrown away.
+over conversations already rendered) that are in memory, its results thrown away; ``datasets`` reads the same file as ours,
+with ``load_dataset``, and maps over all cores.
 """
 
 import argparse
@@ -56,10 +57,16 @@ def load(path: Path, count: int) -> list[dict]:
         return [json.loads(line) for _, line in zip(range(count), lines)]
 
 
+def first_rows(folder: Path, data: Path, count: int) -> Path:
+    head = folder / f"head-{count}-{data.name}"
+    if not head.exists():
+        with data.open() as lines, head.open("w") as out:
+            out.writelines(line for _, line in zip(range(count), lines))
+    return head
+
+
 def ours(folder: Path, data: Path, tokenizer, count: int) -> dict:
-    head = folder / f"head-{data.name}"
-    with data.open() as lines, head.open("w") as out:
-        out.writelines(line for _, line in zip(range(count), lines))
+    head = first_rows(folder, data, count)
     config = ChronicalsConfig(max_seq_length=WIDTH, cache_dir=folder / f"stores-{os.getpid()}")
     begun = time.perf_counter()
     store = open_store(head, tokenizer, config)
@@ -84,8 +91,8 @@ def bare(folder: Path, data: Path, tokenizer, count: int) -> dict:
 def datasets_map(folder: Path, data: Path, tokenizer, count: int) -> dict:
     import datasets
 
-    rows = datasets.Dataset.from_list(load(data, count), features=None)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    head = first_rows(folder, data, count)
 
     def encode(batch: dict) -> dict:
         if "messages" in batch:
@@ -93,6 +100,7 @@ def datasets_map(folder: Path, data: Path, tokenizer, count: int) -> dict:
         return {"input_ids": tokenizer(batch["text"], add_special_tokens=False)["input_ids"]}
 
     begun = time.perf_counter()
+    rows = datasets.load_dataset("json", data_files=str(head), split="train", cache_dir=str(folder / f"datasets-{os.getpid()}"))
     done = rows.map(encode, batched=True, num_proc=os.cpu_count(), remove_columns=rows.column_names)
     return {"seconds": time.perf_counter() - begun, "tokens": sum(map(len, done["input_ids"]))}
 

@@ -15,6 +15,7 @@ is left to ``Tokenizer.encode``, row by row: it is the definition, and its error
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -28,7 +29,7 @@ from chronicals.data.conversation import Conversation, texts_said
 from chronicals.data.gate import DataError
 from chronicals.data.rows import Record, kind_of
 from chronicals.data.spans import followed_by_another, not_said
-from chronicals.data.texts import check_text, is_unicode, without_double_beginning, without_end
+from chronicals.data.texts import check_text, closed, is_unicode, without_double_beginning, without_end
 
 if TYPE_CHECKING:
     from chronicals.data.template import Tokenizer
@@ -63,16 +64,23 @@ class BatchEncoder:
         While a batch is tokenised, without the GIL, the next is rendered and the one before is the caller's.
         """
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
-            ahead: tuple[list[Finish | DataError], Future[None]] | None = None
+            ahead: tuple[list[Finish | DataError], Texts, Future[None]] | None = None
             for records, wheres in batches:
                 texts = Texts()
                 begun = [_caught(self._begin, *row, texts) for row in zip(records, wheres, strict=True)]
                 tokenised = beside.submit(texts.tokenise, self.encoder.tokenizer)
                 if ahead is not None:
-                    yield _finished(*ahead)
-                ahead = begun, tokenised
+                    yield self._finished(*ahead)
+                ahead = begun, texts, tokenised
             if ahead is not None:
-                yield _finished(*ahead)
+                yield self._finished(*ahead)
+
+    def _finished(
+        self, begun: list[Finish | DataError], texts: Texts, tokenised: Future[None]
+    ) -> list[TokenArrays | DataError]:
+        tokenised.result()
+        texts.collect(self.beginning, self.ending)
+        return [row if isinstance(row, DataError) else _caught(row) for row in begun]
 
     def _begin(self, record: Record, where: str, texts: Texts) -> Finish:
         """Hand the texts of a row to the tokenizer; what is returned makes the row of their ids."""
@@ -86,35 +94,33 @@ class BatchEncoder:
         return np.array(ids, np.int32), np.array(trained, np.uint8)
 
     def _text(self, record: Record, where: str, texts: Texts) -> Finish:
-        end = self._end(where)
-        place = texts.add(check_text(record["text"], "text", where), special=True)
+        self._check_end(where)
+        place = texts.add(check_text(record["text"], "text", where), special=True, whole=True)
 
         def finish() -> TokenArrays:
-            ids = np.concatenate((self._prompt(texts[place]), end))
+            ids = texts[place]
             return ids, np.ones(len(ids), np.uint8)
 
         return finish
 
     def _completion(self, record: Record, where: str, texts: Texts) -> Finish:
-        end = self._end(where)
+        self._check_end(where)
         asked = texts.add(check_text(record["prompt"], "prompt", where), special=True)
-        said = texts.add(check_text(record["completion"], "completion", where), special=False)
+        said = texts.add(check_text(record["completion"], "completion", where), special=False, whole=True)
 
         def finish() -> TokenArrays:
-            before = self._prompt(texts[asked])
-            ids = np.concatenate((before, without_end(texts[said], self.ending), end))
+            before = without_end(without_double_beginning(texts[asked], self.beginning), self.ending)
+            ids = np.concatenate((before, texts[said]))
             trained = np.ones(len(ids), np.uint8)
             trained[: len(before)] = self.encoder.objective == "pretraining"
             return ids, trained
 
         return finish
 
-    def _prompt(self, ids: np.ndarray) -> np.ndarray:
-        return without_end(without_double_beginning(ids, self.beginning), self.ending)
-
-    def _end(self, where: str) -> np.ndarray:
-        """int32 ``[1]``: the token that ends texts and completions."""
-        return np.array([self.encoder.end(where) if self.ending is None else self.ending], np.int32)
+    def _check_end(self, where: str) -> None:
+        """Raises where the tokenizer has no token that ends texts and completions."""
+        if self.ending is None:
+            self.encoder.end(where)
 
     # --- conversations -------------------------------------------------------------------------------------------
 
@@ -274,11 +280,14 @@ class Texts:
 
     def __init__(self) -> None:
         self._texts: dict[bool, list[str]] = {True: [], False: []}
+        self._whole: dict[bool, list[bool]] = {True: [], False: []}
+        self._encodings: dict[bool, list[Any]] = {}
         self._ids: dict[bool, list[np.ndarray]] = {}
 
-    def add(self, text: str, special: bool) -> tuple[bool, int]:
-        """Where the text's ids will be found."""
+    def add(self, text: str, special: bool, whole: bool = False) -> tuple[bool, int]:
+        """Where the text's ids will be found; one that is ``whole`` begins once and ends with the end of text."""
         self._texts[special].append(text)
+        self._whole[special].append(whole)
         return special, len(self._texts[special]) - 1
 
     def tokenise(self, tokenizer: Any) -> None:
@@ -289,17 +298,28 @@ class Texts:
                 backend.no_truncation()
                 backend.no_padding()
                 backend.encode_special_tokens = False
-                encodings = backend.encode_batch_fast(texts, add_special_tokens=special)
-                self._ids[special] = [np.array(encoding.ids, np.int32) for encoding in encodings]
+                self._encodings[special] = backend.encode_batch_fast(texts, add_special_tokens=special)
+
+    def collect(self, beginning: int | None, ending: int | None) -> None:
+        """Take the ids over: Python's part, for which tokenising the next batch need not wait."""
+        for special, encodings in self._encodings.items():
+            self._ids[special] = _arrays(
+                closed(encoding.ids, beginning if special else None, ending) if whole else encoding.ids
+                for encoding, whole in zip(encodings, self._whole[special], strict=True)
+            )
+        self._encodings.clear()
 
     def __getitem__(self, place: tuple[bool, int]) -> np.ndarray:
         special, number = place
         return self._ids[special][number]
 
 
-def _finished(begun: list[Finish | DataError], tokenised: Future[None]) -> list[TokenArrays | DataError]:
-    tokenised.result()
-    return [row if isinstance(row, DataError) else _caught(row) for row in begun]
+def _arrays(lists: Iterable[list[int]]) -> list[np.ndarray]:
+    """int32, each a view of one array: making many is what takes time."""
+    lists = list(lists)
+    bounds = [0, *itertools.accumulate(map(len, lists))]
+    flat = np.fromiter(itertools.chain.from_iterable(lists), np.int32, bounds[-1])
+    return [flat[start:end] for start, end in itertools.pairwise(bounds)]
 
 
 def _is_plain(tokenizer: Any) -> bool:

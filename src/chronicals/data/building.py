@@ -6,6 +6,7 @@ one before it is checked and written. A row that cannot be used is left out and 
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import logging
@@ -14,6 +15,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -155,10 +157,11 @@ def _write(path: Path, build: _Build, rows: Iterable[Row]) -> None:
     aside = path.with_name(f".{path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
-        with open(aside, "wb") as raw:
+        with _collecting_by_chunks(), open(aside, "wb") as raw:
             with pa.ipc.new_file(pa.PythonFile(raw), SCHEMA) as writer:
                 for documents, hashes in build.documents(rows):
                     writer.write_batch(_record_batch(documents, hashes))
+                    gc.collect(0)
             raw.flush()
             os.fsync(raw.fileno())
         aside_description.write_text(json.dumps(build.description(), indent=1))
@@ -167,6 +170,18 @@ def _write(path: Path, build: _Build, rows: Iterable[Row]) -> None:
     finally:
         aside.unlink(missing_ok=True)
         aside_description.unlink(missing_ok=True)
+
+
+@contextmanager
+def _collecting_by_chunks() -> Iterator[None]:
+    """Keep Python's collector from walking through a chunk's thousands of rows, which hold no cycles, many times over."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _record_batch(documents: Documents, hashes: np.ndarray) -> pa.RecordBatch:
@@ -278,15 +293,15 @@ class _Build:
 
     def _checked(self, chunk: _Chunk, encoded: list[Tokens | DataError]) -> Iterator[tuple[Documents, np.ndarray]]:
         """The chunk's documents, counted; rows that were refused or hold no target are left out."""
-        rows, pieces = [], []
+        rows, kinds = [], []
         for row, kind, tokens in zip(chunk.rows, chunk.kinds, encoded, strict=True):
             if isinstance(tokens, DataError):
                 self.report.note(tokens.rule, row, str(tokens))
-                continue
-            whole = kind != "text" and self.tokenizer.objective != "pretraining"
-            rows.append((row, *tokens))
-            pieces += fit(row, *tokens, self.width, self.overlong or ("cut" if whole else "split"), self.report)
-        read, fitted = Documents.joined(rows), Documents.joined(pieces)
+            else:
+                rows.append((row, *tokens))
+                kinds.append(kind)
+        read = Documents.joined(rows)
+        fitted = read if read.lengths.max(initial=0) <= self.width else self._fitted(rows, kinds)
         read.inspect(self.marks, self.report)
         kept = fitted.only(fitted.targets > 0)
         for row in np.setdiff1d(fitted.rows, kept.rows):
@@ -296,6 +311,14 @@ class _Build:
         self._count(kept, hashes)
         if len(kept):
             yield kept, hashes
+
+    def _fitted(self, rows: list[tuple[int, np.ndarray, np.ndarray]], kinds: list[str]) -> Documents:
+        """The rows as documents of at most the width."""
+        pieces = []
+        for row, kind in zip(rows, kinds, strict=True):
+            whole = kind != "text" and self.tokenizer.objective != "pretraining"
+            pieces += fit(*row, self.width, self.overlong or ("cut" if whole else "split"), self.report)
+        return Documents.joined(pieces)
 
     def _count(self, documents: Documents, hashes: np.ndarray) -> None:
         self.report.documents += len(documents)

@@ -40,6 +40,17 @@ def without_double_beginning(ids: Ids, beginning: int | None) -> Ids:
     return ids[1:] if doubled else ids
 
 
+def closed(ids: list[int], beginning: int | None, end: int | None) -> list[int]:
+    """The same list with one beginning and one end of text."""
+    if beginning is not None and ids[:2] == [beginning, beginning]:
+        del ids[0]
+    while ids and ids[-1] == end:
+        ids.pop()
+    if end is not None:
+        ids.append(end)
+    return ids
+
+
 def without_end(ids: Ids, end: int | None) -> Ids:
     """The ids without the ends of text that close them."""
     length = len(ids)
