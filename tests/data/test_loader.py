@@ -183,6 +183,21 @@ def test_pinned_batches_are_pinned_and_the_same(make_store):
     assert all(batch.input_ids.is_pinned() and batch.cu_seqlens.is_pinned() for batch in pinned)
 
 
+def test_batches_in_memory_of_torch_are_the_same(make_store, monkeypatch):
+    """What pinned memory is: without a card there is none, so it is asked for without the pin."""
+    allocate, asked = torch.empty, []
+
+    def pageable(*sizes, pin_memory=False, **options):
+        asked.append(pin_memory)
+        return allocate(*sizes, **options)
+
+    monkeypatch.setattr(loader_module.torch, "empty", pageable)
+    store = make_store()
+    plain, pinned = (list(BatchStream(store, config(), FILLER, epochs=1, pin=pin)) for pin in (False, True))
+    assert any(asked)
+    assert all(same(a, b) for a, b in zip(plain, pinned, strict=True))
+
+
 # --- steps -----------------------------------------------------------------------------------------------------------
 
 
