@@ -11,7 +11,7 @@ import pytest
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import DataError, DataReport, Tokenizer, TokenStore, build_store, open_store
+from chronicals.data import DataError, DataReport, Tokenizer, TokenStore, build_store, open_held_out, open_store
 from chronicals.data.gate import EXAMPLES, RULES
 from chronicals.data.template import TemplateError
 from data.planted_faults import ALONG, CLEAN, ELSEWHERE, MASKED, PLANTED, WIDTH, planted
@@ -160,6 +160,27 @@ def test_held_out_rows_that_are_trained_on(tmp_path):
     assert (report.count("held_out_in_training"), report.findings["held_out_in_training"].rows) == (1, [9])
     with pytest.raises(DataError, match="held_out_in_training: 12 "):
         open_store(CLEAN, tiny.tokenizer(), config, training=training)
+
+
+def test_rows_that_fall_on_both_sides_of_a_split(tmp_path):
+    config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH, validation_split=0.25)
+    twice = random.randint(1, 4)
+    store = open_store([*CLEAN, *[CLEAN[0]] * twice], tiny.tokenizer(), config)
+    training, rest = store.split(0.25, seed=random.randrange(1000))
+    held_out = open_held_out(rest, training, config.replace(gate={"held_out_in_training": 1.0}))
+    rows = [0 if row >= len(CLEAN) else row for row in range(len(CLEAN) + twice)]
+    shared = [row for row in rest.rows if rows[row] in {rows[other] for other in training.rows}]
+    assert held_out.report.count("held_out_in_training") == len(shared)
+    assert (held_out.report.rows, held_out.report.documents, held_out.chats) == (len(rest), len(rest), True)
+    assert "held_out_in_training" not in store.report.findings
+
+
+def test_pieces_of_a_long_text_may_fall_on_both_sides(tmp_path):
+    config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH, validation_split=0.25)
+    store = open_store([{"text": "the answer to life " * 20 * WIDTH}], tiny.tokenizer(), config)
+    training, rest = store.split(0.25, seed=1)
+    assert min(len(training), len(rest)) > 1
+    assert open_held_out(rest, training, config).report.findings == {}
 
 
 def test_long_rows_that_are_dropped(tmp_path):

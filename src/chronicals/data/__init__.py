@@ -1,6 +1,6 @@
 """From records to Batches: sources → template → tokens → store → packs → batches. Knows no model."""
 
-from chronicals.data.building import build_store, open_store
+from chronicals.data.building import build_store, open_held_out, open_store
 from chronicals.data.gate import DataError, DataReport
 from chronicals.data.loader import BatchStream, create_dataloader
 from chronicals.data.packing import PackPlan, SequencePacker, plan_packs
@@ -22,6 +22,7 @@ __all__ = [
     "Tokenizer",
     "build_store",
     "create_dataloader",
+    "open_held_out",
     "open_store",
     "plan_packs",
     "read_records",

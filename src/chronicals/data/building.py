@@ -16,7 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,24 @@ def open_store(
     log_report(name, store.report, config.gate)
     store.report.check(name, config.gate)
     return store
+
+
+def open_held_out(held_out: TokenStore, training: TokenStore, config: ChronicalsConfig) -> TokenStore:
+    """The part of a store that is held out, with a report of its own that has passed the gate.
+
+    Pieces of one row may lie on both sides; rows that are there twice are told.
+
+    Raises:
+        DataError: too many of its rows are trained on as well.
+    """
+    tokens, targets = int(held_out.lengths.sum()), int(held_out.targets.sum())
+    rows = len(np.unique(held_out.rows))
+    held_out = replace(held_out, report=DataReport(rows, len(held_out), tokens, targets, dict(held_out.report.kinds)))
+    note_overlap(held_out, training.subset(np.flatnonzero(~np.isin(training.rows, held_out.rows))))
+    name = f"validation_split={config.validation_split}"
+    log_report(name, held_out.report, config.gate)
+    held_out.report.check(name, config.gate)
+    return held_out
 
 
 def log_report(name: str, report: DataReport, shares: Mapping[str, float]) -> None:

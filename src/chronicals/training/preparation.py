@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import Source, TokenStore, open_store, stop_token_ids
+from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Ranks
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import LAYERS, enable_gradient_checkpointing
@@ -76,7 +76,10 @@ def open_stores(
     store = opened("train_dataset", train)
     if held_out is not None:
         return store, opened("eval_dataset", held_out, training=store)
-    return store.split(config.validation_split, config.seed) if config.validation_split else (store, None)
+    if not config.validation_split:
+        return store, None
+    training, rest = store.split(config.validation_split, config.seed)
+    return training, open_held_out(rest, training, config)
 
 
 def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple[PresentedModel, dict[str, Decision]]:
