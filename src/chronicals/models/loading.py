@@ -19,10 +19,7 @@ def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model={str(name)!r}: no tokenizer could be loaded: {error}") from error
+    return _load(AutoTokenizer, "tokenizer", name, trust_remote_code)
 
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
@@ -33,10 +30,14 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     """
     from transformers import AutoConfig
 
+    return _load(AutoConfig, "configuration", name, trust_remote_code)
+
+
+def _load(kind: Any, what: str, name: str | Path, trust_remote_code: bool) -> Any:
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model={str(name)!r}: no configuration could be loaded: {error}") from error
+        raise ValueError(f"model={str(name)!r}: no {what} could be loaded: {error}") from error
 
 
 def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
