@@ -1,8 +1,19 @@
 """The configuration of a run, its presets, and recipes in YAML."""
 
-from chronicals.config.config import ChronicalsConfig, ConfigurationError, Role, Turns, explain
+from chronicals.config.config import ChronicalsConfig, ConfigurationError, Overlong, Role, Turns, explain
 from chronicals.config.data_source import DataSource
 from chronicals.config.presets import PRESETS, preset
 from chronicals.config.recipe import Recipe
 
-__all__ = ["PRESETS", "ChronicalsConfig", "ConfigurationError", "DataSource", "Recipe", "Role", "Turns", "explain", "preset"]
+__all__ = [
+    "PRESETS",
+    "ChronicalsConfig",
+    "ConfigurationError",
+    "DataSource",
+    "Overlong",
+    "Recipe",
+    "Role",
+    "Turns",
+    "explain",
+    "preset",
+]

@@ -69,6 +69,7 @@ Positive = Annotated[int, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
+Overlong = Literal["cut", "split", "drop"]
 
 
 def _named_shares(value: Any) -> Any:
@@ -152,7 +153,7 @@ class ChronicalsConfig:
     early_stopping_patience: Positive | None = Field(
         default=None, description="Stop after so many evaluations without a better loss"
     )
-    overlong: Literal["cut", "split", "drop"] | None = Field(
+    overlong: Overlong | None = Field(
         default=None, description="What becomes of rows longer than max_seq_length (default: texts are split, others cut)"
     )
     gate: Annotated[dict[str, float], BeforeValidator(_named_shares)] = Field(

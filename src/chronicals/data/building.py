@@ -23,22 +23,20 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from chronicals.config import ChronicalsConfig
-from chronicals.data.documents import Documents, Marks, Overlong, fit
+from chronicals.config import ChronicalsConfig, Overlong
+from chronicals.data.documents import Documents, Marks, fit
 from chronicals.data.formats import BadRow, Record, Row
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
 from chronicals.data.rows import conversation_faults, conversation_oddities, kind_of, normalise, texts_of
 from chronicals.data.sources import Source, read_records, source_fingerprint
 from chronicals.data.store import SCHEMA, TokenStore
-from chronicals.data.template import Tokenizer
+from chronicals.data.template import TokenArrays, Tokenizer
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
 CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
 """A chunk ends at so many rows or letters."""
-
-Tokens = tuple[np.ndarray, np.ndarray]
 
 
 def open_store(
@@ -309,7 +307,7 @@ class _Build:
         if written:
             self.report.note("special_token_in_text", row, f"{where} holds {written.group()!r}")
 
-    def _checked(self, chunk: _Chunk, encoded: list[Tokens | DataError]) -> Iterator[tuple[Documents, np.ndarray]]:
+    def _checked(self, chunk: _Chunk, encoded: list[TokenArrays | DataError]) -> Iterator[tuple[Documents, np.ndarray]]:
         """The chunk's documents, counted; rows that were refused or hold no target are left out."""
         rows, kinds = [], []
         for row, kind, tokens in zip(chunk.rows, chunk.kinds, encoded, strict=True):

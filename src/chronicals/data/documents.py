@@ -9,14 +9,12 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
+from chronicals.config import Overlong
 from chronicals.data.gate import DataReport
 from chronicals.data.template import TemplateError, Tokenizer
-
-Overlong = Literal["cut", "split", "drop"]
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ on with empty packs, which count nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,7 +25,7 @@ from chronicals.data.building import open_store
 from chronicals.data.dealing import deal
 from chronicals.data.gate import DataError
 from chronicals.data.packing import PackPlan, plan_packs
-from chronicals.data.rows import Record
+from chronicals.data.sources import Source
 from chronicals.data.store import TokenStore
 
 STEPS_AHEAD, BYTES_AHEAD = (2, 64), 1 << 26
@@ -248,11 +247,11 @@ def _sums_of_packs(documents: Documents, targets: np.ndarray) -> np.ndarray:
     return np.stack(columns, axis=1).astype(np.int64)
 
 
-def create_dataloader(dataset: str | Path | Iterable[Record], tokenizer: Any, config: ChronicalsConfig) -> BatchStream:
+def create_dataloader(dataset: Source, tokenizer: Any, config: ChronicalsConfig) -> BatchStream:
     """Batches of a data set: tokenised into a store, checked, packed, prefetched.
 
     Args:
-        dataset: a file, or rows in memory: ``messages``, ``prompt`` and ``completion``, ``text``, or ``input_ids``.
+        dataset: files, folders, hub names or rows in memory, as ``read_records`` takes them.
         tokenizer: a transformers tokenizer.
         config: widths, sizes, seed; ``num_epochs`` passes are made (one by default).
 
@@ -260,7 +259,7 @@ def create_dataloader(dataset: str | Path | Iterable[Record], tokenizer: Any, co
         An iterable of ``Batch`` with a length.
 
     Raises:
-        DataError: a row does not parse, or there is nothing to train on.
+        DataError: training on it would be wrong; the message names the rules, the rows and the remedies.
     """
     store = open_store(dataset, tokenizer, config)
     return BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=config.num_epochs or 1)

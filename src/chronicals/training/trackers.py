@@ -15,6 +15,7 @@ import os
 import queue
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ class Point:
     time: float
 
 
-class Tracker(Callback):
+class Tracker(Callback, ABC):
     """What trackers share: a check at the start, a thread, patience. A subclass says how to begin, store and end.
 
     Attributes:
@@ -79,21 +80,21 @@ class Tracker(Callback):
 
     # --- what a subclass says ----------------------------------------------------------------------------------------
 
+    @abstractmethod
     def begin(self, run: Run) -> dict[str, int]:
         """Begin a run, or continue the earlier one where ``run.step`` is not 0.
 
         Returns:
             The last step that is stored of ``train`` and of ``eval``: up to there nothing is offered again.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def store(self, points: list[Point]) -> None:
         """Store points, steps ascending; after an error the same points come again."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, outcome: Outcome) -> None:
         """Mark how the run ended, and close."""
-        raise NotImplementedError
 
     # --- around the loop ---------------------------------------------------------------------------------------------
 
