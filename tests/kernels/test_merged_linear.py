@@ -23,7 +23,7 @@ def roomy(x, room):
     return made
 
 
-def functions(ranks, biased, made_with_room, dropout=0.0, of=module):
+def functions(ranks, biased, made_with_room, dropout=0.0, of=module, scales=(0.5, 1.5, 2.5)):
     """Ours and the plain one, of x, the weights, the biases, and the A and B of the layers that have them."""
     count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
 
@@ -33,7 +33,7 @@ def functions(ranks, biased, made_with_room, dropout=0.0, of=module):
         adapters = [None] * count
         for place, n in enumerate(adapted):
             a, b = rest[place], rest[len(adapted) + place]
-            adapters[n] = Adapter(a, b, 0.5 + n, dropout)
+            adapters[n] = Adapter(a, b, scales[n], dropout)
         return weights, biases, adapters
 
     def ours(x, *tensors):
@@ -114,6 +114,13 @@ def test_adapters_are_laid_into_the_margins(dtype, device):
     assert ((merged.buffer - expected).abs() <= torch.finfo(dtype).eps * expected.abs()).all()
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_layers_of_one_scale(dtype, device, monkeypatch):
+    monkeypatch.setattr(launch, "_interpreted", dtype == torch.float32 and launch._interpreted)
+    ours, plain = functions((3, 5), False, True, scales=(3.0, 3.0))
+    assert_as_exact_as_plain(ours, plain, draw((3, 5), False, dtype, device))
+
+
 @pytest.mark.parametrize("rows", [1, 2, 131])
 def test_rows(rows, device, monkeypatch):
     monkeypatch.setattr(launch, "_interpreted", False)
@@ -178,13 +185,19 @@ def test_layers_must_fit_each_other():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("column : column + rank] * scale)", "column : column + rank])"),
+        ("up if scale == common else up * scale", "up"),
         (", dy, merged.buffer[: merged.outputs, merged.width :])", ", -dy, merged.buffer[: merged.outputs, merged.width :])"),
         ("product(dy.t(), x, x.dtype)", "product(dy.t(), 1.1 * x, x.dtype)"),
     ],
 )
 def test_a_wrong_backward_is_found(old, new, device):
     ours, plain = functions((3, 3), False, True, of=mutant(module, old, new))
+    with pytest.raises(AssertionError):
+        assert_as_exact_as_plain(ours, plain, draw((3, 3), False, torch.float32, device))
+
+
+def test_a_missing_common_scale_is_found(device):
+    ours, plain = functions((3, 3), False, True, of=mutant(module, "u, kind, common)", "u, kind)"), scales=(0.5, 0.5))
     with pytest.raises(AssertionError):
         assert_as_exact_as_plain(ours, plain, draw((3, 3), False, torch.float32, device))
 

@@ -251,13 +251,15 @@ def _of_adapters(ctx: Any, dy: Tensor, extended: Tensor, rows: Tensor, seed: Ten
     merged, kind = ctx.merged, next(kind for kind in ctx.kinds[2 * len(ctx.scales) :] if kind is not None)
     x, u, g = rows[:, : merged.width], rows[:, merged.width :], extended[:, merged.outputs :]
     of_downs = product(g.t(), x, kind) if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout).to(kind)
-    of_ups = product(dy.t(), u, kind)
+    common = ctx.scales[0] if len(set(ctx.scales)) == 1 else 1.0
+    of_ups = product(dy.t(), u, kind, common)
     downs: list[Tensor | None] = []
     ups: list[Tensor | None] = []
     row = column = 0
     for size, rank, scale in zip(merged.sizes, merged.ranks, ctx.scales):
         downs.append(of_downs[column : column + rank])
-        ups.append(of_ups[row : row + size, column : column + rank] * scale)
+        up = of_ups[row : row + size, column : column + rank]
+        ups.append(up if scale == common else up * scale)
         row, column = row + size, column + rank
     return [*downs, *ups]
 

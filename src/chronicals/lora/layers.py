@@ -85,5 +85,5 @@ class _WithAdapter(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = (dy @ weight).addmm_(g, a.to(kind)).view(ctx.shape)
         da = product(g.t(), rows, a.dtype) if ctx.needs_input_grad[3] else None
-        db = product(dy.t(), down, b.dtype).mul_(ctx.scale) if ctx.needs_input_grad[4] else None
+        db = product(dy.t(), down, b.dtype, ctx.scale) if ctx.needs_input_grad[4] else None
         return dx, None, None, da, db, None
