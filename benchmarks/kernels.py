@@ -25,6 +25,7 @@ from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.glu import geglu_reference, swiglu_reference
+from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.launch import with_room
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
@@ -258,16 +259,18 @@ def heads():
 
 
 def optimizers():
-    """494 million weights in 169 tensors, as Qwen2.5-0.5B has them; torch's fused one keeps no master and bf16 states."""
+    """494 million weights in 169 tensors, as Qwen2.5-0.5B has them; torch's fused one keeps no master, and states in the type
+    of the weights."""
     shapes = [(151936, 896), *[(896, 896), (128, 896), (128, 896), (896, 896), (4864, 896), (4864, 896), (896, 4864)] * 24]
-    for kind in (torch.bfloat16, torch.float32):
+    factor, applies = torch.ones((), device="cuda"), torch.tensor(True, device="cuda")
+    for kind, states in ((torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float32,) * 2):
         tensors = Tensors()
         for shape in shapes:
             weight = torch.randn(shape, device="cuda").to(kind)
             tensors.weights.append(weight)
             tensors.gradients.append(torch.randn_like(weight))
-            tensors.means.append(torch.zeros_like(weight, dtype=torch.float32))
-            tensors.squares.append(torch.zeros_like(weight, dtype=torch.float32))
+            tensors.means.append(torch.zeros_like(weight, dtype=states))
+            tensors.squares.append(torch.zeros_like(weight, dtype=states))
             tensors.steps.append(torch.zeros((), device="cuda"))
             if kind == torch.bfloat16:
                 tensors.lows.append(torch.zeros_like(weight, dtype=torch.int16))
@@ -276,14 +279,17 @@ def optimizers():
         for parameter, gradient in zip(plain, tensors.gradients):
             parameter.grad = gradient
         torchs = torch.optim.AdamW(plain, fused=True)
-        factor, applies = torch.ones((), device="cuda"), torch.tensor(True, device="cuda")
         arms = {
-            "ours": lambda t=tensors, f=factor, a=applies: kernels.fused_adamw_(t, 1e-5, (0.9, 0.999), 1e-8, 0.01, f, a),
+            "ours": lambda t=tensors: kernels.fused_adamw_(t, 1e-5, (0.9, 0.999), 1e-8, 0.01, factor, applies),
             "torch": torchs.step,
         }
-        size = torch.finfo(kind).bits // 8
-        moved = (size + 16 + 2 * size + (4 if kind == torch.bfloat16 else 0)) * elements
-        yield Row(f"fused_adamw_ {str(kind).removeprefix('torch.')} weights", arms, bytes=moved)
+        names = [str(x).removeprefix("torch.") for x in (kind, states)]
+        moved = (kind.itemsize + 4 * states.itemsize + 2 * kind.itemsize + (4 if kind == torch.bfloat16 else 0)) * elements
+        yield Row(f"fused_adamw_ {names[0]} weights, {names[1]} states", arms, bytes=moved)
+        gradients = tensors.gradients
+        arms = {"ours": lambda g=gradients: gradient_norm(g), "torch": lambda g=gradients: gradient_norm_reference(g)}
+        if states == torch.float32:
+            yield Row(f"gradient_norm {names[0]}", arms, bytes=kind.itemsize * elements)
         torch.cuda.empty_cache()
 
 

@@ -13,20 +13,14 @@ Bytes an element: 24 and the gradient for bf16 weights as for fp32 ones; 16 with
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from chronicals.kernels.dice import mixed
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.master import join_master, split_master
-
-BLOCK, CHUNK = 1024, 2048
-"""Elements that four warps hold at a time, and that a program takes; on an H200 2048 is 2 % faster than 8192."""
-
-
-GROUPS = 16
-"""Lists of sizes whose division among programs is kept; an optimizer has one for each of its groups and types."""
+from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, pointers, table_of
 
 
 @triton.jit
@@ -59,14 +53,6 @@ def _rounded(value, dice, KIND: tl.constexpr):
 
 
 @triton.jit
-def _pointers(table_ptr, tensor, at, KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    pointers = tl.load(table_ptr + tensor).to(tl.pointer_type(KIND)) + at
-    if ALIGNED:
-        pointers = tl.max_contiguous(tl.multiple_of(pointers, 16), BLOCK)
-    return pointers
-
-
-@triton.jit
 def _adamw_kernel(
     table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, corrections_ptr, lr_ptr, factor_ptr, apply_ptr, seed_ptr, count,
     weight_decay, beta1, rest1, beta2, rest2, eps,
@@ -82,35 +68,35 @@ def _adamw_kernel(
         start, size = (tl.program_id(0) - tl.load(firsts_ptr + tensor)) * CHUNK, tl.load(sizes_ptr + tensor)
         if ALIGNED:
             size = tl.multiple_of(size, 8)
-        correction1, correction2 = tl.load(corrections_ptr + tensor), tl.load(corrections_ptr + count + tensor)
         lr = tl.load(lr_ptr).to(tl.float32)
+        rate, of_square = lr / tl.load(corrections_ptr + tensor), 1.0 / tl.load(corrections_ptr + count + tensor)
         decay = 1.0 - lr * weight_decay
         factor = 1.0
         if HAS_FACTOR:
             factor = tl.load(factor_ptr).to(tl.float32)
+        key = mixed(tl.load(seed_ptr).to(tl.uint32) * 0x9E3779B9 + tl.program_id(0).to(tl.uint32))
         for offset in range(0, CHUNK, BLOCK):
             at = start + offset + tl.arange(0, BLOCK)
             inside = at < size
-            w_at = _pointers(table_ptr, tensor, at, W, ALIGNED, BLOCK)
-            g_at = _pointers(table_ptr + count, tensor, at, G, ALIGNED, BLOCK)
-            m_at = _pointers(table_ptr + 2 * count, tensor, at, STATE, ALIGNED, BLOCK)
-            v_at = _pointers(table_ptr + 3 * count, tensor, at, STATE, ALIGNED, BLOCK)
+            w_at = pointers(table_ptr, tensor, at, W, ALIGNED, BLOCK)
+            g_at = pointers(table_ptr + count, tensor, at, G, ALIGNED, BLOCK)
+            m_at = pointers(table_ptr + 2 * count, tensor, at, STATE, ALIGNED, BLOCK)
+            v_at = pointers(table_ptr + 3 * count, tensor, at, STATE, ALIGNED, BLOCK)
             w = tl.load(w_at, mask=inside, other=0.0)
             g = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * factor
             m = tl.load(m_at, mask=inside, other=0.0).to(tl.float32) * beta1 + g * rest1
             v = tl.load(v_at, mask=inside, other=0.0).to(tl.float32) * beta2 + g * g * rest2
             if HAS_LOW:
-                low_at = _pointers(table_ptr + 4 * count, tensor, at, tl.int16, ALIGNED, BLOCK)
+                low_at = pointers(table_ptr + 4 * count, tensor, at, tl.int16, ALIGNED, BLOCK)
                 w = _joined(w, tl.load(low_at, mask=inside, other=0))
-            root = tl.sqrt_rn(tl.div_rn(v, correction2)) + eps
-            w = w * decay - lr * tl.div_rn(tl.div_rn(m, correction1), root)
+            w = w * decay - rate * m / (tl.sqrt(v * of_square) + eps)
             if HAS_LOW:
                 w, low = _split(w)
                 tl.store(low_at, low, mask=inside)
             tl.store(w_at, w, mask=inside)
             dice = 0
             if tl.bfloat16 == STATE:
-                dice = tl.randint(tl.load(seed_ptr), tl.program_id(0) * CHUNK + offset + tl.arange(0, BLOCK), 7)
+                dice = mixed(key ^ (offset + tl.arange(0, BLOCK)))
             tl.store(m_at, _rounded(m, dice, STATE), mask=inside)
             tl.store(v_at, _rounded(v, dice >> 16, STATE), mask=inside)
 
@@ -155,15 +141,15 @@ def fused_adamw_(
         fused_adamw_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
         return
     corrections = _corrections(tensors.steps, betas)
-    (weight_kind, gradient_kind, state_kind), count = kinds.pop(), len(tensors.weights)
-    table, aligned = table_of(tensors)
-    sizes, of_program, firsts = _programs(tuple(x.numel() for x in tensors.weights), table.device)
-    lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=table.device)
-    _adamw_kernel[(len(of_program),)](
-        table, sizes, of_program, firsts, corrections, lr, factor, apply, _seed(tensors.steps[0]), count, weight_decay,
-        betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
-        _of_triton(weight_kind), _of_triton(gradient_kind), _of_triton(state_kind),
-        bool(tensors.lows), factor is not None, apply is not None, aligned, BLOCK, CHUNK, num_warps=4,
+    kind_of_weight, kind_of_gradient, kind_of_state = (of_triton(kind) for kind in kinds.pop())
+    table, count = _table(tensors), len(tensors.weights)
+    device = table.addresses.device
+    lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
+    _adamw_kernel[(len(table.tensors),)](
+        *table.on_device, corrections, lr, factor, apply, _seed(tensors.steps[0]), count,
+        weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
+        kind_of_weight, kind_of_gradient, kind_of_state,
+        bool(tensors.lows), factor is not None, apply is not None, table.aligned, BLOCK, CHUNK, num_warps=4,
     )  # fmt: skip
     if apply is None:
         torch._foreach_add_(tensors.steps, 1.0)
@@ -186,26 +172,13 @@ def _rows(tensors: Tensors) -> list[list[Tensor]]:
     return [tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows or tensors.weights]
 
 
-_tables: dict[tuple[tuple[int, ...], ...], tuple[Tensor, bool]] = {}
-
-
-def table_of(tensors: Tensors) -> tuple[Tensor, bool]:
-    """The addresses ``[5, count]`` on the device, and whether all suit 16-byte loads; kept while they stay the same, so that
-    a captured launch finds it where it was."""
-    addresses, sizes = tuple(x.data_ptr() for row in _rows(tensors) for x in row), tuple(x.numel() for x in tensors.weights)
-    if (addresses, sizes) not in _tables:
-        if len(_tables) >= GROUPS:
-            _tables.pop(next(iter(_tables)))
-        aligned = all(a % 16 == 0 for a in addresses) and all(size % 8 == 0 for size in sizes)
-        table = torch.tensor(addresses, dtype=torch.int64).view(5, -1)
-        _tables[addresses, sizes] = table.to(tensors.weights[0].device, non_blocking=True), aligned
-    return _tables[addresses, sizes]
+def _table(tensors: Tensors) -> Table:
+    return table_of(_rows(tensors))
 
 
 def looked_up(tensors: Tensors) -> list[Tensor]:
     """What a launch reads beside ``tensors``; who replays it must hold these."""
-    table, _ = table_of(tensors)
-    return [table, *_programs(tuple(x.numel() for x in tensors.weights), table.device)]
+    return _table(tensors).on_device
 
 
 def _needs_master(tensors: Tensors) -> bool:
@@ -217,25 +190,6 @@ def _corrections(steps: list[Tensor], betas: tuple[float, float]) -> Tensor:
     """1 − βᵗ of the step to come, fp32 ``[2, count]``; made in fp64, since 1 − 0.999 in fp32 is wrong in its fifth digit."""
     after = torch.stack(steps).double() + 1
     return torch.stack([1 - beta**after for beta in betas]).float()
-
-
-_cached: dict[tuple[tuple[int, ...], torch.device], tuple[Tensor, Tensor, Tensor]] = {}
-
-
-def _programs(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Sizes, for each program its tensor, for each tensor its first program; the same in every step of a run."""
-    if (sizes, device) not in _cached:
-        programs = torch.tensor([triton.cdiv(size, CHUNK) for size in sizes])
-        of_program = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), programs)
-        found = torch.tensor(sizes), of_program, programs.cumsum(0) - programs
-        if len(_cached) == GROUPS:
-            _cached.clear()
-        _cached[sizes, device] = tuple(x.to(device) for x in found)  # type: ignore[assignment]
-    return _cached[sizes, device]
-
-
-def _of_triton(kind: torch.dtype) -> Any:
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[kind]
 
 
 def fused_adamw_reference_(

@@ -2,9 +2,9 @@
 
     u = drop(x) Aᵀ        dA = gᵀ drop(x)        dx += drop(g A)        drop(x) = m ∘ x / (1 − p)
 
-m is a function of a seed and of the place: forward and backward make the same one, so it is not saved. It comes from a hash
-of 32 bits (two rounds of multiplying and shifting, Ellis, 2018, "lowbias32"). ``x`` is ``[T, D]``, A ``[r, D]``, g and u
-``[T, r]``. Bytes in 16 bit: 2·D a token for u, 2·D for dA, 4·D for dx: the thin sides stay in the cache.
+m is a hash of a seed and of the place (see ``dice.py``): forward and backward make the same one, so it is not saved.
+``x`` is ``[T, D]``, A ``[r, D]``, g and u ``[T, r]``. Bytes in 16 bit: 2·D a token for u, 2·D for dA, 4·D for dx: the thin
+sides stay in the cache.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals.kernels.dice import WHOLE, mixed, mixed_reference
 from chronicals.kernels.launch import multiprocessors, next_power_of_2, runs_triton, tl, triton
 
 WIDEST_RANK = 256
@@ -23,13 +24,7 @@ WIDEST_RANK = 256
 @triton.jit
 def _kept(seed, row, column, width, bound):
     """Whether the element at ``row``, ``column`` stays: its hash is at least ``bound``."""
-    x = (row * width + column).to(tl.uint32) ^ seed
-    x ^= x >> 16
-    x *= 0x7FEB352D
-    x ^= x >> 15
-    x *= 0x846CA68B
-    x ^= x >> 16
-    return x >= bound
+    return mixed((row * width + column).to(tl.uint32) ^ seed) >= bound
 
 
 @triton.jit
@@ -171,12 +166,6 @@ def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout
 def dropped_reference(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``drop(x)``, with the very mask of the kernels."""
     rows, width = x.shape
-    whole = 2**32 - 1
-    h = (torch.arange(rows * width, device=x.device) & whole) ^ seed
-    h = h ^ (h >> 16)
-    h = (h * 0x7FEB352D) & whole
-    h = h ^ (h >> 15)
-    h = (h * 0x846CA68B) & whole
-    h = h ^ (h >> 16)
+    places = torch.arange(rows * width, device=x.device) & WHOLE
     bound, factor = _bound(dropout)
-    return torch.where((h >= bound).view(rows, width), x * factor, 0.0)
+    return torch.where((mixed_reference(places ^ seed) >= bound).view(rows, width), x * factor, 0.0)

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.data.loader import Step
+from chronicals.kernels.gradient_norm import norm_tables
 from chronicals.models import PresentedModel
 from chronicals.objectives import Objective
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.precision import Precision
-from chronicals.training.step import micro_step, update
+from chronicals.training.step import gradients_of, micro_step, update
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ class GraphedStep:
         self.optimizer.refresh_rates()
         given = self.parameters, self.optimizer, self.precision, self.max_grad_norm
         if self.gradients is not None and self.of_update is None and not self.failed:
-            self.looked_up = self.optimizer.prepare_capture()
+            self.looked_up = [*self.optimizer.prepare_capture(), *norm_tables(gradients_of(self.parameters))]
             self.of_update = self._captured(lambda: update(*given))
         if self.of_update is not None:
             graph, scalars = self.of_update

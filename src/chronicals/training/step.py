@@ -10,6 +10,7 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
+from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models import PresentedModel
 from chronicals.objectives import Objective, divide
 from chronicals.optimizers import FusedAdamW
@@ -59,7 +60,7 @@ def update(
     parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision, max_grad_norm: float
 ) -> dict[str, Tensor]:  # fmt: skip
     """Clip and apply the gradients, unless they are not finite; ``grad_norm`` before clipping, and ``applied``."""
-    grad_norm = gradient_norm(parameters) / precision.scale
+    grad_norm = gradient_norm(gradients_of(parameters)) / precision.scale
     finite = torch.isfinite(grad_norm)
     clip = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     optimizer.step(factor=clip / precision.scale, apply=finite)
@@ -67,8 +68,5 @@ def update(
     return {"grad_norm": grad_norm, "applied": finite}
 
 
-def gradient_norm(parameters: list[Tensor]) -> Tensor:
-    """Euclidean norm of all gradients together, float32, on the device."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
+def gradients_of(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,0 +1,79 @@
+"""The Euclidean norm of many tensors together, in one pass and a launch for each of their types.
+
+    norm = sqrt(Σ x²)        squares and sums in fp32
+
+A program sums every n-th chunk; the programs' shares are summed afterwards, in one order. Bytes: those of the tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import multiprocessors, runs_triton, tl, triton
+from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, pointers, table_of
+
+PROGRAMS = 16
+"""A multiprocessor: as many as it holds of four warps."""
+
+
+@triton.jit
+def _square_sums_kernel(
+    table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, shares_ptr, chunks,
+    KIND: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    total = tl.zeros((BLOCK,), tl.float32)
+    for chunk in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        tensor = tl.load(tensors_ptr + chunk)
+        start, size = (chunk - tl.load(firsts_ptr + tensor)) * CHUNK, tl.load(sizes_ptr + tensor)
+        if ALIGNED:
+            size = tl.multiple_of(size, 8)
+        for offset in tl.static_range(0, CHUNK, BLOCK):
+            at = start + offset + tl.arange(0, BLOCK)
+            x = tl.load(pointers(table_ptr, tensor, at, KIND, ALIGNED, BLOCK), mask=at < size, other=0.0).to(tl.float32)
+            total += x * x
+    tl.store(shares_ptr + tl.program_id(0), tl.sum(total))
+
+
+def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """The norm of all elements of ``tensors``, an fp32 scalar on their device; 0 where there are none.
+
+    A captured call needs ``norm_tables`` to have been called for the same tensors before.
+    """
+    if not tensors:
+        return torch.zeros(())
+    if not _runs_here(tensors):
+        return gradient_norm_reference(tensors)
+    shares = [_square_sums(table, kind) for kind, table in _by_type(tensors)]
+    return torch.cat(shares).sum().sqrt()
+
+
+def norm_tables(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What a launch for ``tensors`` reads beside them; who replays it must hold these."""
+    return [x for _, table in _by_type(tensors) for x in table.on_device] if tensors and _runs_here(tensors) else []
+
+
+def _runs_here(tensors: Sequence[Tensor]) -> bool:
+    return runs_triton(*tensors) and all(x.is_contiguous() for x in tensors) and len({x.device for x in tensors}) == 1
+
+
+def _by_type(tensors: Sequence[Tensor]) -> list[tuple[torch.dtype, Table]]:
+    kinds = dict.fromkeys(x.dtype for x in tensors)
+    return [(kind, table_of([[x for x in tensors if x.dtype == kind]])) for kind in kinds]
+
+
+def _square_sums(table: Table, kind: torch.dtype) -> Tensor:
+    device, chunks = table.sizes.device, len(table.tensors)
+    shares = torch.zeros(max(1, min(chunks, PROGRAMS * multiprocessors(device))), dtype=torch.float32, device=device)
+    if chunks:
+        _square_sums_kernel[(len(shares),)](
+            *table.on_device, shares, chunks, of_triton(kind), table.aligned, BLOCK, CHUNK, num_warps=4
+        )
+    return shares
+
+
+def gradient_norm_reference(tensors: Sequence[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(list(tensors), 2, dtype=torch.float32)
+    return torch.linalg.vector_norm(torch.stack(norms))
