@@ -80,7 +80,7 @@ MUTATIONS = {
     "no squares": ("total += x * x", "total += x"),
     "the first block of a chunk only": ("at = start + offset", "at = start"),
     "chunks of the first tensor": ("(chunk - tl.load(firsts_ptr + tensor))", "chunk"),
-    "one chunk a program": ("chunks, tl.num_programs(0))", "tl.num_programs(0), tl.num_programs(0))"),
+    "one chunk a program": ("for chunk in range(tl.program_id(0), chunks,", "for chunk in range(tl.program_id(0), 1,"),
 }
 
 
