@@ -294,6 +294,16 @@ def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatc
         store.report.check("train")
 
 
+def test_chunks_grow_to_their_size(tmp_path, monkeypatch):
+    monkeypatch.setattr(building, "FIRST_ROWS", 3)
+    monkeypatch.setattr(building, "CHUNK_ROWS", 10)
+    rows = token_rows(40)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path)
+    assert documents(store) == expected(rows)
+    reader = pa.ipc.open_file(pa.memory_map(str(store.path)))
+    assert [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)] == [3, 6, 10, 10, 10, 1]
+
+
 def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, monkeypatch):
     rows = token_rows(5)
     monkeypatch.setattr(Tokenizer, "encode_batches", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -329,6 +339,7 @@ BUILDER = """
     for source in sorted(cache.glob("rows-*.jsonl")):
         store = build_store(source, tokenizer, 64, cache / "stores")
         print(source.name, store.key, len(store), int(sum(store.document(n)[0].sum() for n in range(len(store)))))
+    assert "pandas" not in sys.modules, "which takes longer to import than a store to open"
 """
 
 

@@ -34,9 +34,11 @@ from chronicals.data.template import TokenArrays, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
 """A chunk ends at so many rows or letters."""
+FIRST_ROWS = 512
+"""Rows of the first chunk; each holds twice as many as the one before, for tokenising waits until the first is read."""
 
 
 def open_store(
@@ -203,7 +205,8 @@ def _collecting_by_chunks() -> Iterator[None]:
 def _record_batch(documents: Documents, hashes: np.ndarray) -> pa.RecordBatch:
     offsets = _column(documents.offsets.astype(np.int32))
     lists = [pa.ListArray.from_arrays(offsets, _column(values)) for values in (documents.ids, documents.trained)]
-    return pa.RecordBatch.from_arrays([*lists, _column(documents.rows), _column(hashes)], schema=SCHEMA)
+    numbers = [_column(values) for values in (documents.targets, documents.rows, hashes)]
+    return pa.RecordBatch.from_arrays([*lists, *numbers], schema=SCHEMA)
 
 
 def _column(values: np.ndarray) -> pa.Array:
@@ -213,8 +216,9 @@ def _column(values: np.ndarray) -> pa.Array:
 
 @dataclass
 class _Chunk:
-    """Rows on their way through the tokenizer."""
+    """Rows on their way through the tokenizer, at most ``most`` of them."""
 
+    most: int
     rows: list[int] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     wheres: list[str] = field(default_factory=list)
@@ -230,7 +234,7 @@ class _Chunk:
 
     @property
     def full(self) -> bool:
-        return len(self.rows) >= CHUNK_ROWS or self.letters >= CHUNK_LETTERS
+        return len(self.rows) >= self.most or self.letters >= CHUNK_LETTERS
 
 
 @dataclass
@@ -265,7 +269,7 @@ class _Build:
             yield from self._checked(chunks.popleft(), encoded)
 
     def _chunks(self, rows: Iterable[Row]) -> Iterator[_Chunk]:
-        chunk = _Chunk()
+        chunk = _Chunk(min(FIRST_ROWS, CHUNK_ROWS))
         for row, (where, record) in enumerate(rows):
             self.report.rows += 1
             try:
@@ -278,7 +282,7 @@ class _Build:
             chunk.add(row, kind, where, normal, sum(map(len, texts)))
             if chunk.full:
                 yield chunk
-                chunk = _Chunk()
+                chunk = _Chunk(min(2 * chunk.most, CHUNK_ROWS))
         if chunk.rows:
             yield chunk
 

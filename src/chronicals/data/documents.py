@@ -6,6 +6,7 @@ Shapes: T tokens of N documents together; document n holds the positions ``offse
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,11 +75,11 @@ class Documents:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @property
+    @functools.cached_property
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    @property
+    @functools.cached_property
     def targets(self) -> np.ndarray:
         """int64 ``[N]``: positions that predict a trained token; the first token of a document is predicted by none."""
         running = np.concatenate([[0], np.cumsum(self.trained, dtype=np.int64)])

@@ -1,8 +1,8 @@
 """Token store: an Arrow IPC file, memory-mapped, named by the hash of everything that made it.
 
-One row a document: ``ids`` (list of int32), ``trained`` (list of bool as uint8), the number of the ``row`` it came from,
-and a ``hash`` of that row's tokens. The gate's report lies beside it as JSON. A store is written aside and renamed, so what has
-the name is whole.
+One row a document: ``ids`` (list of int32), ``trained`` (list of bool as uint8), how many of its positions predict a trained
+token (``targets``), the number of the ``row`` it came from, and a ``hash`` of that row's tokens. The gate's report lies beside
+it as JSON. A store is written aside and renamed, so what has the name is whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import numba
 import numpy as np
 import pyarrow as pa
 
@@ -19,8 +18,11 @@ from chronicals.data.gate import DataError, DataReport
 from chronicals.data.rows import CHATS
 
 SCHEMA = pa.schema(
-    [("ids", pa.list_(pa.int32())), ("trained", pa.list_(pa.uint8())), ("row", pa.int64()), ("hash", pa.uint64())]
-)
+    [
+        ("ids", pa.list_(pa.int32())), ("trained", pa.list_(pa.uint8())), ("targets", pa.int64()), ("row", pa.int64()),
+        ("hash", pa.uint64()),
+    ]
+)  # fmt: skip
 
 
 @dataclass
@@ -100,12 +102,11 @@ class TokenStore:
         for starts, column in ((id_starts, ids), (trained_starts, trained)):
             if (lengths < 0).any() or (starts < 0).any() or (starts + lengths > column.size).any():
                 raise DataError(f"{path}: its tokens do not lie in the file; delete it, and it will be built again")
-        targets = _count_targets(trained, trained_starts, lengths)
-        rows, hashes = (
+        targets, rows, hashes = (
             np.concatenate(
-                [np.zeros(0, dtype), *(reader.get_batch(n)[name].to_numpy() for n in range(reader.num_record_batches))]
+                [np.zeros(0, dtype), *(_values(reader.get_batch(n)[name], dtype) for n in range(reader.num_record_batches))]
             )
-            for name, dtype in (("row", np.int64), ("hash", np.uint64))
+            for name, dtype in (("targets", np.int64), ("row", np.int64), ("hash", np.uint64))
         )
         return cls(
             path, lengths, targets, rows, hashes, DataReport.from_dict(meta["report"]), meta["max_id"], ids, trained,
@@ -116,21 +117,14 @@ class TokenStore:
 def _documents_in(batch: pa.RecordBatch, address: int) -> np.ndarray:
     """Begin of the ids, begin of the mask (both in elements from the start of the file, at ``address``), and length."""
     ids, trained = batch.columns[:2]
-    offsets = ids.offsets.to_numpy().astype(np.int64)
+    offsets, trained_offsets = (_values(column.offsets, np.int32).astype(np.int64) for column in (ids, trained))
     first, first_trained = (
         (column.values.buffers()[1].address - address) // column.values.type.byte_width + column.values.offset
         for column in (ids, trained)
     )
-    return np.stack([first + offsets[:-1], first_trained + trained.offsets.to_numpy()[:-1], np.diff(offsets)])
+    return np.stack([first + offsets[:-1], first_trained + trained_offsets[:-1], np.diff(offsets)])
 
 
-@numba.njit(cache=True, nogil=True)
-def _count_targets(trained: np.ndarray, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Trained tokens of each document but for its first, which nothing predicts."""
-    targets = np.zeros(starts.size, np.int64)
-    for document in range(starts.size):
-        count = 0
-        for mark in trained[starts[document] + 1 : starts[document] + lengths[document]]:
-            count += mark != 0
-        targets[document] = count
-    return targets
+def _values(column: pa.Array, dtype: type) -> np.ndarray:
+    """Without a copy, and without pandas, which ``to_numpy`` would import."""
+    return np.frombuffer(column.buffers()[1], dtype)[column.offset : column.offset + len(column)]

@@ -98,13 +98,13 @@ class Tokenizer:
         """Changes whenever this path could turn a row into other tokens."""
         inner = self.tokenizer
         if getattr(inner, "is_fast", False):
-            vocabulary = json.loads(inner.backend_tokenizer.to_str())
-            vocabulary.update(padding=None, truncation=None)  # left by whoever called it last
+            _, name, vocabulary = inner.backend_tokenizer.to_str().partition('"added_tokens":')
+            assert name, "before it stand truncation and padding, left by whoever called the tokenizer last"
         else:
-            vocabulary = sorted(inner.get_vocab().items())
+            vocabulary = json.dumps(sorted(inner.get_vocab().items()))
         trained = [self.objective, sorted(self.train_on_roles), self.train_on_turns]
-        state = [vocabulary, inner.chat_template, inner.special_tokens_map, *trained]
-        return hashlib.sha256(json.dumps(state, default=str, sort_keys=True).encode()).hexdigest()
+        state = json.dumps([inner.chat_template, inner.special_tokens_map, *trained], default=str, sort_keys=True)
+        return hashlib.sha256(f"{vocabulary}{state}".encode()).hexdigest()
 
     # --- conversations -------------------------------------------------------------------------------------------
 
