@@ -288,6 +288,24 @@ def test_what_the_template_raises_is_passed_on_with_the_row():
         Tokenizer(with_template(MISTRAL, eos_token="</s>")).encode({"messages": conversation("system")}, "row 9")
 
 
+@pytest.mark.parametrize("generation", [False, True])
+@pytest.mark.parametrize("refused", [(), (0,), (3, 4), tuple(range(7))])
+def test_many_conversations_are_rendered_as_each_by_itself(refused, generation):
+    """Whichever of them the template refuses, with tools and without."""
+    template = Tokenizer(with_template(MISTRAL, eos_token="</s>")).template
+    asked = []
+    for n in range(7):
+        messages = [{"role": "user", "content": f"what is {n}?"}, {"role": "assistant", "content": f"forty {n}"}]
+        first = [{"role": "system", "content": "be kind"}] if n in refused else []
+        asked.append((first + messages, [{"name": "f"}] if n % 3 == 1 else None, f"row {n}"))
+    for n, (text, one) in enumerate(zip(template.texts(asked, generation), asked, strict=True)):
+        if n in refused:
+            assert isinstance(text, TemplateError) and f"row {n}: " in str(text) and "no system message" in str(text)
+        else:
+            assert text == template.text(one[0], one[1], generation)
+    assert template.texts([], generation) == []
+
+
 @pytest.mark.parametrize(
     ("messages", "reason"),
     [

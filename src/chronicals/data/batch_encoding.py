@@ -18,13 +18,14 @@ import bisect
 import itertools
 import json
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from chronicals.data.chat_template import Asked
 from chronicals.data.conversation import Conversation, texts_said
 from chronicals.data.gate import DataError
 from chronicals.data.rows import Record, kind_of
@@ -55,7 +56,9 @@ class BatchEncoder:
         self.fast = _is_plain(encoder.tokenizer)
         self.cuts = Cuts.of(encoder.tokenizer) if self.fast else None
         self.beginning, self.ending = encoder.tokenizer.bos_token_id, encoder.tokenizer.eos_token_id
-        self._begin_kind = {"text": self._text, "completion": self._completion, "chat": self._chat} if self.fast else {}
+        self._begin_kind: dict[str, Callable[[Record, str, Texts], Finish | Conversation]] = {}
+        if self.fast:
+            self._begin_kind = {"text": self._text, "completion": self._completion, "chat": self._conversation}
         self._before: dict[str, np.ndarray] = {}
 
     def encode(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
@@ -67,7 +70,7 @@ class BatchEncoder:
             ahead: tuple[list[Finish | DataError], Texts, Future[None]] | None = None
             for records, wheres in batches:
                 texts = Texts()
-                begun = [_caught(self._begin, *row, texts) for row in zip(records, wheres, strict=True)]
+                begun = self._begun(records, wheres, texts)
                 tokenised = beside.submit(texts.tokenise, self.encoder.tokenizer)
                 if ahead is not None:
                     yield self._finished(*ahead)
@@ -82,8 +85,18 @@ class BatchEncoder:
         texts.collect(self.beginning, self.ending)
         return [row if isinstance(row, DataError) else _caught(row) for row in begun]
 
-    def _begin(self, record: Record, where: str, texts: Texts) -> Finish:
-        """Hand the texts of a row to the tokenizer; what is returned makes the row of their ids."""
+    def _begun(self, records: Sequence[Record], wheres: Sequence[str], texts: Texts) -> list[Finish | DataError]:
+        """Hand the texts of the rows to the tokenizer; what is returned makes the rows of their ids."""
+        begun = [_caught(self._begin, *row, texts) for row in zip(records, wheres, strict=True)]
+        chats = {n: row for n, row in enumerate(begun) if isinstance(row, Conversation)}
+        for number, chat in self._rendered(chats, wheres).items():
+            if isinstance(chat, RenderedChat):
+                begun[number] = self._chat(chat, records[number], wheres[number], texts)
+            else:
+                begun[number] = chat
+        return begun
+
+    def _begin(self, record: Record, where: str, texts: Texts) -> Finish | Conversation:
         begin = self._begin_kind.get(kind_of(record, where))
         if begin is None:
             return lambda: self._by_definition(record, where)
@@ -124,50 +137,79 @@ class BatchEncoder:
 
     # --- conversations -------------------------------------------------------------------------------------------
 
-    def _chat(self, record: Record, where: str, texts: Texts) -> Finish:
-        conversation = self.encoder.conversation(record, where)
-        whole = self.encoder.template.text(conversation.messages, conversation.tools, where=where)
-        if not is_unicode(whole):
+    def _conversation(self, record: Record, where: str, texts: Texts) -> Conversation:
+        return self.encoder.conversation(record, where)
+
+    def _rendered(self, chats: Mapping[int, Conversation], wheres: Sequence[str]) -> dict[int, RenderedChat | DataError]:
+        """The conversations by number of row, rendered together, with their parts that tell where the answers lie."""
+        template = self.encoder.template
+        wholes = template.texts([(chat.messages, chat.tools, wheres[n]) for n, chat in chats.items()])
+        rendered: dict[int, RenderedChat | DataError] = {
+            n: whole if isinstance(whole, DataError) else RenderedChat(chat, whole)
+            for (n, chat), whole in zip(chats.items(), wholes, strict=True)
+        }
+        answers = [
+            (chat, number, wheres[n])
+            for n, chat in rendered.items()
+            if isinstance(chat, RenderedChat)
+            for number in self._answers(chat.conversation)
+        ]
+        before = template.texts([chat.up_to(number, where) for chat, number, where in answers], generation=True)
+        for (chat, number, _), text in zip(answers, before, strict=True):
+            chat.before[number] = text
+        early = [answer for answer in answers if answer[1] + 1 < len(answer[0].conversation.messages)]
+        through = template.texts([chat.up_to(number + 1, where) for chat, number, where in early])
+        for (chat, number, _), text in zip(early, through, strict=True):
+            chat.through[number] = text
+        return rendered
+
+    def _answers(self, chat: Conversation) -> list[int]:
+        """Numbers of the trained messages whose place the text may tell."""
+        if self.encoder.objective == "pretraining" or self.cuts is None:
+            return []
+        return [number for number in chat.trained if number and chat.messages[number]["role"] == "assistant"]
+
+    def _chat(self, chat: RenderedChat, record: Record, where: str, texts: Texts) -> Finish:
+        if not is_unicode(chat.whole):
             return lambda: self._by_definition(record, where)
-        place = texts.add(whole, special=False)
+        place = texts.add(chat.whole, special=False)
 
         def finish() -> TokenArrays:
-            trained = _caught(self._mask, conversation, whole, texts[place], where)
+            trained = _caught(self._mask, chat, texts[place], where)
             return (texts[place], trained) if isinstance(trained, np.ndarray) else self._by_definition(record, where)
 
         return finish
 
-    def _mask(self, conversation: Conversation, whole: str, ids: np.ndarray, where: str) -> np.ndarray | None:
+    def _mask(self, chat: RenderedChat, ids: np.ndarray, where: str) -> np.ndarray | None:
+        """What is trained, or None where the text does not decide it."""
         if self.encoder.objective == "pretraining":
             return np.ones(len(ids), np.uint8)
         trained = np.zeros(len(ids), np.uint8)
-        if not conversation.trained:
+        if not chat.conversation.trained:
             return trained
-        row = None if self.cuts is None else self.cuts.find(whole, ids)
-        for number in conversation.trained:
-            span = None if row is None else self._answer(conversation, number, row, where)
+        row = None if self.cuts is None else self.cuts.find(chat.whole, ids)
+        for number in chat.conversation.trained:
+            span = None if row is None else self._answer(chat, number, row, where)
             if span is None:
                 return None
             trained[span[0] : span[1]] = 1
         return trained
 
-    def _answer(self, conversation: Conversation, number: int, row: Row, where: str) -> tuple[int, int] | None:
+    def _answer(self, chat: RenderedChat, number: int, row: Row, where: str) -> tuple[int, int] | None:
         """What ``trained_span`` gives for this message, or None where the text does not decide it."""
-        messages, tools = conversation.messages, conversation.tools
-        if messages[number]["role"] != "assistant" or number == 0:
-            return None
+        before, message = chat.before.get(number), chat.conversation.messages[number]
         template, whole = self.encoder.template, row.text
-        before = template.text(messages[:number], tools, generation=True, where=where)
-        start = self._place(row, len(before)) if whole.startswith(before) else None
-        closed = None if start is None else self._closing(conversation, number, row, len(before), where)
+        if not isinstance(before, str) or not whole.startswith(before):
+            return None
+        start, closed = self._place(row, len(before)), self._closing(chat, number, row, len(before), where)
         if start is None or closed is None:
             return None
         span = start, row.places[closed] + 1
         if row.cuts.is_exact(whole):
             said = whole[len(before) : row.ends[closed]]
-            complete = all(text in said for text in texts_said(messages[number]))
+            complete = all(text in said for text in texts_said(message))
         else:
-            complete = not_said(template, messages[number], row.ids[slice(*span)].tolist()) is None
+            complete = not_said(template, message, row.ids[slice(*span)].tolist()) is None
         return span if complete else None
 
     def _place(self, row: Row, bound: int) -> int | None:
@@ -185,15 +227,14 @@ class BatchEncoder:
         same = np.array_equal(row.ids[place : place + len(ids)], ids)
         return place + len(ids) if same else None
 
-    def _closing(self, conversation: Conversation, number: int, row: Row, bound: int, where: str) -> int | None:
+    def _closing(self, chat: RenderedChat, number: int, row: Row, bound: int, where: str) -> int | None:
         """Which of the row's added tokens is the stop token that closes the answer beginning at ``bound``."""
-        messages, template = conversation.messages, self.encoder.template
-        stop = template.stop
+        stop = self.encoder.template.stop
         if not row.cuts.stands_alone(stop):
             return None
-        for seen in (messages[: number + 1], followed_by_another(messages, number)):
-            whole = number + 1 == len(messages)
-            text = row.text if whole else template.text(seen, conversation.tools, where=where)
+        for text in self._through(chat, number, where):
+            if isinstance(text, DataError):
+                return None
             shared = len(text) if row.text.startswith(text) else _common_prefix(text, row.text)
             if shared < len(text) and not (row.cuts.is_exact(text) and row.cuts.is_exact(row.text)):
                 return None
@@ -203,6 +244,32 @@ class BatchEncoder:
                     return last
                 last -= 1
         return None
+
+    def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[str | DataError]:
+        """What is rendered of the conversation up to and with an answer, alone and followed by a stand-in."""
+        yield chat.through.get(number, chat.whole)
+        if number in chat.through:
+            conversation = chat.conversation
+            seen = followed_by_another(conversation.messages, number)
+            yield self.encoder.template.text(seen, conversation.tools, where=where)
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation as text.
+
+    Attributes:
+        before: for the number of an answer, what the template writes before it.
+        through: for those that are not the last message, what it writes of the conversation up to and with them.
+    """
+
+    conversation: Conversation
+    whole: str
+    before: dict[int, str | DataError] = field(default_factory=dict)
+    through: dict[int, str | DataError] = field(default_factory=dict)
+
+    def up_to(self, number: int, where: str) -> Asked:
+        return self.conversation.messages[:number], self.conversation.tools, where
 
 
 @dataclass(frozen=True)

@@ -117,18 +117,25 @@ def conversation_faults(messages: Sequence[Message], where: str) -> None:
     if not answers:
         raise DataError(f"{where}: no message of the assistant among {len(messages)}", "no_assistant_turn")
     for number, message in answers:
-        said = [message.get(name) for name in ("content", "reasoning_content", "thinking")]
-        if not message.get("tool_calls") and not any(isinstance(text, str) and text.strip() for text in said):
+        if not message.get("tool_calls") and not _says_something(message):
             raise DataError(f"{where}: message {number} (assistant) is empty", "empty_answer")
+
+
+def _says_something(message: Message) -> bool:
+    for name in ("content", "reasoning_content", "thinking"):
+        text = message.get(name)
+        if isinstance(text, str) and text and not text.isspace():
+            return True
+    return False
 
 
 def conversation_oddities(messages: Sequence[Message]) -> list[str]:
     """Rules that a conversation breaks without being wrong for certain."""
-    roles = [message["role"] for message in messages]
+    turns = list(itertools.pairwise([message["role"] for message in messages]))
     odd = []
-    if any(a == b == "assistant" for a, b in itertools.pairwise(roles)):
+    if ("assistant", "assistant") in turns:
         odd.append("consecutive_answers")
-    if any(a not in FIRST and b in FIRST for a, b in itertools.pairwise(roles)):
+    if any(b in FIRST and a not in FIRST for a, b in turns):
         odd.append("late_system_message")
     return odd
 
@@ -161,6 +168,8 @@ def _messages(messages: Any, name: str, where: str) -> list[Message]:
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise DataError(f"{where} must be an object with 'role' and 'content', this is {type(message).__name__}", "wrong_type")
+    if len(message) == 2 and message.get("role") in ROLES and isinstance(message.get("content"), str):
+        return dict(message)
     fields = _without_none(dict(message))
     speaker = fields.pop("from", None) if "role" not in fields else fields["role"]
     if speaker is None:
