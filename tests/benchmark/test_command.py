@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parent.parent.parent / "src"
 
 def run(folder, *arguments):
     """The command in its own process, on the tiny shape in fp32; its output and what it wrote."""
-    given = ["--model", "tiny", "--mixed-precision", "fp32", "--warm-up", 3, "--rounds", 0, "--output", "row.json", *arguments]
+    given = ["--model", "tiny", "--mixed-precision", "fp32", "--warm-up", 3, "--rounds", 1, "--output", "row.json", *arguments]
     program = [sys.executable, "-c", "from chronicals.cli import main; main()", "benchmark", *map(str, given)]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "160", "OMP_NUM_THREADS": "1"}
     ran = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, timeout=400)
@@ -26,7 +26,7 @@ def run(folder, *arguments):
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
-    """Ours, a variant of it whose learning rate is absurd, and transformers; one scouting round."""
+    """Ours, a variant of it whose learning rate is absurd, and transformers; a scouting round and a decisive one."""
     return run(
         tmp_path_factory.mktemp("benchmark"), "--data", "ragged", "--steps", 2, "--commit", "abc",
         "--against", "transformers,unsloth", "--variant", "learning_rate=0.5",
@@ -57,6 +57,16 @@ def test_an_arm_that_leaves_the_reference_has_no_speed(done):
     arm = result["arms"]["ours learning_rate=0.5"]
     assert arm["status"] == "refused" and "step 2" in arm["reason"] and "tokens_per_second" not in arm
     assert "refused" in ran.stdout and "where the fp32 reference has" in ran.stdout
+
+
+def test_a_decisive_round_goes_on_where_the_scouting_round_ended(done):
+    _, result, _ = done
+    assert result["orders"] == [["ours", "transformers"]]
+    for name in ("ours", "transformers"):
+        arm = result["arms"][name]
+        assert [len(run["seconds"]) for run in arm["samples"]] == [2, 2] and arm["rounds"] == 1
+        assert arm["samples"][0] != arm["samples"][1] and arm["last_loss"] is not None
+    assert result["ratios"]["transformers"]["by_round"]
 
 
 def test_what_is_printed(done):

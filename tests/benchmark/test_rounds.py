@@ -1,13 +1,15 @@
 """The order of a benchmark, and what becomes of arms that are absent, crash, or train wrongly."""
 
 import json
+import subprocess
+import sys
 
 import made
 import pytest
 
 from chronicals.benchmark import processes, rounds
 from chronicals.benchmark.floor import Job, Shape
-from chronicals.benchmark.processes import Arm, ArmFailed
+from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess
 from chronicals.benchmark.record import draw, to_dict
 from chronicals.benchmark.rounds import Options, measure, order_of
 from chronicals.config import ConfigurationError
@@ -23,7 +25,8 @@ def bench(tmp_path, monkeypatch):
 
     class Bench:
         def __init__(self):
-            self.ran, self.crash, self.changes, self.absent = [], set(), {}, set()
+            self.ran, self.started, self.ended, self.crash, self.changes, self.absent = [], [], [], set(), {}, set()
+            self.too_many = 99  # processes that wait when another crashes
 
         def measure(self, **options):
             work = made.work(tmp_path)
@@ -32,17 +35,37 @@ def bench(tmp_path, monkeypatch):
 
     bench = Bench()
 
-    def run_arm(work, arm, steps, timeout, trace=None, documents=None, label="", warm_up=None):
-        name = arm if isinstance(arm, str) else arm.name
-        bench.ran.append(name)
-        if name in bench.crash:
-            raise ArmFailed("OutOfMemoryError: CUDA out of memory")
-        profile = {"share": {"gaps": 0.1}} if trace else None
-        speed = SPEEDS.get(name, 1.0) + len(bench.ran)
-        return made.measurement(speed, profile=profile, **bench.changes.get(name, {}))
+    class Running:
+        def __init__(self, work, arm, steps, trace=None, documents=None, label="", warm_up=None, further=0):
+            self.name = arm if isinstance(arm, str) else arm.name
+            self.trace, self.further, self.rounds = trace, further, 0
+            bench.started.append(self.name)
 
-    rates = {"floor": FLOOR, "machine": {"card": "none"}, "copy_bytes_per_second": 1.0, "products": {}, "attention": {}}
-    monkeypatch.setattr(rounds, "run_arm", run_arm)
+        @property
+        def waits(self):
+            return 0 < self.rounds <= self.further
+
+        def measure(self, timeout):
+            bench.ran.append(self.name)
+            alive = len(bench.started) - len(bench.ended)
+            if self.name in bench.crash or alive > bench.too_many:
+                bench.ended.append(self.name)
+                raise ArmFailed("OutOfMemoryError: CUDA out of memory")
+            self.rounds += 1
+            profile = {"share": {"gaps": 0.1}} if self.trace else None
+            speed = SPEEDS.get(self.name, 1.0) + len(bench.ran)
+            changes = bench.changes.get(self.name, {})
+            if self.name == "reference" or not self.waits:
+                self.end()
+            return made.measurement(speed, profile=profile, **{"first": self.rounds == 1, **changes})
+
+        def end(self):
+            self.further = 0
+            bench.ended.append(self.name)
+
+    bench.machine = {"card": "none"}
+    rates = {"floor": FLOOR, "machine": bench.machine, "copy_bytes_per_second": 1.0, "products": {}, "attention": {}}
+    monkeypatch.setattr(rounds, "RunningArm", Running)
     monkeypatch.setattr(rounds, "run_preparation", lambda *given: rates)
     monkeypatch.setattr(rounds, "missing", lambda peer, mode: [peer] if peer in bench.absent else [])
     return bench
@@ -57,6 +80,32 @@ def test_scouting_then_ours_and_the_two_fastest_in_turning_order(bench):
     forth = ["ours", "liger", "torch-compile"]
     assert row.orders == [forth, forth[::-1], forth]
     assert [name for order in row.orders for name in order] == bench.ran[5:]
+
+
+def test_arms_go_on_in_the_process_of_their_scouting_round(bench):
+    row = bench.measure(against=PEERS, rounds=3)
+    assert bench.started == ["reference", "ours", *PEERS]
+    assert sorted(set(bench.ended)) == sorted(bench.started)
+    assert [len(row.runs[name]) for name in ("ours", "liger", "torch-compile", "transformers")] == [4, 4, 4, 1]
+
+
+def test_arms_that_do_not_fit_together_have_a_process_for_each_round(bench):
+    bench.machine["memory_gib"] = 2.5  # one arm and another one like it, which all have 1
+    row = bench.measure(against=["liger"], rounds=2)
+    assert bench.started == ["reference", "ours", "liger", "liger", "liger"]
+    assert row.orders == [["ours", "liger"], ["liger", "ours"]]
+
+
+def test_an_arm_that_fails_beside_waiting_ones_runs_again_alone(bench):
+    bench.too_many = 2
+    row = bench.measure(against=["liger", "transformers"], rounds=1)
+    assert not row.failed and [len(runs) for runs in row.runs.values()] == [2, 2, 2]
+    assert bench.started.count("transformers") > 1
+
+
+def test_only_the_first_steps_of_a_process_have_a_reference(bench):
+    bench.changes = {"liger": {"losses": [3.0] * 5, "first": False}}
+    assert "liger" not in bench.measure(against=["liger"], rounds=1).refused
 
 
 def test_order_turns():
@@ -176,6 +225,30 @@ def test_a_real_process_that_fails_says_its_last_words(tmp_path):
 def test_a_process_that_takes_too_long_is_ended(tmp_path):
     with pytest.raises(ArmFailed, match="longer than"):
         processes.run_process(made.work(tmp_path), "prepare", [], 0.05, "prepare")
+
+
+def waiting_process(tmp_path, script):
+    log = tmp_path / "log"
+    log.write_text("Traceback\ntorch.OutOfMemoryError: CUDA out of memory.\n")
+    command = [sys.executable, "-c", script]
+    return ArmProcess(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True), log)
+
+
+def test_a_process_that_dies_while_it_waits_is_seen(tmp_path):
+    process = waiting_process(tmp_path, "import sys; sys.exit(3 if sys.stdin.readline() == 'again\\n' else 0)")
+    process.say("again")
+    with pytest.raises(ArmFailed, match="OutOfMemoryError"):
+        process.wait_for(lambda: False, 60)
+    process.say("again")
+    process.end()
+
+
+def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "ENDING_SECONDS", 0.1)
+    process = waiting_process(tmp_path, "import time; time.sleep(600)")
+    assert process.running
+    process.end()
+    assert not process.running
 
 
 def test_last_words_are_those_of_the_error():

@@ -39,6 +39,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--trace", type=Path, help="profile a few steps more, into this file")
     parser.add_argument("--changes", type=json.loads, default={}, help="fields of the configuration, as JSON")
     parser.add_argument("--documents", type=Path, help="documents of each step, for the reference")
+    parser.add_argument("--further", type=int, default=0, help="rounds that may be asked for after the first, on stdin")
     given = parser.parse_args(arguments)
     if given.name.startswith("unsloth"):
         importlib.import_module("unsloth")
@@ -56,8 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
 
         module, function = ARMS[given.name].split(":")
         run = getattr(importlib.import_module(f"chronicals.benchmark.arms.{module}"), function)
-        plan = Plan(given.steps, given.warm_up, given.trace, given.changes, given.documents, began)
-        run(work, plan).write(given.out)
+        plan = Plan(given.steps, given.warm_up, given.trace, given.changes, given.documents, given.further, given.out, began)
+        run(work, plan)
 
 
 def _rates(work: Work) -> dict[str, Any]:

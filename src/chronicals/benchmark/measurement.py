@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -12,6 +13,12 @@ import torch
 
 COMPARED = 5
 """First steps whose losses and gradient norms are set beside the reference."""
+
+RESUMED = 3
+"""Steps told apart when a process goes on after it waited."""
+
+AGAIN = "again"
+"""The line that asks a waiting process for another round."""
 
 
 @dataclass
@@ -31,6 +38,7 @@ class Measurement:
         load_seconds: from the start of the process to the first step.
         own_batches: token ids of the documents of the first steps, where the arm chose other documents than the work's.
         profile: where the time of some more steps went, if asked for.
+        first: whether these are the process's first steps, which have a reference.
     """
 
     settings: str
@@ -46,6 +54,7 @@ class Measurement:
     load_seconds: float = 0.0
     own_batches: list[list[list[int]]] | None = None
     profile: dict[str, Any] | None = None
+    first: bool = True
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -54,27 +63,71 @@ class Measurement:
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)][self.warm_up :]
 
     def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
+        """Whole or not at all: somebody waits for it."""
+        aside = path.with_suffix(".part")
+        aside.write_text(json.dumps(asdict(self)))
+        aside.replace(path)
 
     @classmethod
     def read(cls, path: Path) -> Measurement:
         return cls(**json.loads(path.read_text()))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """What an arm is asked for: so many steps, the first of them warm-up, and a trace of a few more in ``trace``."""
+    """What an arm is asked for: rounds of so many steps, each after some that are told apart.
+
+    Attributes:
+        steps: measured in a round.
+        warm_up: steps before those of the first round.
+        trace: of a few steps more after the first round, into this file.
+        changes: fields of our configuration.
+        documents: of each step, for the reference.
+        further: rounds that may be asked for after the first; until then the process waits with all it has made.
+        out: where the first round is written; later ones beside it.
+        began: when the process began.
+        rounds: handed in so far.
+    """
 
     steps: int
     warm_up: int
     trace: Path | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     documents: Path | None = None
+    further: int = 0
+    out: Path | None = None
     began: float = field(default_factory=time.perf_counter)
+    rounds: int = 0
+
+    @property
+    def told_apart(self) -> int:
+        """Steps of this round that are no sample."""
+        return self.warm_up if not self.rounds else RESUMED
 
     @property
     def in_all(self) -> int:
-        return self.warm_up + self.steps
+        """Steps of this round."""
+        return self.told_apart + self.steps
+
+    @property
+    def at_most(self) -> int:
+        """Steps of all rounds."""
+        return self.warm_up + self.steps + self.further * (RESUMED + self.steps)
+
+    def hand_in(self, measured: Measurement) -> bool:
+        """Write a round, and wait for whoever asked: whether another is wanted."""
+        if self.out is not None:
+            measured.write(round_file(self.out, self.rounds))
+        self.rounds += 1
+        if self.rounds > self.further:
+            return False
+        reset_peak()
+        return sys.stdin.readline().strip() == AGAIN
+
+
+def round_file(out: Path, number: int) -> Path:
+    """Where round ``number`` (from 0) of a process is written."""
+    return out.with_name(f"{out.stem}.{number}.json")
 
 
 class Clock:

@@ -26,7 +26,8 @@ def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tol
     """Why the arm's speed may not be printed; None if it may.
 
     Zero or non-finite gradients and losses in any step, weights that did not change, more than the tolerance between its
-    first losses or gradient norms and those of the reference, or no reference at all.
+    first losses or gradient norms and those of the reference, or no reference at all. Rounds that go on after others were
+    compared in their first.
     """
     norms = [norm for norm in measured.grad_norms if norm is not None]
     losses = [loss for loss in measured.losses if loss is not None]
@@ -39,6 +40,8 @@ def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tol
         return "a gradient is zero: nothing is trained"
     if not measured.moved_share:
         return "no weight changed: nothing is trained"
+    if not measured.first:
+        return None
     if reference is None:
         return "there is no reference to set its losses beside"
     factor = 2.0 if dropout else 1.0

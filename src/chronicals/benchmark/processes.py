@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import chronicals
-from chronicals.benchmark.measurement import Measurement
+from chronicals.benchmark.measurement import AGAIN, Measurement, round_file
 from chronicals.benchmark.work import Work
 
 PEERS: dict[str, tuple[str, ...]] = {
@@ -29,6 +32,9 @@ PEERS: dict[str, tuple[str, ...]] = {
 """Peers by name, and the packages each needs; LoRA also needs peft."""
 
 OURS = "ours"
+
+POLL_SECONDS, ENDING_SECONDS = 0.05, 20.0
+"""Between two looks whether a round is there; for a process to end once nothing more is asked of it."""
 
 
 class ArmFailed(RuntimeError):
@@ -57,43 +63,55 @@ def missing(peer: str, mode: str) -> list[str]:
     return [package for package in needed if find_spec(package) is None]
 
 
-def run_arm(
-    work: Work,
-    arm: Arm | str,
-    steps: int,
-    timeout: float,
-    trace: Path | None = None,
-    documents: Path | None = None,
-    label: str = "",
-    warm_up: int | None = None,
-) -> Measurement:
-    """Run one arm on the work and read what it measured.
+class RunningArm:
+    """The process of an arm: it measures a round, and waits, with all that it has made, until it is asked for another.
 
     Args:
-        timeout: seconds after which it is ended.
-        label: tells the log file from those of other runs of the arm.
+        label: tells the files of this process from those of other runs of the arm.
+        further: rounds that may be asked for after the first.
+        documents: of each step, for the reference.
         warm_up: first steps told apart; the work's by default.
-
-    Raises:
-        ArmFailed: it crashed or took too long.
     """
-    arm = Arm(arm) if isinstance(arm, str) else arm
-    stem = re.sub(r"[^\w.=-]+", "-", arm.name) + (f"-{label}" if label else "")
-    out = work.folder / "results" / f"{stem}.json"
-    options = [
-        "--steps",
-        str(steps),
-        "--warm-up",
-        str(work.warm_up if warm_up is None else warm_up),
-        "--out",
-        str(out),
-        "--changes",
-        json.dumps(arm.changes),
-    ]
-    options += ["--trace", str(trace)] if trace else []
-    options += ["--documents", str(documents)] if documents else []
-    run_process(work, arm.kind, options, timeout, stem)
-    return Measurement.read(out)
+
+    def __init__(
+        self, work: Work, arm: Arm | str, steps: int, trace: Path | None = None, documents: Path | None = None,
+        label: str = "", warm_up: int | None = None, further: int = 0,
+    ):  # fmt: skip
+        self.arm = Arm(arm) if isinstance(arm, str) else arm
+        stem = re.sub(r"[^\w.=-]+", "-", self.arm.name) + (f"-{label}" if label else "")
+        self.out, self.further, self.rounds = work.folder / "results" / f"{stem}.json", further, 0
+        for old in self.out.parent.glob(f"{self.out.stem}.*.json"):
+            old.unlink()
+        given: dict[str, Any] = {
+            "--steps": steps, "--warm-up": work.warm_up if warm_up is None else warm_up, "--out": self.out,
+            "--changes": json.dumps(self.arm.changes), "--further": further,
+            **({"--trace": trace} if trace else {}), **({"--documents": documents} if documents else {}),
+        }  # fmt: skip
+        self.process = start_process(work, self.arm.kind, [str(x) for pair in given.items() for x in pair], stem)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it can be asked for another round."""
+        return 0 < self.rounds <= self.further and self.process.running
+
+    def measure(self, timeout: float) -> Measurement:
+        """The next round.
+
+        Raises:
+            ArmFailed: it crashed or took longer than ``timeout`` seconds.
+        """
+        if self.rounds:
+            self.process.say(AGAIN)
+        path = round_file(self.out, self.rounds)
+        self.process.wait_for(path.exists, timeout)
+        self.rounds += 1
+        if self.rounds > self.further:
+            self.end()
+        return Measurement.read(path)
+
+    def end(self) -> None:
+        """Tell it that there is no other round."""
+        self.process.end()
 
 
 def run_preparation(work: Work, timeout: float) -> dict[str, Any]:
@@ -108,29 +126,81 @@ def run_preparation(work: Work, timeout: float) -> dict[str, Any]:
 
 
 def run_process(work: Work, name: str, options: list[str], timeout: float, stem: str) -> None:
-    """Run ``chronicals.benchmark.arm``; its output goes to ``logs/STEM.log`` in the work's folder.
+    """Run ``chronicals.benchmark.arm`` to its end.
 
     Raises:
         ArmFailed: it crashed or took too long.
     """
+    process = start_process(work, name, options, stem)
+    process.wait_for(lambda: not process.running, timeout)
+    process.end()
+
+
+def start_process(work: Work, name: str, options: list[str], stem: str) -> ArmProcess:
+    """Start ``chronicals.benchmark.arm``; its output goes to ``logs/STEM.log`` in the work's folder."""
     for folder in ("results", "logs"):
         (work.folder / folder).mkdir(exist_ok=True)
     log = work.folder / "logs" / f"{stem}.log"
     command = [sys.executable, "-m", "chronicals.benchmark.arm", str(work.folder), name, *options]
     with log.open("w") as lines:
         process = subprocess.Popen(
-            command, cwd=work.folder, env=environment(work), stdout=lines, stderr=subprocess.STDOUT, start_new_session=True
-        )
+            command, cwd=work.folder, env=environment(work), stdin=subprocess.PIPE, stdout=lines, stderr=subprocess.STDOUT,
+            start_new_session=True, text=True,
+        )  # fmt: skip
+    return ArmProcess(process, log)
+
+
+@dataclass
+class ArmProcess:
+    """A started process, its output in ``log``."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
+    def say(self, line: str) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has crashed, which whoever waits for it will see
+            self.process.stdin.write(f"{line}\n")
+            self.process.stdin.flush()
+
+    def wait_for(self, done: Callable[[], bool], timeout: float) -> None:
+        """Until ``done``.
+
+        Raises:
+            ArmFailed: the process ended with an error, or without being done, or ``timeout`` seconds went by; it is gone.
+        """
+        until = time.monotonic() + timeout
+        while True:
+            running = self.running
+            if done():
+                break
+            if not running:
+                raise ArmFailed(last_words(self.log.read_text(errors="replace"), self.process.returncode))
+            if time.monotonic() > until:
+                self.kill()
+                raise ArmFailed(f"took longer than {timeout:.0f} s")
+            time.sleep(POLL_SECONDS)
+        if not running and self.process.returncode:
+            raise ArmFailed(last_words(self.log.read_text(errors="replace"), self.process.returncode))
+
+    def end(self) -> None:
+        """Close its input, upon which it ends by itself."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         try:
-            code = process.wait(timeout)
+            self.process.wait(ENDING_SECONDS)
         except subprocess.TimeoutExpired:
-            raise ArmFailed(f"took longer than {timeout:.0f} s") from None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-    if code:
-        raise ArmFailed(last_words(log.read_text(errors="replace"), code))
+            self.kill()
+
+    def kill(self) -> None:
+        if self.running:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
 
 def environment(work: Work) -> dict[str, str]:

@@ -1,13 +1,15 @@
 """The order of a benchmark: prepare, rates, reference, a scouting round of all arms, decisive rounds of the best.
 
-In the decisive rounds stand our arms and the two fastest peers, each in a fresh process over the same prepared files, in
-turning order (A B C, C B A, A B C …), so that a drift of the card's clocks falls on all alike.
+In the decisive rounds stand our arms and the two fastest peers, in turning order (A B C, C B A, A B C …), so that a drift of
+the card's clocks falls on all alike. Each goes on in the process of its scouting round where the card holds them all at once,
+else in a fresh one over the same prepared files.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +19,14 @@ from typing import Any
 from chronicals.benchmark.floor import Job
 from chronicals.benchmark.measurement import COMPARED, Measurement
 from chronicals.benchmark.parity import Tolerance, refusal
-from chronicals.benchmark.processes import OURS, Arm, ArmFailed, missing, run_arm, run_preparation
+from chronicals.benchmark.processes import OURS, Arm, ArmFailed, RunningArm, missing, run_preparation
 from chronicals.benchmark.work import Work
 from chronicals.config import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
 BEST_PEERS = 2
+SCOUTING = "scout"
 PREPARATION_SECONDS = 600
 """At least these for writing weights, whatever an arm may take."""
 
@@ -108,9 +111,12 @@ def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable
     if "error" in rates:
         row.notes.append(f"no floor: the rates could not be measured: {rates['error']}")
     session = _Session(row, options, say, keep, began)
-    session.measure_reference()
-    arms = session.scout()
-    session.decide(arms)
+    try:
+        session.measure_reference()
+        arms = session.scout()
+        session.decide(arms)
+    finally:
+        session.end_all_but([])
     row.seconds = time.perf_counter() - began
     keep(row)
     return row
@@ -131,6 +137,7 @@ class _Session:
     keep: Callable[[Row], None]
     began: float
     took: dict[str, float] = field(default_factory=dict)
+    waiting: dict[str, RunningArm] = field(default_factory=dict)
     own_references: dict[str, tuple[list[list[list[int]]], Measurement]] = field(default_factory=dict)
 
     def measure_reference(self) -> None:
@@ -144,8 +151,8 @@ class _Session:
         """The fp32 steps; where they fail for want of memory, the first alone, which needs no optimizer states."""
 
         def run(steps: int) -> Measurement:
-            timeout = self.options.arm_timeout
-            return run_arm(self.row.work, "reference", steps, timeout, documents=documents, label=label, warm_up=0)
+            reference = RunningArm(self.row.work, "reference", steps, documents=documents, label=label, warm_up=0)
+            return reference.measure(self.options.arm_timeout)
 
         try:
             return run(COMPARED)
@@ -166,17 +173,19 @@ class _Session:
             else:
                 peers.append(Arm(name))
         for arm in [*ours, *peers]:
-            self.run(arm, "scouting", "scout", traced=arm == ours[0])
+            self.run(arm, "scouting", SCOUTING, traced=arm == ours[0])
         able = [arm for arm in peers if arm.name in row.runs and arm.name not in row.refused]
         best = sorted(able, key=lambda arm: -_median(row.runs[arm.name][0].rates))[:BEST_PEERS]
-        return [arm for arm in ours if arm.name in row.runs and arm.name not in row.refused] + best
+        chosen = [arm for arm in ours if arm.name in row.runs and arm.name not in row.refused] + best
+        self.end_all_but(chosen)
+        return chosen
 
     def decide(self, arms: list[Arm]) -> None:
         if self.options.rounds and Arm(OURS) not in arms:
             self.row.notes.append("no decisive rounds: our own arm has no speed")
             return
         for number in range(self.options.rounds):
-            if self._late(sum(self.took.get(arm.name, 0.0) for arm in arms)):
+            if self._late(sum(self._expected(arm) for arm in arms)):
                 self.row.notes.append(f"stopped by the time limit after {number} of {self.options.rounds} decisive rounds")
                 self.say(self.row.notes[-1])
                 return
@@ -188,6 +197,12 @@ class _Session:
                 ran.append(arm.name)
             self.row.orders.append(ran)
 
+    def _expected(self, arm: Arm) -> float:
+        """Seconds that its next round will take."""
+        if arm.name in self.waiting:
+            return 2.0 * sum(self.row.runs[arm.name][-1].seconds[-self.row.work.steps :])
+        return self.took.get(arm.name, 0.0)
+
     def run(self, arm: Arm, stage: str, label: str, traced: bool = False) -> None:
         if self._late(0.0):
             self.row.notes.append(f"{arm.name}: not run in the {stage}, the time limit was reached")
@@ -196,7 +211,7 @@ class _Session:
         row, work, began = self.row, self.row.work, time.perf_counter()
         trace = (self.options.trace or work.folder / "results" / "trace.json") if traced else None
         try:
-            measured = run_arm(work, arm, work.steps, self.options.arm_timeout, trace=trace, label=label)
+            measured = self._measured(arm, label, trace)
         except ArmFailed as error:
             row.failed[arm.name] = str(error)
             self.say(f"{arm.name}: failed, {error}")
@@ -210,6 +225,43 @@ class _Session:
             self.say(f"{arm.name}: no speed, {reason}")
         row.seconds = time.perf_counter() - self.began
         self.keep(row)
+
+    def _measured(self, arm: Arm, label: str, trace: Path | None) -> Measurement:
+        """A round of the arm: by its process that waits, or by a new one, alone if it does not fit beside those that wait."""
+        running = self.waiting.pop(arm.name, None)
+        if running is None:
+            try:
+                return self._first_round(arm, label, trace)
+            except ArmFailed:
+                if not self.waiting:
+                    raise
+                self.say(f"{arm.name}: failed while others waited in the card's memory; these are ended, it is run again")
+                self.end_all_but([])
+                return self._first_round(arm, label, trace)
+        measured = running.measure(self.options.arm_timeout)
+        if running.waits:
+            self.waiting[arm.name] = running
+        return measured
+
+    def _first_round(self, arm: Arm, label: str, trace: Path | None) -> Measurement:
+        further = self.options.rounds if label == SCOUTING else 0
+        running = RunningArm(self.row.work, arm, self.row.work.steps, trace, label=label, further=further)
+        measured = running.measure(self.options.arm_timeout)
+        if running.waits and self._fits_beside_others(measured):
+            self.waiting[arm.name] = running
+        else:
+            running.end()
+        return measured
+
+    def _fits_beside_others(self, measured: Measurement) -> bool:
+        """Whether the card holds what waits and twice this arm: another one like it."""
+        memory = self.row.rates.get("machine", {}).get("memory_gib", math.inf)
+        held = sum(max(run.peak_gib for run in self.row.runs[name]) for name in self.waiting)
+        return held + 2 * measured.peak_gib < memory
+
+    def end_all_but(self, arms: Sequence[Arm]) -> None:
+        for name in self.waiting.keys() - {arm.name for arm in arms}:
+            self.waiting.pop(name).end()
 
     def _refusal(self, arm: Arm, measured: Measurement, label: str) -> str | None:
         """Beside the reference on the documents that the arm itself took."""

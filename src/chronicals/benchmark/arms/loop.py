@@ -63,10 +63,10 @@ def train_padded(
     steps: Sequence[Sequence[Document]] | None = None,
     rows: int | None = None,
     updates: bool = True,
-) -> Measurement:
-    """Train ``model`` for the planned steps and report each.
+) -> None:
+    """Train ``model`` for the planned rounds and hand each in.
 
-    The batches lie on the device beforehand, and nothing waits for it between steps.
+    The batches lie on the device beforehand, and nothing waits for it between steps; later rounds take them once more.
 
     Args:
         steps: documents of each step; the work's own by default.
@@ -83,9 +83,9 @@ def train_padded(
         parameters, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
         weight_decay=config.weight_decay, fused=device().type == "cuda",
     )  # fmt: skip
-    losses, norms, movement, clock = list[Tensor](), list[Tensor](), Movement(model), Clock()
+    losses, norms, movement = list[Tensor](), list[Tensor](), Movement(model)
 
-    def run(batch: PaddedStep) -> None:
+    def run(batch: PaddedStep, clock: Clock) -> None:
         total = torch.zeros((), device=device())
         for given, share in batch.micro_batches:
             loss = model(**given).loss
@@ -101,28 +101,34 @@ def train_padded(
 
     loaded = time.perf_counter() - plan.began
     reset_peak()
-    clock.mark()
-    for batch in batches[: plan.in_all]:
-        run(batch)
-    seconds, peak = clock.seconds(), peak_gib()
-    profile = None
-    if plan.trace:
-        profiler = Profiler(plan.trace)
-        for batch in batches[plan.in_all :]:
-            run(batch)
-        profile = profiler.stop(PROFILED_STEPS, statistics.median(seconds[plan.warm_up :]))
-    measured = slice(0, plan.in_all)
-    return Measurement(
-        settings=settings,
-        tokens=[batch.tokens for batch in batches[measured]],
-        slots=[batch.slots for batch in batches[measured]],
-        seconds=seconds,
-        losses=[float(loss) for loss in losses[measured]],
-        grad_norms=[float(norm) for norm in norms[measured]],
-        warm_up=plan.warm_up,
-        peak_gib=peak,
-        trained_share=movement.trained_share,
-        moved_share=movement.moved_share(),
-        load_seconds=loaded,
-        profile=profile,
-    )
+    wanted = True
+    while wanted:
+        losses.clear()
+        norms.clear()
+        clock, measured = Clock(), [batches[step % len(batches)] for step in range(plan.in_all)]
+        clock.mark()
+        for batch in measured:
+            run(batch, clock)
+        seconds, peak, profile = clock.seconds(), peak_gib(), None
+        if plan.trace and not plan.rounds:
+            profiler = Profiler(plan.trace)
+            for batch in batches[plan.in_all :]:
+                run(batch, Clock())
+            profile = profiler.stop(PROFILED_STEPS, statistics.median(seconds[plan.warm_up :]))
+        wanted = plan.hand_in(
+            Measurement(
+                settings=settings,
+                tokens=[batch.tokens for batch in measured],
+                slots=[batch.slots for batch in measured],
+                seconds=seconds,
+                losses=[float(loss) for loss in losses[: len(measured)]],
+                grad_norms=[float(norm) for norm in norms[: len(measured)]],
+                warm_up=plan.told_apart,
+                peak_gib=peak,
+                trained_share=movement.trained_share,
+                moved_share=movement.moved_share(),
+                load_seconds=loaded,
+                profile=profile,
+                first=not plan.rounds,
+            )
+        )

@@ -10,7 +10,7 @@ from typing import Any
 from chronicals.benchmark.arms.weights import load
 from chronicals.benchmark.measurement import Measurement, Plan, reset_peak
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
-from chronicals.benchmark.work import Work
+from chronicals.benchmark.work import SPARE_STEPS, Work
 from chronicals.models import load_tokenizer
 from chronicals.models.loading import DTYPES
 from chronicals.training import Callback, ChronicalsTrainer
@@ -19,17 +19,19 @@ from chronicals.training.run import Run
 
 
 class Enough(Exception):
-    """All that is measured has been measured; the run need not be saved."""
+    """All that is wanted has been measured; the run need not be saved."""
 
 
 class Collector(Callback):
-    """Keeps the metrics of the planned steps, traces a few more where asked, and ends the run."""
+    """Keeps the metrics of a round's steps, hands them in, and ends the run when no other round is wanted.
 
-    def __init__(self, plan: Plan):
-        self.plan, self.steps = plan, list[StepMetrics]()
+    After the first round a few more steps are traced, where asked.
+    """
+
+    def __init__(self, plan: Plan, settings: str):
+        self.plan, self.settings = plan, settings
+        self.steps = list[StepMetrics]()
         self.profiler: Profiler | None = None
-        self.profile: dict[str, Any] | None = None
-        self.load_seconds = 0.0
 
     def run_began(self, run: Run) -> None:
         self.run = run
@@ -37,28 +39,51 @@ class Collector(Callback):
         reset_peak()
 
     def step_done(self, metrics: StepMetrics) -> None:
-        last = self.plan.in_all
-        if metrics.step <= last:
-            self.steps.append(metrics)
-        if metrics.step == last:
-            if self.plan.trace is None:
-                raise Enough
+        self.steps.append(metrics)
+        beyond = len(self.steps) - self.plan.in_all
+        traced = PROFILED_STEPS if self.plan.trace and not self.plan.rounds else 0
+        if beyond == 0 and traced:
+            assert self.plan.trace is not None
             self.profiler = Profiler(self.plan.trace)
-        if self.profiler is not None and metrics.step == last + PROFILED_STEPS:
-            measured = self.steps[self.plan.warm_up :]
-            step_seconds = statistics.median(step.tokens / step.tokens_per_second for step in measured)
-            self.profile = self.profiler.stop(PROFILED_STEPS, step_seconds)
+        if beyond == traced and not self._hand_in():
             raise Enough
 
+    def _hand_in(self) -> bool:
+        steps, coverage, profile = self.steps[: self.plan.in_all], self.run.coverage, None
+        assert coverage is not None
+        if self.profiler is not None:
+            measured = steps[self.plan.told_apart :]
+            step_seconds = statistics.median(step.tokens / step.tokens_per_second for step in measured)
+            profile, self.profiler = self.profiler.stop(PROFILED_STEPS, step_seconds), None
+        wanted = self.plan.hand_in(
+            Measurement(
+                settings=self.settings,
+                tokens=[step.tokens for step in steps],
+                slots=[round(step.tokens / step.fill) for step in steps],
+                seconds=[step.tokens / step.tokens_per_second for step in steps],
+                losses=[step.loss for step in steps],
+                grad_norms=[step.grad_norm for step in steps],
+                warm_up=self.plan.told_apart,
+                peak_gib=max(step.memory_gib for step in steps),
+                trained_share=coverage.share,
+                moved_share=(coverage.moved + coverage.waiting) / coverage.asked,
+                load_seconds=self.load_seconds,
+                profile=profile,
+                first=not self.plan.rounds,
+            )
+        )
+        self.steps = []
+        return wanted
 
-def ours(work: Work, plan: Plan) -> Measurement:
+
+def ours(work: Work, plan: Plan) -> None:
     """Train through the trainer; the plan's changes are fields of the configuration."""
     run = f"run-{time.time_ns()}"
-    config = work.config(run, **plan.changes)
+    config = work.config(run, **{"max_steps": plan.at_most + SPARE_STEPS, **plan.changes})
     model = load(work.model, DTYPES[config.mixed_precision])
     if config.use_lora:
         _attach(model, work, config)
-    collector = Collector(plan)
+    collector = Collector(plan, _settings(config, plan))
     trainer = ChronicalsTrainer(model, load_tokenizer(work.model), config, callbacks=[collector])
     try:
         trainer.train(work.documents)
@@ -66,22 +91,6 @@ def ours(work: Work, plan: Plan) -> Measurement:
         pass
     finally:
         shutil.rmtree(config.output_dir, ignore_errors=True)
-    steps, coverage = collector.steps, collector.run.coverage
-    assert coverage is not None
-    return Measurement(
-        settings=_settings(config, plan),
-        tokens=[step.tokens for step in steps],
-        slots=[round(step.tokens / step.fill) for step in steps],
-        seconds=[step.tokens / step.tokens_per_second for step in steps],
-        losses=[step.loss for step in steps],
-        grad_norms=[step.grad_norm for step in steps],
-        warm_up=plan.warm_up,
-        peak_gib=max(step.memory_gib for step in steps),
-        trained_share=coverage.share,
-        moved_share=(coverage.moved + coverage.waiting) / coverage.asked,
-        load_seconds=collector.load_seconds,
-        profile=collector.profile,
-    )
 
 
 def _attach(model: Any, work: Work, config: Any) -> None:

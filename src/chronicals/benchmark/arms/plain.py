@@ -10,7 +10,7 @@ import torch
 
 from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.weights import load, with_peft
-from chronicals.benchmark.measurement import Measurement, Plan, device
+from chronicals.benchmark.measurement import Plan, device
 from chronicals.benchmark.work import Document, Work
 
 TIGHT_STEPS = 3
@@ -28,19 +28,19 @@ def _kept_in(work: Work) -> str:
     return {torch.bfloat16: "weights and states bf16", torch.float32: "fp32"}[DTYPES[work.config().mixed_precision]]
 
 
-def transformers(work: Work, plan: Plan) -> Measurement:
+def transformers(work: Work, plan: Plan) -> None:
     """transformers' model as it is, SDPA."""
-    return train_padded(_model(work), work, plan, f"sdpa, fused AdamW, {_kept_in(work)}")
+    train_padded(_model(work), work, plan, f"sdpa, fused AdamW, {_kept_in(work)}")
 
 
-def torch_compile(work: Work, plan: Plan) -> Measurement:
+def torch_compile(work: Work, plan: Plan) -> None:
     """The whole model compiled; shapes are static where rows do not differ."""
     model = _model(work)
     model.compile(dynamic=False if work.data == "fixed" else None)
-    return train_padded(model, work, plan, f"model.compile, sdpa, fused AdamW, {_kept_in(work)}")
+    train_padded(model, work, plan, f"model.compile, sdpa, fused AdamW, {_kept_in(work)}")
 
 
-def liger(work: Work, plan: Plan) -> Measurement:
+def liger(work: Work, plan: Plan) -> None:
     """Liger's kernels for the model's class, its fused linear cross-entropy included (its default)."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     from transformers import AutoConfig
@@ -49,10 +49,10 @@ def liger(work: Work, plan: Plan) -> Measurement:
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(f"Liger has no kernels for {kind}")
     MODEL_TYPE_TO_APPLY_LIGER_FN[kind]()
-    return train_padded(_model(work), work, plan, f"fused linear cross-entropy, sdpa, fused AdamW, {_kept_in(work)}")
+    train_padded(_model(work), work, plan, f"fused linear cross-entropy, sdpa, fused AdamW, {_kept_in(work)}")
 
 
-def reference(work: Work, plan: Plan) -> Measurement:
+def reference(work: Work, plan: Plan) -> None:
     """The plain model in fp32 without TF32: what losses and gradients should be.
 
     Where the weights are a good part of the card, activations are recomputed, one row at a time, over few steps.
@@ -71,9 +71,9 @@ def reference(work: Work, plan: Plan) -> Measurement:
         steps = list(work.documents_by_step(count))
     else:
         steps = [[_document(ids) for ids in step] for step in json.loads(plan.documents.read_text())][:count]
-    short = Plan(len(steps), 0, began=plan.began)
+    short = Plan(len(steps), 0, out=plan.out, began=plan.began)
     rows = 1 if tight else 4
-    return train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows, updates=len(steps) > 1)
+    train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows, updates=len(steps) > 1)
 
 
 def _document(ids: list[int]) -> Document:

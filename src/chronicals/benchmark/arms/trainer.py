@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -14,8 +15,8 @@ from chronicals.benchmark.work import SPARE_STEPS, Work
 
 def train_with_trainer(
     model: Any, tokenizer: Any, work: Work, plan: Plan, settings: str, packing: bool, **arguments: Any
-) -> Measurement:
-    """Train through ``SFTTrainer`` and report each step; losses and norms of the first steps and of the last.
+) -> None:
+    """Train through ``SFTTrainer`` and hand in each round; losses and norms of its first steps and of the last.
 
     With packing the trainer decides which documents meet in a step: those of the first steps are reported as they came,
     for a reference of their own. Without it they are the work's documents in the work's order, as many in each batch as
@@ -38,7 +39,7 @@ def train_with_trainer(
     config = work.config()
     described: dict[str, Any] = {
         "output_dir": str(work.folder / "trainer"), "packing": packing, "max_length": config.max_seq_length,
-        "per_device_train_batch_size": config.batch_size, "gradient_accumulation_steps": 1, "max_steps": plan.in_all,
+        "per_device_train_batch_size": config.batch_size, "gradient_accumulation_steps": 1, "max_steps": plan.at_most,
         "learning_rate": config.learning_rate, "weight_decay": config.weight_decay, "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2, "adam_epsilon": config.adam_epsilon, "lr_scheduler_type": "constant",
         "max_grad_norm": config.max_grad_norm, "optim": "adamw_torch_fused" if device().type == "cuda" else "adamw_torch",
@@ -48,32 +49,29 @@ def train_with_trainer(
     trainer: Any = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described))
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
     expected = [[document.ids.tolist() for document in step] for step in work.documents_by_step(COMPARED)]
-    watch = Watch(trainer, plan)
-    movement = Movement(trainer.model)
-    loaded = time.perf_counter() - plan.began
+    watch = Watch(trainer, plan, settings, expected)
     reset_peak()
-    trainer.train()
-    return Measurement(
-        settings=settings,
-        tokens=watch.tokens(),
-        slots=watch.slots(),
-        seconds=watch.seconds(),
-        losses=watch.logged("loss"),
-        grad_norms=watch.logged("grad_norm"),
-        warm_up=plan.warm_up,
-        peak_gib=peak_gib(),
-        trained_share=movement.trained_share,
-        moved_share=movement.moved_share(),
-        load_seconds=loaded,
-        own_batches=None if watch.batches == expected else watch.batches,
-    )
+    with contextlib.suppress(Enough):
+        trainer.train()
+        watch.hand_in()
+
+
+class Enough(Exception):
+    """No further round is wanted."""
 
 
 class Watch:
-    """Sees every micro-batch of a trainer and marks the end of every step; the first ones, warm-up, are kept whole."""
+    """Sees every micro-batch of a trainer, marks the end of every step and hands in the rounds.
 
-    def __init__(self, trainer: Any, plan: Plan):
-        self.trainer, self.plan, self.clock = trainer, plan, Clock()
+    Args:
+        expected: token ids of the documents of the work's first steps; those that the trainer takes are kept.
+    """
+
+    def __init__(self, trainer: Any, plan: Plan, settings: str, expected: list[list[list[int]]]):
+        self.trainer, self.plan, self.settings, self.expected = trainer, plan, settings, expected
+        self.movement = Movement(trainer.model)
+        self.loaded = time.perf_counter() - plan.began
+        self.began_at, self.clock = 0, Clock()
         self.micro_batches: list[tuple[int, Tensor, int]] = []
         self.batches: list[list[list[int]]] = []
         inner = trainer.training_step
@@ -94,15 +92,46 @@ class Watch:
             def on_train_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
                 watch.clock.mark()
 
+            def on_step_begin(self, args: Any, state: Any, control: Any, **named: Any) -> None:
+                if state.global_step - watch.began_at == watch.plan.in_all and not watch.hand_in():
+                    raise Enough
+
             def on_step_end(self, args: Any, state: Any, control: Any, **named: Any) -> None:
                 watch.clock.mark()
-                control.should_log = state.global_step <= COMPARED or state.global_step >= watch.plan.in_all - 1
+                step = state.global_step - watch.began_at
+                control.should_log = step <= COMPARED or step >= watch.plan.in_all - 1
 
         return Marks()
 
+    def hand_in(self) -> bool:
+        """The steps since the last round; whether there is to be another."""
+        first = not self.plan.rounds
+        wanted = self.plan.hand_in(
+            Measurement(
+                settings=self.settings,
+                tokens=self._by_step(1),
+                slots=self._by_step(2),
+                seconds=self.clock.seconds(),
+                losses=self._logged("loss"),
+                grad_norms=self._logged("grad_norm"),
+                warm_up=self.plan.told_apart,
+                peak_gib=peak_gib(),
+                trained_share=self.movement.trained_share,
+                moved_share=self.movement.moved_share(),
+                load_seconds=self.loaded,
+                own_batches=self.batches if first and self.batches != self.expected else None,
+                first=first,
+            )
+        )
+        self.began_at, self.clock = self.trainer.state.global_step, Clock()
+        self.micro_batches.clear()
+        self.clock.mark()
+        return wanted
+
     def _see(self, inputs: dict[str, Any]) -> None:
         step, ids, mask = self.trainer.state.global_step, inputs["input_ids"], inputs.get("attention_mask")
-        self.micro_batches.append((step, torch.tensor(ids.numel()) if mask is None else mask.sum(), ids.numel()))
+        tokens = torch.tensor(ids.numel()) if mask is None else mask.sum()
+        self.micro_batches.append((step - self.began_at, tokens, ids.numel()))
         if step < COMPARED:
             while len(self.batches) <= step:
                 self.batches.append([])
@@ -114,19 +143,10 @@ class Watch:
             sums[micro_batch[0]] += int(micro_batch[part])
         return sums
 
-    def tokens(self) -> list[int]:
-        return self._by_step(1)
-
-    def slots(self) -> list[int]:
-        return self._by_step(2)
-
-    def seconds(self) -> list[float]:
-        return self.clock.seconds()
-
-    def logged(self, name: str) -> list[float | None]:
+    def _logged(self, name: str) -> list[float | None]:
         """What the trainer logged of each step, None where it did not log."""
         by_step = {line["step"]: float(line[name]) for line in self.trainer.state.log_history if name in line}
-        return [by_step.get(step) for step in range(1, self.plan.in_all + 1)]
+        return [by_step.get(self.began_at + step) for step in range(1, self.plan.in_all + 1)]
 
 
 def documents_in(inputs: dict[str, Any]) -> list[list[int]]:

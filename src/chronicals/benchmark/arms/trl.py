@@ -12,7 +12,7 @@ import torch
 from chronicals.benchmark.arms.plain import DTYPES
 from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.weights import load, with_peft
-from chronicals.benchmark.measurement import Measurement, Plan, device
+from chronicals.benchmark.measurement import Plan, device
 from chronicals.benchmark.work import PADDED_ROWS, Work
 from chronicals.models import load_tokenizer
 
@@ -22,7 +22,7 @@ PACKED_ATTENTION = ("flash_attention_4", "flash_attention_3", "flash_attention_2
 """Of transformers, the fastest first; packed rows need one of them."""
 
 
-def trl(work: Work, plan: Plan) -> Measurement:
+def trl(work: Work, plan: Plan) -> None:
     """``SFTTrainer`` at its documented best: best-fit packing, no padding, Liger's kernels where they are installed."""
     model = load(work.model, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
     attention = _packed_attention(model)
@@ -41,7 +41,7 @@ def trl(work: Work, plan: Plan) -> Measurement:
         sizes = {"per_device_train_batch_size": max(1, mean // accumulation), "gradient_accumulation_steps": accumulation}
         how = f"padded, {mean // accumulation} rows x {accumulation}, sdpa: no attention for packed rows runs here"
     settings = f"SFTTrainer, {how}" + (", Liger kernels" if liger else "")
-    return train_with_trainer(
+    train_with_trainer(
         model, load_tokenizer(work.model), work, plan, settings, packing=attention is not None, use_liger_kernel=liger,
         bf16=False, fp16=False, use_cpu=device().type == "cpu", **sizes,
     )  # fmt: skip

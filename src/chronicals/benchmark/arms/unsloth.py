@@ -13,34 +13,35 @@ from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.weights import start_from
 from chronicals.benchmark.floor import PROJECTIONS
-from chronicals.benchmark.measurement import Measurement, Plan
+from chronicals.benchmark.measurement import Plan
 from chronicals.benchmark.work import Work
 
 
-def unsloth(work: Work, plan: Plan) -> Measurement:
+def unsloth(work: Work, plan: Plan) -> None:
     """Without recomputation."""
-    return _unsloth(work, plan, recompute=False)
+    _unsloth(work, plan, recompute=False)
 
 
-def unsloth_recompute(work: Work, plan: Plan) -> Measurement:
+def unsloth_recompute(work: Work, plan: Plan) -> None:
     """With its own recomputation, its default."""
-    return _unsloth(work, plan, recompute=True)
+    _unsloth(work, plan, recompute=True)
 
 
-def unsloth_padded(work: Work, plan: Plan) -> Measurement:
+def unsloth_padded(work: Work, plan: Plan) -> None:
     """Without recomputation and without packing: padded rows."""
-    return train_padded(_load(work, False)[0], work, plan, f"plain loop, padded rows, no recomputation, {_states(work)}")
+    train_padded(_load(work, False)[0], work, plan, f"plain loop, padded rows, no recomputation, {_states(work)}")
 
 
-def _unsloth(work: Work, plan: Plan, recompute: bool) -> Measurement:
+def _unsloth(work: Work, plan: Plan, recompute: bool) -> None:
     model, tokenizer = _load(work, recompute)
     words = f"{'its recomputation' if recompute else 'no recomputation'}, {_states(work)}"
     if work.data == "fixed":
-        return train_padded(model, work, plan, f"plain loop, {words}")
-    return train_with_trainer(
-        model, tokenizer, work, plan, f"its SFTTrainer, packing, {words}", packing=True, bf16=True,
-        gradient_checkpointing=recompute,
-    )  # fmt: skip
+        train_padded(model, work, plan, f"plain loop, {words}")
+    else:
+        train_with_trainer(
+            model, tokenizer, work, plan, f"its SFTTrainer, packing, {words}", packing=True, bf16=True,
+            gradient_checkpointing=recompute,
+        )  # fmt: skip
 
 
 def _states(work: Work) -> str:
