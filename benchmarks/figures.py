@@ -1,4 +1,4 @@
-"""Writes the figures of README.md, between its marks, from the result files.
+"""Writes the figures of README.md, between its marks, and the bars beside them, from the result files.
 
 python benchmarks/figures.py
 """
@@ -9,11 +9,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+BARS = RESULTS / "rows.png"
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
 PICKED = [
     "rmsnorm 4096 forward", "rmsnorm 4096 backward", "add_rmsnorm 4096 backward", "swiglu 14336 forward",
     "swiglu 14336 backward", "qk_rope 32/8x128 forward",
 ]  # fmt: skip
+OPTIMIZERS = [
+    "fused_adamw_ bfloat16 weights, bfloat16 states",
+    "fused_adamw_ bfloat16 weights, float32 states",
+    "gradient_norm bfloat16",
+]
 HEADS = ["linear_cross_entropy bf16 dW 8192x4096x128256", "linear_cross_entropy bf16 dW 16384x896x151936"]
 
 
@@ -21,22 +27,31 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
 
 
+def measured_rows() -> dict[str, tuple[dict, dict[str, dict]]]:
+    """By title: what was measured beside its peers, and its arms that have a speed, the fastest first."""
+    found = {}
+    for path in sorted(RESULTS.glob("row-*.json")):
+        row = json.loads(path.read_text())
+        arms = {name: arm for name, arm in row["arms"].items() if arm["status"] == "measured"}
+        arms = dict(sorted(arms.items(), key=lambda item: -item[1]["tokens_per_second"]["median"]))
+        found[path.stem.removeprefix("row-").removesuffix("-h200").replace("-", " ")] = row, arms
+    return found
+
+
 def rows() -> list[str]:
-    """Every row that was measured beside its peers, an arm a line."""
-    found = sorted(RESULTS.glob("row-*.json"))
+    """An arm a line."""
     lines = [
         "`chronicals benchmark` on one H200, random weights, whole steps, every arm on the same weights, documents, order and "
         "labels; only documents' tokens count. Rounds: decisive ones, in turning order; an arm without one ran in the scouting "
         "round alone.",
         "",
+        f"![real tokens per second by row and arm]({BARS.relative_to(ROOT)})",
+        "",
         "| row | arm | real tokens/s | share of the floor | peak GiB | loss | last gradient norm | trained | rounds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for path in found:
-        row = json.loads(path.read_text())
-        title = path.stem.removeprefix("row-").removesuffix("-h200").replace("-", " ")
-        measured = {name: arm for name, arm in row["arms"].items() if arm["status"] == "measured"}
-        for name, arm in sorted(measured.items(), key=lambda item: -item[1]["tokens_per_second"]["median"]):
+    for title, (_, arms) in measured_rows().items():
+        for name, arm in arms.items():
             norms = [norm for norm in arm["grad_norms"] if norm is not None]
             lines.append(
                 f"| {title} | {name} | {arm['tokens_per_second']['median']:,.0f} | {arm['share_of_floor']:.0%} "
@@ -44,7 +59,62 @@ def rows() -> list[str]:
                 f"| {arm['trained_share']:.1%} | {arm['rounds'] or 'scouting'} |"
             )
             title = ""
-    return lines if found else []
+    return lines
+
+
+def draw_rows() -> None:
+    """Bars of the medians, a panel a row, with the quartiles and the floor."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found = measured_rows()
+    heights = [1 + len(arms) for _, arms in found.values()]
+    figure = Figure(figsize=(9, 0.34 * sum(heights) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(found), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    for axis, (title, (row, arms)) in zip(panels, found.items()):
+        for place, (name, arm) in enumerate(reversed(arms.items())):
+            rate = arm["tokens_per_second"]
+            low, high = (abs(rate["median"] - quartile) for quartile in rate["quartiles"])
+            color = "tab:blue" if name.startswith("ours") else "0.7"
+            axis.barh(place, rate["median"], color=color, xerr=[[low], [high]], height=0.7)
+            axis.text(
+                rate["median"] + high,
+                place,
+                f"  {rate['median']:,.0f} · {arm['peak_gib']:.1f} GiB",
+                va="center",
+                fontsize=8,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
+            )
+        axis.axvline(row["floor"]["tokens_per_second"], color="black", ls=":", lw=1.2)
+        axis.set_yticks(range(len(arms)), list(reversed(arms)), fontsize=8)
+        axis.set_title(title, loc="left", fontsize=9)
+        axis.tick_params(axis="x", labelsize=7)
+        axis.margins(x=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("real tokens per second; dotted: the floor of our step", fontsize=8)
+    figure.savefig(BARS, dpi=130, metadata={"Software": None})
+
+
+def ladders() -> list[str]:
+    """One lever after the other."""
+    lines: list[str] = []
+    for path in sorted(RESULTS.glob("ladder-*-h200.json")):
+        result = json.loads(path.read_text())
+        lines += [
+            "",
+            f"One lever after the other, {result['kind']}, the 0.5B shape on real text, 8 packs of 2048 a step "
+            "(padded rows hold other documents in a step):",
+            "",
+            "| and with it | real tokens/s | peak GiB | first loss | last gradient norm |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {name} | {rung['tokens_per_second']['median']:,.0f} | {rung['peak_gib']:.1f} | {rung['losses'][0]:.4f} "
+            f"| {rung['grad_norms'][-1]:.3f} |"
+            for name, rung in result["rungs"].items()
+        ]
+    return lines
 
 
 def patched_step() -> list[str]:
@@ -69,19 +139,26 @@ def kernels() -> list[str]:
     rate = rows["copy_bytes_per_second"]
     lines = [
         "",
-        f"Kernels on the same card, bf16, cold cache (copy {rate / 1e12:.2f} TB/s), Liger 0.8.5 in the same run:",
+        f"Kernels on the same card, bf16, cold cache (copy {rate / 1e12:.2f} TB/s), Liger 0.8.5 or torch in the same run:",
         "",
-        "| kernel | | times as fast as Liger |",
+        "| kernel | | times as fast |",
         "|---|---|---|",
     ]
     for name in PICKED:
         row = rows["rows"][name]
         times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
         share = row["bytes"] / (times["ours"] * 1e-3) / rate
-        lines.append(f"| {name} | {share:.0%} of the copy rate | {times['liger'] / times['ours']:.2f} |")
+        lines.append(f"| {name} | {share:.0%} of the copy rate | {times['liger'] / times['ours']:.2f} (Liger) |")
+    optimizers = load("optimizers-h200.json")
+    for name in OPTIMIZERS:
+        row = optimizers["rows"][name]
+        times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+        share = row["bytes"] / (times["ours"] * 1e-3) / optimizers["copy_bytes_per_second"]
+        without = ", which keeps no master and states in bf16" if "adamw" in name else ""
+        lines.append(f"| {name} | {share:.0%} of the copy rate | {times['torch'] / times['ours']:.2f} (torch{without}) |")
     for name in HEADS:
         times = {arm: statistics.median(samples) for arm, samples in rows["rows"][name]["milliseconds"].items()}
-        beside = f"{times['liger'] / times['ours']:.2f}" if "liger" in times else "-"
+        beside = f"{times['liger'] / times['ours']:.2f} (Liger)" if "liger" in times else "-"
         lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products | {beside} |")
     return lines
 
@@ -115,7 +192,7 @@ def data() -> list[str]:
 
 
 def figures() -> str:
-    return "\n".join([*rows(), *patched_step(), *kernels(), *data()]) + "\n"
+    return "\n".join([*rows(), *ladders(), *patched_step(), *kernels(), *data()]) + "\n"
 
 
 def with_figures(text: str) -> str:
@@ -127,3 +204,4 @@ def with_figures(text: str) -> str:
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     readme.write_text(with_figures(readme.read_text()))
+    draw_rows()
