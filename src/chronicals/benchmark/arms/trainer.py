@@ -44,7 +44,7 @@ def train_with_trainer(
         "adam_beta2": config.adam_beta2, "adam_epsilon": config.adam_epsilon, "lr_scheduler_type": "constant",
         "max_grad_norm": config.max_grad_norm, "optim": "adamw_torch_fused" if device().type == "cuda" else "adamw_torch",
         "logging_steps": 10**6, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False,
-        "disable_tqdm": True, "dataloader_drop_last": True, **arguments,
+        "disable_tqdm": True, "dataloader_drop_last": True, "dataset_num_proc": 1, **arguments,
     }  # fmt: skip
     trainer: Any = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described))
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
