@@ -243,6 +243,17 @@ def test_a_process_that_dies_while_it_waits_is_seen(tmp_path):
     process.end()
 
 
+def test_a_process_does_not_outlive_an_interrupt(tmp_path):
+    process = waiting_process(tmp_path, "import time; time.sleep(600)")
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        process.wait_for(interrupted, 60)
+    assert not process.running
+
+
 def test_a_process_that_does_not_end_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "ENDING_SECONDS", 0.1)
     process = waiting_process(tmp_path, "import time; time.sleep(600)")

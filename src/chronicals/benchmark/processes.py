@@ -133,7 +133,7 @@ def run_process(work: Work, name: str, options: list[str], timeout: float, stem:
     """
     process = start_process(work, name, options, stem)
     process.wait_for(lambda: not process.running, timeout)
-    process.end()
+    process.raise_if_failed()
 
 
 def start_process(work: Work, name: str, options: list[str], stem: str) -> ArmProcess:
@@ -168,24 +168,38 @@ class ArmProcess:
             self.process.stdin.flush()
 
     def wait_for(self, done: Callable[[], bool], timeout: float) -> None:
-        """Until ``done``.
+        """Until ``done``; whatever goes wrong here, the process does not outlive it.
 
         Raises:
-            ArmFailed: the process ended with an error, or without being done, or ``timeout`` seconds went by; it is gone.
+            ArmFailed: the process ended with an error, or without being done, or ``timeout`` seconds went by.
         """
-        until = time.monotonic() + timeout
+        try:
+            self._wait_for(done, time.monotonic() + timeout)
+        except TimeoutError:
+            self.kill()
+            raise ArmFailed(f"took longer than {timeout:.0f} s") from None
+        except BaseException:
+            self.kill()
+            raise
+
+    def _wait_for(self, done: Callable[[], bool], until: float) -> None:
         while True:
-            running = self.running
+            running = self.running  # asked before done: what it did last counts
             if done():
-                break
+                return
             if not running:
-                raise ArmFailed(last_words(self.log.read_text(errors="replace"), self.process.returncode))
+                raise ArmFailed(self.last_words())
             if time.monotonic() > until:
-                self.kill()
-                raise ArmFailed(f"took longer than {timeout:.0f} s")
+                raise TimeoutError
             time.sleep(POLL_SECONDS)
-        if not running and self.process.returncode:
-            raise ArmFailed(last_words(self.log.read_text(errors="replace"), self.process.returncode))
+
+    def raise_if_failed(self) -> None:
+        """Raises ArmFailed where the process ended with an error."""
+        if not self.running and self.process.returncode:
+            raise ArmFailed(self.last_words())
+
+    def last_words(self) -> str:
+        return last_words(self.log.read_text(errors="replace"), self.process.returncode)
 
     def end(self) -> None:
         """Close its input, upon which it ends by itself."""
