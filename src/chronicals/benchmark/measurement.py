@@ -100,14 +100,14 @@ class Plan:
     rounds: int = 0
 
     @property
-    def told_apart(self) -> int:
+    def discarded(self) -> int:
         """Steps of this round that are no sample."""
         return self.warm_up if not self.rounds else RESUMED
 
     @property
     def in_all(self) -> int:
         """Steps of this round."""
-        return self.told_apart + self.steps
+        return self.discarded + self.steps
 
     @property
     def at_most(self) -> int:

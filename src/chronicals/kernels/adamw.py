@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from chronicals.kernels.dice import mixed
 from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, pointers, table_of
 
@@ -74,7 +74,7 @@ def _adamw_kernel(
         factor = 1.0
         if HAS_FACTOR:
             factor = tl.load(factor_ptr).to(tl.float32)
-        key = mixed(tl.load(seed_ptr).to(tl.uint32) * 0x9E3779B9 + tl.program_id(0).to(tl.uint32))
+        key = lowbias32(tl.load(seed_ptr).to(tl.uint32) * 0x9E3779B9 + tl.program_id(0).to(tl.uint32))
         for offset in range(0, CHUNK, BLOCK):
             at = start + offset + tl.arange(0, BLOCK)
             inside = at < size
@@ -96,7 +96,7 @@ def _adamw_kernel(
             tl.store(w_at, w, mask=inside)
             dice = 0
             if tl.bfloat16 == STATE:
-                dice = mixed(key ^ (offset + tl.arange(0, BLOCK)))
+                dice = lowbias32(key ^ (offset + tl.arange(0, BLOCK)))
             tl.store(m_at, _rounded(m, dice, STATE), mask=inside)
             tl.store(v_at, _rounded(v, dice >> 16, STATE), mask=inside)
 

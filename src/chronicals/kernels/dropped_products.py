@@ -2,7 +2,7 @@
 
     u = drop(x) Aᵀ        dA = gᵀ drop(x)        dx += drop(g A)        drop(x) = m ∘ x / (1 − p)
 
-m is a hash of a seed and of the place (see ``dice.py``): forward and backward make the same one, so it is not saved.
+m is a hash of a seed and of the place (see ``lowbias32.py``): forward and backward make the same one, so it is not saved.
 ``x`` is ``[T, D]``, A ``[r, D]``, g and u ``[T, r]``. Bytes in 16 bit: 2·D a token for u, 2·D for dA, 4·D for dx: the thin
 sides stay in the cache.
 """
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.dice import WHOLE, mixed, mixed_reference
 from chronicals.kernels.launch import multiprocessors, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.lowbias32 import WHOLE, lowbias32, lowbias32_reference
 
 WIDEST_RANK = 256
 """Columns of u that a program holds; wider ones take the reference."""
@@ -24,7 +24,7 @@ WIDEST_RANK = 256
 @triton.jit
 def _kept(seed, row, column, width, bound):
     """Whether the element at ``row``, ``column`` stays: its hash is at least ``bound``."""
-    return mixed((row * width + column).to(tl.uint32) ^ seed) >= bound
+    return lowbias32((row * width + column).to(tl.uint32) ^ seed) >= bound
 
 
 @triton.jit
@@ -168,4 +168,4 @@ def dropped_reference(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     rows, width = x.shape
     places = torch.arange(rows * width, device=x.device) & WHOLE
     bound, factor = _bound(dropout)
-    return torch.where((mixed_reference(places ^ seed) >= bound).view(rows, width), x * factor, 0.0)
+    return torch.where((lowbias32_reference(places ^ seed) >= bound).view(rows, width), x * factor, 0.0)

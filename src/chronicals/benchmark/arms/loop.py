@@ -123,7 +123,7 @@ def train_padded(
                 seconds=seconds,
                 losses=[float(loss) for loss in losses[: len(measured)]],
                 grad_norms=[float(norm) for norm in norms[: len(measured)]],
-                warm_up=plan.told_apart,
+                warm_up=plan.discarded,
                 peak_gib=peak,
                 trained_share=movement.trained_share,
                 moved_share=movement.moved_share(),

@@ -52,7 +52,7 @@ class Collector(Callback):
         steps, coverage, profile = self.steps[: self.plan.in_all], self.run.coverage, None
         assert coverage is not None
         if self.profiler is not None:
-            measured = steps[self.plan.told_apart :]
+            measured = steps[self.plan.discarded :]
             step_seconds = statistics.median(step.tokens / step.tokens_per_second for step in measured)
             profile, self.profiler = self.profiler.stop(PROFILED_STEPS, step_seconds), None
         wanted = self.plan.hand_in(
@@ -63,7 +63,7 @@ class Collector(Callback):
                 seconds=[step.tokens / step.tokens_per_second for step in steps],
                 losses=[step.loss for step in steps],
                 grad_norms=[step.grad_norm for step in steps],
-                warm_up=self.plan.told_apart,
+                warm_up=self.plan.discarded,
                 peak_gib=max(step.memory_gib for step in steps),
                 trained_share=coverage.share,
                 moved_share=(coverage.moved + coverage.waiting) / coverage.asked,

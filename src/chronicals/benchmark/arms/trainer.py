@@ -114,7 +114,7 @@ class Watch:
                 seconds=self.clock.seconds(),
                 losses=self._logged("loss"),
                 grad_norms=self._logged("grad_norm"),
-                warm_up=self.plan.told_apart,
+                warm_up=self.plan.discarded,
                 peak_gib=peak_gib(),
                 trained_share=self.movement.trained_share,
                 moved_share=self.movement.moved_share(),

@@ -12,7 +12,7 @@ WHOLE = 2**32 - 1
 
 
 @triton.jit
-def mixed(x):
+def lowbias32(x):
     """The hash of ``x`` in 32 bits."""
     x = x.to(tl.uint32)
     x ^= x >> 16
@@ -23,7 +23,7 @@ def mixed(x):
     return x
 
 
-def mixed_reference(x: Tensor) -> Tensor:
+def lowbias32_reference(x: Tensor) -> Tensor:
     """The hash of ``x``, int64 between 0 and 2³² − 1."""
     x = x ^ (x >> 16)
     x = (x * 0x7FEB352D) & WHOLE
