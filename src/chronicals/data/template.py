@@ -98,8 +98,9 @@ class Tokenizer:
         """Changes whenever this path could turn a row into other tokens."""
         inner = self.tokenizer
         if getattr(inner, "is_fast", False):
-            _, name, vocabulary = inner.backend_tokenizer.to_str().partition('"added_tokens":')
-            assert name, "before it stand truncation and padding, left by whoever called the tokenizer last"
+            described = inner.backend_tokenizer.to_str()
+            # before the added tokens stand truncation and padding, left by whoever called the tokenizer last
+            vocabulary = described.partition('"added_tokens":')[2] or described
         else:
             vocabulary = json.dumps(sorted(inner.get_vocab().items()))
         trained = [self.objective, sorted(self.train_on_roles), self.train_on_turns]
