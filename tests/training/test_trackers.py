@@ -97,15 +97,17 @@ def in_tensorboard(folder):
 
 
 def wandb_records(path):
-    """A transaction log: seven bytes, then LevelDB's log of protobuf records in blocks of 32 KiB."""
+    """A transaction log, as far as it is written: seven bytes, then LevelDB's log of protobuf records in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     content, at, record = path.read_bytes(), 7, b""
-    while at < len(content):
+    while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         _checksum, size, kind = struct.unpack("<IHB", content[at : at + 7])
+        if at + 7 + size > len(content):
+            return
         record += content[at + 7 : at + 7 + size]
         at += 7 + size
         if kind in (1, 4):  # whole, or the last part
