@@ -8,7 +8,7 @@ from chronicals.kernels import launch
 from chronicals.kernels import merged_linear as module
 from chronicals.kernels.launch import with_room
 from chronicals.kernels.linear_cross_entropy import Adapter
-from chronicals.kernels.merged_linear import merged_linear, merged_linear_reference, room_for, side_by_side
+from chronicals.kernels.merged_linear import Remake, merged_linear, merged_linear_reference, room_for, side_by_side
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -230,6 +230,18 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_x_with_what_lies_behind_its_rows_is_of_another_version(dropout, device):
+    """Who has moved x elsewhere must not take that for what is saved here."""
+    x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
+    merged, saved = side_by_side([w], [None], (3,)), []
+    roomy = with_room(x, x.shape, merged.room).copy_(x.detach()).data.requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        merged_linear(roomy, merged, [w], [None], [Adapter(a, b, 0.5, dropout)], roomy=True)
+    (own,) = [t for t in saved if t.untyped_storage().data_ptr() == roomy.untyped_storage().data_ptr()]
+    assert own._version != roomy._version
+
+
 def test_an_adapter_changed_before_the_backward_is_refused(device):
     ours, _ = functions((3,), False, False)
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
@@ -243,7 +255,7 @@ def test_an_adapter_changed_before_the_backward_is_refused(device):
 def test_a_second_backward_is_the_first_and_a_double_one_is_refused(device):
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
     merged = side_by_side([w], [None], (3,))
-    y = merged_linear(x, merged, [w], [None], [Adapter(a, b, 0.5)], remake=lambda: x.detach())
+    y = merged_linear(x, merged, [w], [None], [Adapter(a, b, 0.5)], remake=Remake(torch.clone, x.detach()))
     first, second = (torch.autograd.grad(y.sum(), (x, w, a, b), retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second))
     (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.memory import ActivationOffload
 from chronicals.models import PresentedModel
 from chronicals.patching import (
     decoder_layer,
@@ -74,6 +75,10 @@ def test_with_adapters(family, targets):
     assert_same(*both(model.double(), families.documents_batch()))
 
 
+def memory_of(x):
+    return x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
+
+
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "olmo2"])
 def test_what_is_made_again_is_what_it_was(family, adapted):
@@ -90,13 +95,44 @@ def test_what_is_made_again_is_what_it_was(family, adapted):
         if again:
             recompute_norms_and_units(model)
         sizes = set()
-        pack = lambda x, sizes=sizes: sizes.add((x.data_ptr(), x.nbytes)) or x  # noqa: E731
+        pack = lambda x, sizes=sizes: sizes.add(memory_of(x)) or x  # noqa: E731
         torch.manual_seed(4)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             found.append(states_and_gradients(model, batch))
         kept.append(sum(size for _, size in sizes))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("window", [0, 5_000, 15_000, 50_000])
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "made again"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+def test_what_was_in_host_memory_is_what_it_was(adapted, again, window, device):
+    """The same gradients bit for bit; on a card nothing of what was moved is held there on the side."""
+    model = families.build("qwen2").to(device)
+    if adapted:
+        apply_lora(model, LoRAConfig(rank=3, dropout=0.4))
+    fused(model)
+    if again:
+        recompute_norms_and_units(model)
+    batch = families.documents_batch().to(device)
+    expected, whole = states_gradients_and_held(model, batch)
+    offload = ActivationOffload(model.get_decoder(), smallest=1 << 10, window=window)
+    got, rest = states_gradients_and_held(model, batch)
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert offload.moved > 0
+    if device.type == "cuda" and not window:
+        assert whole - rest > 0.8 * offload.moved
+
+
+def states_gradients_and_held(model, batch):
+    """With the bytes that the card holds between forward and backward."""
+    held = []
+    torch.manual_seed(4)
+    hook = model.get_decoder().norm.register_forward_hook(lambda *_: held.append(torch.cuda.memory_allocated()))
+    found = states_and_gradients(model, batch)
+    hook.remove()
+    return found, held[0]
 
 
 def test_no_gradient_below_the_first_adapter():

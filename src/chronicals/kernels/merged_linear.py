@@ -148,17 +148,27 @@ def _identity(adapters: Sequence[Tensor], scales: list[float]) -> tuple:
 def _extended(x: Tensor, room: int, made_with_room: bool) -> Tensor:
     """``[T, width + room]`` that begins with ``x``: its own memory, where it was made so.
 
-    Taken from ``x.data``, whose version autograd does not follow: what is written behind the rows is nothing of x.
+    Taken from ``x.data``, whose version autograd does not follow: what is written behind the rows is nothing of x. It is of
+    another version, since whoever has copied x has not copied that.
     """
     rows, width = x.shape
     if made_with_room and x.stride() == (width + room, 1):
-        return x.data.as_strided((rows, width + room), x.stride())
+        extended = x.data.as_strided((rows, width + room), x.stride())
+        torch.autograd.graph.increment_version(extended)
+        return extended
     extended = x.new_empty((rows, width + room))
     extended[:, :width].copy_(x)
     return extended
 
 
-Remake = Callable[[], Tensor]
+@dataclass(frozen=True)
+class Remake:
+    """How the backward pass makes x again, ``make(source)``; ``source`` is kept in place of x."""
+
+    make: Callable[[Tensor], Tensor]
+    source: Tensor
+
+
 OPTIONS = 6
 """Arguments of the function below that come before the tensors of the layers; x is one of them."""
 
@@ -180,10 +190,10 @@ class _MergedLinear(torch.autograd.Function):
         matrix = merged.buffer[: merged.outputs].t()
         y = product(rows, matrix, x.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
         kept = any(ctx.needs_input_grad[OPTIONS:])
-        adapters = tensors[2 * count :]
-        ctx.save_for_backward(rows if kept and remake is None else None, seed, *adapters)
+        ctx.make = remake.make if remake is not None and kept else None
+        source = rows if remake is None else remake.source
+        ctx.save_for_backward(source if kept else None, seed, *tensors[2 * count :])
         ctx.laid = list(merged.laid)
-        ctx.remake = remake if kept else None
         ctx.merged, ctx.scales, ctx.dropout, ctx.roomy = merged, scales, dropout, roomy[1]
         ctx.kinds = [None if x is None else x.dtype for x in tensors]
         return y
@@ -196,8 +206,8 @@ class _MergedLinear(torch.autograd.Function):
         if merged.laid != ctx.laid:  # others came by since
             half = len(adapters) // 2
             _lay_adapters(merged, adapters[:half], adapters[half:], ctx.scales)
-        if ctx.remake is not None:
-            rows = _made_again(ctx, seed)
+        if ctx.make is not None:
+            rows = _made_again(ctx, rows, seed)
         dy = in_rows(upstream)
         x = None if rows is None else rows[:, : merged.width]
         extended = dy if not merged.room else _extended(dy, merged.room, ctx.roomy)
@@ -218,9 +228,9 @@ class _MergedLinear(torch.autograd.Function):
         return dx, *(None,) * (OPTIONS - 1), *(gradient if needed else None for gradient, needed in wanted)
 
 
-def _made_again(ctx: Any, seed: Tensor | None) -> Tensor:
+def _made_again(ctx: Any, source: Tensor, seed: Tensor | None) -> Tensor:
     """x and u behind it, as they were in the forward pass."""
-    x, merged = ctx.remake(), ctx.merged
+    x, merged = ctx.make(source), ctx.merged
     if not merged.room:
         return x
     rows = _extended(x, merged.room, True)

@@ -195,13 +195,16 @@ class _Layer:
         weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
         branch, residual = (x, None) if branch is None else (branch, x)
         normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, group.room, gradient_room)
-        again = partial(fused_add_rmsnorm, total.detach(), None, weight, epsilon, offset, group.room)
-        return normed, total, (lambda: again()[0]) if self.recomputes else None
+
+        def again(total: Tensor) -> Tensor:
+            return fused_add_rmsnorm(total, None, weight, epsilon, offset, group.room)[0]
+
+        return normed, total, Remake(again, total.detach()) if self.recomputes else None
 
     def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""
         activation, room = self.anatomy.mlp.activation, self.down.room
-        again = partial(glu_of_both, both.detach(), activation, room)
+        again = Remake(lambda both: glu_of_both(both, activation, room), both.detach())
         return glu_of_both(both, activation, room, self.both.room), again if self.recomputes else None
 
     def _after(self, place: str, branch: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class Group:
         """The outputs side by side.
 
         Args:
-            remake: makes x again.
+            remake: how x is made again.
             roomy: x was made with ``room`` behind its rows, if its strides say so; so may be the gradient that comes back.
         """
         weights, biases = [x.weight for x in self.linears], [x.bias for x in self.linears]

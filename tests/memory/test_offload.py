@@ -1,0 +1,170 @@
+"""Activations that go to host memory and come back: the same gradients, bit by bit, and less on the card."""
+
+import gc
+
+import pytest
+import torch
+
+import tiny
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.memory import ActivationOffload, enable_gradient_checkpointing
+
+WINDOWS = {"nothing": 0, "a little": 50_000, "everything": 1 << 40}
+
+
+def model_of(kind):
+    model = tiny.llama(num_hidden_layers=3).to("cuda" if torch.cuda.is_available() else "cpu")
+    if kind == "adapters":
+        torch.manual_seed(0)
+        apply_lora(model, LoRAConfig(rank=4, alpha=8, dropout=0.2, target_modules="all-linear"))
+    if kind == "recomputed":
+        enable_gradient_checkpointing(model)
+    return model.train()
+
+
+def ids_of(model, rows=3):
+    return torch.randint(0, 300, (rows, 40), generator=torch.Generator().manual_seed(rows)).to(model.device)
+
+
+def gradients(model, ids):
+    torch.manual_seed(1)  # of dropout
+    model.zero_grad()
+    model(input_ids=ids, labels=ids).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(left, right):
+    assert left.keys() == right.keys() and left
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("kind", ["full", "adapters", "recomputed"])
+def test_gradients_are_the_same_bits(kind, window):
+    model = model_of(kind)
+    expected = gradients(model, ids_of(model))
+    offload = ActivationOffload(model.get_decoder(), smallest=1, window=WINDOWS[window])
+    for _ in range(3):
+        assert_same(gradients(model, ids_of(model)), expected)
+    assert offload.moved > 0
+
+
+def test_inputs_of_recomputed_layers_move_and_little_else():
+    """A layer keeps its input alone, ``[3, 40, 64]`` in fp32; beside it the final norm keeps what it reads."""
+    model, layer = model_of("recomputed"), 3 * 40 * 64 * 4
+    offload = ActivationOffload(model.get_decoder(), smallest=layer)
+    gradients(model, ids_of(model))
+    assert 3 * layer <= offload.moved <= 6 * layer
+
+
+def test_passes_of_other_sizes_between_forward_and_backward():
+    """Two graphs at a time, each with its own order, and one that never runs backward."""
+    model = model_of("full")
+    parts = [ids_of(model, rows) for rows in (1, 3)]
+    expected = [gradients(model, ids) for ids in parts]
+    ActivationOffload(model.get_decoder(), smallest=1, window=50_000)
+    losses = [model(input_ids=ids, labels=ids).loss for ids in (*parts, parts[0])]
+    del losses[2]
+    for loss, own in zip(losses, expected):
+        model.zero_grad()
+        loss.backward(retain_graph=True)
+        assert_same({name: p.grad for name, p in model.named_parameters()}, own)
+        model.zero_grad()
+        loss.backward()
+        assert_same({name: p.grad for name, p in model.named_parameters()}, own)
+
+
+def test_host_memory_is_kept_and_not_more_of_it():
+    model = model_of("full")
+    offload = ActivationOffload(model.get_decoder(), smallest=1)
+
+    def held():
+        gc.collect()
+        return sorted(memory.data_ptr() for free in offload.free.values() for memory in free)
+
+    gradients(model, ids_of(model))
+    first = held()
+    assert sum(len(free[0]) * len(free) for free in offload.free.values() if free) == offload.moved
+    for _ in range(3):
+        gradients(model, ids_of(model))
+    assert held() == first
+
+
+def test_what_stays():
+    """Weights, what is small, integers, evaluation, and all of it once removed."""
+    model = model_of("full")
+    offload = ActivationOffload(model.get_decoder(), smallest=1 << 30)
+    gradients(model, ids_of(model))
+    assert offload.moved == 0
+    offload.smallest = 1
+    with torch.no_grad():
+        model(input_ids=ids_of(model))
+    assert offload.moved == 0
+    weights = {p.numel() * 4 for p in model.parameters()}
+    gradients(model, ids_of(model, 7))
+    moved = offload.moved
+    assert moved and not weights & {size for size, free in offload.free.items() if free}
+    offload.remove()
+    gradients(model, ids_of(model))
+    assert offload.moved == moved
+
+
+def test_a_pass_that_fails_leaves_nothing_behind():
+    model = model_of("full")
+    expected = gradients(model, ids_of(model))
+    offload = ActivationOffload(model.get_decoder(), smallest=1)
+
+    def fail(*_):
+        raise RuntimeError("planted")
+
+    hook = model.get_decoder().layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        gradients(model, ids_of(model))
+    hook.remove()
+    moved = offload.moved
+    x = torch.randn(64, 64, requires_grad=True)
+    (x * x).sum().backward()
+    assert offload.moved == moved  # outside the module nothing is moved
+    assert_same(gradients(model, ids_of(model)), expected)
+
+
+def test_one_tensor_saved_twice_moves_once():
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(8))
+
+        def forward(self, x):
+            y = x * self.weight  # saves x
+            return torch.sin(y) + torch.cos(y)  # both save y
+
+    module, x = Twice(), torch.randn(16, 8, requires_grad=True)
+    offload = ActivationOffload(module, smallest=1)
+    module(x).sum().backward()
+    assert offload.moved == 2 * x.nbytes
+
+
+def test_memory_that_is_written_while_it_is_copied():
+    """Plain autograd refuses to go on; so do we, unless the copy was over."""
+
+    class Reuses(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            buffer = x.detach() + 1
+            first = self.weight * buffer
+            buffer.add_(1)
+            return first + self.weight * buffer
+
+    for window in (None, 1 << 30, 0):
+        module, x = Reuses(), torch.randn(16, 8)
+        if window is not None:
+            ActivationOffload(module, smallest=1, window=window)
+        if window == 0:
+            module(x).sum().backward()
+            assert torch.allclose(module.weight.grad, (x + 1).sum(0) + (x + 2).sum(0), atol=1e-5)
+        else:
+            with pytest.raises(RuntimeError, match="in ?place"):
+                module(x).sum().backward()
