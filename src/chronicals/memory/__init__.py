@@ -1,7 +1,17 @@
 """Policies for activations."""
 
 from chronicals.memory.offload import ActivationOffload
-from chronicals.memory.recompute import CHEAP, LAYERS, NOTHING, POLICIES, Estimate, enable_gradient_checkpointing, estimate
+from chronicals.memory.recompute import (
+    CHEAP,
+    LAYERS,
+    NOTHING,
+    POLICIES,
+    Estimate,
+    draws_numbers,
+    enable_gradient_checkpointing,
+    estimate,
+)
+from chronicals.memory.tiling import tiled
 
 __all__ = [
     "CHEAP",
@@ -10,6 +20,8 @@ __all__ = [
     "POLICIES",
     "ActivationOffload",
     "Estimate",
+    "draws_numbers",
     "enable_gradient_checkpointing",
     "estimate",
+    "tiled",
 ]

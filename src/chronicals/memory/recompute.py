@@ -83,7 +83,11 @@ def enable_gradient_checkpointing(model: Any) -> None:
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ValueError(f"use_gradient_checkpointing: {type(model).__name__} cannot recompute its layers; turn it off")
-    shares = [getattr(module, name, 0.0) for module in model.modules() for name in ("p", "dropout", "attention_dropout")]
-    drops = any(isinstance(share, float) and share > 0 for share in shares)
-    options = {"use_reentrant": False, "preserve_rng_state": drops}  # reading a random state takes time
+    options = {"use_reentrant": False, "preserve_rng_state": draws_numbers(model)}  # reading a random state takes time
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def draws_numbers(module: torch.nn.Module) -> bool:
+    """Whether a forward pass draws random numbers, for dropout."""
+    shares = [getattr(part, name, 0.0) for part in module.modules() for name in ("p", "dropout", "attention_dropout")]
+    return any(isinstance(share, float) and share > 0 for share in shares)

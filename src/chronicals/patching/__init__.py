@@ -4,6 +4,7 @@ from chronicals.patching.decoder_layer import lay_side_by_side, recompute_norms_
 from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.side_by_side import lay_apart
+from chronicals.patching.tiled_mlps import tile_mlps
 
 __all__ = [
     "Left",
@@ -14,5 +15,6 @@ __all__ = [
     "patch_model",
     "patch_parts",
     "recompute_norms_and_units",
+    "tile_mlps",
     "unpatch_model",
 ]

@@ -21,6 +21,7 @@ from chronicals.kernels import fused_add_rmsnorm, fused_qk_norm_rope, fused_qk_r
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.merged_linear import Remake
 from chronicals.kernels.qk_rope import fused_qkv_rope
+from chronicals.memory import draws_numbers, tiled
 from chronicals.patching.forms import FORM, Form, signature
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.norms import RMSNormReads
@@ -28,6 +29,9 @@ from chronicals.patching.side_by_side import Group, Unmerged, is_hooked, say_onc
 
 RECOMPUTES = "chronicals_recomputes"
 """Attribute of a layer that makes again what is cheap to make."""
+
+TILES = "chronicals_tiles"
+"""Attribute of a layer whose MLP takes its rows in tiles."""
 
 NAME, BY = "decoder layer", "fused decoder layer"
 ATTENTION, MLP, OUT = "self_attn", "mlp", ("o_proj",)
@@ -182,7 +186,7 @@ class _Layer:
         attended = self._attend(self.qkv(normed, remake, roomy), cos, sin, cu, longest)
         branch = self._after("after_attention", self.out(attended))
         normed, x, remake = self._before("before_mlp", x, branch, self.both, self.out.room)
-        return x + self._after("after_mlp", self.down(*self._unit(self.both(normed, remake))))
+        return x + self._after("after_mlp", self._mlp(normed, remake))
 
     def _before(
         self, place: str, x: Tensor, branch: Tensor | None, group: Group, gradient_room: int
@@ -200,6 +204,12 @@ class _Layer:
             return fused_add_rmsnorm(total, None, weight, epsilon, offset, group.room)[0]
 
         return normed, total, Remake(again, total.detach()) if self.recomputes else None
+
+    def _mlp(self, x: Tensor, remake: Remake | None) -> Tensor:
+        if not getattr(self.layer, TILES, False):
+            return self.down(*self._unit(self.both(x, remake)))
+        draws = self.layer.training and draws_numbers(self.layer.mlp)
+        return tiled(lambda x: self.down(*self._unit(self.both(x))), x, draws)
 
     def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""

@@ -1,0 +1,91 @@
+"""MLPs by tiles, as modules and in fused layers: the hidden states and gradients of the class."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import families
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.memory import tiling
+from chronicals.patching import patch_parts, recompute_norms_and_units, tile_mlps, unpatch_model
+from test_decoder_layer import assert_same, states_and_gradients
+
+TILES = [1, 7, 24, 25]
+"""Of 25 rows."""
+
+
+def adapted(model):
+    apply_lora(model, LoRAConfig(rank=3, alpha=5, dropout=0.0))
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("runs", ["as it was", "parts", "layers", "layers, made again"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
+def test_equals_the_class(family, runs, lora, tile, monkeypatch):
+    monkeypatch.setattr(tiling, "TILE", tile)
+    model = families.build(family).double()
+    model = adapted(model).double() if lora else model
+    batch = families.documents_batch()
+    plain = states_and_gradients(copy.deepcopy(model), batch)
+    if runs != "as it was":
+        patch_parts(model, whole_layers=runs != "parts")
+    if runs == "layers, made again":
+        recompute_norms_and_units(model)
+    assert tile_mlps(model) == len(model.get_decoder().layers)
+    assert_same(plain, states_and_gradients(model, batch))
+
+
+def test_rows_of_a_batch_are_rows(monkeypatch):
+    monkeypatch.setattr(tiling, "TILE", 7)
+    model = families.build("llama")
+    ids = torch.randint(0, families.VOCABULARY, (3, 11))
+    expected = model(input_ids=ids).logits
+    tile_mlps(model)
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)
+
+
+@pytest.mark.parametrize("whole_layers", [False, True])
+def test_only_a_tile_is_wide(whole_layers, monkeypatch):
+    """Of what autograd keeps over the forward pass; the inner width is that of nothing else."""
+    monkeypatch.setattr(tiling, "TILE", 7)
+    model, seen = families.build("llama", intermediate_size=104), []
+    patch_parts(model, whole_layers=whole_layers)
+    for tiles in (False, True):
+        if tiles:
+            tile_mlps(model)
+        seen.clear()
+        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+        def see(x, weights=weights):
+            if x.untyped_storage().data_ptr() not in weights:
+                seen.append(x.shape)
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x):
+            states_and_gradients(model, families.documents_batch())
+        assert any(104 in shape or 208 in shape for shape in seen) != tiles
+
+
+def test_copied_and_undone(monkeypatch):
+    monkeypatch.setattr(tiling, "TILE", 7)
+    model, batch = families.build("llama"), families.documents_batch()
+    before = states_and_gradients(model, batch)
+    tile_mlps(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert_same(before, states_and_gradients(other, batch))
+    unpatch_model(other)
+    assert not any("forward" in vars(module) for module in other.modules())
+    rows = []
+    other.get_decoder().layers[0].mlp.register_forward_hook(lambda _, args, out: rows.append(out.shape[-2]))
+    states_and_gradients(other, batch)
+    assert rows == [25]
