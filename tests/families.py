@@ -12,6 +12,7 @@ import tiny
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import create_dataloader
+from chronicals.models import PresentedModel
 
 VOCABULARY = 61
 SIZES = {
@@ -154,3 +155,21 @@ def gradients(model: Any, call: Callable[[], Tensor]) -> dict[str, Tensor]:
 def distance(got: Tensor, expected: Tensor) -> float:
     """Largest difference relative to the largest value."""
     return float((got - expected).detach().abs().max() / expected.detach().abs().max())
+
+
+def states_and_gradients(model: Any, batch: Batch) -> dict[str, Tensor]:
+    """Hidden states of a packed model and the gradients of what it trains, by name."""
+    with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+        states = presented.hidden_states(batch)
+    upstream = torch.randn(states.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    found = torch.autograd.grad((states * upstream.to(states)).sum(), [p for _, p in named], allow_unused=True)
+    return {"states": states.detach(), **{name: g for (name, _), g in zip(named, found) if g is not None}}
+
+
+def assert_same(expected: dict[str, Tensor], got: dict[str, Tensor], tolerance: float = 3e-5) -> None:
+    """In fp64, where the classes themselves round to fp32 in their norms; the gradient of a key's bias is but rounding."""
+    assert expected.keys() == got.keys()
+    mean = torch.stack([x.norm() for x in expected.values()]).mean().item()
+    for name, x in expected.items():
+        assert (x - got[name]).norm().item() <= tolerance * max(x.norm().item(), 1e-2 * mean), name

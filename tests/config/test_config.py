@@ -145,7 +145,7 @@ def test_positional_arguments_are_refused():
 
 @pytest.mark.parametrize(
     "name, value",
-    [("use_fp8", True), ("use_8bit_optimizer", True), ("activation_offload", True)],
+    [("use_fp8", True), ("use_8bit_optimizer", True)],
 )
 def test_what_this_version_cannot_honour_raises(name, value):
     with pytest.raises(ConfigurationError, match=f"^{name}={value!r}: .{{10,}}"):
@@ -167,6 +167,45 @@ def test_a_warm_up_longer_than_the_run():
     assert ChronicalsConfig(warmup_steps=50, max_steps=50).warmup_steps == 50
     assert ChronicalsConfig(max_steps=50).warmup_steps == 100  # a default is fitted to the run later
     assert ChronicalsConfig(warmup_steps=5000, num_epochs=3).warmup_steps == 5000  # the steps are not known yet
+
+
+@pytest.mark.parametrize(
+    ("fields", "policies"),
+    [
+        ({}, set()),
+        ({"memory": []}, set()),
+        ({"use_gradient_checkpointing": True}, {"recompute_layers"}),
+        ({"use_gradient_checkpointing": False}, set()),
+        ({"activation_offload": True}, {"offload_activations"}),
+        ({"memory": ["tiled_mlp", "recompute_elementwise"]}, {"tiled_mlp", "recompute_elementwise"}),
+        ({"memory": ["recompute_elementwise"], "use_gradient_checkpointing": True}, {"recompute_elementwise"}),
+        (
+            {"memory": ["recompute_layers", "offload_activations"], "activation_offload": True},
+            {"recompute_layers", "offload_activations"},
+        ),
+    ],
+)
+def test_switches_are_entrances_to_memory(fields, policies):
+    assert ChronicalsConfig(**fields).memory_policies == policies
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"memory": ["offload"]}, "memory='offload'"),
+        ({"memory": ["recompute_layers", "recompute_elementwise"]}, "leave out the other"),
+        ({"memory": ["tiled_mlp"], "use_gradient_checkpointing": True}, "use_gradient_checkpointing=True: they contradict"),
+        (
+            {"memory": ["recompute_layers"], "use_gradient_checkpointing": False},
+            "use_gradient_checkpointing=False: they contradict",
+        ),
+        ({"memory": [], "activation_offload": True}, "activation_offload=True: they contradict"),
+        ({"memory": ["offload_activations"], "activation_offload": False}, "activation_offload=False: they contradict"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(fields, message):
+    with pytest.raises(ConfigurationError, match=message):
+        ChronicalsConfig(**fields)
 
 
 def test_patience_needs_evaluations():

@@ -11,6 +11,7 @@ import torch
 
 import runs
 import tiny
+from chronicals.memory import ActivationOffload, tiling
 
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6
@@ -89,6 +90,35 @@ def test_recomputed_and_kept(tmp_path):
     runs.train(tmp_path / "kept")
     runs.train(tmp_path / "recomputed", use_gradient_checkpointing=True)
     assert runs.trajectory(tmp_path / "kept") == runs.trajectory(tmp_path / "recomputed")
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_offloaded_and_resident(tmp_path, recomputed, changes):
+    changes = {**changes, "use_gradient_checkpointing": recomputed}
+    runs.train(tmp_path / "resident", **changes)
+    model = tiny.llama()
+    with ActivationOffload(model.get_decoder(), smallest=1, window=50_000) as offload:
+        runs.train(tmp_path / "offloaded", model=model, **changes)
+    assert offload.moved > 0
+    assert runs.trajectory(tmp_path / "resident") == runs.trajectory(tmp_path / "offloaded")
+
+
+@pytest.mark.parametrize("mixed_precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("recomputed", [[], ["recompute_layers"]], ids=["kept", "recomputed"])
+def test_tiled_and_whole(tmp_path, recomputed, mixed_precision, monkeypatch):
+    """In bf16 both add up what several micro-batches, or tiles, give in fp32."""
+    monkeypatch.setattr(tiling, "TILE", 48)
+    changes = {"mixed_precision": mixed_precision, "max_steps": 10}
+    runs.train(tmp_path / "whole", **changes, memory=recomputed)
+    runs.train(tmp_path / "tiled", **changes, memory=[*recomputed, "tiled_mlp"])
+    whole, tiled = (runs.trajectory(tmp_path / name) for name in ("whole", "tiled"))
+    assert whole != tiled
+    if mixed_precision == "fp32":
+        assert_one_trajectory(whole, tiled)
+    else:
+        for (_, loss, norm), (_, our_loss, our_norm) in zip(whole, tiled, strict=True):
+            assert our_loss == pytest.approx(loss, rel=1e-2) and our_norm == pytest.approx(norm, rel=3e-2)
 
 
 def test_bf16_follows_fp32(tmp_path):

@@ -10,7 +10,6 @@ from torch import nn
 import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import ActivationOffload
-from chronicals.models import PresentedModel
 from chronicals.patching import (
     decoder_layer,
     lay_side_by_side,
@@ -25,23 +24,6 @@ from mutants import mutant
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "phi3", "smollm3", "olmo2", "olmo3", "granite"]
 
 
-def states_and_gradients(model, batch):
-    with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
-        states = presented.hidden_states(batch)
-    upstream = torch.randn(states.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    found = torch.autograd.grad((states * upstream.to(states)).sum(), [p for _, p in named], allow_unused=True)
-    return {"states": states.detach(), **{name: g for (name, _), g in zip(named, found) if g is not None}}
-
-
-def assert_same(expected, got, tolerance=3e-5):
-    """In fp64, where the classes themselves round to fp32 in their norms; the gradient of a key's bias is but rounding."""
-    assert expected.keys() == got.keys()
-    mean = torch.stack([x.norm() for x in expected.values()]).mean().item()
-    for name, x in expected.items():
-        assert (x - got[name]).norm().item() <= tolerance * max(x.norm().item(), 1e-2 * mean), name
-
-
 def fused(model):
     """``model`` patched; every layer must run fused in what follows."""
     report = patch_parts(model, whole_layers=True)
@@ -50,16 +32,16 @@ def fused(model):
 
 
 def both(model, batch):
-    plain = states_and_gradients(copy.deepcopy(model), batch)
+    plain = families.states_and_gradients(copy.deepcopy(model), batch)
     model, before = fused(model), decoder_layer.runs[0]
-    ours = states_and_gradients(model, batch)
+    ours = families.states_and_gradients(model, batch)
     assert decoder_layer.runs[0] == before + len(model.get_decoder().layers)
     return plain, ours
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_the_class(family):
-    assert_same(*both(families.build(family).double(), families.documents_batch()))
+    families.assert_same(*both(families.build(family).double(), families.documents_batch()))
 
 
 @pytest.mark.parametrize("targets", [None, ["q_proj", "v_proj"], ["down_proj"]], ids=str)
@@ -72,7 +54,7 @@ def test_with_adapters(family, targets):
     for name, p in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p, std=0.3)
-    assert_same(*both(model.double(), families.documents_batch()))
+    families.assert_same(*both(model.double(), families.documents_batch()))
 
 
 def memory_of(x):
@@ -98,7 +80,7 @@ def test_what_is_made_again_is_what_it_was(family, adapted):
         pack = lambda x, sizes=sizes: sizes.add(memory_of(x)) or x  # noqa: E731
         torch.manual_seed(4)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            found.append(states_and_gradients(model, batch))
+            found.append(families.states_and_gradients(model, batch))
         kept.append(sum(size for _, size in sizes))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert kept[1] < kept[0]
@@ -130,7 +112,7 @@ def states_gradients_and_held(model, batch):
     held = []
     torch.manual_seed(4)
     hook = model.get_decoder().norm.register_forward_hook(lambda *_: held.append(torch.cuda.memory_allocated()))
-    found = states_and_gradients(model, batch)
+    found = families.states_and_gradients(model, batch)
     hook.remove()
     return found, held[0]
 
@@ -141,7 +123,7 @@ def test_no_gradient_below_the_first_adapter():
     fused(model)
     seen = []
     model.get_decoder().layers[0].register_forward_pre_hook(lambda _, args: seen.append(args[0].requires_grad))
-    states_and_gradients(model, families.documents_batch())
+    families.states_and_gradients(model, families.documents_batch())
     assert seen == [False]
 
 
@@ -183,16 +165,16 @@ def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
     monkeypatch.setattr(side_by_side, "_said", set())
     model = fused(families.build("llama").double())
     batch = families.documents_batch()
-    states_and_gradients(model, batch)
+    families.states_and_gradients(model, batch)
     with caplog.at_level(logging.WARNING):
         model = operation(model)
         before = decoder_layer.runs[0]
-        got = states_and_gradients(model, batch)
+        got = families.states_and_gradients(model, batch)
     assert decoder_layer.runs[0] == before + 2
     if operation is not deep_copy:
         assert "laid side by side anew" in caplog.text
     unpatch_model(model)
-    assert_same(states_and_gradients(model, batch), got)
+    families.assert_same(families.states_and_gradients(model, batch), got)
 
 
 def test_adapted_weights_are_their_own_again_when_unpatched(tmp_path):
@@ -216,7 +198,7 @@ def test_norms_of_another_type_keep_the_class_way(monkeypatch, caplog):
         if "norm" in name:
             p.data = p.data.float()
     with caplog.at_level(logging.WARNING):
-        states_and_gradients(fused(model), families.documents_batch())
+        families.states_and_gradients(fused(model), families.documents_batch())
     assert "a norm's weight is not" in caplog.text
 
 
@@ -226,15 +208,15 @@ def test_peft_with_dropout_runs_fused():
     model = peft.get_peft_model(families.build("llama"), config).train()
     fused(model.get_base_model())
     before = decoder_layer.runs[0]
-    states_and_gradients(model.get_base_model(), families.documents_batch())
+    families.states_and_gradients(model.get_base_model(), families.documents_batch())
     assert decoder_layer.runs[0] == before + 2
 
 
 def test_saved_and_loaded_as_the_class(tmp_path):
     model = fused(families.build("llama").double())
     batch = families.documents_batch()
-    got = states_and_gradients(model, batch)
-    assert_same(states_and_gradients(save_and_load(model, tmp_path), batch), got)
+    got = families.states_and_gradients(model, batch)
+    families.assert_same(families.states_and_gradients(save_and_load(model, tmp_path), batch), got)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +235,7 @@ def test_what_it_does_not_do_runs_part_by_part_and_is_said(change, reason, caplo
     before = decoder_layer.runs[0]
     with caplog.at_level(logging.WARNING):
         try:
-            states_and_gradients(model, families.documents_batch())
+            families.states_and_gradients(model, families.documents_batch())
         except (ValueError, RuntimeError):  # the class itself cannot either
             assert reason != "hooks"
     assert decoder_layer.runs[0] <= before + 1

@@ -10,7 +10,6 @@ import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import tiling
 from chronicals.patching import patch_parts, recompute_norms_and_units, tile_mlps, unpatch_model
-from test_decoder_layer import assert_same, states_and_gradients
 
 TILES = [1, 7, 24, 25]
 """Of 25 rows."""
@@ -33,13 +32,13 @@ def test_equals_the_class(family, runs, lora, tile, monkeypatch):
     model = families.build(family).double()
     model = adapted(model).double() if lora else model
     batch = families.documents_batch()
-    plain = states_and_gradients(copy.deepcopy(model), batch)
+    plain = families.states_and_gradients(copy.deepcopy(model), batch)
     if runs != "as it was":
         patch_parts(model, whole_layers=runs != "parts")
     if runs == "layers, made again":
         recompute_norms_and_units(model)
     assert tile_mlps(model) == len(model.get_decoder().layers)
-    assert_same(plain, states_and_gradients(model, batch))
+    families.assert_same(plain, families.states_and_gradients(model, batch))
 
 
 def test_rows_of_a_batch_are_rows(monkeypatch):
@@ -69,23 +68,23 @@ def test_only_a_tile_is_wide(whole_layers, monkeypatch):
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(see, lambda x: x):
-            states_and_gradients(model, families.documents_batch())
+            families.states_and_gradients(model, families.documents_batch())
         assert any(104 in shape or 208 in shape for shape in seen) != tiles
 
 
 def test_copied_and_undone(monkeypatch):
     monkeypatch.setattr(tiling, "TILE", 7)
     model, batch = families.build("llama"), families.documents_batch()
-    before = states_and_gradients(model, batch)
+    before = families.states_and_gradients(model, batch)
     tile_mlps(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    assert_same(before, states_and_gradients(other, batch))
+    families.assert_same(before, families.states_and_gradients(other, batch))
     unpatch_model(other)
     assert not any("forward" in vars(module) for module in other.modules())
     rows = []
     other.get_decoder().layers[0].mlp.register_forward_hook(lambda _, args, out: rows.append(out.shape[-2]))
-    states_and_gradients(other, batch)
+    families.states_and_gradients(other, batch)
     assert rows == [25]

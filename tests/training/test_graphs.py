@@ -9,17 +9,23 @@ import torch
 import runs
 import tiny
 from chronicals.batch import Batch
+from chronicals.memory import offload, tiling
 from chronicals.training import Callback, ChronicalsTrainer, enable_cuda_graphs
 from chronicals.training.graphs import SHARES, GraphedStep, _rounded
 
 STEPS = 8
+ADAPTERS = {"use_lora": True, "lora_rank": 4}
 ARMS = {
     "full": {},
     "accumulated": {"gradient_accumulation_steps": 3},
-    "adapters": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0},
-    "dropout": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.3},
+    "adapters": {**ADAPTERS, "lora_dropout": 0.0},
+    "dropout": {**ADAPTERS, "lora_dropout": 0.3},
     "recomputed": {"use_gradient_checkpointing": True},
-    "recomputed with dropout": {"use_gradient_checkpointing": True, "use_lora": True, "lora_rank": 4},
+    "recomputed with dropout": {"use_gradient_checkpointing": True, **ADAPTERS},
+    "recomputed in part": {"memory": ["recompute_elementwise"]},
+    "offloaded": {"activation_offload": True},
+    "offloaded, recomputed, in tiles": {"memory": ["recompute_layers", "offload_activations", "tiled_mlp"], **ADAPTERS},
+    "offloaded, recomputed in part": {"memory": ["recompute_elementwise", "offload_activations"], **ADAPTERS},
     "bf16 states": {"optimizer_state_dtype": "bf16"},
     "evaluated": {"validation_split": 0.2, "eval_steps": 3},
 }
@@ -34,7 +40,10 @@ def run(folder, graphed, **changes):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("arm", ARMS)
-def test_replayed_is_as_usual(arm, tmp_path, caplog):
+def test_replayed_is_as_usual(arm, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(offload, "WINDOW", 100_000)
+    monkeypatch.setattr(tiling, "TILE", 48)
     with caplog.at_level(logging.WARNING):
         (usual, weights, first), (replayed, ours, second) = (
             run(tmp_path / name, graphed, **ARMS[arm]) for name, graphed in (("usual", False), ("graphs", True))

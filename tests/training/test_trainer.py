@@ -176,12 +176,23 @@ def test_epochs(tmp_path):
     assert sum(line["tokens"] for line in lines) == 3 * tokens
 
 
-@pytest.mark.parametrize("field", ["use_flash_attention", "use_torch_compile"])
+@pytest.mark.parametrize("field", ["use_flash_attention", "use_torch_compile", "activation_offload"])
 def test_a_switch_that_was_set_and_cannot_be_honoured_raises(tmp_path, field):
     if torch.cuda.is_available():
         pytest.skip("can be honoured on a card")
     with pytest.raises(ConfigurationError, match=field):
         runs.train(tmp_path, **{field: True})
+
+
+def test_a_memory_policy_that_cannot_be_honoured_raises(tmp_path):
+    from transformers import BloomConfig, BloomForCausalLM
+
+    if not torch.cuda.is_available():
+        with pytest.raises(ConfigurationError, match="recompute_elementwise needs fused decoder layers"):
+            runs.train(tmp_path, memory=["recompute_elementwise"])
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=300, hidden_size=64, n_layer=2, n_head=4))
+    with pytest.raises(ConfigurationError, match="tiled_mlp needs gated MLPs, BloomForCausalLM has none"):
+        runs.train(tmp_path, model=bloom, memory=["tiled_mlp"])
 
 
 def test_what_runs_is_said_first(tmp_path, caplog):

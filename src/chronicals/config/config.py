@@ -58,10 +58,6 @@ def remembers_what_was_set(cls: T) -> T:
 NOT_YET: dict[str, tuple[Any, str]] = {
     "use_fp8": (False, "FP8 linear layers are not part of this version; leave use_fp8 at False"),
     "use_8bit_optimizer": (False, "the 8-bit optimizer is not part of this version; leave use_8bit_optimizer at False"),
-    "activation_offload": (
-        False,
-        "activation offload is not part of this version; use_gradient_checkpointing saves memory",
-    ),
 }
 """Fields of the published interface that this version cannot honour: the one value accepted, and what to do instead."""
 
@@ -70,6 +66,8 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
 Overlong = Literal["cut", "split", "drop"]
+MemoryPolicy = Literal["recompute_elementwise", "recompute_layers", "offload_activations", "tiled_mlp"]
+RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
 
 
 def _named_shares(value: Any) -> Any:
@@ -133,7 +131,10 @@ class ChronicalsConfig:
     optimizer_state_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Type of the optimizer states; bf16 is rounded stochastically"
     )
-    activation_offload: bool = Field(default=False, description="Keep activations in host memory")
+    activation_offload: bool = Field(default=False, description="Keep activations in host memory until they are needed")
+    memory: list[MemoryPolicy] | None = Field(
+        default=None, description="What saves memory, any of them together (default: recomputation where the card needs it)"
+    )
     mixed_precision: Literal["bf16", "fp16", "fp32"] = Field(default="bf16", description="Type of the products")
     use_fp8: bool = Field(default=False, description="FP8 linear layers")
 
@@ -185,8 +186,34 @@ class ChronicalsConfig:
         for name, (accepted, remedy) in NOT_YET.items():
             if getattr(self, name) != accepted:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: {remedy}")
+        self._check_memory()
         if self.early_stopping_patience is not None and self.eval_steps is None:
             raise ConfigurationError("early_stopping_patience needs eval_steps: without evaluations nothing can stop")
+
+    def _check_memory(self) -> None:
+        """``memory`` and the switches that are entrances to it agree."""
+        if self.memory is None:
+            return
+        if set(self.memory) >= RECOMPUTE:
+            raise ConfigurationError(f"memory={self.memory}: recompute_layers makes everything again; leave out the other")
+        for switch, there in (
+            ("use_gradient_checkpointing", bool(RECOMPUTE & set(self.memory))),
+            ("activation_offload", "offload_activations" in self.memory),
+        ):
+            if switch in self.explicit and getattr(self, switch) != there:
+                raise ConfigurationError(
+                    f"memory={self.memory} and {switch}={getattr(self, switch)}: they contradict; keep one"
+                )
+
+    @property
+    def memory_policies(self) -> frozenset[MemoryPolicy]:
+        """What was asked for to save memory, by ``memory`` or by the switches that are entrances to it."""
+        asked = set(self.memory or ())
+        if self.activation_offload:
+            asked.add("offload_activations")
+        if self.use_gradient_checkpointing and "use_gradient_checkpointing" in self.explicit and not asked & RECOMPUTE:
+            asked.add("recompute_layers")
+        return frozenset(asked)
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other values; what was explicit stays so."""

@@ -11,13 +11,14 @@ from chronicals.memory.recompute import (
     enable_gradient_checkpointing,
     estimate,
 )
-from chronicals.memory.tiling import tiled
+from chronicals.memory.tiling import TILE, tiled
 
 __all__ = [
     "CHEAP",
     "LAYERS",
     "NOTHING",
     "POLICIES",
+    "TILE",
     "ActivationOffload",
     "Estimate",
     "draws_numbers",

@@ -36,12 +36,13 @@ class ActivationOffload:
 
     Args:
         module: such as the decoder of a model; layers in it may be recomputed, then it is their inputs that move.
-        smallest: bytes of the smallest tensor that is moved.
-        window: bytes on their way in one direction.
+        smallest: bytes of the smallest tensor that is moved; ``SMALLEST`` by default.
+        window: bytes on their way in one direction; ``WINDOW`` by default.
     """
 
-    def __init__(self, module: nn.Module, smallest: int = SMALLEST, window: int = WINDOW):
-        self.smallest, self.window = smallest, window
+    def __init__(self, module: nn.Module, smallest: int | None = None, window: int | None = None):
+        self.smallest = SMALLEST if smallest is None else smallest
+        self.window = WINDOW if window is None else window
         self.device = device = next(module.parameters()).device
         self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
         self.free: dict[int, list[Tensor]] = {}
@@ -52,8 +53,14 @@ class ActivationOffload:
             module.register_forward_hook(self._leave, always_call=True),
         )
 
+    def __enter__(self) -> ActivationOffload:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
     def remove(self) -> None:
-        """Leave the module as it was; passes that were begun can be finished."""
+        """Leave the module as it was, as at the end of ``with``; passes that were begun can be finished."""
         for hook in self._hooks:
             hook.remove()
 

@@ -13,27 +13,37 @@ from chronicals.patching.decoder_layer import TILES
 from chronicals.patching.forms import FORM, Forward, signature
 from chronicals.patching.plan import plan_for
 
+BY = "tiled_mlp"
 ROLE = "gated MLP"
 """As a plan calls them."""
 
 
 def tile_mlps(model: Any) -> int:
-    """Let the gated MLPs of ``model`` take tiles, in fused layers, too; how many there are.
+    """Let the gated MLPs of ``model`` take tiles, in fused layers, too; how many there are. A second call changes nothing.
 
     Comes after kernels were put in their place, which it keeps; ``unpatch_model`` undoes it.
     """
-    forms, count = plan_for(model).forms, 0
-    for module in model.modules():
-        role, form = forms.get(signature(module), (None, None))
-        if role == ROLE:
-            run = getattr(vars(module).get("forward"), "__func__", type(module).forward)
+    found = _gated_mlps(model)
+    for module in found:
+        run = getattr(vars(module).get("forward"), "__func__", type(module).forward)
+        if getattr(run, FORM, None) != BY:
             by_tiles = partial(_forward, run)
-            setattr(by_tiles, FORM, form.by if form else "")
+            setattr(by_tiles, FORM, BY)
             module.forward = MethodType(by_tiles, module)
-            count += 1
-        if isinstance(getattr(module, "mlp", None), nn.Module):
-            setattr(module, TILES, True)
-    return count
+    for layer in model.modules():
+        if getattr(layer, "mlp", None) in found:
+            setattr(layer, TILES, True)
+    return len(found)
+
+
+def has_gated_mlps(model: Any) -> bool:
+    """Whether there is anything to tile."""
+    return bool(_gated_mlps(model))
+
+
+def _gated_mlps(model: Any) -> list[nn.Module]:
+    forms = plan_for(model).forms
+    return [module for module in model.modules() if forms.get(signature(module), ("",))[0] == ROLE]
 
 
 def _forward(run: Forward, module: nn.Module, x: Tensor) -> Tensor:

@@ -9,14 +9,15 @@ import torch
 
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.memory import LAYERS, NOTHING, estimate
+from chronicals.memory import CHEAP, LAYERS, NOTHING, TILE, Estimate, estimate
 from chronicals.models import PresentedModel, input_device
+from chronicals.patching import has_gated_mlps
 from chronicals.patching.plan import plan_for
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a permitted thing runs, and the reason; ``how``, where there are several ways."""
+    """Whether something runs, and the reason; ``how``, where there are several ways."""
 
     field: str
     runs: bool
@@ -28,7 +29,7 @@ class Decision:
 
 
 def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) -> dict[str, Decision]:
-    """For every ``use_*`` switch whether it runs.
+    """For every ``use_*`` switch and memory policy whether it runs.
 
     Args:
         ranks: how many processes train together.
@@ -47,18 +48,19 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     fused = runs_whole_layers(config, presented)
     needed = estimate(model, tokens, fused, *_bytes(config, product_type))
     graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
-    possible: dict[str, tuple[bool, str] | tuple[bool, str, str]] = {
+    possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (presented.head_is_read, "no whole logits" if presented.head_is_read else "head not understood"),
         "use_sequence_packing": (presented.packed, "proved on a twin" if presented.packed else "documents become padded rows"),
-        "use_gradient_checkpointing": (needed.policy() != NOTHING, needed.words(), needed.policy()),
         "use_torch_compile": (
             on_card and presented.packed and not fused,
             "decoder layers run fused" if fused else "decoder layers" if on_card else "compiled on CUDA only",
         ),
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
-    return {field: _decide(config, model, field, *can) for field, can in possible.items()}
+    made = [_decide(config, field, *can) for field, can in possible.items()]
+    made += [_recomputation(config, needed, fused), _offload(config, on_card), _tiles(config, model)]
+    return {decision.field: decision for decision in made}
 
 
 def _bytes(config: ChronicalsConfig, product_type: torch.dtype) -> tuple[int, int, int]:
@@ -66,7 +68,7 @@ def _bytes(config: ChronicalsConfig, product_type: torch.dtype) -> tuple[int, in
     of its master."""
     narrow = product_type.itemsize
     split = config.mixed_precision == "bf16" and not config.use_lora
-    sums = config.gradient_accumulation_steps > 1 or not split
+    sums = config.gradient_accumulation_steps > 1 or not split or "tiled_mlp" in config.memory_policies
     states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
     return narrow, narrow, (2 + 2 if split else 4) + (4 if sums else 2) + states
 
@@ -98,11 +100,42 @@ def _head_dim(shape: Any) -> int:
     return stated if stated is not None else shape.hidden_size // heads if isinstance(heads, int) else 128
 
 
-def _decide(config: ChronicalsConfig, model: Any, field: str, runs: bool, reason: str, how: str = "") -> Decision:
+def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> Decision:
     if not getattr(config, field):
         return Decision(field, False, "turned off")
-    if field == "use_gradient_checkpointing" and field in config.explicit:
-        return Decision(field, True, "asked for", LAYERS)
     if field not in config.explicit or runs:
-        return Decision(field, runs, reason, how)
+        return Decision(field, runs, reason)
     raise ConfigurationError(f"{field}=True cannot be honoured here: {reason}; leave it out or set it to False")
+
+
+def _recomputation(config: ChronicalsConfig, needed: Estimate, fused: bool) -> Decision:
+    """As asked for; else where the memory needs it."""
+    field, asked = "use_gradient_checkpointing", config.memory_policies
+    if "recompute_layers" in asked:
+        return Decision(field, True, f"asked for, {LAYERS} made again", LAYERS)
+    if "recompute_elementwise" in asked:
+        if not fused:
+            raise ConfigurationError(
+                "memory: recompute_elementwise needs fused decoder layers, which do not run here; take recompute_layers"
+            )
+        return Decision(field, True, f"asked for, {CHEAP} made again", CHEAP)
+    if config.memory is not None or not config.use_gradient_checkpointing:
+        return Decision(field, False, "turned off")
+    return Decision(field, needed.policy() != NOTHING, needed.words(), needed.policy())
+
+
+def _offload(config: ChronicalsConfig, on_card: bool) -> Decision:
+    field = "activation_offload"
+    if "offload_activations" not in config.memory_policies:
+        return Decision(field, False, "not asked for")
+    if not on_card:
+        raise ConfigurationError(f"{field}: cannot be honoured here, activations are in host memory anyway; leave it out")
+    return Decision(field, True, "asked for, beside the computation")
+
+
+def _tiles(config: ChronicalsConfig, model: Any) -> Decision:
+    if "tiled_mlp" not in config.memory_policies:
+        return Decision("tiled_mlp", False, "not asked for")
+    if not has_gated_mlps(model):
+        raise ConfigurationError(f"memory: tiled_mlp needs gated MLPs, {type(model).__name__} has none; leave it out")
+    return Decision("tiled_mlp", True, f"asked for, {TILE} rows at a time")

@@ -15,7 +15,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import LAYERS, enable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
-from chronicals.patching import lay_side_by_side, patch_parts, recompute_norms_and_units
+from chronicals.patching import lay_side_by_side, patch_parts, recompute_norms_and_units, tile_mlps
 from chronicals.training.decisions import Decision, decide, runs_whole_layers
 from chronicals.training.precision import Precision
 
@@ -108,6 +108,8 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
     if config.use_fused_kernels and input_device(model).type == "cuda":
         for by, count in patch_parts(model, whole_layers).counts().items():
             logger.info("use_fused_kernels: %d modules run as %s", count, by)
+    if decisions["tiled_mlp"].runs:
+        tile_mlps(model)
     if decisions["use_torch_compile"].runs:
         for layer in model.get_decoder().layers:
             layer.compile()  # the entries of the bounds become dynamic when they first change
@@ -129,7 +131,7 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
     """AdamW over what is trained: LoRA+ groups or decay on matrices only, master weights, fp32 sums of gradients.
 
     Args:
-        sums_gradients: whether several micro-batches or ranks meet in a gradient.
+        sums_gradients: whether several micro-batches or ranks meet in a gradient; tiles do, too.
 
     Raises:
         ConfigurationError: nothing requires a gradient.
@@ -157,7 +159,7 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
     precision.prepare(model, optimizer)
     lay_side_by_side(model)
     optimizer.weights_moved()
-    if sums_gradients:
+    if sums_gradients or "tiled_mlp" in config.memory_policies:
         for parameter in trained:
             parameter.grad_dtype = torch.float32
     return optimizer

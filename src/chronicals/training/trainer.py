@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, TokenStore
 from chronicals.distributed import Ranks
+from chronicals.memory import ActivationOffload
 from chronicals.models import PresentedModel
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
@@ -103,7 +104,8 @@ class ChronicalsTrainer:
         if resume:
             self._resume(run, optimizer, precision, train_store)
         run.trainable_share = self._trainable_share()
-        with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run):
+        offload = ActivationOffload(model.get_decoder()) if decisions["activation_offload"].runs else nullcontext()
+        with presented.attending_documents(), offload, heeding_signals(self._told_to_stop), self._callbacks_around(run):
             graphed = decisions["use_cuda_graphs"].runs
             self._loop(run, presented, precision, optimizer, stream, eval_store, graphed)
             result = self._finish(run, train_store)

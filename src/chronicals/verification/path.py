@@ -13,6 +13,7 @@ from chronicals.data import BatchStream
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
 from chronicals.kernels.master import join_master
+from chronicals.memory import ActivationOffload
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import learning_rate_factor
 from chronicals.training.precision import Precision
@@ -47,7 +48,9 @@ class TrainingPath:
     def __init__(self, model: Any, config: ChronicalsConfig, stream: BatchStream, device: torch.device):
         self.model, self.config = model, config
         torch.manual_seed(config.seed)
-        self.presented, _ = prepare_model(model, config)
+        self.presented, decisions = prepare_model(model, config)
+        if decisions["activation_offload"].runs:
+            ActivationOffload(model.get_decoder())
         self.precision = Precision(config.mixed_precision, device)
         self.optimizer = build_optimizer(model, config, self.precision, config.gradient_accumulation_steps > 1)
         self.objective = OBJECTIVES[config.objective]()
