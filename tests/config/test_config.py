@@ -208,6 +208,25 @@ def test_what_contradicts_itself_is_refused(fields, message):
         ChronicalsConfig(**fields)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("max_grad_norm", 1.0), ("gradient_accumulation_steps", 2), ("mixed_precision", "fp16")]
+)
+def test_updates_in_the_backward_pass_need_nothing_of_other_gradients(name, value):
+    fields = {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf"), "gradient_accumulation_steps": 1}
+    assert ChronicalsConfig(**fields).max_grad_norm is None
+    with pytest.raises(ConfigurationError, match=f"optimizer_in_backward .* {name}={value!r} .* set {name}="):
+        ChronicalsConfig(**{**fields, name: value})
+
+
+@pytest.mark.parametrize("value", [float("inf"), "inf", None])
+def test_no_clipping_is_plain_json(value, tmp_path):
+    config = ChronicalsConfig(max_grad_norm=value)
+    assert config.max_grad_norm is None
+    json.loads(json.dumps(config.to_dict()), parse_constant=pytest.fail)
+    config.to_yaml(tmp_path / "recipe.yaml")
+    assert ChronicalsConfig.from_yaml(tmp_path / "recipe.yaml").max_grad_norm is None
+
+
 def test_patience_needs_evaluations():
     with pytest.raises(ConfigurationError, match="early_stopping_patience needs eval_steps"):
         ChronicalsConfig(early_stopping_patience=3)

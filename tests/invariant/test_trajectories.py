@@ -121,6 +121,30 @@ def test_tiled_and_whole(tmp_path, recomputed, mixed_precision, monkeypatch):
             assert our_loss == pytest.approx(loss, rel=1e-2) and our_norm == pytest.approx(norm, rel=3e-2)
 
 
+UNCLIPPED = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "max_steps": 10}
+
+
+@pytest.mark.parametrize("memory", [[], ["recompute_layers", "tiled_mlp"]], ids=["alone", "recomputed in tiles"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mixed_precision": "bf16"}, {"optimizer_state_dtype": "bf16"}, {"use_lora": True, "lora_rank": 4}],
+    ids=["fp32", "bf16", "bf16 states", "adapters"],
+)
+def test_updated_in_the_backward_pass_and_after_it(tmp_path, changes, memory, monkeypatch):
+    monkeypatch.setattr(tiling, "TILE", 48)
+    found = []
+    for name, policies in (("after", memory), ("within", [*memory, "optimizer_in_backward"])):
+        result = runs.train(tmp_path / name, **UNCLIPPED, **changes, memory=policies)
+        found.append((runs.trajectory(tmp_path / name), runs.weights(tmp_path / name), result.coverage))
+    (after, weights, coverage), (within, ours, our_coverage) = found
+    assert our_coverage == coverage
+    if "optimizer_state_dtype" in changes:  # its rounding draws other numbers
+        assert_one_trajectory(after, within, tolerance=50 * EXACT)
+    else:
+        assert_one_trajectory(after, within)
+        assert all(torch.equal(weights[name], ours[name]) for name in weights)
+
+
 def test_bf16_follows_fp32(tmp_path):
     """The exact master keeps bf16 weights on the fp32 trajectory up to the rounding of products."""
     runs.train(tmp_path / "fp32", max_steps=20)

@@ -195,6 +195,20 @@ def test_a_memory_policy_that_cannot_be_honoured_raises(tmp_path):
         runs.train(tmp_path, model=bloom, memory=["tiled_mlp"])
 
 
+def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(tmp_path):
+    """The head's gradient comes first; what lies before it in the model is not touched."""
+    model = tiny.llama(tie_word_embeddings=False)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model.lm_head.weight.register_hook(lambda gradient: gradient * float("nan"))
+    changes = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "memory": ["optimizer_in_backward"]}
+    with pytest.raises(TrainingError, match="not finite. The step was in part applied"):
+        runs.train(tmp_path, model=model, **changes)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    x = model.lm_head.weight.sum()
+    x.backward()
+    assert model.lm_head.weight.grad is not None  # the run is over, and updates nothing any more
+
+
 def test_what_runs_is_said_first(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         runs.train(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -66,13 +67,18 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
 Overlong = Literal["cut", "split", "drop"]
-MemoryPolicy = Literal["recompute_elementwise", "recompute_layers", "offload_activations", "tiled_mlp"]
+MemoryPolicy = Literal["recompute_elementwise", "recompute_layers", "offload_activations", "tiled_mlp", "optimizer_in_backward"]
 RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
 
 
 def _named_shares(value: Any) -> Any:
     """A mapping as it is; ``name=share`` texts, as the command line has them, as one."""
     return dict(text.split("=", 1) for text in value) if isinstance(value, list) and all("=" in t for t in value) else value
+
+
+def _none_for_infinity(value: Any) -> Any:
+    """JSON knows no infinity."""
+    return None if value in (math.inf, "inf", ".inf") else value
 
 
 @remembers_what_was_set
@@ -126,7 +132,9 @@ class ChronicalsConfig:
     adam_beta1: Share = Field(default=0.9, description="Decay of the first moment")
     adam_beta2: Share = Field(default=0.999, description="Decay of the second moment")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment")
-    max_grad_norm: float = Field(default=1.0, gt=0, description="Gradients are clipped to this norm")
+    max_grad_norm: Annotated[float | None, BeforeValidator(_none_for_infinity)] = Field(
+        default=1.0, gt=0, description="Gradients are clipped to this norm; inf does not clip"
+    )
     use_8bit_optimizer: bool = Field(default=False, description="8-bit optimizer states")
     optimizer_state_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Type of the optimizer states; bf16 is rounded stochastically"
@@ -194,6 +202,8 @@ class ChronicalsConfig:
         """``memory`` and the switches that are entrances to it agree."""
         if self.memory is None:
             return
+        if "optimizer_in_backward" in self.memory:
+            self._check_optimizer_in_backward()
         if set(self.memory) >= RECOMPUTE:
             raise ConfigurationError(f"memory={self.memory}: recompute_layers makes everything again; leave out the other")
         for switch, there in (
@@ -203,6 +213,19 @@ class ChronicalsConfig:
             if switch in self.explicit and getattr(self, switch) != there:
                 raise ConfigurationError(
                     f"memory={self.memory} and {switch}={getattr(self, switch)}: they contradict; keep one"
+                )
+
+    def _check_optimizer_in_backward(self) -> None:
+        """Each gradient is used as it is when it is made: nothing may be added to it, and nothing asked of all of them."""
+        for name, hinders, instead in (
+            ("max_grad_norm", self.max_grad_norm is not None, "inf"),
+            ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, "1"),
+            ("mixed_precision", self.mixed_precision == "fp16", "bf16"),
+        ):
+            if hinders:
+                raise ConfigurationError(
+                    f"memory: optimizer_in_backward updates a weight before the other gradients are there, which "
+                    f"{name}={getattr(self, name)!r} needs; set {name}={instead}, or leave out optimizer_in_backward"
                 )
 
     @property

@@ -75,13 +75,30 @@ class FusedAdamW(torch.optim.Optimizer):
                 loss = closure()
         self.refresh_rates()
         for number, group in enumerate(self.param_groups):
-            for tensors in self._by_type(group["params"]).values():
-                rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
-                fused_adamw_(tensors, rate, group["betas"], group["eps"], group["weight_decay"], factor=factor, apply=apply)
-            for parameter in group["params"]:
-                if parameter in self._versions:
-                    self._versions[parameter] = _stamp(parameter)
+            self._update(group["params"], number, group, factor, apply)
         return loss
+
+    @torch.no_grad()
+    def step_of(self, parameter: Tensor, apply: Tensor | None = None) -> None:
+        """The part of a step that is this weight's; ``refresh_rates`` comes before the parts of a step.
+
+        Raises:
+            ValueError: the weight is in no group.
+        """
+        for number, group in enumerate(self.param_groups):
+            if any(parameter is held for held in group["params"]):
+                return self._update([parameter], number, group, None, apply)
+        raise ValueError(f"a weight {tuple(parameter.shape)} is in no group of the optimizer")
+
+    def _update(
+        self, parameters: list[Tensor], number: int, group: dict[str, Any], factor: Tensor | None, apply: Tensor | None
+    ) -> None:
+        for tensors in self._by_type(parameters).values():
+            rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
+            fused_adamw_(tensors, rate, group["betas"], group["eps"], group["weight_decay"], factor=factor, apply=apply)
+        for parameter in parameters:
+            if parameter in self._versions:
+                self._versions[parameter] = _stamp(parameter)
 
     def refresh_rates(self) -> None:
         """Bring every group's ``lr`` to where the device reads it; a captured step is replayed after this."""

@@ -85,7 +85,8 @@ class FirstStepAudit:
         self.with_gradient: dict[str, Tensor] = {}
 
     def see_gradients(self) -> None:
-        self.with_gradient = {
+        """Those that are there now; may be called for each."""
+        self.with_gradient |= {
             name: p for name, p in self.attached.items() if p.grad is not None and bool(p.grad.count_nonzero())
         }
 

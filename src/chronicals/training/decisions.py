@@ -60,6 +60,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     }  # fmt: skip
     made = [_decide(config, field, *can) for field, can in possible.items()]
     made += [_recomputation(config, needed, fused), _offload(config, on_card), _tiles(config, model)]
+    made.append(_optimizer_in_backward(config, ranks))
     return {decision.field: decision for decision in made}
 
 
@@ -70,7 +71,8 @@ def _bytes(config: ChronicalsConfig, product_type: torch.dtype) -> tuple[int, in
     split = config.mixed_precision == "bf16" and not config.use_lora
     sums = config.gradient_accumulation_steps > 1 or not split or "tiled_mlp" in config.memory_policies
     states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
-    return narrow, narrow, (2 + 2 if split else 4) + (4 if sums else 2) + states
+    gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
+    return narrow, narrow, (2 + 2 if split else 4) + gradient + states
 
 
 def runs_whole_layers(config: ChronicalsConfig, presented: PresentedModel) -> bool:
@@ -87,6 +89,7 @@ def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str, r
         "the model's own logits are used": not presented.head_is_read,
         f"{ranks} processes share a step": ranks > 1,
         f"attention by {backend} asks the host": backend not in FLASH,
+        "weights are updated in the backward pass": "optimizer_in_backward" in config.memory_policies,
         "fp16 runs under autocast": config.mixed_precision == "fp16",
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)
@@ -139,3 +142,14 @@ def _tiles(config: ChronicalsConfig, model: Any) -> Decision:
     if not has_gated_mlps(model):
         raise ConfigurationError(f"memory: tiled_mlp needs gated MLPs, {type(model).__name__} has none; leave it out")
     return Decision("tiled_mlp", True, f"asked for, {TILE} rows at a time")
+
+
+def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:
+    if "optimizer_in_backward" not in config.memory_policies:
+        return Decision("optimizer_in_backward", False, "not asked for")
+    if ranks > 1:
+        raise ConfigurationError(
+            f"memory: optimizer_in_backward updates a weight before the gradients of {ranks} processes are added up; "
+            "leave it out"
+        )
+    return Decision("optimizer_in_backward", True, "asked for, gradients are dropped one by one")

@@ -58,7 +58,7 @@ class GraphedStep:
 
     def __init__(
         self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW,
-        precision: Precision, max_grad_norm: float,
+        precision: Precision, max_grad_norm: float | None,
     ):  # fmt: skip
         self.model, self.objective, self.precision = model, objective, precision
         self.parameters, self.optimizer, self.max_grad_norm = parameters, optimizer, max_grad_norm

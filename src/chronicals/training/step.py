@@ -14,6 +14,7 @@ from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models import PresentedModel
 from chronicals.objectives import Objective, divide
 from chronicals.optimizers import FusedAdamW
+from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 
 
@@ -25,18 +26,26 @@ def train_step(
     optimizer: FusedAdamW,
     precision: Precision,
     ranks: Ranks,
-    max_grad_norm: float,
+    max_grad_norm: float | None,
     inspect_gradients: Callable[[], None] | None = None,
+    in_backward: UpdatesInBackward | None = None,
 ) -> dict[str, Tensor]:
     """Forward, backward, clip, update. Nothing here waits for the device.
+
+    Args:
+        inspect_gradients: is called when they are there, before the update; of each, where that is ``in_backward``.
 
     Returns:
         Scalars on the device: ``loss`` and ``grad_norm`` of the whole step on all ranks, ``applied`` (1 or 0).
     """
     counts = objective.counts(step.counts)
+    if in_backward is not None:
+        in_backward.begin(inspect_gradients)
     total = torch.zeros((), device=precision.device)
     for batch in step.batches:
         total += micro_step(model, objective, batch.to(precision.device, non_blocking=True), counts, precision)
+    if in_backward is not None:
+        return {"loss": total, **in_backward.finish()}
     ranks.sum_gradients(parameters)
     ranks.sum(total)
     if inspect_gradients is not None:
@@ -57,12 +66,12 @@ def micro_step(
 
 
 def update(
-    parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision, max_grad_norm: float
+    parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision, max_grad_norm: float | None
 ) -> dict[str, Tensor]:  # fmt: skip
     """Clip and apply the gradients, unless they are not finite; ``grad_norm`` before clipping, and ``applied``."""
     grad_norm = gradient_norm(gradients_of(parameters)) / precision.scale
     finite = torch.isfinite(grad_norm)
-    clip = (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+    clip = 1.0 if max_grad_norm is None else (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     optimizer.step(factor=clip / precision.scale, apply=finite)
     precision.update(finite)
     return {"grad_norm": grad_norm, "applied": finite}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, TokenStore
+from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
 from chronicals.memory import ActivationOffload
 from chronicals.models import PresentedModel
@@ -21,9 +22,11 @@ from chronicals.patching import lay_apart
 from chronicals.training import checkpoint
 from chronicals.training.audit import Coverage, FirstStepAudit
 from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, read_metrics
+from chronicals.training.decisions import Decision
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import evaluate
 from chronicals.training.graphs import GraphedStep
+from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.metrics import Moment, PendingMetrics, StepMetrics
 from chronicals.training.precision import Precision
 from chronicals.training.preparation import (
@@ -42,6 +45,9 @@ from chronicals.training.step import train_step
 from chronicals.training.trackers import build_trackers
 
 logger = logging.getLogger(__name__)
+
+TrainOnce = Callable[[Step, Callable[[], None] | None], dict[str, torch.Tensor]]
+"""Trains a step, lets its gradients be looked at if asked, and returns what ``train_step`` does."""
 
 MAX_SKIPPED = 20
 """Steps in a row that may be skipped for a gradient that is not finite, while the fp16 loss scale adapts."""
@@ -104,36 +110,53 @@ class ChronicalsTrainer:
         if resume:
             self._resume(run, optimizer, precision, train_store)
         run.trainable_share = self._trainable_share()
-        offload = ActivationOffload(model.get_decoder()) if decisions["activation_offload"].runs else nullcontext()
-        with presented.attending_documents(), offload, heeding_signals(self._told_to_stop), self._callbacks_around(run):
-            graphed = decisions["use_cuda_graphs"].runs
-            self._loop(run, presented, precision, optimizer, stream, eval_store, graphed)
+        with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run):
+            with self._stepping(presented, optimizer, precision, decisions) as train_once:
+                self._loop(run, train_once, presented, precision, optimizer, stream, eval_store)
             result = self._finish(run, train_store)
         model.eval()
         return result
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _stepping(
+        self, presented: PresentedModel, optimizer: FusedAdamW, precision: Precision, decisions: Mapping[str, Decision]
+    ) -> Iterator[TrainOnce]:
+        """Within: what trains one step, in the way that was decided."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        given, clip = (presented, self.objective, parameters, optimizer, precision), self.config.max_grad_norm
+        with ExitStack() as around:
+            in_backward = None
+            if decisions["activation_offload"].runs:
+                around.enter_context(ActivationOffload(self.model.get_decoder()))
+            if decisions["optimizer_in_backward"].runs:
+                in_backward = around.enter_context(UpdatesInBackward(parameters, optimizer))
+            replayed = GraphedStep(*given, clip) if decisions["use_cuda_graphs"].runs else None
+
+            def train_once(step: Step, inspect: Callable[[], None] | None) -> dict[str, torch.Tensor]:
+                if replayed is not None and inspect is None:
+                    return replayed(step)
+                return train_step(
+                    presented, self.objective, step, parameters, optimizer, precision, self.ranks, clip, inspect, in_backward
+                )
+
+            yield train_once
+            if replayed is not None:
+                replayed.release()
+
     def _loop(
-        self, run: Run, presented: PresentedModel, precision: Precision, optimizer: FusedAdamW, stream: BatchStream,
-        eval_store: TokenStore | None, graphed: bool,
+        self, run: Run, train_once: TrainOnce, presented: PresentedModel, precision: Precision, optimizer: FusedAdamW,
+        stream: BatchStream, eval_store: TokenStore | None,
     ) -> None:  # fmt: skip
-        config, parameters = self.config, [p for p in self.model.parameters() if p.requires_grad]
+        config = self.config
         audit = FirstStepAudit(self.model, optimizer) if run.step == 0 else None
-        given = presented, self.objective, parameters, optimizer, precision
-        replayed = GraphedStep(*given, config.max_grad_norm) if graphed else None
         pending, began = None, Moment(self.device)
         self.model.train()
 
         for step in stream.steps(run.position, count=run.total_steps - run.step):
             rate = self._set_learning_rate(optimizer, run)
-            if replayed and not audit:
-                scalars = replayed(step)
-            else:
-                inspect = audit.see_gradients if audit else None
-                scalars = train_step(
-                    presented, self.objective, step, parameters, optimizer, precision, self.ranks, config.max_grad_norm, inspect
-                )
+            scalars = train_once(step, audit.see_gradients if audit else None)
             run.step, run.position = run.step + 1, step.position
             if audit:
                 run.coverage, audit = self._close_audit(audit, scalars), None
@@ -158,8 +181,6 @@ class ChronicalsTrainer:
                     logger.info("stopped early after step %d: no better held-out loss", run.step)
                     break
                 began = Moment(self.device)
-        if replayed:
-            replayed.release()
 
     def _due(self, run: Run, has_eval: bool) -> set[str]:
         """What is to be done after this step; anything at all waits for its metrics first."""
@@ -189,9 +210,10 @@ class ChronicalsTrainer:
             run.skipped_in_a_row += 1
             mended = self.config.mixed_precision == "fp16" and run.skipped_in_a_row <= MAX_SKIPPED
             if not mended:
+                applied = "in part" if "optimizer_in_backward" in self.config.memory_policies else "not"
                 raise TrainingError(
                     f"step {metrics.step}: gradient norm {metrics.grad_norm}, loss {metrics.loss}: not finite. The step "
-                    f"was not applied. Lower learning_rate (now {self.config.learning_rate}), or look at the rows of "
+                    f"was {applied} applied. Lower learning_rate (now {self.config.learning_rate}), or look at the rows of "
                     f"this step; {self._how_to_resume()}"
                 )
             logger.warning("step %d: fp16 overflow, step skipped, loss scale halved", metrics.step)

@@ -16,6 +16,7 @@ from chronicals.kernels.master import join_master
 from chronicals.memory import ActivationOffload
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import learning_rate_factor
+from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 from chronicals.training.preparation import build_optimizer, prepare_model
 from chronicals.training.step import train_step
@@ -53,9 +54,11 @@ class TrainingPath:
             ActivationOffload(model.get_decoder())
         self.precision = Precision(config.mixed_precision, device)
         self.optimizer = build_optimizer(model, config, self.precision, config.gradient_accumulation_steps > 1)
+        self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+        updates = decisions["optimizer_in_backward"].runs
+        self.in_backward = UpdatesInBackward(list(self.trained.values()), self.optimizer) if updates else None
         self.objective = OBJECTIVES[config.objective]()
         self.total_steps = stream.steps_in_all or config.max_steps
-        self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
         torch.manual_seed(config.seed)
         model.train()
 
@@ -82,7 +85,7 @@ class TrainingPath:
 
         scalars = train_step(
             self.presented, self.objective, step, list(self.trained.values()), self.optimizer, self.precision, Ranks(),
-            self.config.max_grad_norm, inspect_gradients=hold,
+            self.config.max_grad_norm, hold, self.in_backward,
         )  # fmt: skip
         return Made(float(scalars["loss"]), bool(scalars["applied"]), gradients)
 

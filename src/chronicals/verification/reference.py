@@ -264,7 +264,8 @@ class PlainAdamW:
                 parameter.copy_(before[name])
                 if name in gradients:  # a copy, since clipping writes into it
                     parameter.grad = gradients[name].to(torch.float32, copy=True)
-        torch.nn.utils.clip_grad_norm_(self.weights.values(), self.clip)
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.weights.values(), self.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * factor
         self.optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -92,7 +93,7 @@ def train_padded(
             loss = loss if share == 1 else loss * share
             loss.backward()
             total += loss.detach()
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm).detach())
+        norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf).detach())
         if updates:
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from typing import Any
 
@@ -42,7 +43,8 @@ def train_with_trainer(
         "per_device_train_batch_size": config.batch_size, "gradient_accumulation_steps": 1, "max_steps": plan.at_most,
         "learning_rate": config.learning_rate, "weight_decay": config.weight_decay, "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2, "adam_epsilon": config.adam_epsilon, "lr_scheduler_type": "constant",
-        "max_grad_norm": config.max_grad_norm, "optim": "adamw_torch_fused" if device().type == "cuda" else "adamw_torch",
+        "max_grad_norm": config.max_grad_norm or math.inf,
+        "optim": "adamw_torch_fused" if device().type == "cuda" else "adamw_torch",
         "logging_steps": 10**6, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False,
         "disable_tqdm": True, "dataloader_drop_last": True, "dataset_num_proc": 1, **arguments,
     }  # fmt: skip
