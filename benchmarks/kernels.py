@@ -24,6 +24,8 @@ from torch import Tensor
 from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
+from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference
+from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
 from chronicals.kernels.glu import geglu_reference, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.launch import with_room
@@ -333,9 +335,41 @@ def adapters():
         yield Row(f"dropped_products {name} 4864", {"ours": call}, bytes=moved)
 
 
+def fp8():
+    """Quantisation of 2^27 values, whose scales over a tensor and over columns take a read more; and a layer of the 8B shape
+    at 8192 tokens, its products in FP8 beside those in bf16."""
+    rows, width = ELEMENTS // 4096, 4096
+    x = random(rows, width)
+    for scaling in SCALINGS:
+        for layout, written in (("rows", 1), ("both", 2)):
+            read = 4 if scaling == "tensor" or (scaling == "row" and layout == "both") else 2
+            call = partial(fp8_quantize, x, scaling, torch.float8_e4m3fn, layout)
+            plain = torch.compile(partial(fp8_quantize_reference, x, scaling, torch.float8_e4m3fn, layout))
+            yield Row(f"fp8 {scaling} {layout} {width}", {"ours": call, "compile": plain}, bytes=(read + written) * ELEMENTS)
+    for inner, outer in ((4096, 14336), (14336, 4096), (4096, 4096), (2048, 8192)):
+        x, weight, dy = random(8192, inner), random(outer, inner, scale=inner**-0.5), random(8192, outer)
+
+        def three(x=x, weight=weight, dy=dy):
+            return torch.mm(x, weight.t()), torch.mm(dy, weight), torch.mm(dy.t(), x)
+
+        def products(scaling, x=x, weight=weight, dy=dy):
+            (a, at), (b, bt), (c, ct) = (fp8_quantize(t, scaling, layout="both") for t in (x, weight, dy))
+            pairs = ((a, b, True), (c, bt, False), (ct, at, False))
+            return lambda: [scaled_product(left, right, torch.bfloat16, fast) for left, right, fast in pairs]
+
+        def layer(scaling, frozen, x=x, weight=weight, dy=dy):
+            leaves = x.detach().requires_grad_(), weight.detach().requires_grad_(not frozen)
+            known = Layouts(*fp8_quantize(weight, scaling, layout="both")) if frozen else None
+            return lambda: fp8_linear(*leaves, scaling=scaling, known=known).backward(dy)
+
+        arms = {"ours": layer("tensor", False), "row": layer("row", False), "frozen": layer("tensor", True)}
+        arms |= {f"products {scaling}": products(scaling) for scaling in ("tensor", "row")}
+        yield Row(f"fp8_linear {inner} to {outer}", arms, products=three)
+
+
 GROUPS = {
     "optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads,
-    "adapters": adapters,
+    "adapters": adapters, "fp8": fp8,
 }  # fmt: skip
 
 

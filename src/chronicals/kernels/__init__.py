@@ -1,6 +1,8 @@
 """One operation a file; knows torch and triton and nothing else of ours."""
 
 from chronicals.kernels.adamw import fused_adamw_
+from chronicals.kernels.fp8 import fp8_quantize
+from chronicals.kernels.fp8_linear import fp8_linear
 from chronicals.kernels.glu import fused_geglu, fused_swiglu
 from chronicals.kernels.layernorm import fused_layernorm
 from chronicals.kernels.linear_cross_entropy import fused_cross_entropy, linear_cross_entropy
@@ -11,6 +13,8 @@ from chronicals.kernels.softmax import fused_softmax
 from chronicals.kernels.token_log_probability import token_log_probability
 
 __all__ = [
+    "fp8_linear",
+    "fp8_quantize",
     "fused_adamw_",
     "fused_add_rmsnorm",
     "fused_cross_entropy",

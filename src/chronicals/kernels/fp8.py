@@ -1,0 +1,261 @@
+"""Numbers of 8 bits with scales of fp32: ``x ≈ scale · values`` (Micikevicius et al., 2022, sections 3 and 4).
+
+    scale = max |x| / L,   values = fp8(x · (1 / scale))     L = 448 (e4m3) or 57344 (e5m2)
+
+The maximum is that of the whole tensor (``tensor``), of each row (``row``), of 128 values of a row (``block``) or of 128 × 128
+values (``square``). A tensor-core product of FP8 runs along the last dimension of both operands, so a backward pass needs the
+transpose of what the forward pass took: ``rows`` are ``[M, K]``, scaled along K, ``columns`` are ``[K, M]``, scaled along M.
+
+x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each layout; the scale of a tensor,
+and those of whole columns, take 2 more, for they are known only at the end.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
+
+BLOCK = 128
+SCALINGS = ("tensor", "row", "block", "square")
+LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+WARPS = 8
+
+
+class Scaled(NamedTuple):
+    """A matrix as ``scale · values``.
+
+    Attributes:
+        values: fp8, dense ``[M, K]``.
+        scale: fp32: ``[]`` for a tensor, ``[M, 1]`` for rows, ``[M, ⌈K / 128⌉]`` for blocks, the second dimension of which is
+            the slower one, ``[⌈M / 128⌉, ⌈K / 128⌉]`` for squares.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+
+@triton.jit
+def _scale_of(most, LIMIT: tl.constexpr):
+    return tl.where(most > 0.0, tl.div_rn(most, tl.full(most.shape, LIMIT, tl.float32)), 1.0)
+
+
+@triton.jit
+def _inverse(scale):
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def _tile(x_ptr, rows, width, stride, BLOCK: tl.constexpr):
+    """Where this program's rows and columns lie, and their values."""
+    across = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // across) * BLOCK + tl.arange(0, BLOCK)
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    return row, column, inside, x
+
+
+@triton.jit
+def _extremes_kernel(
+    x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """max |x| of each tile; or of each of its rows, ``[⌈K / B⌉, M]``, and columns, ``[⌈M / B⌉, K]``."""
+    row, column, _, x = _tile(x_ptr, rows, width, stride, BLOCK)
+    across = tl.cdiv(width, BLOCK)
+    if SCALING == "tensor":
+        tl.store(of_rows_ptr + tl.program_id(0), tl.max(tl.max(tl.abs(x), 1), 0))
+    else:
+        place = (tl.program_id(0) % across).to(tl.int64) * rows
+        tl.store(of_rows_ptr + place + row, tl.max(tl.abs(x), 1), mask=row < rows)
+        place = (tl.program_id(0) // across).to(tl.int64) * width
+        tl.store(of_columns_ptr + place + column, tl.max(tl.abs(x), 0), mask=column < width)
+
+
+@triton.jit
+def _tiles_kernel(
+    x_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride, SCALING: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The scales of tensors and rows are there; those of blocks and squares are made."""
+    row, column, inside, x = _tile(x_ptr, rows, width, stride, BLOCK)
+    across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
+    left, top = tl.program_id(0) % across, tl.program_id(0) // across
+    of_rows = tl.full((BLOCK,), 1.0, tl.float32)
+    of_columns = tl.full((BLOCK,), 1.0, tl.float32)
+    if SCALING == "tensor":
+        of_rows = of_rows * tl.load(rows_scale_ptr)
+        of_columns = of_rows
+    elif SCALING == "square":
+        of_rows = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(tl.abs(x), 1), 0), LIMIT)
+        of_columns = of_rows
+        first = tl.arange(0, BLOCK) == 0
+        if ROWS:
+            tl.store(rows_scale_ptr + top * across + left + tl.arange(0, BLOCK), of_rows, mask=first)
+        if COLUMNS:
+            tl.store(columns_scale_ptr + left * down + top + tl.arange(0, BLOCK), of_columns, mask=first)
+    elif SCALING == "row":
+        if ROWS:
+            of_rows = tl.load(rows_scale_ptr + row, mask=row < rows, other=1.0)
+        if COLUMNS:
+            of_columns = tl.load(columns_scale_ptr + column, mask=column < width, other=1.0)
+    else:
+        if ROWS:
+            of_rows = _scale_of(tl.max(tl.abs(x), 1), LIMIT)
+            tl.store(rows_scale_ptr + left.to(tl.int64) * rows + row, of_rows, mask=row < rows)
+        if COLUMNS:
+            of_columns = _scale_of(tl.max(tl.abs(x), 0), LIMIT)
+            tl.store(columns_scale_ptr + top.to(tl.int64) * width + column, of_columns, mask=column < width)
+    if ROWS:
+        values = (x * _inverse(of_rows)[:, None]).to(rows_ptr.dtype.element_ty)
+        tl.store(rows_ptr + row.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
+    if COLUMNS:
+        values = (x * _inverse(of_columns)[None, :]).to(columns_ptr.dtype.element_ty)
+        place = column.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(columns_ptr + place, tl.trans(values), mask=tl.trans(inside))
+
+
+@triton.jit
+def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+    """A whole row a program: its scale and its values in one pass."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
+    scale = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.abs(x), 0), LIMIT)
+    tl.store(scale_ptr + row + column, scale, mask=column == 0)
+    values = (x * _inverse(scale)).to(rows_ptr.dtype.element_ty)
+    tl.store(rows_ptr + row * width + column, values, mask=column < width)
+
+
+def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> list[Tensor]:
+    """Values and scale of the rows, then of the columns, whichever are asked for."""
+    (rows, width), made = x.shape, list[Tensor]()
+    for shape, wanted in (((rows, width), "rows"), ((width, rows), "columns")):
+        if layout in (wanted, "both"):
+            made += [x.new_empty(shape, dtype=dtype), x.new_empty(_scale_shape(shape, scaling), dtype=torch.float32)]
+    return made
+
+
+def _scale_shape(shape: tuple[int, int], scaling: str) -> tuple[int, ...]:
+    """As it lies in memory, where the runs of a block come first."""
+    outer, inner = shape
+    blocks = triton.cdiv(inner, BLOCK)
+    return {
+        "tensor": (), "row": (outer, 1), "block": (blocks, outer), "square": (triton.cdiv(outer, BLOCK), blocks),
+    }[scaling]  # fmt: skip
+
+
+@torch.library.custom_op("chronicals::fp8_quantize", mutates_args=())
+def _quantize(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> list[Tensor]:
+    made = _outputs(x, scaling, dtype, layout)
+    if not x.numel():
+        for tensor in made:
+            tensor.fill_(1.0)
+        return made
+    (rows, width), stride, limit = x.shape, x.stride(0), LIMITS[dtype]
+    if scaling == "row" and layout == "rows" and width <= WIDEST:
+        block = next_power_of_2(width)
+        _rows_kernel[(rows,)](x, *made, width, stride, limit, block, num_warps=min(max(block // 1024, 1), 16))
+        return made
+    of_rows, of_columns = layout != "columns", layout != "rows"
+    if scaling in ("tensor", "row"):
+        _fill_scales(x, made, scaling, limit, layout)
+    _tiles_kernel[_grid(x)](  # of the layout that is not asked for nothing is read or written
+        x, *made[:2], *made[-2:], rows, width, stride, scaling, of_rows, of_columns, limit, BLOCK, num_warps=WARPS
+    )
+    return made
+
+
+def _grid(x: Tensor) -> tuple[int]:
+    return (triton.cdiv(x.shape[0], BLOCK) * triton.cdiv(x.shape[1], BLOCK),)
+
+
+def _fill_scales(x: Tensor, made: list[Tensor], scaling: str, limit: float, layout: str) -> None:
+    """One read of x, then of what each tile found."""
+    (rows, width), whole = x.shape, scaling == "tensor"
+    across, down = triton.cdiv(width, BLOCK), triton.cdiv(rows, BLOCK)
+    of_rows = x.new_empty((across * down,) if whole else (across, rows), dtype=torch.float32)
+    of_columns = of_rows if whole else x.new_empty((down, width), dtype=torch.float32)
+    _extremes_kernel[_grid(x)](x, of_rows, of_columns, rows, width, x.stride(0), scaling, BLOCK, num_warps=WARPS)
+    if layout != "columns":
+        made[1].copy_(_scale(of_rows.amax(0), limit).view(made[1].shape))
+    if layout != "rows":
+        made[-1].copy_(_scale(of_columns.amax(0), limit).view(made[-1].shape))
+
+
+def _scale(most: Tensor, limit: float) -> Tensor:
+    return torch.where(most > 0.0, most / limit, 1.0)
+
+
+@_quantize.register_fake
+def _(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> list[Tensor]:
+    return _outputs(x, scaling, dtype, layout)
+
+
+def fp8_quantize(
+    x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows"
+) -> tuple[Scaled | None, Scaled | None]:
+    """``x`` in FP8: its rows, and its columns as the rows of the transpose.
+
+    Args:
+        x: ``[M, K]`` in fp32, bf16 or fp16. A value that is not a number stays one and has no part in a scale.
+        scaling: ``tensor``, ``row``, ``block`` or ``square``.
+        dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
+        layout: ``rows``, ``columns`` or ``both``.
+
+    Returns:
+        ``Scaled`` of ``[M, K]`` and of ``[K, M]``; None for the one not asked for.
+
+    Raises:
+        ValueError: an option is unknown, or x is no matrix.
+    """
+    for name, value, known in (
+        ("scaling", scaling, SCALINGS), ("dtype", dtype, tuple(LIMITS)), ("layout", layout, ("rows", "columns", "both")),
+    ):  # fmt: skip
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, known))}")
+    if x.ndim != 2:
+        raise ValueError(f"x has shape {tuple(x.shape)}: expected [M, K]")
+    if not runs_triton(x):
+        return fp8_quantize_reference(x, scaling, dtype, layout)
+    made = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout)
+    found = [Scaled(values, scale.t() if scaling == "block" else scale) for values, scale in zip(made[::2], made[1::2])]
+    return found[0] if layout != "columns" else None, found[-1] if layout != "rows" else None
+
+
+def fp8_quantize_reference(
+    x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows"
+) -> tuple[Scaled | None, Scaled | None]:
+    wide = x.float()
+    rows = _scaled_reference(wide, scaling, dtype) if layout != "columns" else None
+    return rows, _scaled_reference(wide.t(), scaling, dtype) if layout != "rows" else None
+
+
+def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype) -> Scaled:
+    rows, width = x.shape
+    high, wide = {"tensor": (rows, width), "row": (1, width), "block": (1, BLOCK), "square": (BLOCK, BLOCK)}[scaling]
+    if not x.numel():
+        shape = _scale_shape((rows, width), scaling)
+        return Scaled(x.to(dtype), x.new_ones(shape[::-1] if scaling == "block" else shape))
+    most = x.abs().nan_to_num(0.0, posinf=float("inf"))
+    padded = torch.nn.functional.pad(most, (0, -width % wide, 0, -rows % high))
+    scale = _scale(padded.unflatten(1, (-1, wide)).unflatten(0, (-1, high)).amax((1, 3)), LIMITS[dtype])
+    each = _spread(scale, high, wide, rows, width)
+    return Scaled((x * (1.0 / each)).to(dtype).contiguous(), scale.view(()) if scaling == "tensor" else scale)
+
+
+def dequantize(scaled: Scaled) -> Tensor:
+    """What it stands for, fp32 ``[M, K]``."""
+    values, scale = scaled
+    if scale.ndim == 0:
+        return values.float() * scale
+    rows, width = values.shape
+    high, wide = 1 if len(scale) == rows else BLOCK, width if scale.shape[1] == 1 else BLOCK
+    return values.float() * _spread(scale, high, wide, rows, width)
+
+
+def _spread(scale: Tensor, high: int, wide: int, rows: int, width: int) -> Tensor:
+    return scale.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :width]

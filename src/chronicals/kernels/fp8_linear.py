@@ -1,0 +1,113 @@
+"""A linear layer whose three products run in FP8, each operand scaled by its maximum (Micikevicius et al., 2022, section 3).
+
+    y = x Wᵀ       rows of x    [T, K]  by  rows of W     [N, K]
+    dx = dy W      rows of dy   [T, N]  by  columns of W  [K, N]
+    dW = dyᵀ x     columns of dy [N, T] by  columns of x  [K, T]
+
+Scales of rows leave the sum, as that of a tensor does: y_tn = s_t s_n Σ_k. Sums are fp32, what comes out is of the type of x,
+and the gradient is that of the product as if nothing were rounded. Kept for the backward pass: both columns, a byte a value.
+T is filled up to a multiple of 16 with rows of zeros; K and N must be such multiples.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from chronicals.kernels.fp8 import Scaled, dequantize, fp8_quantize
+
+MULTIPLE = 16
+"""Of every dimension of an FP8 product on a card."""
+
+SCALINGS = ("tensor", "row")
+"""Those that leave the sum."""
+
+
+class Layouts(NamedTuple):
+    """A matrix by rows and by columns."""
+
+    rows: Scaled | None
+    columns: Scaled | None
+
+
+def scaled_product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    """``left @ rightᵀ``, ``[M, N]``, of ``[M, K]`` and ``[N, K]``.
+
+    Args:
+        fast: sums stay in the tensor cores' own registers, of fewer bits, all along K.
+    """
+    if not left.values.is_cuda:
+        return (dequantize(left) @ dequantize(right).t()).to(dtype)
+    return torch._scaled_mm(
+        left.values, right.values.t(), scale_a=left.scale, scale_b=right.scale.t(), out_dtype=dtype, use_fast_accum=fast
+    )
+
+
+class _FP8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, known: Layouts | None, scaling: str, gradient_type: torch.dtype
+    ) -> Tensor:  # fmt: skip
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        x_rows, x_columns = fp8_quantize(x, scaling, layout="both" if of_weight else "rows")
+        rows, columns = known or fp8_quantize(weight, scaling, layout="both" if of_x else "rows")
+        kept = x_columns if of_weight else None, columns if of_x else None
+        ctx.save_for_backward(*(part for scaled in kept for part in scaled or (None, None)))
+        ctx.options = scaling, gradient_type, weight.dtype
+        assert x_rows is not None and rows is not None
+        return scaled_product(x_rows, rows, x.dtype, fast=True)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        of_x, of_weight, *_ = ctx.needs_input_grad
+        x_values, x_scale, values, scale = ctx.saved_tensors
+        scaling, gradient_type, weight_type = ctx.options
+        layout = "both" if of_x and of_weight else "rows" if of_x else "columns"
+        dy_rows, dy_columns = fp8_quantize(dy, scaling, gradient_type, layout)
+        dx = scaled_product(dy_rows, Scaled(values, scale), dy.dtype) if of_x and dy_rows else None
+        dw = scaled_product(dy_columns, Scaled(x_values, x_scale), weight_type) if of_weight and dy_columns else None
+        return dx, dw, None, None, None
+
+
+def fp8_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, scaling: str = "tensor",
+    gradient_type: torch.dtype = torch.float8_e5m2, known: Layouts | None = None,
+) -> Tensor:  # fmt: skip
+    """``x Wᵀ + b`` with FP8 products, ``[..., N]``; differentiable in x, weight and bias.
+
+    Args:
+        x: ``[..., K]`` in bf16, fp16 or fp32.
+        weight: ``[N, K]`` of the type of x.
+        scaling: of all operands, ``tensor`` or ``row``.
+        gradient_type: of dy: e5m2 has the range, e4m3 the precision.
+        known: the weight in FP8, from ``fp8_quantize`` with both layouts, where it is frozen or was quantised already.
+
+    Raises:
+        ValueError: shapes or types do not fit, or the scaling cannot leave the sum.
+    """
+    if scaling not in SCALINGS:
+        raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
+    if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
+        raise ValueError(
+            f"x is {tuple(x.shape)} in {x.dtype}, weight {tuple(weight.shape)} in {weight.dtype}: expected [..., K] and "
+            "[N, K] of one type"
+        )
+    if any(size % MULTIPLE for size in weight.shape):
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}: FP8 products need multiples of {MULTIPLE}; leave it in 16 bit"
+        )
+    rows = x.reshape(-1, x.shape[-1])
+    count = len(rows)
+    y = _FP8Linear.apply(F.pad(rows, (0, 0, 0, -count % MULTIPLE)), weight, known, scaling, gradient_type)[:count]
+    y = y if bias is None else y + bias
+    return y.view(*x.shape[:-1], len(weight))
+
+
+def fp8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """What is approximated."""
+    return F.linear(x, weight, bias)

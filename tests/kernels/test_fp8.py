@@ -1,0 +1,131 @@
+"""fp8_quantize against its formula, bit by bit: scales over tensors, rows, blocks and squares, in both layouts at once."""
+
+import pytest
+import torch
+
+from chronicals.kernels import fp8
+from chronicals.kernels.fp8 import LIMITS, SCALINGS, dequantize, fp8_quantize, fp8_quantize_reference
+from mutants import mutant
+
+LAYOUTS = ["rows", "columns", "both"]
+SHAPES = [(1, 1), (1, 300), (131, 1), (128, 128), (130, 257), (16, 512), (257, 97)]
+STEP = 2.0**-9
+"""The smallest number of e4m3."""
+
+
+def draw(shape, dtype, device):
+    """Over many magnitudes, so that every exponent occurs."""
+    return (torch.randn(*shape, device=device) * 10.0 ** torch.empty(shape, device=device).uniform_(-4, 2)).to(dtype)
+
+
+def assert_equal(got, expected, device):
+    assert (got is None) == (expected is None)
+    if expected is None:
+        return
+    assert got.values.dtype == expected.values.dtype and got.values.is_contiguous()
+    assert torch.equal(got.scale, expected.scale.to(device)) and got.scale.shape == expected.scale.shape
+    assert torch.equal(got.values.cpu().view(torch.uint8), expected.values.view(torch.uint8))
+
+
+def assert_both_equal(quantize, x, scaling, device):
+    for ours, exact in zip(quantize(x, scaling, layout="both"), fp8_quantize_reference(x.cpu(), scaling, layout="both")):
+        assert_equal(ours, exact, device)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_formula(shape, scaling, layout, device):
+    for dtype, kind in zip((torch.bfloat16, torch.float32), LIMITS, strict=True):
+        x = draw(shape, dtype, device)
+        got, expected = fp8_quantize(x, scaling, kind, layout), fp8_quantize_reference(x.cpu(), scaling, kind, layout)
+        for ours, exact in zip(got, expected, strict=True):
+            assert_equal(ours, exact, device)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_what_it_stands_for(scaling, device):
+    """Within half a spacing of fp8: 2⁻⁴ of a value, or half the smallest step times the scale."""
+    x = draw((200, 300), torch.float32, device)
+    rows, columns = fp8_quantize(x, scaling, layout="both")
+    for found, exact in ((rows, x), (columns, x.t())):
+        away, step = (dequantize(found) - exact).abs(), dequantize(found._replace(values=torch.ones_like(found.values)))
+        assert (away <= exact.abs() * 2**-4 + step * STEP).all()
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "square"])
+def test_both_layouts_hold_the_same_values(scaling, device):
+    rows, columns = fp8_quantize(draw((257, 130), torch.bfloat16, device), scaling, layout="both")
+    assert torch.equal(rows.values.float(), columns.values.float().t())
+    assert torch.equal(rows.scale, columns.scale.t())
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_rows_with_gaps_and_transposes(scaling, device):
+    wide = draw((140, 400), torch.bfloat16, device)
+    for x in (wide[:, :200], wide[::2], wide.t()):
+        for ours, exact in zip(
+            fp8_quantize(x, scaling, layout="both"), fp8_quantize_reference(x.cpu(), scaling, layout="both")
+        ):
+            assert_equal(ours, exact, device)
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_zeros_and_what_is_no_number(scaling, device):
+    x = torch.zeros(130, 140, device=device)
+    rows, columns = fp8_quantize(x, scaling, layout="both")
+    for found in (rows, columns):
+        assert (found.scale == 1.0).all() and not found.values.float().any()
+    x[3, 5], x[3, 6], x[129, 130] = float("nan"), 2.0, float("inf")
+    for found, exact in zip(fp8_quantize(x, scaling, layout="both"), (x, x.t())):
+        meant = dequantize(found)
+        assert meant[exact.isnan()].isnan().all() and not meant[exact.isinf()].isfinite().any()
+        if scaling != "tensor":  # whose scale is infinite now
+            assert float(meant[exact == 2.0]) == 2.0
+
+
+@pytest.mark.parametrize("shape", [(0, 16), (16, 0)], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_nothing(shape, scaling, device):
+    x = torch.empty(shape, device=device)
+    for ours, exact in zip(fp8_quantize(x, scaling, layout="both"), fp8_quantize_reference(x.cpu(), scaling, layout="both")):
+        assert ours.values.shape == exact.values.shape and ours.scale.shape == exact.scale.shape
+
+
+def test_rows_too_wide_for_one_program(monkeypatch, device):
+    monkeypatch.setattr(fp8, "WIDEST", 256)
+    x = draw((9, 300), torch.bfloat16, device)
+    assert_equal(fp8_quantize(x, "row")[0], fp8_quantize_reference(x.cpu(), "row")[0], device)
+
+
+@pytest.mark.parametrize("options", [{"scaling": "column"}, {"dtype": torch.int8}, {"layout": "transposed"}], ids=str)
+def test_unknown_options_are_refused(options, device):
+    ((name, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{name}={value!r}: expected one of"):
+        fp8_quantize(torch.ones(2, 2, device=device), **options)
+    with pytest.raises(ValueError, match=r"shape \(2,\): expected \[M, K\]"):
+        fp8_quantize(torch.ones(2, device=device))
+
+
+def test_compiled(device):
+    x = draw((130, 257), torch.bfloat16, device)
+    compiled = torch.compile(lambda x: fp8_quantize(x, "block", layout="both"), backend="aot_eager", fullgraph=True)
+    for got, expected in zip(compiled(x), fp8_quantize(x, "block", layout="both")):
+        assert torch.equal(got.values.float(), expected.values.float()) and torch.equal(got.scale, expected.scale)
+
+
+FAULTS = {
+    "a scale that is not inverted": ("(x * _inverse(of_rows)[:, None])", "(x * of_rows[:, None])"),
+    "columns scaled as rows": ("(x * _inverse(of_columns)[None, :])", "(x * _inverse(of_columns)[:, None])"),
+    "columns not turned": ("place, tl.trans(values), mask", "place, values, mask"),
+    "the maximum with its sign": ("place + row, tl.max(tl.abs(x), 1)", "place + row, tl.max(x, 1)"),
+    "the first tile alone": ("_scale(of_rows.amax(0), limit)", "_scale(of_rows[0], limit)"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, device):
+    wrong, x = mutant(fp8, *FAULTS[fault]), draw((257, 300), torch.float32, device)
+    with pytest.raises(AssertionError):
+        for scaling in SCALINGS:
+            assert_both_equal(wrong.fp8_quantize, x, scaling, device)
