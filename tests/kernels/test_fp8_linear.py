@@ -116,6 +116,13 @@ def test_what_does_not_fit_is_refused(change, message, device):
         change(x, weight)
 
 
+def test_a_card_without_fp8(device, monkeypatch):
+    x, weight, _ = draw(device)
+    monkeypatch.setattr(MODULE, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")
+    with pytest.raises(ValueError, match=r"fp8_linear: NVIDIA A100 \(8.0\) has no FP8; use torch.nn.functional.linear"):
+        fp8_linear(x, weight)
+
+
 FAULTS = {
     "dy in another type": ("fp8_quantize(dy, scaling, gradient_type, layout)", "fp8_quantize(dy, scaling, layout=layout)"),
     "dy scaled twice": ("scaled_product(dy_rows,", "scaled_product(dy_rows._replace(scale=2 * dy_rows.scale),"),

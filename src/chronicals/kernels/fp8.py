@@ -12,6 +12,7 @@ and those of whole columns, take 2 more, for they are known only at the end.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -23,6 +24,15 @@ BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 WARPS = 8
+FIRST = (8, 9)
+"""The first compute capability with FP8."""
+
+
+@functools.cache
+def lacks_fp8(device: torch.device) -> str:
+    """Why there are no conversions to FP8 and no products in it; empty where there are, or where all is emulated (CPU)."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else FIRST
+    return "" if capability >= FIRST else f"{torch.cuda.get_device_name(device)} ({capability[0]}.{capability[1]}) has no FP8"
 
 
 class Scaled(NamedTuple):
@@ -219,7 +229,7 @@ def fp8_quantize(
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, known))}")
     if x.ndim != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: expected [M, K]")
-    if not runs_triton(x):
+    if not runs_triton(x) or lacks_fp8(x.device):
         return fp8_quantize_reference(x, scaling, dtype, layout)
     made = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout)
     found = [Scaled(values, scale.t() if scaling == "block" else scale) for values, scale in zip(made[::2], made[1::2])]

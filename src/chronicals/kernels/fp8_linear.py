@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from chronicals.kernels.fp8 import Scaled, dequantize, fp8_quantize
+from chronicals.kernels.fp8 import Scaled, dequantize, fp8_quantize, lacks_fp8
 
 MULTIPLE = 16
 """Of every dimension of an FP8 product on a card."""
@@ -88,8 +88,10 @@ def fp8_linear(
         known: the weight in FP8, from ``fp8_quantize`` with both layouts, where it is frozen or was quantised already.
 
     Raises:
-        ValueError: shapes or types do not fit, or the scaling cannot leave the sum.
+        ValueError: shapes or types do not fit, the scaling cannot leave the sum, or the card has no FP8.
     """
+    if lacks_fp8(x.device):
+        raise ValueError(f"fp8_linear: {lacks_fp8(x.device)}; use torch.nn.functional.linear in bf16 or fp16")
     if scaling not in SCALINGS:
         raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
