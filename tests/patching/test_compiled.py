@@ -1,0 +1,89 @@
+"""``torch.compile`` of a patched model over batches of ever new shapes: no graph breaks, one recompilation at most."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import families
+from chronicals.attention import choice
+from chronicals.models import PresentedModel
+from chronicals.patching import patch_model, patch_parts
+
+STEPS = 50
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def assert_compiled_once_and_again():
+    """The second time sizes become symbols."""
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    assert 1 <= counters["stats"]["unique_graphs"] <= 2
+
+
+def lengths(count):
+    return torch.randint(3, 13, (count,)).tolist()
+
+
+def padded(device):
+    ids = torch.randint(1, families.VOCABULARY, (2, max(lengths(3)) + 9), device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def masked(device):
+    given = padded(device)
+    mask = torch.ones_like(given["input_ids"])
+    mask[0, -int(torch.randint(1, 5, ())) :] = 0
+    return {**given, "attention_mask": mask, "labels": given["labels"].masked_fill(mask == 0, -100)}
+
+
+def packed(device):
+    parts = lengths(4)
+    ids = torch.randint(1, families.VOCABULARY, (1, sum(parts)), device=device)
+    positions = torch.cat([torch.arange(part) for part in parts])[None].to(device)
+    bounds = torch.tensor([0, *parts]).cumsum(0).to(device, torch.int32)
+    return {
+        "input_ids": ids, "labels": ids, "position_ids": positions, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,
+        "max_length_q": max(parts), "max_length_k": max(parts), "use_cache": False,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "batch"), [("llama", padded), ("llama", masked), ("llama", packed), ("qwen3", packed), ("gemma2", masked)]
+)
+def test_a_patched_model(family, batch, device):
+    model = families.build(family).to(device)
+    patch_model(model)
+    compiled = torch.compile(model, backend="eager")
+    for _ in range(STEPS):
+        compiled(**batch(device)).loss.backward()
+    assert_compiled_once_and_again()
+
+
+@pytest.mark.parametrize("backend", ["flex", "flash"])
+def test_decoder_layers_over_documents(backend, device, monkeypatch):
+    """As the trainer compiles them where they do not run fused; here without gradients, which FlexAttention has on a card."""
+    on_card = device.type == "cuda"
+    if backend == "flash" and not on_card:
+        pytest.skip("needs a CUDA device")
+    monkeypatch.setattr(choice, "order", lambda needs: (backend,))
+    model = families.build("llama").to(device, torch.bfloat16 if on_card else torch.float32)
+    patch_parts(model)
+    for layer in model.get_decoder().layers:
+        layer.compile(backend="eager")
+    with (
+        PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented,
+        torch.set_grad_enabled(on_card),
+    ):
+        for _ in range(STEPS):
+            parts = torch.randint(1, 16, (5,)).tolist()
+            batch = families.documents_batch((*parts, 80 - sum(parts))).to(device)
+            states = presented.hidden_states(batch)
+            if on_card:
+                states.sum().backward()
+    assert_compiled_once_and_again()
