@@ -10,16 +10,17 @@ FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
 
 
 @pytest.fixture(autouse=True)
-def kernels(monkeypatch):
+def kernels():
+    """Its own patches, so that those of a test are undone before."""
     if torch.cuda.is_available():
         yield
         return
-    round_fp8_as_a_card_does(monkeypatch)
-    with interpreting():
+    with pytest.MonkeyPatch.context() as patch, interpreting():
+        round_fp8_as_a_card_does(patch)
         yield
 
 
-def round_fp8_as_a_card_does(monkeypatch):
+def round_fp8_as_a_card_does(patch):
     """By itself Triton's interpreter loses the carry of a rounding to 8 bits (1.99 becomes 1)."""
     from triton.runtime import interpreter
 
@@ -30,4 +31,4 @@ def round_fp8_as_a_card_does(monkeypatch):
             return usual(data, given, wanted, rounding)
         return torch.from_numpy(np.ascontiguousarray(data)).to(FP8[str(wanted)]).view(torch.uint8).numpy()
 
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    patch.setattr(interpreter, "_convert_float", convert)

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import sys
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import ActivationOffload
+from chronicals.memory import ActivationOffload, enable_gradient_checkpointing
 from chronicals.patching import (
     decoder_layer,
     lay_side_by_side,
@@ -20,6 +21,8 @@ from chronicals.patching import (
 )
 from chronicals.patching.decoder_layer import BY
 from mutants import mutant
+
+MERGED_LINEAR = sys.modules["chronicals.kernels.merged_linear"]
 
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "phi3", "smollm3", "olmo2", "olmo3", "granite"]
 
@@ -84,6 +87,62 @@ def test_what_is_made_again_is_what_it_was(family, adapted):
         kept.append(sum(size for _, size in sizes))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("asked", ["before", "after"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_made_again_run_fused(family, adapted, asked):
+    """Twice, of their inputs alone, to the same gradients bit for bit."""
+    model, batch = families.build(family), families.documents_batch()
+    if adapted:
+        apply_lora(model, LoRAConfig(rank=3, dropout=0.4))
+    layers = len(model.get_decoder().layers)
+    if asked == "before":
+        enable_gradient_checkpointing(model, whole_layers=True)
+    fused(model)
+    model.gradient_checkpointing_disable()
+    torch.manual_seed(4)
+    expected, kept = seeing_what_is_kept(model, batch)
+    enable_gradient_checkpointing(model, whole_layers=True)
+    before = decoder_layer.runs[0]
+    torch.manual_seed(4)
+    got, kept_again = seeing_what_is_kept(model, batch)
+    assert decoder_layer.runs[0] == before + 2 * layers
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    assert kept_again < kept / 3
+
+
+def seeing_what_is_kept(model, batch):
+    """Gradients, and the bytes that autograd keeps beside weights."""
+    weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(x):
+        memory = x.untyped_storage()
+        if memory.data_ptr() not in weights:
+            kept[memory.data_ptr()] = memory.nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        found = families.states_and_gradients(model, batch)
+    return found, sum(kept.values())
+
+
+def test_what_nobody_reads_is_not_made_again(monkeypatch):
+    """The last product of a layer, unless a norm comes after it, which keeps its outputs."""
+    for family, left_out in (("llama", 2), ("gemma2", 0)):
+        model, made = families.build(family), []
+        fused(model)
+        enable_gradient_checkpointing(model, whole_layers=True)
+
+        def count(*given, made=made, usual=MERGED_LINEAR._of_rows):
+            made.append(None)
+            return usual(*given)
+
+        monkeypatch.setattr(MERGED_LINEAR, "_of_rows", count)
+        families.states_and_gradients(model, families.documents_batch())
+        monkeypatch.undo()
+        assert len(made) == 2 * 4 * len(model.get_decoder().layers) - left_out
 
 
 @pytest.mark.parametrize("window", [0, 5_000, 15_000, 50_000])

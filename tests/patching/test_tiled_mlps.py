@@ -8,7 +8,7 @@ from torch import nn
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import tiling
+from chronicals.memory import enable_gradient_checkpointing, tiling
 from chronicals.patching import patch_parts, recompute_norms_and_units, tile_mlps, unpatch_model
 
 TILES = [1, 7, 24, 25]
@@ -25,7 +25,7 @@ def adapted(model):
 
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
-@pytest.mark.parametrize("runs", ["as it was", "parts", "layers", "layers, made again"])
+@pytest.mark.parametrize("runs", ["as it was", "parts", "layers", "layers, in part again", "layers, again"])
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "phi3"])
 def test_equals_the_class(family, runs, lora, tile, monkeypatch):
     monkeypatch.setattr(tiling, "TILE", tile)
@@ -35,8 +35,10 @@ def test_equals_the_class(family, runs, lora, tile, monkeypatch):
     plain = families.states_and_gradients(copy.deepcopy(model), batch)
     if runs != "as it was":
         patch_parts(model, whole_layers=runs != "parts")
-    if runs == "layers, made again":
+    if runs == "layers, in part again":
         recompute_norms_and_units(model)
+    if runs == "layers, again":
+        enable_gradient_checkpointing(model, whole_layers=True)
     assert tile_mlps(model) == len(model.get_decoder().layers)
     families.assert_same(plain, families.states_and_gradients(model, batch))
 

@@ -169,7 +169,7 @@ class Remake:
     source: Tensor
 
 
-OPTIONS = 6
+OPTIONS = 7
 """Arguments of the function below that come before the tensors of the layers; x is one of them."""
 
 
@@ -179,7 +179,7 @@ class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, merged: Merged, scales: list[float], dropout: float, roomy: tuple[bool, bool],
-        remake: Remake | None, *tensors: Tensor | None,
+        remake: Remake | None, unread: bool, *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         count = len(merged.sizes)
         rows, seed = x, None
@@ -187,8 +187,7 @@ class _MergedLinear(torch.autograd.Function):
             _lay_adapters(merged, tensors[2 * count : 3 * count], tensors[3 * count :], scales)
             rows, seed = _extended(x, merged.room, roomy[0]), draw_seed(x) if dropout else None
             _down(merged, x, seed, dropout, rows[:, merged.width :])
-        matrix = merged.buffer[: merged.outputs].t()
-        y = product(rows, matrix, x.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
+        y = rows.new_empty((len(rows), merged.outputs)) if unread else _of_rows(merged, rows)
         kept = any(ctx.needs_input_grad[OPTIONS:])
         ctx.make = remake.make if remake is not None and kept else None
         source = rows if remake is None else remake.source
@@ -226,6 +225,11 @@ class _MergedLinear(torch.autograd.Function):
             of_adapters = _of_adapters(ctx, dy, extended, rows, seed)
         wanted = zip([*of_weights, *of_adapters], needs[OPTIONS:])
         return dx, *(None,) * (OPTIONS - 1), *(gradient if needed else None for gradient, needed in wanted)
+
+
+def _of_rows(merged: Merged, rows: Tensor) -> Tensor:
+    matrix = merged.buffer[: merged.outputs].t()
+    return product(rows, matrix, rows.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
 
 
 def _made_again(ctx: Any, source: Tensor, seed: Tensor | None) -> Tensor:
@@ -283,6 +287,7 @@ def merged_linear(
     roomy: bool = False,
     gradient_roomy: bool = False,
     remake: Remake | None = None,
+    unread: bool = False,
 ) -> Tensor:
     """The outputs of all layers side by side, ``[T, out]``; differentiable in x, weights, biases and adapters.
 
@@ -295,6 +300,7 @@ def merged_linear(
         roomy, gradient_roomy: x, and the gradient of what is returned, were made with ``merged.room`` columns behind each
             row, which are written to here.
         remake: makes x again for the backward pass, in which case x is not kept.
+        unread: nobody reads the outputs, which are left as they are found: only the backward pass is wanted.
 
     Raises:
         ValueError: adapters differ in dropout.
@@ -306,7 +312,8 @@ def merged_linear(
     scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
     matrices = [*(x and x.a for x in adapters), *(x and x.b for x in adapters)]
     dropout = dropouts.pop() if dropouts else 0.0
-    return _MergedLinear.apply(x, merged, scales, dropout, (roomy, gradient_roomy), remake, *weights, *biases, *matrices)
+    options = merged, scales, dropout, (roomy, gradient_roomy), remake, unread
+    return _MergedLinear.apply(x, *options, *weights, *biases, *matrices)
 
 
 def side_by_side(

@@ -10,6 +10,7 @@ from chronicals.memory.recompute import (
     draws_numbers,
     enable_gradient_checkpointing,
     estimate,
+    runs_again,
 )
 from chronicals.memory.tiling import TILE, tiled
 
@@ -24,5 +25,6 @@ __all__ = [
     "draws_numbers",
     "enable_gradient_checkpointing",
     "estimate",
+    "runs_again",
     "tiled",
 ]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,16 +77,43 @@ def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, train
     return Estimate(fixed, {name: tokens * needed + loss for name, needed in kept.items()}, total)
 
 
-def enable_gradient_checkpointing(model: Any) -> None:
+def enable_gradient_checkpointing(model: Any, whole_layers: bool = False) -> None:
     """Recompute every decoder layer of a Hugging Face model in the backward pass.
+
+    Args:
+        whole_layers: its layers run fused, and leave out, the second time, what nobody reads then.
 
     Raises:
         ValueError: the class does not support it.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ValueError(f"use_gradient_checkpointing: {type(model).__name__} cannot recompute its layers; turn it off")
-    options = {"use_reentrant": False, "preserve_rng_state": draws_numbers(model)}  # reading a random state takes time
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_numbers(model)}  # reading a state takes time
+    if whole_layers:
+        options["context_fn"] = first_and_again
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+_now = threading.local()
+
+
+def runs_again() -> bool:
+    """Whether what runs now is run for the tensors that its backward pass reads: what comes out last is not among them."""
+    return getattr(_now, "again", False)
+
+
+def first_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """``context_fn`` of a checkpoint within which ``runs_again`` tells the truth."""
+    return _running(False), _running(True)
+
+
+@contextmanager
+def _running(again: bool) -> Iterator[None]:
+    before, _now.again = runs_again(), again
+    try:
+        yield
+    finally:
+        _now.again = before
 
 
 def draws_numbers(module: torch.nn.Module) -> bool:

@@ -15,17 +15,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chronicals.attention import document_attention
 from chronicals.kernels import fused_add_rmsnorm, fused_qk_norm_rope, fused_qk_rope, fused_rmsnorm
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.merged_linear import Remake
 from chronicals.kernels.qk_rope import fused_qkv_rope
-from chronicals.memory import draws_numbers, tiled
+from chronicals.memory import draws_numbers, runs_again, tiled
 from chronicals.patching.forms import FORM, Form, signature
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.norms import RMSNormReads
 from chronicals.patching.side_by_side import Group, Unmerged, is_hooked, say_once
+
+CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
+"""Whether transformers recomputes a layer by what calls its forward; newer ones do it in the class's forward itself."""
 
 RECOMPUTES = "chronicals_recomputes"
 """Attribute of a layer that makes again what is cheap to make."""
@@ -124,6 +128,12 @@ def recompute_norms_and_units(model: nn.Module) -> None:
 
 
 def _forward(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+    if layer.training and getattr(layer, "gradient_checkpointing", False) and not CHECKPOINTS_CALLS:
+        return layer._gradient_checkpointing_func(partial(_run, anatomy, layer, **given), hidden_states, *args)
+    return _run(anatomy, layer, hidden_states, *args, **given)
+
+
+def _run(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
     bounds, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
     if not args and bounds is not None and longest is not None:
         try:
@@ -186,7 +196,8 @@ class _Layer:
         attended = self._attend(self.qkv(normed, remake, roomy), cos, sin, cu, longest)
         branch = self._after("after_attention", self.out(attended))
         normed, x, remake = self._before("before_mlp", x, branch, self.both, self.out.room)
-        return x + self._after("after_mlp", self._mlp(normed, remake))
+        unread = runs_again() and "after_mlp" not in self.anatomy.norms
+        return x + self._after("after_mlp", self._mlp(normed, remake, unread))
 
     def _before(
         self, place: str, x: Tensor, branch: Tensor | None, group: Group, gradient_room: int
@@ -205,11 +216,11 @@ class _Layer:
 
         return normed, total, Remake(again, total.detach()) if self.recomputes else None
 
-    def _mlp(self, x: Tensor, remake: Remake | None) -> Tensor:
+    def _mlp(self, x: Tensor, remake: Remake | None, unread: bool) -> Tensor:
         if not getattr(self.layer, TILES, False):
-            return self.down(*self._unit(self.both(x, remake)))
+            return self.down(*self._unit(self.both(x, remake)), unread=unread)
         draws = self.layer.training and draws_numbers(self.layer.mlp)
-        return tiled(lambda x: self.down(*self._unit(self.both(x))), x, draws)
+        return tiled(lambda x: self.down(*self._unit(self.both(x)), unread=unread or runs_again()), x, draws)
 
     def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""

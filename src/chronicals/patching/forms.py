@@ -24,6 +24,8 @@ TOLERANCE = 3e-5
 Forward = Callable[[Any, Tensor], Tensor]
 
 
+OF_A_RUN = ("training", "forward", "gradient_checkpointing")
+
 FORM = "chronicals_form"
 """Attribute by which a function of ours is known among a module's own."""
 
@@ -97,8 +99,8 @@ def numbers(module: nn.Module) -> list[str]:
 
 
 def settings(module: nn.Module) -> tuple:
-    """Switches, words and functions that a module keeps; sizes are not among them."""
-    kept = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name not in ("training", "forward"))
+    """Switches, words and functions that a module keeps; sizes are not among them, nor what is set for a run."""
+    kept = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name not in OF_A_RUN)
     return tuple((name, value) for name, value in kept if type(value) in (bool, str, FunctionType, BuiltinFunctionType))
 
 

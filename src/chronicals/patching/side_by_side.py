@@ -67,15 +67,16 @@ class Group:
     def dtype(self) -> torch.dtype:
         return self.merged.buffer.dtype
 
-    def __call__(self, x: Tensor, remake: Remake | None = None, roomy: bool = True) -> Tensor:
+    def __call__(self, x: Tensor, remake: Remake | None = None, roomy: bool = True, unread: bool = False) -> Tensor:
         """The outputs side by side.
 
         Args:
             remake: how x is made again.
+            unread: nobody reads what is returned.
             roomy: x was made with ``room`` behind its rows, if its strides say so; so may be the gradient that comes back.
         """
         weights, biases = [x.weight for x in self.linears], [x.bias for x in self.linears]
-        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake)
+        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake, unread)
 
 
 def is_hooked(module: Any) -> bool:

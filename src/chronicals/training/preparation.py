@@ -102,7 +102,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
         logger.info("%s", decision)
     recomputed = decisions["use_gradient_checkpointing"]
     if recomputed.runs and recomputed.how == LAYERS:
-        enable_gradient_checkpointing(model)
+        enable_gradient_checkpointing(model, whole_layers)
     elif recomputed.runs:
         recompute_norms_and_units(model)
     if config.use_fused_kernels and input_device(model).type == "cuda":
