@@ -101,6 +101,8 @@ def test_unsloth_stands_for_all_its_ways():
 
 def test_a_variant_is_fields():
     assert command._changes("lora_dropout=0.05,use_fp8=true") == {"lora_dropout": 0.05, "use_fp8": True}
+    lists = command._changes("memory=[tiled_mlp,recompute_layers],max_steps=3,trackers=[]")
+    assert lists == {"memory": ["tiled_mlp", "recompute_layers"], "max_steps": 3, "trackers": []}
 
 
 def test_a_recipe_and_its_flags(tmp_path):

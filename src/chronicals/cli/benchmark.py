@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
@@ -119,7 +120,7 @@ def _changes(text: str) -> dict[str, Any]:
 
     from chronicals.config import ConfigurationError
 
-    pairs = [part.partition("=") for part in text.split(",")]
+    pairs = [part.partition("=") for part in re.split(r",(?![^\[]*\])", text)]  # not at commas of a list
     if not all(name and sign for name, sign, _ in pairs):
         raise ConfigurationError(f"variant={text!r}: expected field=value, with commas between several")
     return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
