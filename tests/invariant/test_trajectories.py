@@ -86,6 +86,12 @@ def test_fused_and_plain_head(tmp_path):
     assert_one_trajectory(runs.trajectory(tmp_path / "fused"), runs.trajectory(tmp_path / "plain"))
 
 
+def test_logits_in_chunks_and_at_once(tmp_path):
+    runs.train(tmp_path / "at once")
+    runs.train(tmp_path / "in chunks", logits_chunk_size=37)
+    assert_one_trajectory(runs.trajectory(tmp_path / "in chunks"), runs.trajectory(tmp_path / "at once"))
+
+
 def test_recomputed_and_kept(tmp_path):
     runs.train(tmp_path / "kept")
     runs.train(tmp_path / "recomputed", use_gradient_checkpointing=True)

@@ -20,15 +20,19 @@ def test_what_is_counted():
     """A token and layer of width 64, 4 query and 2 key heads of 16, inner width 96, in 16 bit; 300 tokens of vocabulary."""
     model = tiny.llama()
     model.get_input_embeddings().requires_grad_(False)
-    found = estimate(model, 1000, True, 2, 2, 14)
+    found = estimate(model, 1000, True, 2, 2, 14, 4352)
     frozen = model.get_input_embeddings().weight.numel()
     assert found.fixed == 2 * frozen + 14 * (sum(p.numel() for p in model.parameters()) - frozen)
     whole, cheap = 2 * (4 * 64 + 16 * (2 * 4 + 2 * 2) + 3 * 96), 2 * (2 * 64 + 16 * (2 * 4 + 2 * 2) + 2 * 96)
     loss = 300 * 64 * 4 + 1000 * 300 * 2
     assert found.activations[NOTHING] == 1000 * 2 * whole + loss
     assert found.activations[CHEAP] == 1000 * 2 * cheap + loss
-    assert CHEAP not in estimate(model, 1000, False, 2, 2, 14).activations
-    assert estimate(model, 1000, True, 4, 2, 14).activations[NOTHING] == 2 * 1000 * 2 * whole + 300 * 64 * 4 + 1000 * 300 * 4
+    assert CHEAP not in estimate(model, 1000, False, 2, 2, 14, 4352).activations
+    assert (
+        estimate(model, 1000, True, 4, 2, 14, 4352).activations[NOTHING] == 2 * 1000 * 2 * whole + 300 * 64 * 4 + 1000 * 300 * 4
+    )
+    fewer = estimate(model, 1000, True, 2, 2, 14, 100)
+    assert found.activations[NOTHING] - fewer.activations[NOTHING] == 900 * 300 * 2
     assert found.policy() == NOTHING and found.words() == "not on a card"
 
 

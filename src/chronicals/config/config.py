@@ -143,6 +143,9 @@ class ChronicalsConfig:
     memory: list[MemoryPolicy] | None = Field(
         default=None, description="What saves memory, any of them together (default: recomputation where the card needs it)"
     )
+    logits_chunk_size: Positive = Field(
+        default=4352, description="Rows of logits that exist at a time in the loss; fewer take less memory and more time"
+    )
     mixed_precision: Literal["bf16", "fp16", "fp32"] = Field(default="bf16", description="Type of the products")
     use_fp8: bool = Field(default=False, description="FP8 linear layers")
 

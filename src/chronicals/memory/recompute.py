@@ -13,9 +13,6 @@ import torch
 RESERVE = 0.9
 """Share of the card that may be planned for; the rest is fragmentation and workspaces."""
 
-CHUNK = 4352
-"""Rows of logits that exist at a time."""
-
 NOTHING, CHEAP, LAYERS = "nothing", "norms and gated units", "layers"
 POLICIES = (NOTHING, CHEAP, LAYERS)
 """What is made again, from the fastest to the leanest. The second is for fused layers, and costs no product."""
@@ -47,7 +44,7 @@ class Estimate:
         return f"estimated {needed:.1f} of {self.total / 2**30:.1f} GiB, {self.policy()} made again"
 
 
-def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, trained: int) -> Estimate:
+def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, trained: int, chunk: int) -> Estimate:
     """What training ``model`` holds.
 
     Args:
@@ -56,6 +53,7 @@ def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, train
             width F, ``30 D + 5 F`` elements a token and layer.
         size: bytes of an element of the activations.
         frozen, trained: bytes of a weight of either kind, gradient and optimizer states included.
+        chunk: rows of logits that exist at a time.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
@@ -73,7 +71,7 @@ def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, train
     kept[LAYERS] = layers * size * width + whole
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     head = getattr(model.get_output_embeddings(), "base_layer", model.get_output_embeddings()).weight
-    loss = head.numel() * 4 * head.requires_grad + min(CHUNK, tokens) * len(head) * size
+    loss = head.numel() * 4 * head.requires_grad + min(chunk, tokens) * len(head) * size
     return Estimate(fixed, {name: tokens * needed + loss for name, needed in kept.items()}, total)
 
 

@@ -22,9 +22,19 @@ from chronicals.objectives.terms import Term, Terms
 ROWS = 4096
 """Rows of logits that exist at a time while a model is scored."""
 
+CHUNK = 4352
+"""The same while it is trained, unless told otherwise."""
+
 
 class NextToken:
-    """Cross-entropy of every trained target, summed; through the head without whole logits where it is understood."""
+    """Cross-entropy of every trained target, summed; through the head without whole logits where it is understood.
+
+    Args:
+        chunk_size: rows of logits that exist at a time.
+    """
+
+    def __init__(self, chunk_size: int = CHUNK):
+        self.chunk_size = chunk_size
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head
@@ -33,7 +43,7 @@ class NextToken:
             return {"cross_entropy": Term((losses if batch.weights is None else losses * batch.weights).sum())}
         total = linear_cross_entropy(
             model.hidden_states(batch), head.weight, batch.targets, bias=head.bias, adapter=head.adapter, scale=head.scale,
-            softcap=head.softcap, weights=batch.weights, count=batch.trained,
+            softcap=head.softcap, weights=batch.weights, count=batch.trained, chunk_size=self.chunk_size,
         )  # fmt: skip
         return {"cross_entropy": Term(total)}
 

@@ -46,7 +46,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     flash = presented.packed and backend in FLASH
     on_card = device.type == "cuda"
     fused = runs_whole_layers(config, presented)
-    needed = estimate(model, tokens, fused, *_bytes(config, product_type))
+    needed = estimate(model, tokens, fused, *_bytes(config, product_type), config.logits_chunk_size)
     graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),

@@ -72,7 +72,7 @@ class ChronicalsTrainer:
         self.output_dir = self.config.output_dir
         self.device = one_device(model, self.ranks)
         check_precision(self.config, self.device)
-        self.objective = OBJECTIVES[self.config.objective]()
+        self.objective = OBJECTIVES[self.config.objective](self.config.logits_chunk_size)
         self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.first else []
         self._stop: str | None = None
 

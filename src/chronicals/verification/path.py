@@ -57,7 +57,7 @@ class TrainingPath:
         self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
         updates = decisions["optimizer_in_backward"].runs
         self.in_backward = UpdatesInBackward(list(self.trained.values()), self.optimizer) if updates else None
-        self.objective = OBJECTIVES[config.objective]()
+        self.objective = OBJECTIVES[config.objective](config.logits_chunk_size)
         self.total_steps = stream.steps_in_all or config.max_steps
         torch.manual_seed(config.seed)
         model.train()
