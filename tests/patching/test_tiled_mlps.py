@@ -74,6 +74,17 @@ def test_only_a_tile_is_wide(whole_layers, monkeypatch):
         assert any(104 in shape or 208 in shape for shape in seen) != tiles
 
 
+def test_a_forward_of_somebody_elses_is_left_alone(monkeypatch):
+    monkeypatch.setattr(tiling, "TILE", 7)
+    model, calls = families.build("llama"), []
+    mlp = model.get_decoder().layers[0].mlp
+    usual = mlp.forward
+    mlp.forward = lambda x: calls.append(len(x)) or usual(x)
+    assert tile_mlps(model) == len(model.get_decoder().layers) - 1
+    families.states_and_gradients(model, families.documents_batch())
+    assert calls
+
+
 def test_copied_and_undone(monkeypatch):
     monkeypatch.setattr(tiling, "TILE", 7)
     model, batch = families.build("llama"), families.documents_batch()

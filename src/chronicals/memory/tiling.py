@@ -6,6 +6,7 @@ What an MLP makes on the way is several times as wide as the model; of a tile, i
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -18,21 +19,24 @@ TILE = 4096
 """Rows of a tile: enough for products to run at their rate."""
 
 
-def tiled(function: Callable[[Tensor], Tensor], x: Tensor, draws: bool = False, tile: int | None = None) -> Tensor:
-    """``function(x)``, ``[T, ...]``, for a function each of whose rows is made of one row of x; within it ``runs_again``
-    speaks of the tile.
+def tiled(
+    function: Callable[[Tensor], Tensor], x: Tensor, draws: bool = False, tells: bool = False, tile: int | None = None
+) -> Tensor:
+    """``function(x)``, ``[T, ...]``, for a function each of whose rows is made of one row of x.
 
     Args:
         x: ``[T, D]``.
         draws: the function draws random numbers, which must be the same when it is run again.
+        tells: within the function ``runs_again`` speaks of the tile; a compiler does not follow that.
         tile: most rows at a time; ``TILE`` by default.
     """
-    tile, (first, _) = tile or TILE, first_and_again()
+    tile = tile or TILE
     if len(x) <= tile:
-        with first:
+        with first_and_again()[0] if tells else nullcontext():
             return function(x)
     parts = x.split(tile)
     if not torch.is_grad_enabled():
         return torch.cat([function(part) for part in parts])
-    again = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=draws, context_fn=first_and_again)
+    told = {"context_fn": first_and_again} if tells else {}
+    again = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=draws, **told)
     return torch.cat([again(part) for part in parts])

@@ -220,7 +220,7 @@ class _Layer:
         if not getattr(self.layer, TILES, False):
             return self.down(*self._unit(self.both(x, remake)), unread=unread)
         draws = self.layer.training and draws_numbers(self.layer.mlp)
-        return tiled(lambda x: self.down(*self._unit(self.both(x)), unread=unread or runs_again()), x, draws)
+        return tiled(lambda x: self.down(*self._unit(self.both(x)), unread=unread or runs_again()), x, draws, tells=True)
 
     def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""

@@ -42,8 +42,14 @@ def has_gated_mlps(model: Any) -> bool:
 
 
 def _gated_mlps(model: Any) -> list[nn.Module]:
-    forms = plan_for(model).forms
-    return [module for module in model.modules() if forms.get(signature(module), ("",))[0] == ROLE]
+    """Those that run as their class does, or as ours; not where hooks, offload or a quantiser put another forward."""
+    forms, found = plan_for(model).forms, []
+    for module in model.modules():
+        own = vars(module).get("forward")
+        ours = own is None or hasattr(getattr(own, "__func__", None), FORM)
+        if ours and forms.get(signature(module), ("",))[0] == ROLE:
+            found.append(module)
+    return found
 
 
 def _forward(run: Forward, module: nn.Module, x: Tensor) -> Tensor:
