@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ def tiled(
     parts = x.split(tile)
     if not torch.is_grad_enabled():
         return torch.cat([function(part) for part in parts])
-    told = {"context_fn": first_and_again} if tells else {}
-    again = partial(checkpoint, function, use_reentrant=False, preserve_rng_state=draws, **told)
-    return torch.cat([again(part) for part in parts])
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
+    if tells:
+        options["context_fn"] = first_and_again
+    return torch.cat([checkpoint(function, part, **options) for part in parts])
