@@ -49,6 +49,10 @@ def compare(folder, model, **changes):
     return verify(model, tiny.tokenizer(), runs.config(folder, **given), tiny.chat_rows())
 
 
+IN_BACKWARD = {
+    "memory": ["recompute_layers", "tiled_mlp", "optimizer_in_backward"], "max_grad_norm": float("inf"),
+    "gradient_accumulation_steps": 1,
+}  # fmt: skip
 HEALTHY = [
     ("llama", {"mixed_precision": "fp32"}),
     ("llama", {"mixed_precision": "fp32", **LORA, "gradient_accumulation_steps": 1}),
@@ -56,6 +60,7 @@ HEALTHY = [
     ("llama", {"mixed_precision": "bf16", **LORA}),
     ("llama", {"mixed_precision": "bf16", "use_sequence_packing": False, "batch_size": 8}),
     ("llama", {"mixed_precision": "bf16", **LORA, "use_gradient_checkpointing": True, "lora_dropout": 0.3}),
+    ("llama", {"mixed_precision": "bf16", **IN_BACKWARD}),
     ("llama", {"mixed_precision": "bf16", "use_fused_kernels": False, "max_grad_norm": 0.1, "weight_decay": 0.1}),
     ("qwen2", {"mixed_precision": "bf16", "gradient_accumulation_steps": 1, "batch_size": 4}),
     ("qwen2", {"mixed_precision": "fp32", **LORA, "use_sequence_packing": False}),
@@ -89,7 +94,9 @@ def test_a_patched_model_passes(tmp_path, seed):
     assert compare(tmp_path, model, mixed_precision="bf16", seed=seed).passed
 
 
-@pytest.mark.parametrize("changes", [{"mixed_precision": "bf16"}, {**LORA, "lora_dropout": 0.0, "lr_scheduler": "wsd"}])
+@pytest.mark.parametrize(
+    "changes", [{"mixed_precision": "bf16"}, {**LORA, "lora_dropout": 0.0, "lr_scheduler": "wsd"}, IN_BACKWARD]
+)
 def test_ours_is_the_run_itself(tmp_path, seed, changes):
     """Bit for bit what ``ChronicalsTrainer`` trains."""
     given = {"learning_rate": 2e-4, "batch_size": 1, "max_steps": 5, "warmup_steps": 3, "seed": seed, **changes}
