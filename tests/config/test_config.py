@@ -216,6 +216,8 @@ def test_updates_in_the_backward_pass_need_nothing_of_other_gradients(name, valu
     assert ChronicalsConfig(**fields).max_grad_norm is None
     with pytest.raises(ConfigurationError, match=f"optimizer_in_backward .* {name}={value!r} .* set {name}="):
         ChronicalsConfig(**{**fields, name: value})
+    with pytest.raises(ConfigurationError, match="set max_grad_norm=inf, gradient_accumulation_steps=1, or leave out"):
+        ChronicalsConfig(memory=["optimizer_in_backward"])
 
 
 @pytest.mark.parametrize("value", [float("inf"), "inf", None])

@@ -101,6 +101,15 @@ def test_a_weight_that_is_known_already(scaling, device):
     assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
+def test_a_known_weight_that_does_not_fit(device):
+    x, weight, _ = draw(device)
+    rows, columns = fp8_quantize(weight.detach(), "row", layout="both")
+    with pytest.raises(ValueError, match="known: was not scaled by scaling='tensor'"):
+        fp8_linear(x, weight, known=Layouts(rows, columns))
+    with pytest.raises(ValueError, match="known: lacks a layout"):
+        fp8_linear(x, weight, scaling="row", known=Layouts(rows, None))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -144,6 +144,24 @@ def test_one_tensor_saved_twice_moves_once():
     assert offload.moved == 2 * x.nbytes
 
 
+def test_narrow_views_go_with_their_memory():
+    """Queries, keys and values of one product: keys are a sixth of it."""
+
+    class Attends(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(8, 96))
+
+        def forward(self, x):
+            q, k, v = (x @ self.weight).split((64, 16, 16), 1)
+            return q.sin().sum() + k.sin().sum() + v.sin().sum()
+
+    module, x = Attends(), torch.randn(16, 8)
+    offload = ActivationOffload(module, smallest=1)
+    module(x).backward()
+    assert offload.moved == x.nbytes + 16 * 96 * 4
+
+
 def test_memory_that_is_written_while_it_is_copied():
     """Plain autograd refuses to go on; so do we, unless the copy was over."""
 

@@ -10,13 +10,16 @@ from torch import nn
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import ActivationOffload, enable_gradient_checkpointing
+from chronicals.memory import ActivationOffload, enable_gradient_checkpointing, tiling
+from chronicals.models import PresentedModel
 from chronicals.patching import (
     decoder_layer,
+    forget_policies,
     lay_side_by_side,
     patch_parts,
     recompute_norms_and_units,
     side_by_side,
+    tile_mlps,
     unpatch_model,
 )
 from chronicals.patching.decoder_layer import BY
@@ -111,6 +114,46 @@ def test_layers_made_again_run_fused(family, adapted, asked):
     assert decoder_layer.runs[0] == before + 2 * layers
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert kept_again < kept / 3
+
+
+@pytest.mark.parametrize(
+    "policy", [recompute_norms_and_units, tile_mlps, enable_gradient_checkpointing], ids=lambda policy: policy.__name__
+)
+def test_a_policy_does_not_make_a_layer_another_kind(policy):
+    """Whatever was asked for first; and a later run can go without it."""
+    model, batch = families.build("qwen2"), families.documents_batch()
+    policy(model)
+    fused(model)
+    model.gradient_checkpointing_disable()
+    forget_policies(model)
+    before = decoder_layer.runs[0]
+    families.states_and_gradients(model, batch)
+    assert decoder_layer.runs[0] == before + len(model.get_decoder().layers)
+    layer = model.get_decoder().layers[0]
+    assert not any(vars(layer).get(name) for name in (decoder_layer.RECOMPUTES, decoder_layer.TILES))
+
+
+def test_a_second_backward_of_layers_made_again(monkeypatch):
+    monkeypatch.setattr(tiling, "TILE", 7)
+    model, batch = families.build("llama"), families.documents_batch()
+    fused(model)
+    tile_mlps(model)
+    enable_gradient_checkpointing(model, whole_layers=True)
+    with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+        loss = presented.hidden_states(batch).square().sum()
+        first, second = (torch.autograd.grad(loss, list(model.get_decoder().parameters()), retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def test_what_falls_back_is_made_again_once(monkeypatch):
+    """A layer that cannot run fused runs twice in all, not three times."""
+    model, batch, calls = families.build("llama"), families.documents_batch(), []
+    fused(model)
+    enable_gradient_checkpointing(model, whole_layers=True)
+    model.get_decoder().layers[0].self_attn.q_proj.register_forward_hook(lambda *_: calls.append(None))
+    with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+        presented.hidden_states(batch).square().sum().backward()
+    assert len(calls) == 2
 
 
 def seeing_what_is_kept(model, batch):

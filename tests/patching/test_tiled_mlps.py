@@ -9,7 +9,7 @@ from torch import nn
 import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing, tiling
-from chronicals.patching import patch_parts, recompute_norms_and_units, tile_mlps, unpatch_model
+from chronicals.patching import patch_parts, recompute_norms_and_units, tile_mlps, unpatch_model, untile_mlps
 
 TILES = [1, 7, 24, 25]
 """Of 25 rows."""
@@ -95,6 +95,11 @@ def test_copied_and_undone(monkeypatch):
         for p in model.parameters():
             p.zero_()
     families.assert_same(before, families.states_and_gradients(other, batch))
+    parts = families.build("llama")
+    patch_parts(parts)
+    tile_mlps(parts)
+    untile_mlps(parts)
+    assert parts.get_decoder().layers[0].mlp.forward.__func__.chronicals_form == "fused_swiglu"
     unpatch_model(other)
     assert not any("forward" in vars(module) for module in other.modules())
     rows = []

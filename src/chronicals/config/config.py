@@ -220,16 +220,18 @@ class ChronicalsConfig:
 
     def _check_optimizer_in_backward(self) -> None:
         """Each gradient is used as it is when it is made: nothing may be added to it, and nothing asked of all of them."""
-        for name, hinders, instead in (
-            ("max_grad_norm", self.max_grad_norm is not None, "inf"),
-            ("gradient_accumulation_steps", self.gradient_accumulation_steps > 1, "1"),
-            ("mixed_precision", self.mixed_precision == "fp16", "bf16"),
-        ):
-            if hinders:
-                raise ConfigurationError(
-                    f"memory: optimizer_in_backward updates a weight before the other gradients are there, which "
-                    f"{name}={getattr(self, name)!r} needs; set {name}={instead}, or leave out optimizer_in_backward"
-                )
+        changes = {
+            "max_grad_norm": "inf" if self.max_grad_norm is not None else "",
+            "gradient_accumulation_steps": "1" if self.gradient_accumulation_steps > 1 else "",
+            "mixed_precision": "bf16" if self.mixed_precision == "fp16" else "",
+        }
+        wrong = [f"{name}={getattr(self, name)!r}" for name, instead in changes.items() if instead]
+        if wrong:
+            remedy = ", ".join(f"{name}={instead}" for name, instead in changes.items() if instead)
+            raise ConfigurationError(
+                f"memory: optimizer_in_backward updates a weight before the other gradients are there, which "
+                f"{' and '.join(wrong)} cannot go with; set {remedy}, or leave out optimizer_in_backward"
+            )
 
     @property
     def memory_policies(self) -> frozenset[MemoryPolicy]:

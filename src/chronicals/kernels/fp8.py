@@ -24,6 +24,9 @@ BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 WARPS = 8
+SMALLEST = 2.0**-126
+"""Of scales: the inverse of a smaller one is infinite."""
+
 FIRST = (8, 9)
 """The first compute capability with FP8."""
 
@@ -50,7 +53,8 @@ class Scaled(NamedTuple):
 
 @triton.jit
 def _scale_of(most, LIMIT: tl.constexpr):
-    return tl.where(most > 0.0, tl.div_rn(most, tl.full(most.shape, LIMIT, tl.float32)), 1.0)
+    scale = tl.div_rn(most, tl.full(most.shape, LIMIT, tl.float32))
+    return tl.where(most > 0.0, tl.maximum(scale, 1.1754943508222875e-38), 1.0)
 
 
 @triton.jit
@@ -59,14 +63,20 @@ def _inverse(scale):
 
 
 @triton.jit
+def _sizes(x):
+    """What is no number has no part in a maximum."""
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
 def _tile(x_ptr, rows, width, stride, BLOCK: tl.constexpr):
-    """Where this program's rows and columns lie, and their values."""
+    """Where this program's rows and columns lie, and their values, and sizes for the maximum."""
     across = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // across) * BLOCK + tl.arange(0, BLOCK)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    return row, column, inside, x
+    return row, column, inside, x, _sizes(x)
 
 
 @triton.jit
@@ -74,15 +84,15 @@ def _extremes_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """max |x| of each tile; or of each of its rows, ``[⌈K / B⌉, M]``, and columns, ``[⌈M / B⌉, K]``."""
-    row, column, _, x = _tile(x_ptr, rows, width, stride, BLOCK)
+    row, column, _, _, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
     across = tl.cdiv(width, BLOCK)
     if SCALING == "tensor":
-        tl.store(of_rows_ptr + tl.program_id(0), tl.max(tl.max(tl.abs(x), 1), 0))
+        tl.store(of_rows_ptr + tl.program_id(0), tl.max(tl.max(sizes, 1), 0))
     else:
         place = (tl.program_id(0) % across).to(tl.int64) * rows
-        tl.store(of_rows_ptr + place + row, tl.max(tl.abs(x), 1), mask=row < rows)
+        tl.store(of_rows_ptr + place + row, tl.max(sizes, 1), mask=row < rows)
         place = (tl.program_id(0) // across).to(tl.int64) * width
-        tl.store(of_columns_ptr + place + column, tl.max(tl.abs(x), 0), mask=column < width)
+        tl.store(of_columns_ptr + place + column, tl.max(sizes, 0), mask=column < width)
 
 
 @triton.jit
@@ -91,7 +101,7 @@ def _tiles_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The scales of tensors and rows are there; those of blocks and squares are made."""
-    row, column, inside, x = _tile(x_ptr, rows, width, stride, BLOCK)
+    row, column, inside, x, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     left, top = tl.program_id(0) % across, tl.program_id(0) // across
     of_rows = tl.full((BLOCK,), 1.0, tl.float32)
@@ -100,7 +110,7 @@ def _tiles_kernel(
         of_rows = of_rows * tl.load(rows_scale_ptr)
         of_columns = of_rows
     elif SCALING == "square":
-        of_rows = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(tl.abs(x), 1), 0), LIMIT)
+        of_rows = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(sizes, 1), 0), LIMIT)
         of_columns = of_rows
         first = tl.arange(0, BLOCK) == 0
         if ROWS:
@@ -114,10 +124,10 @@ def _tiles_kernel(
             of_columns = tl.load(columns_scale_ptr + column, mask=column < width, other=1.0)
     else:
         if ROWS:
-            of_rows = _scale_of(tl.max(tl.abs(x), 1), LIMIT)
+            of_rows = _scale_of(tl.max(sizes, 1), LIMIT)
             tl.store(rows_scale_ptr + left.to(tl.int64) * rows + row, of_rows, mask=row < rows)
         if COLUMNS:
-            of_columns = _scale_of(tl.max(tl.abs(x), 0), LIMIT)
+            of_columns = _scale_of(tl.max(sizes, 0), LIMIT)
             tl.store(columns_scale_ptr + top.to(tl.int64) * width + column, of_columns, mask=column < width)
     if ROWS:
         values = (x * _inverse(of_rows)[:, None]).to(rows_ptr.dtype.element_ty)
@@ -134,7 +144,7 @@ def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr,
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.abs(x), 0), LIMIT)
+    scale = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(_sizes(x), 0), LIMIT)
     tl.store(scale_ptr + row + column, scale, mask=column == 0)
     values = (x * _inverse(scale)).to(rows_ptr.dtype.element_ty)
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
@@ -197,7 +207,7 @@ def _fill_scales(x: Tensor, made: list[Tensor], scaling: str, limit: float, layo
 
 
 def _scale(most: Tensor, limit: float) -> Tensor:
-    return torch.where(most > 0.0, most / limit, 1.0)
+    return torch.where(most > 0.0, (most / limit).clamp(min=SMALLEST), 1.0)
 
 
 @_quantize.register_fake

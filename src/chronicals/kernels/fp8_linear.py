@@ -42,9 +42,9 @@ def scaled_product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool =
     """
     if not left.values.is_cuda:
         return (dequantize(left) @ dequantize(right).t()).to(dtype)
-    return torch._scaled_mm(
-        left.values, right.values.t(), scale_a=left.scale, scale_b=right.scale.t(), out_dtype=dtype, use_fast_accum=fast
-    )
+    made = torch.bfloat16 if left.scale.ndim else dtype  # with scales of rows nothing else is there
+    scales = {"scale_a": left.scale, "scale_b": right.scale.t()}
+    return torch._scaled_mm(left.values, right.values.t(), **scales, out_dtype=made, use_fast_accum=fast).to(dtype)
 
 
 class _FP8Linear(torch.autograd.Function):
@@ -103,11 +103,21 @@ def fp8_linear(
         raise ValueError(
             f"weight has shape {tuple(weight.shape)}: FP8 products need multiples of {MULTIPLE}; leave it in 16 bit"
         )
+    if known is not None:
+        _check_known(known, scaling, x.requires_grad)
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
-    y = _FP8Linear.apply(F.pad(rows, (0, 0, 0, -count % MULTIPLE)), weight, known, scaling, gradient_type)[:count]
+    filled = F.pad(rows, (0, 0, 0, -count % MULTIPLE)) if count % MULTIPLE else rows
+    y = _FP8Linear.apply(filled, weight, known, scaling, gradient_type)[:count]
     y = y if bias is None else y + bias
     return y.view(*x.shape[:-1], len(weight))
+
+
+def _check_known(known: Layouts, scaling: str, needs_columns: bool) -> None:
+    if known.rows is None or (needs_columns and known.columns is None):
+        raise ValueError("known: lacks a layout; give fp8_quantize(weight, scaling, layout='both')")
+    if (known.rows.scale.ndim == 0) != (scaling == "tensor"):
+        raise ValueError(f"known: was not scaled by scaling={scaling!r}")
 
 
 def fp8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

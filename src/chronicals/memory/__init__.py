@@ -12,19 +12,19 @@ from chronicals.memory.recompute import (
     estimate,
     runs_again,
 )
-from chronicals.memory.tiling import TILE, tiled
+from chronicals.memory.tiling import makes_tiles, tiled
 
 __all__ = [
     "CHEAP",
     "LAYERS",
     "NOTHING",
     "POLICIES",
-    "TILE",
     "ActivationOffload",
     "Estimate",
     "draws_numbers",
     "enable_gradient_checkpointing",
     "estimate",
+    "makes_tiles",
     "runs_again",
     "tiled",
 ]

@@ -144,6 +144,7 @@ class _Tape:
         saved: what was moved, in order; it lives as long as autograd wants it.
         leaving: copies to the host that may still run, oldest first.
         coming: bytes on their way back, by number.
+        used: streams that something of this pass runs on; a graph can wait for no other.
     """
 
     def __init__(self, owner: ActivationOffload, weights: set[int]):
@@ -151,6 +152,7 @@ class _Tape:
         self.saved: list[weakref.ref[_Saved]] = []
         self.leaving: deque[_Saved] = deque()
         self.coming: dict[int, int] = {}
+        self.used: set[torch.cuda.Stream] = set()
         self.joins = False
 
     # --- forward -------------------------------------------------------------------------------------------------
@@ -158,10 +160,10 @@ class _Tape:
     def pack(self, tensor: Tensor) -> Tensor | _Place:
         if not self._moves(tensor):
             return tensor
-        if tensor.untyped_storage().nbytes() > LARGEST_SHARE * tensor.nbytes:
-            tensor = tensor.clone(memory_format=torch.contiguous_format)
         saved = next((other for other in self.leaving if other.holds(tensor)), None)
         if saved is None:
+            if tensor.untyped_storage().nbytes() > LARGEST_SHARE * tensor.nbytes:
+                tensor = tensor.clone(memory_format=torch.contiguous_format)
             saved = _Saved(self.owner, len(self.saved), tensor)
             self.saved.append(weakref.ref(saved))
             self._send(saved)
@@ -181,6 +183,7 @@ class _Tape:
             saved.host.copy_(saved.here)
         else:
             out = self.owner.streams[0]
+            self.used.add(out)
             out.wait_stream(torch.cuda.current_stream(self.owner.device))
             with torch.cuda.stream(out):
                 saved.host.copy_(saved.here, non_blocking=True)
@@ -232,6 +235,7 @@ class _Tape:
             saved.here = saved.host.clone()
             return
         back = self.owner.streams[1]
+        self.used.add(back)
         saved.here = torch.empty_like(saved.host, device=self.owner.device)
         back.wait_stream(torch.cuda.current_stream(self.owner.device))
         with torch.cuda.stream(back):
@@ -255,7 +259,8 @@ class _Tape:
 
     def _join(self) -> None:
         self.joins = False
-        for stream in self.owner.streams or ():
+        for stream in self.used:
             torch.cuda.current_stream(self.owner.device).wait_stream(stream)
         self._forget_leaving()
         self.coming.clear()
+        self.used.clear()

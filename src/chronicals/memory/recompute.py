@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,16 +102,22 @@ def runs_again() -> bool:
 
 def first_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
     """``context_fn`` of a checkpoint within which ``runs_again`` tells the truth."""
-    return _running(False), _running(True)
+    return _Running(False), _Running(True)
 
 
-@contextmanager
-def _running(again: bool) -> Iterator[None]:
-    before, _now.again = runs_again(), again
-    try:
-        yield
-    finally:
-        _now.again = before
+class _Running:
+    """Entered once more for every backward pass."""
+
+    def __init__(self, again: bool):
+        self.again = again
+        self.before: list[bool] = []
+
+    def __enter__(self) -> None:
+        self.before.append(runs_again())
+        _now.again = self.again
+
+    def __exit__(self, *_: object) -> None:
+        _now.again = self.before.pop()
 
 
 def draws_numbers(module: torch.nn.Module) -> bool:

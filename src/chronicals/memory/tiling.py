@@ -19,6 +19,11 @@ TILE = 4096
 """Rows of a tile: enough for products to run at their rate."""
 
 
+def makes_tiles(rows: int) -> bool:
+    """Whether so many rows are more than a tile."""
+    return rows > TILE
+
+
 def tiled(
     function: Callable[[Tensor], Tensor], x: Tensor, draws: bool = False, tells: bool = False, tile: int | None = None
 ) -> Tensor:

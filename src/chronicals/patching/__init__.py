@@ -4,12 +4,13 @@ from chronicals.patching.decoder_layer import lay_side_by_side, recompute_norms_
 from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.side_by_side import lay_apart
-from chronicals.patching.tiled_mlps import has_gated_mlps, tile_mlps
+from chronicals.patching.tiled_mlps import forget_policies, has_gated_mlps, tile_mlps, untile_mlps
 
 __all__ = [
     "Left",
     "PatchReport",
     "Replaced",
+    "forget_policies",
     "has_gated_mlps",
     "lay_apart",
     "lay_side_by_side",
@@ -18,4 +19,5 @@ __all__ = [
     "recompute_norms_and_units",
     "tile_mlps",
     "unpatch_model",
+    "untile_mlps",
 ]

@@ -8,7 +8,7 @@ called in transformers' families tells its role; that the whole computes what th
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,10 +31,10 @@ from chronicals.patching.side_by_side import Group, Unmerged, is_hooked, say_onc
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 """Whether transformers recomputes a layer by what calls its forward; newer ones do it in the class's forward itself."""
 
-RECOMPUTES = "chronicals_recomputes"
+RECOMPUTES = "_chronicals_recomputes"
 """Attribute of a layer that makes again what is cheap to make."""
 
-TILES = "chronicals_tiles"
+TILES = "_chronicals_tiles"
 """Attribute of a layer whose MLP takes its rows in tiles."""
 
 NAME, BY = "decoder layer", "fused decoder layer"
@@ -120,20 +120,22 @@ def lay_side_by_side(model: nn.Module) -> None:
                 _Layer(forward.args[0], layer, next(layer.parameters()).dtype)
 
 
-def recompute_norms_and_units(model: nn.Module) -> None:
+def recompute_norms_and_units(model: nn.Module, again: bool = True) -> None:
     """Fused layers make what their norms and gated units give again in the backward pass instead of keeping it."""
     for layer in model.modules():
         if hasattr(layer, ATTENTION):
-            setattr(layer, RECOMPUTES, True)
+            setattr(layer, RECOMPUTES, again)
 
 
 def _forward(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+    own = type(layer).forward
     if layer.training and getattr(layer, "gradient_checkpointing", False) and not CHECKPOINTS_CALLS:
-        return layer._gradient_checkpointing_func(partial(_run, anatomy, layer, **given), hidden_states, *args)
-    return _run(anatomy, layer, hidden_states, *args, **given)
+        once = partial(_run, anatomy, layer, own.__wrapped__, **given)  # the class's own, without its checkpoint
+        return layer._gradient_checkpointing_func(once, hidden_states, *args)
+    return _run(anatomy, layer, own, hidden_states, *args, **given)
 
 
-def _run(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
+def _run(anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
     bounds, longest = given.get("cu_seq_lens_q"), given.get("max_length_q")
     if not args and bounds is not None and longest is not None:
         try:
@@ -145,7 +147,7 @@ def _run(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **give
             runs[0] += 1
             cos, sin = (table.squeeze(0) for table in given["position_embeddings"])
             return fused(hidden_states.squeeze(0), cos, sin, bounds, longest).unsqueeze(0)  # an index would copy gradients
-    return type(layer).forward(layer, hidden_states, *args, **given)
+    return own(layer, hidden_states, *args, **given)
 
 
 def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:

@@ -13,6 +13,7 @@ from chronicals.patching.forms import FORM, holds_experts, looks_like, signature
 from chronicals.patching.plan import Plan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.side_by_side import lay_apart
+from chronicals.patching.tiled_mlps import forget_policies
 
 EXPERTS = "experts keep their own products"
 
@@ -64,6 +65,7 @@ def _patch(model: Any, seams: bool, whole_layers: bool = False) -> PatchReport:
 def unpatch_model(model: Any) -> None:
     """Undo ``patch_model``: every module runs its class's own forward again."""
     target = _inside(model)
+    forget_policies(target)
     loss.remove(target)
     attention.remove(target)
     for module in target.modules():

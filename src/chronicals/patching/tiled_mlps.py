@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chronicals.memory import draws_numbers, tiled
-from chronicals.patching.decoder_layer import TILES
+from chronicals.patching.decoder_layer import TILES, recompute_norms_and_units
 from chronicals.patching.forms import FORM, Forward, signature
 from chronicals.patching.plan import plan_for
 
@@ -34,6 +34,24 @@ def tile_mlps(model: Any) -> int:
         if getattr(layer, "mlp", None) in found:
             setattr(layer, TILES, True)
     return len(found)
+
+
+def untile_mlps(model: Any) -> None:
+    """Undo ``tile_mlps``; kernels stay."""
+    for module in model.modules():
+        by_tiles: Any = getattr(vars(module).get("forward"), "__func__", None)
+        if getattr(by_tiles, FORM, None) == BY:
+            run = by_tiles.args[0]
+            del module.forward
+            if run is not type(module).forward:
+                module.forward = MethodType(run, module)
+        vars(module).pop(TILES, None)
+
+
+def forget_policies(model: Any) -> None:
+    """What memory policies of an earlier run left on the model."""
+    untile_mlps(model)
+    recompute_norms_and_units(model, again=False)
 
 
 def has_gated_mlps(model: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.memory import CHEAP, LAYERS, NOTHING, TILE, Estimate, estimate
+from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, estimate, makes_tiles
 from chronicals.models import PresentedModel, input_device
 from chronicals.patching import has_gated_mlps
 from chronicals.patching.plan import plan_for
@@ -69,7 +69,7 @@ def _bytes(config: ChronicalsConfig, product_type: torch.dtype) -> tuple[int, in
     of its master."""
     narrow = product_type.itemsize
     split = config.mixed_precision == "bf16" and not config.use_lora
-    sums = config.gradient_accumulation_steps > 1 or not split or "tiled_mlp" in config.memory_policies
+    sums = config.gradient_accumulation_steps > 1 or not split or _has_tiles(config)
     states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
     gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
     return narrow, narrow, (2 + 2 if split else 4) + gradient + states
@@ -122,9 +122,12 @@ def _recomputation(config: ChronicalsConfig, needed: Estimate, fused: bool) -> D
                 "memory: recompute_elementwise needs fused decoder layers, which do not run here; take recompute_layers"
             )
         return Decision(field, True, f"asked for, {CHEAP} made again", CHEAP)
-    if config.memory is not None or not config.use_gradient_checkpointing:
+    if config.memory is not None:
+        return Decision(field, False, "not among memory")
+    if not config.use_gradient_checkpointing:
         return Decision(field, False, "turned off")
-    return Decision(field, needed.policy() != NOTHING, needed.words(), needed.policy())
+    beside = " (as if nothing moved to host memory)" if "offload_activations" in asked else ""
+    return Decision(field, needed.policy() != NOTHING, needed.words() + beside, needed.policy())
 
 
 def _offload(config: ChronicalsConfig, on_card: bool) -> Decision:
@@ -132,7 +135,10 @@ def _offload(config: ChronicalsConfig, on_card: bool) -> Decision:
     if "offload_activations" not in config.memory_policies:
         return Decision(field, False, "not asked for")
     if not on_card:
-        raise ConfigurationError(f"{field}: cannot be honoured here, activations are in host memory anyway; leave it out")
+        raise ConfigurationError(
+            "activation_offload (memory: offload_activations) cannot be honoured here, activations are in host memory anyway; "
+            "leave it out"
+        )
     return Decision(field, True, "asked for, beside the computation")
 
 
@@ -141,7 +147,13 @@ def _tiles(config: ChronicalsConfig, model: Any) -> Decision:
         return Decision("tiled_mlp", False, "not asked for")
     if not has_gated_mlps(model):
         raise ConfigurationError(f"memory: tiled_mlp needs gated MLPs, {type(model).__name__} has none; leave it out")
-    return Decision("tiled_mlp", True, f"asked for, {TILE} rows at a time")
+    if not _has_tiles(config):
+        return Decision("tiled_mlp", False, "a batch has no more rows than a tile")
+    return Decision("tiled_mlp", True, "asked for")
+
+
+def _has_tiles(config: ChronicalsConfig) -> bool:
+    return "tiled_mlp" in config.memory_policies and makes_tiles(config.batch_size * config.max_seq_length)
 
 
 def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:

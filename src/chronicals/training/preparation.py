@@ -15,7 +15,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import LAYERS, enable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
-from chronicals.patching import lay_side_by_side, patch_parts, recompute_norms_and_units, tile_mlps
+from chronicals.patching import forget_policies, lay_side_by_side, patch_parts, recompute_norms_and_units, tile_mlps
 from chronicals.training.decisions import Decision, decide, runs_whole_layers
 from chronicals.training.precision import Precision
 
@@ -96,6 +96,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
             ),
         )
     presented = present(model, fused_head=config.use_fused_kernels)
+    forget_policies(model)
     decisions = decide(config, presented, ranks)
     whole_layers = runs_whole_layers(config, presented)
     for decision in decisions.values():
@@ -131,7 +132,7 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
     """AdamW over what is trained: LoRA+ groups or decay on matrices only, master weights, fp32 sums of gradients.
 
     Args:
-        sums_gradients: whether several micro-batches or ranks meet in a gradient; tiles do, too.
+        sums_gradients: whether several micro-batches, tiles or ranks meet in a gradient.
 
     Raises:
         ConfigurationError: nothing requires a gradient.
@@ -159,7 +160,7 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
     precision.prepare(model, optimizer)
     lay_side_by_side(model)
     optimizer.weights_moved()
-    if sums_gradients or "tiled_mlp" in config.memory_policies:
+    if sums_gradients:
         for parameter in trained:
             parameter.grad_dtype = torch.float32
     return optimizer

@@ -101,9 +101,8 @@ class ChronicalsTrainer:
         teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
         self.ranks.same_weights(model.parameters())
         precision = Precision(config.mixed_precision, self.device)
-        optimizer = build_optimizer(
-            model, config, precision, sums_gradients=config.gradient_accumulation_steps > 1 or self.ranks.count > 1
-        )
+        several = config.gradient_accumulation_steps > 1 or self.ranks.count > 1 or decisions["tiled_mlp"].runs
+        optimizer = build_optimizer(model, config, precision, sums_gradients=several)
         stream = self._stream(train_store, config.num_epochs, shuffle=True)
         run = Run(stream.steps_in_all or config.max_steps, self.output_dir)
         torch.manual_seed(config.seed + self.ranks.rank)

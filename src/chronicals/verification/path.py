@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,17 +52,28 @@ class TrainingPath:
         self.model, self.config = model, config
         torch.manual_seed(config.seed)
         self.presented, decisions = prepare_model(model, config)
-        if decisions["activation_offload"].runs:
-            ActivationOffload(model.get_decoder())
         self.precision = Precision(config.mixed_precision, device)
-        self.optimizer = build_optimizer(model, config, self.precision, config.gradient_accumulation_steps > 1)
+        several = config.gradient_accumulation_steps > 1 or decisions["tiled_mlp"].runs
+        self.optimizer = build_optimizer(model, config, self.precision, several)
         self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
-        updates = decisions["optimizer_in_backward"].runs
-        self.in_backward = UpdatesInBackward(list(self.trained.values()), self.optimizer) if updates else None
+        self.decisions = decisions
+        self.in_backward: UpdatesInBackward | None = None
         self.objective = OBJECTIVES[config.objective](config.logits_chunk_size)
         self.total_steps = stream.steps_in_all or config.max_steps
         torch.manual_seed(config.seed)
         model.train()
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within: the model takes documents, and memory policies hold that would outlast a step."""
+        with ExitStack() as around:
+            around.enter_context(self.presented.attending_documents())
+            if self.decisions["activation_offload"].runs:
+                around.enter_context(ActivationOffload(self.model.get_decoder()))
+            if self.decisions["optimizer_in_backward"].runs:
+                updates = UpdatesInBackward(list(self.trained.values()), self.optimizer)
+                self.in_backward = around.enter_context(updates)
+            yield
 
     def rate_factor(self, number: int) -> float:
         """Of the schedule at step ``number``, from 0."""
@@ -72,7 +85,7 @@ class TrainingPath:
         )
 
     def step(self, step: Step, number: int) -> Made:
-        """Train once; within ``presented.attending_documents()``."""
+        """Train once, within ``stepping``."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * self.rate_factor(number)
         gradients: dict[str, Tensor] = {}

@@ -116,7 +116,7 @@ def verify(
     path = TrainingPath(model, config, stream, device)
     plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
     compared = _Comparison(path, fp32, plain, config, device)
-    with path.presented.attending_documents():
+    with path.stepping():
         for number, step in enumerate(stream.steps(count=steps)):
             compared.one_step(step, number, documents_of(store, stream, step.position - stream.packs_a_step))
             if progress is not None:
