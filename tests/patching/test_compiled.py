@@ -53,9 +53,7 @@ def packed(device):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("family", "batch"), [("llama", padded), ("llama", masked), ("llama", packed), ("qwen3", packed), ("gemma2", masked)]
-)
+@pytest.mark.parametrize(("family", "batch"), [("llama", padded), ("gemma2", masked), ("qwen3", packed)])
 def test_a_patched_model(family, batch, device):
     model = families.build(family).to(device)
     patch_model(model)
