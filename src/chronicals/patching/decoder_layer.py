@@ -120,11 +120,11 @@ def lay_side_by_side(model: nn.Module) -> None:
                 _Layer(forward.args[0], layer, next(layer.parameters()).dtype)
 
 
-def recompute_norms_and_units(model: nn.Module, again: bool = True) -> None:
+def recompute_norms_and_units(model: nn.Module) -> None:
     """Fused layers make what their norms and gated units give again in the backward pass instead of keeping it."""
     for layer in model.modules():
         if hasattr(layer, ATTENTION):
-            setattr(layer, RECOMPUTES, again)
+            setattr(layer, RECOMPUTES, True)
 
 
 def _forward(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:

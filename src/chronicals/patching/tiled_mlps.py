@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chronicals.memory import draws_numbers, tiled
-from chronicals.patching.decoder_layer import TILES, recompute_norms_and_units
+from chronicals.patching.decoder_layer import RECOMPUTES, TILES
 from chronicals.patching.forms import FORM, Forward, signature
 from chronicals.patching.plan import plan_for
 
@@ -51,7 +51,8 @@ def untile_mlps(model: Any) -> None:
 def forget_policies(model: Any) -> None:
     """What memory policies of an earlier run left on the model."""
     untile_mlps(model)
-    recompute_norms_and_units(model, again=False)
+    for layer in model.modules():
+        vars(layer).pop(RECOMPUTES, None)
 
 
 def has_gated_mlps(model: Any) -> bool:
