@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from baseline import SHAPE, documents, ours, versions
+from baseline import SHAPE, WARM_UP, documents, ours, versions
 
 from chronicals.attention import choice
 from chronicals.data.tokenizer_training import train_tokenizer
@@ -94,6 +94,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--commit", default="unknown")
     given = parser.parse_args()
+    if given.steps <= WARM_UP:
+        parser.error(f"--steps {given.steps}: the first {WARM_UP} are told apart, give more")
     rows = documents()
     tokenizer = train_tokenizer((row["text"] for row in rows), 16384)
     result: dict = {**versions(), "commit": given.commit, "shape": SHAPE, "kind": given.kind, "rungs": {}}

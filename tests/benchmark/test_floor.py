@@ -52,11 +52,13 @@ def test_needed_flops_at_documents_of_2048(name, rank, gigaflops):
     assert needed_flops(Job(shape(name), 16384, 2048, rank)) / 1e9 == pytest.approx(gigaflops, rel=0.01)
 
 
-@pytest.mark.parametrize("rank", [0, 32])
-def test_the_products_are_the_needed_flops(rank):
+@pytest.mark.parametrize(("rank", "zeros"), [(0, 1.0), (32, 1.05)])
+def test_the_products_are_the_needed_flops(rank, zeros):
+    """Beside adapters of several projections in one product lie zeros."""
     job = Job(shape(SMALL), 16384, 2048, rank)
     listed = sum(product.count * product.flops for product in products(job))
-    assert listed == pytest.approx((needed_flops(job) - 3 * attention_flops(job)) * job.tokens, rel=1e-9)
+    needed = (needed_flops(job) - 3 * attention_flops(job)) * job.tokens
+    assert needed * (1 - 1e-9) <= listed <= zeros * needed * (1 + 1e-9)
 
 
 def ceiling(product: Product) -> float:
@@ -107,5 +109,9 @@ def test_only_the_adapted_projections_are_counted():
     shape = Shape(layers=3, width=8, heads=2, kv_heads=1, head_dim=4, inner=20, vocabulary=50, parameters=0)
     job = Job(shape, tokens=10, mean_length=5.0, rank=2, adapted=("q_proj", "v_proj"))
     assert job.adapter_parameters == 3 * 2 * ((8 + 8) + (8 + 4))
-    names = {(p.name, p.kind): (p.inputs, p.outputs, p.count) for p in products(job) if p.name.endswith((" A", " B"))}
-    assert {name for name, _ in names} == {"qkv A", "qkv B"} and names["qkv A", "forward"] == (8, 4, 3)
+    found = {(p.name, p.kind): (p.inputs, p.outputs, p.count) for p in products(job)}
+    assert found["qkv", "forward"] == (8 + 4, 16, 3) and found["qkv", "dX"] == (8, 16 + 4, 2)
+    assert found["out", "forward"] == (8, 8, 3)
+    thin = {key: sizes for key, sizes in found.items() if key[0].endswith((" A", " B"))}
+    a, b = (8, 4, 3), (4, 16, 3)
+    assert thin == {("qkv A", "forward"): a, ("qkv A", "dW"): a, ("qkv B", "dX"): b, ("qkv B", "dW"): b}

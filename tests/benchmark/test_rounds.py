@@ -26,7 +26,7 @@ def bench(tmp_path, monkeypatch):
     class Bench:
         def __init__(self):
             self.ran, self.started, self.ended, self.crash, self.changes, self.absent = [], [], [], set(), {}, set()
-            self.too_many = 99  # processes that wait when another crashes
+            self.processes, self.too_many = [], 99  # so many that wait make another one crash
 
         def measure(self, **options):
             work = made.work(tmp_path)
@@ -40,6 +40,7 @@ def bench(tmp_path, monkeypatch):
             self.name = arm if isinstance(arm, str) else arm.name
             self.trace, self.further, self.rounds = trace, further, 0
             bench.started.append(self.name)
+            bench.processes.append(self)
 
         @property
         def waits(self):
@@ -47,8 +48,8 @@ def bench(tmp_path, monkeypatch):
 
         def measure(self, timeout):
             bench.ran.append(self.name)
-            alive = len(bench.started) - len(bench.ended)
-            if self.name in bench.crash or alive > bench.too_many:
+            waiting = sum(running.waits for running in bench.processes)
+            if self.name in bench.crash or waiting >= bench.too_many:
                 bench.ended.append(self.name)
                 raise ArmFailed("OutOfMemoryError: CUDA out of memory")
             self.rounds += 1
@@ -192,13 +193,13 @@ def test_without_a_reference_nobody_has_a_speed(bench):
 def test_an_arm_that_takes_other_documents_has_a_reference_of_its_own(bench):
     bench.changes = {"liger": {"own_batches": [[[1, 2, 3]]]}}
     row = bench.measure(against=["liger"], rounds=2)
-    assert bench.ran.count("reference") == 2
+    assert bench.ran.count("reference") == 2  # the second round takes what the first did
     assert json.loads((row.work.folder / "results" / "batches-liger-scout.json").read_text()) == [[[1, 2, 3]]]
 
 
 def test_the_time_limit_ends_the_rounds_and_says_so(bench):
     row = bench.measure(against=["liger"], rounds=3, time_limit=0.0)
-    assert row.runs == {} and row.orders == []
+    assert row.runs == {} and row.orders == [] and bench.started == ["reference"]
     assert any("time limit" in note for note in row.notes)
 
 
@@ -232,6 +233,15 @@ def waiting_process(tmp_path, script):
     log.write_text("Traceback\ntorch.OutOfMemoryError: CUDA out of memory.\n")
     command = [sys.executable, "-c", script]
     return ArmProcess(subprocess.Popen(command, stdin=subprocess.PIPE, text=True, start_new_session=True), log)
+
+
+def test_a_process_waits_for_its_first_round_and_can_be_let_go(tmp_path):
+    work = made.work(tmp_path)
+    work.write()
+    running = processes.RunningArm(work, "ours", 1)
+    assert running.process.running and not running.waits
+    running.end()
+    assert not running.process.running and not running.out.with_name("ours.0.json").exists()
 
 
 def test_a_process_that_dies_while_it_waits_is_seen(tmp_path):

@@ -53,10 +53,14 @@ def main(arguments: list[str] | None = None) -> None:
         prepare(work)
         given.out.write_text(json.dumps(_rates(work)))
     else:
-        from chronicals.benchmark.measurement import Plan
+        from chronicals.benchmark.measurement import Plan, asked_for_a_round
 
         module, function = ARMS[given.name].split(":")
         run = getattr(importlib.import_module(f"chronicals.benchmark.arms.{module}"), function)
+        ready = time.perf_counter()
+        if not asked_for_a_round():
+            return
+        began += time.perf_counter() - ready
         plan = Plan(given.steps, given.warm_up, given.trace, given.changes, given.documents, given.further, given.out, began)
         run(work, plan)
 

@@ -184,7 +184,9 @@ class Product:
 
 
 def products(job: Job) -> list[Product]:
-    """The step's products, with QKV and gate/up merged, as the needed FLOPs count them."""
+    """The step's products, with QKV and gate/up merged and adapters in them: behind x ride the adapters' r outputs, behind dY
+    their gradients, so that the base's products grow by R, the sum of the ranks, and four are left that are R wide.
+    """
     s, T = job.shape, job.tokens
     layer = {
         "qkv": (s.width, s.q + 2 * s.kv),
@@ -194,29 +196,17 @@ def products(job: Job) -> list[Product]:
     }
     found = []
     for name, (inputs, outputs) in layer.items():
-        found.append(Product(name, "forward", T, inputs, outputs, s.layers))
-        found.append(Product(name, "dX", T, inputs, outputs, s.layers - (1 if job.rank and name == "qkv" else 0)))
+        ranks = job.rank * sum(member in job.adapted for member in GROUPS[name])
+        found.append(Product(name, "forward", T, inputs + ranks, outputs, s.layers))
+        found.append(Product(name, "dX", T, inputs, outputs + ranks, s.layers - (1 if job.rank and name == "qkv" else 0)))
         if not job.rank:
             found.append(Product(name, "dW", T, inputs, outputs, s.layers))
+        if ranks:
+            found += [Product(f"{name} A", kind, T, inputs, ranks, s.layers) for kind in ("forward", "dW")]
+            found += [Product(f"{name} B", kind, T, ranks, outputs, s.layers) for kind in ("dX", "dW")]
     head = round(T * job.labelled)
     kinds: tuple[Literal["forward", "dX", "dW"], ...] = ("forward", "dX") if job.rank else ("forward", "dX", "dW")
-    found += [Product("head", kind, head, s.width, s.vocabulary, 1) for kind in kinds]
-    return found + (_adapter_products(job) if job.rank else [])
-
-
-def _adapter_products(job: Job) -> list[Product]:
-    """A of the projections that share an input together, B of each."""
-    s, r = job.shape, job.rank
-    found = []
-    kinds: tuple[Literal["forward", "dX", "dW"], ...] = ("forward", "dX", "dW")
-    for name, members in GROUPS.items():
-        adapted = [s.projections[member] for member in members if member in job.adapted]
-        outputs = [width for _, width in adapted]
-        for kind in kinds if adapted else ():
-            found.append(Product(f"{name} A", kind, job.tokens, adapted[0][0], r * len(adapted), s.layers))
-            for width in sorted(set(outputs)):
-                found.append(Product(f"{name} B", kind, job.tokens, r, width, s.layers * outputs.count(width)))
-    return found
+    return found + [Product("head", kind, head, s.width, s.vocabulary, 1) for kind in kinds]
 
 
 @dataclass(frozen=True)

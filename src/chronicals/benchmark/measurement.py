@@ -17,8 +17,8 @@ COMPARED = 5
 RESUMED = 3
 """Steps told apart when a process goes on after it waited."""
 
-AGAIN = "again"
-"""The line that asks a waiting process for another round."""
+ROUND = "round"
+"""The line that asks a waiting process for a round."""
 
 
 @dataclass
@@ -122,7 +122,12 @@ class Plan:
         if self.rounds > self.further:
             return False
         reset_peak()
-        return sys.stdin.readline().strip() == AGAIN
+        return asked_for_a_round()
+
+
+def asked_for_a_round() -> bool:
+    """Wait for whoever started this process: whether a round is wanted."""
+    return sys.stdin.readline().strip() == ROUND
 
 
 def round_file(out: Path, number: int) -> Path:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import chronicals
-from chronicals.benchmark.measurement import AGAIN, Measurement, round_file
+from chronicals.benchmark.measurement import ROUND, Measurement, round_file
 from chronicals.benchmark.work import Work
 
 PEERS: dict[str, tuple[str, ...]] = {
@@ -64,7 +64,8 @@ def missing(peer: str, mode: str) -> list[str]:
 
 
 class RunningArm:
-    """The process of an arm: it measures a round, and waits, with all that it has made, until it is asked for another.
+    """The process of an arm: it imports what it needs and waits until it is asked for a round; after one it waits again, with
+    all that it has made.
 
     Args:
         label: tells the files of this process from those of other runs of the arm.
@@ -100,8 +101,7 @@ class RunningArm:
         Raises:
             ArmFailed: it crashed or took longer than ``timeout`` seconds.
         """
-        if self.rounds:
-            self.process.say(AGAIN)
+        self.process.say(ROUND)
         path = round_file(self.out, self.rounds)
         self.process.wait_for(path.exists, timeout)
         self.rounds += 1
@@ -111,7 +111,10 @@ class RunningArm:
 
     def end(self) -> None:
         """Tell it that there is no other round."""
-        self.process.end()
+        if self.rounds:
+            self.process.end()
+        else:
+            self.process.kill()
 
 
 def run_preparation(work: Work, timeout: float) -> dict[str, Any]:

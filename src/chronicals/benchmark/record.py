@@ -59,7 +59,7 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         "settings": first.settings,
         "parity": comparison(first, beside),
         "first_loss": first.losses[0],
-        "last_loss": runs[-1].losses[-1],
+        "last_loss": first.losses[-1],
         "grad_norms": first.grad_norms,
         "losses": first.losses,
         "trained_share": first.trained_share,
@@ -72,7 +72,7 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         return found
     samples = [rate for run in runs for rate in run.rates]
     rate = statistics.median(samples)
-    floor = row.rates.get("floor")
+    floor = None if first.extra.get("fp8") else row.rates.get("floor")  # which is that of products in 16 bit
     quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [rate] * 3
     return found | {
         "tokens_per_second": {

@@ -137,8 +137,9 @@ class _Session:
     keep: Callable[[Row], None]
     began: float
     took: dict[str, float] = field(default_factory=dict)
+    begun: dict[str, RunningArm] = field(default_factory=dict)
     waiting: dict[str, RunningArm] = field(default_factory=dict)
-    own_references: dict[str, tuple[list[list[list[int]]], Measurement]] = field(default_factory=dict)
+    own_references: dict[str, Measurement] = field(default_factory=dict)
 
     def measure_reference(self) -> None:
         self.say("running the fp32 reference")
@@ -161,7 +162,8 @@ class _Session:
             return run(1)
 
     def scout(self) -> list[Arm]:
-        """Every arm once; those that go on: ours, and the fastest peers that trained as they should."""
+        """Every arm once, while the next one imports what it needs; those that go on: ours, and the fastest peers that trained
+        as they should."""
         row = self.row
         ours = [Arm(OURS), *(Arm(OURS, changes) for changes in self.options.variants)]
         peers = []
@@ -172,8 +174,12 @@ class _Session:
                 self.say(f"{name}: skipped, {row.absent[name]}")
             else:
                 peers.append(Arm(name))
-        for arm in [*ours, *peers]:
-            self.run(arm, "scouting", SCOUTING, traced=arm == ours[0])
+        arms = [*ours, *peers]
+        for number, arm in enumerate(arms):
+            for soon in arms[number : number + 2]:
+                if soon.name not in self.begun and not self._late(0.0):
+                    self.begun[soon.name] = self._start(soon, SCOUTING)
+            self.run(arm, "scouting", SCOUTING)
         able = [arm for arm in peers if arm.name in row.runs and arm.name not in row.refused]
         best = sorted(able, key=lambda arm: -_median(row.runs[arm.name][0].rates))[:BEST_PEERS]
         chosen = [arm for arm in ours if arm.name in row.runs and arm.name not in row.refused] + best
@@ -203,15 +209,14 @@ class _Session:
             return 2.0 * sum(self.row.runs[arm.name][-1].seconds[-self.row.work.steps :])
         return self.took.get(arm.name, 0.0)
 
-    def run(self, arm: Arm, stage: str, label: str, traced: bool = False) -> None:
+    def run(self, arm: Arm, stage: str, label: str) -> None:
         if self._late(0.0):
             self.row.notes.append(f"{arm.name}: not run in the {stage}, the time limit was reached")
             return
         self.say(f"{stage}: {arm.name}")
-        row, work, began = self.row, self.row.work, time.perf_counter()
-        trace = (self.options.trace or work.folder / "results" / "trace.json") if traced else None
+        row, began = self.row, time.perf_counter()
         try:
-            measured = self._measured(arm, label, trace)
+            measured = self._measured(arm, label)
         except ArmFailed as error:
             row.failed[arm.name] = str(error)
             self.say(f"{arm.name}: failed, {error}")
@@ -226,26 +231,31 @@ class _Session:
         row.seconds = time.perf_counter() - self.began
         self.keep(row)
 
-    def _measured(self, arm: Arm, label: str, trace: Path | None) -> Measurement:
+    def _measured(self, arm: Arm, label: str) -> Measurement:
         """A round of the arm: by its process that waits, or by a new one, alone if it does not fit beside those that wait."""
         running = self.waiting.pop(arm.name, None)
         if running is None:
             try:
-                return self._first_round(arm, label, trace)
+                return self._first_round(arm, label)
             except ArmFailed:
                 if not self.waiting:
                     raise
                 self.say(f"{arm.name}: failed while others waited in the card's memory; these are ended, it is run again")
                 self.end_all_but([])
-                return self._first_round(arm, label, trace)
+                return self._first_round(arm, label)
         measured = running.measure(self.options.arm_timeout)
         if running.waits:
             self.waiting[arm.name] = running
         return measured
 
-    def _first_round(self, arm: Arm, label: str, trace: Path | None) -> Measurement:
-        further = self.options.rounds if label == SCOUTING else 0
-        running = RunningArm(self.row.work, arm, self.row.work.steps, trace, label=label, further=further)
+    def _start(self, arm: Arm, label: str) -> RunningArm:
+        """Its process; in the scouting round ours is traced, and all may be asked for more."""
+        work, scouting = self.row.work, label == SCOUTING
+        trace = (self.options.trace or work.folder / "results" / "trace.json") if scouting and arm == Arm(OURS) else None
+        return RunningArm(work, arm, work.steps, trace, label=label, further=self.options.rounds if scouting else 0)
+
+    def _first_round(self, arm: Arm, label: str) -> Measurement:
+        running = self.begun.pop(arm.name, None) or self._start(arm, label)
         measured = running.measure(self.options.arm_timeout)
         if running.waits and self._fits_beside_others(measured):
             self.waiting[arm.name] = running
@@ -260,8 +270,10 @@ class _Session:
         return held + 2 * measured.peak_gib < memory
 
     def end_all_but(self, arms: Sequence[Arm]) -> None:
-        for name in self.waiting.keys() - {arm.name for arm in arms}:
-            self.waiting.pop(name).end()
+        names = {arm.name for arm in arms}
+        for running in (self.begun, self.waiting):
+            for name in running.keys() - names:
+                running.pop(name).end()
 
     def _refusal(self, arm: Arm, measured: Measurement, label: str) -> str | None:
         """Beside the reference on the documents that the arm itself took."""
@@ -277,14 +289,13 @@ class _Session:
         return refusal(measured, reference, self.options.tolerance, dropout)
 
     def _reference_on(self, batches: list[list[list[int]]], arm: Arm, label: str) -> Measurement:
-        known = self.own_references.get(arm.name)
-        if known is None or known[0] != batches:
+        text = json.dumps(batches)
+        if text not in self.own_references:
             path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"
             path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(batches))
-            known = batches, self._reference(path, f"{arm.kind}-{label}")
-            self.own_references[arm.name] = known
-        return known[1]
+            path.write_text(text)
+            self.own_references[text] = self._reference(path, f"{arm.kind}-{label}")
+        return self.own_references[text]
 
     def _late(self, needed: float) -> bool:
         limit = self.options.time_limit

@@ -28,8 +28,8 @@ class Collector(Callback):
     After the first round a few more steps are traced, where asked.
     """
 
-    def __init__(self, plan: Plan, settings: str):
-        self.plan, self.settings = plan, settings
+    def __init__(self, plan: Plan, settings: str, run_in_fp8: bool):
+        self.plan, self.settings, self.run_in_fp8 = plan, settings, run_in_fp8
         self.steps = list[StepMetrics]()
         self.profiler: Profiler | None = None
 
@@ -70,6 +70,7 @@ class Collector(Callback):
                 load_seconds=self.load_seconds,
                 profile=profile,
                 first=not self.plan.rounds,
+                extra={"fp8": self.run_in_fp8},
             )
         )
         self.steps = []
@@ -83,7 +84,7 @@ def ours(work: Work, plan: Plan) -> None:
     model = load(work.model, DTYPES[config.mixed_precision])
     if config.use_lora:
         _attach(model, work, config)
-    collector = Collector(plan, _settings(config, plan))
+    collector = Collector(plan, _settings(config, plan), config.use_fp8)
     trainer = ChronicalsTrainer(model, load_tokenizer(work.model), config, callbacks=[collector])
     try:
         trainer.train(work.documents)
