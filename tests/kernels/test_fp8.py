@@ -43,6 +43,19 @@ def test_equals_the_formula(shape, scaling, layout, device):
             assert_equal(ours, exact, device)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_scale_that_is_known(layout, device):
+    """Values beyond its limit stay at the limit."""
+    for dtype in (torch.bfloat16, torch.float32):
+        x, scale = draw((130, 257), dtype, device), torch.tensor(0.37, device=device)
+        for ours, exact in zip(
+            fp8_quantize(x, layout=layout, scale=scale), fp8_quantize_reference(x.cpu(), layout=layout, scale=scale.cpu())
+        ):
+            assert_equal(ours, exact, device)
+    with pytest.raises(ValueError, match="scaling='row': only the scale of a tensor can be given"):
+        fp8_quantize(x, "row", scale=scale)
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_what_it_stands_for(scaling, device):
     """Within half a spacing of fp8: 2⁻⁴ of a value, or half the smallest step times the scale."""
@@ -132,7 +145,14 @@ FAULTS = {
     "columns scaled as rows": ("(x * _inverse(of_columns)[None, :])", "(x * _inverse(of_columns)[:, None])"),
     "columns not turned": ("place, tl.trans(values), mask", "place, values, mask"),
     "the maximum with its sign": ("tl.where(x == x, tl.abs(x), 0.0)", "tl.where(x == x, x, 0.0)"),
-    "the first tile alone": ("_scale(of_rows.amax(0), limit)", "_scale(of_rows[0], limit)"),
+    "the first rows of a tile alone": (
+        "tl.max(tl.max(sizes, 1), 0)\n        here",
+        "tl.max(tl.where(row < 8, tl.max(sizes, 1), 0.0), 0)\n        here",
+    ),
+    "scales of rows for columns": (
+        "of_columns_ptr + column, mask=column < width, other",
+        "of_rows_ptr + column, mask=column < width, other",
+    ),
 }
 
 

@@ -202,17 +202,23 @@ def test_what_was_in_host_memory_is_what_it_was(adapted, again, window, device):
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert offload.moved > 0
     if device.type == "cuda" and not window:
-        assert whole - rest > 0.8 * offload.moved
+        assert rest < 0.5 * whole
 
 
 def states_gradients_and_held(model, batch):
-    """With the bytes that the card holds between forward and backward."""
-    held = []
-    torch.manual_seed(4)
-    hook = model.get_decoder().norm.register_forward_hook(lambda *_: held.append(torch.cuda.memory_allocated()))
-    found = families.states_and_gradients(model, batch)
-    hook.remove()
-    return found, held[0]
+    """With the bytes that a forward pass leaves on the card, in a second pass, when libraries have what they need."""
+    decoder, held = model.get_decoder(), []
+    hooks = [
+        decoder.register_forward_pre_hook(lambda *_: held.append(-torch.cuda.memory_allocated())),
+        decoder.norm.register_forward_hook(lambda *_: held.append(torch.cuda.memory_allocated())),
+    ]
+    for _ in range(2):
+        held.clear()
+        torch.manual_seed(4)
+        found = families.states_and_gradients(model, batch)
+    for hook in hooks:
+        hook.remove()
+    return found, sum(held)
 
 
 def test_no_gradient_below_the_first_adapter():

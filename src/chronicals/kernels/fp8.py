@@ -7,7 +7,7 @@ values (``square``). A tensor-core product of FP8 runs along the last dimension 
 transpose of what the forward pass took: ``rows`` are ``[M, K]``, scaled along K, ``columns`` are ``[K, M]``, scaled along M.
 
 x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each layout; the scale of a tensor,
-and those of whole columns, take 2 more, for they are known only at the end.
+and those of whole columns, take 2 more, for they are known only at the end, unless the scale of a tensor is given.
 """
 
 from __future__ import annotations
@@ -83,45 +83,54 @@ def _tile(x_ptr, rows, width, stride, BLOCK: tl.constexpr):
 def _extremes_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """max |x| of each tile; or of each of its rows, ``[⌈K / B⌉, M]``, and columns, ``[⌈M / B⌉, K]``."""
+    """max |x| of all, or of each row and each column, as the integers of their bits, which have the same order."""
     row, column, _, _, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
-    across = tl.cdiv(width, BLOCK)
     if SCALING == "tensor":
-        tl.store(of_rows_ptr + tl.program_id(0), tl.max(tl.max(sizes, 1), 0))
+        most = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(sizes, 1), 0)
+        here = tl.arange(0, BLOCK)
+        tl.atomic_max(of_rows_ptr + here, most.to(tl.int32, bitcast=True), mask=here == 0, sem="relaxed")
     else:
-        place = (tl.program_id(0) % across).to(tl.int64) * rows
-        tl.store(of_rows_ptr + place + row, tl.max(sizes, 1), mask=row < rows)
-        place = (tl.program_id(0) // across).to(tl.int64) * width
-        tl.store(of_columns_ptr + place + column, tl.max(sizes, 0), mask=column < width)
+        tl.atomic_max(of_rows_ptr + row, tl.max(sizes, 1).to(tl.int32, bitcast=True), mask=row < rows, sem="relaxed")
+        of_columns = tl.max(sizes, 0).to(tl.int32, bitcast=True)
+        tl.atomic_max(of_columns_ptr + column, of_columns, mask=column < width, sem="relaxed")
 
 
 @triton.jit
 def _tiles_kernel(
-    x_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride, SCALING: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride,
+    SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The scales of tensors and rows are there; those of blocks and squares are made."""
+    """The maxima of tensors and rows are there, or the scale of a tensor is; those of blocks and squares are found here."""
     row, column, inside, x, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     left, top = tl.program_id(0) % across, tl.program_id(0) // across
+    first, zeros = tl.arange(0, BLOCK) == 0, tl.zeros((BLOCK,), tl.int32)
     of_rows = tl.full((BLOCK,), 1.0, tl.float32)
     of_columns = tl.full((BLOCK,), 1.0, tl.float32)
     if SCALING == "tensor":
-        of_rows = of_rows * tl.load(rows_scale_ptr)
+        most = tl.zeros((BLOCK,), tl.float32) + tl.load(of_rows_ptr)
+        of_rows = most if KNOWN else _scale_of(most, LIMIT)
         of_columns = of_rows
+        here = tl.program_id(0) + tl.arange(0, BLOCK) == 0
+        if ROWS:
+            tl.store(rows_scale_ptr + tl.arange(0, BLOCK), of_rows, mask=here)
+        if COLUMNS:
+            tl.store(columns_scale_ptr + tl.arange(0, BLOCK), of_columns, mask=here)
     elif SCALING == "square":
         of_rows = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(sizes, 1), 0), LIMIT)
         of_columns = of_rows
-        first = tl.arange(0, BLOCK) == 0
         if ROWS:
             tl.store(rows_scale_ptr + top * across + left + tl.arange(0, BLOCK), of_rows, mask=first)
         if COLUMNS:
             tl.store(columns_scale_ptr + left * down + top + tl.arange(0, BLOCK), of_columns, mask=first)
     elif SCALING == "row":
         if ROWS:
-            of_rows = tl.load(rows_scale_ptr + row, mask=row < rows, other=1.0)
+            of_rows = _scale_of(tl.load(of_rows_ptr + row, mask=row < rows, other=0.0), LIMIT)
+            tl.store(rows_scale_ptr + row, of_rows, mask=(row < rows) & (left + zeros == 0))
         if COLUMNS:
-            of_columns = tl.load(columns_scale_ptr + column, mask=column < width, other=1.0)
+            of_columns = _scale_of(tl.load(of_columns_ptr + column, mask=column < width, other=0.0), LIMIT)
+            tl.store(columns_scale_ptr + column, of_columns, mask=(column < width) & (top + zeros == 0))
     else:
         if ROWS:
             of_rows = _scale_of(tl.max(sizes, 1), LIMIT)
@@ -169,7 +178,7 @@ def _scale_shape(shape: tuple[int, int], scaling: str) -> tuple[int, ...]:
 
 
 @torch.library.custom_op("chronicals::fp8_quantize", mutates_args=())
-def _quantize(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> list[Tensor]:
+def _quantize(x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None) -> list[Tensor]:
     made = _outputs(x, scaling, dtype, layout)
     if not x.numel():
         for tensor in made:
@@ -180,44 +189,52 @@ def _quantize(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> list[
         block = next_power_of_2(width)
         _rows_kernel[(rows,)](x, *made, width, stride, limit, block, num_warps=min(max(block // 1024, 1), 16))
         return made
-    of_rows, of_columns = layout != "columns", layout != "rows"
-    if scaling in ("tensor", "row"):
-        _fill_scales(x, made, scaling, limit, layout)
-    _tiles_kernel[_grid(x)](  # of the layout that is not asked for nothing is read or written
-        x, *made[:2], *made[-2:], rows, width, stride, scaling, of_rows, of_columns, limit, BLOCK, num_warps=WARPS
-    )
+    most = _extremes(x, scaling) if scale is None else (scale, scale)
+    for of_rows, of_columns in _turns(x, layout):  # of the layout that is not asked for nothing is read or written
+        _tiles_kernel[_grid(x)](
+            x, *most, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, of_rows, of_columns, limit, BLOCK,
+            num_warps=WARPS,
+        )  # fmt: skip
     return made
+
+
+def _turns(x: Tensor, layout: str) -> list[tuple[bool, bool]]:
+    """Which layouts one launch writes. Both of fp32 values it does not: where they share a scale, Triton 3.6 compiles the
+    turned store of what it has in common with the other wrongly for a card."""
+    if layout == "both" and x.dtype == torch.float32:
+        return [(True, False), (False, True)]
+    return [(layout != "columns", layout != "rows")]
 
 
 def _grid(x: Tensor) -> tuple[int]:
     return (triton.cdiv(x.shape[0], BLOCK) * triton.cdiv(x.shape[1], BLOCK),)
 
 
-def _fill_scales(x: Tensor, made: list[Tensor], scaling: str, limit: float, layout: str) -> None:
-    """One read of x, then of what each tile found."""
+def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+    """max |x| of all, twice, or of rows and of columns; nothing for the scalings that need none."""
     (rows, width), whole = x.shape, scaling == "tensor"
-    across, down = triton.cdiv(width, BLOCK), triton.cdiv(rows, BLOCK)
-    of_rows = x.new_empty((across * down,) if whole else (across, rows), dtype=torch.float32)
-    of_columns = of_rows if whole else x.new_empty((down, width), dtype=torch.float32)
+    if scaling not in ("tensor", "row"):
+        return x, x
+    bits = x.new_zeros(1 if whole else rows + width, dtype=torch.int32)
+    of_rows, of_columns = (bits, bits) if whole else bits.split((rows, width))
     _extremes_kernel[_grid(x)](x, of_rows, of_columns, rows, width, x.stride(0), scaling, BLOCK, num_warps=WARPS)
-    if layout != "columns":
-        made[1].copy_(_scale(of_rows.amax(0), limit).view(made[1].shape))
-    if layout != "rows":
-        made[-1].copy_(_scale(of_columns.amax(0), limit).view(made[-1].shape))
+    return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
 def _scale(most: Tensor, limit: float) -> Tensor:
-    return torch.where(most > 0.0, (most / limit).clamp(min=SMALLEST), 1.0)
+    quotient = most / most.new_full((), limit)  # by a number a card would multiply by its inverse
+    return torch.where(most > 0.0, quotient.clamp(min=SMALLEST), 1.0)
 
 
 @_quantize.register_fake
-def _(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> list[Tensor]:
+def _(x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None) -> list[Tensor]:
     return _outputs(x, scaling, dtype, layout)
 
 
 def fp8_quantize(
-    x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows"
-) -> tuple[Scaled | None, Scaled | None]:
+    x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows",
+    scale: Tensor | None = None,
+) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
     """``x`` in FP8: its rows, and its columns as the rows of the transpose.
 
     Args:
@@ -225,12 +242,13 @@ def fp8_quantize(
         scaling: ``tensor``, ``row``, ``block`` or ``square``.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         layout: ``rows``, ``columns`` or ``both``.
+        scale: of a tensor, where it is known, fp32 ``[]``.
 
     Returns:
         ``Scaled`` of ``[M, K]`` and of ``[K, M]``; None for the one not asked for.
 
     Raises:
-        ValueError: an option is unknown, or x is no matrix.
+        ValueError: an option is unknown, x is no matrix, or a scale is given for another scaling than ``tensor``.
     """
     for name, value, known in (
         ("scaling", scaling, SCALINGS), ("dtype", dtype, tuple(LIMITS)), ("layout", layout, ("rows", "columns", "both")),
@@ -239,22 +257,27 @@ def fp8_quantize(
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, known))}")
     if x.ndim != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: expected [M, K]")
+    if scale is not None and scaling != "tensor":
+        raise ValueError(f"scaling={scaling!r}: only the scale of a tensor can be given")
     if not runs_triton(x) or lacks_fp8(x.device):
-        return fp8_quantize_reference(x, scaling, dtype, layout)
-    made = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout)
+        return fp8_quantize_reference(x, scaling, dtype, layout, scale)
+    made = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout, scale)
     found = [Scaled(values, scale.t() if scaling == "block" else scale) for values, scale in zip(made[::2], made[1::2])]
     return found[0] if layout != "columns" else None, found[-1] if layout != "rows" else None
 
 
 def fp8_quantize_reference(
-    x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows"
-) -> tuple[Scaled | None, Scaled | None]:
+    x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows",
+    scale: Tensor | None = None,
+) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
     wide = x.float()
-    rows = _scaled_reference(wide, scaling, dtype) if layout != "columns" else None
-    return rows, _scaled_reference(wide.t(), scaling, dtype) if layout != "rows" else None
+    rows = _scaled_reference(wide, scaling, dtype, scale) if layout != "columns" else None
+    return rows, _scaled_reference(wide.t(), scaling, dtype, scale) if layout != "rows" else None
 
 
-def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype) -> Scaled:
+def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor | None) -> Scaled:
+    if known is not None:
+        return Scaled((x * (1.0 / known)).to(dtype).contiguous(), known)
     rows, width = x.shape
     high, wide = {"tensor": (rows, width), "row": (1, width), "block": (1, BLOCK), "square": (BLOCK, BLOCK)}[scaling]
     if not x.numel():

@@ -4,13 +4,17 @@
     dx = dy W      rows of dy   [T, N]  by  columns of W  [K, N]
     dW = dyᵀ x     columns of dy [N, T] by  columns of x  [K, T]
 
-Scales of rows leave the sum, as that of a tensor does: y_tn = s_t s_n Σ_k. Sums are fp32, what comes out is of the type of x,
-and the gradient is that of the product as if nothing were rounded. Kept for the backward pass: both columns, a byte a value.
-T is filled up to a multiple of 16 with rows of zeros; K and N must be such multiples.
+Scales of rows leave the sum, as that of a tensor does: y_tn = s_t s_n Σ_k. Sums are fp32, in the forward pass as far as the
+tensor cores' own registers are. What comes out is of the type of x; the gradient is that of the product as if nothing were
+rounded. Kept for the backward pass: both columns, a byte a value. T is filled up to a multiple of 16 with rows of zeros; K and
+N must be such multiples.
+
+``FP8Weight`` is the same for weights that live long: in ``merged_linear`` it stands in place of the base's products.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,17 +38,73 @@ class Layouts(NamedTuple):
     columns: Scaled | None
 
 
-def scaled_product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """``left @ rightᵀ``, ``[M, N]``, of ``[M, K]`` and ``[N, K]``.
+def scaled_product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool = False, bias: Tensor | None = None) -> Tensor:
+    """``left @ rightᵀ + bias``, ``[M, N]``, of ``[M, K]`` and ``[N, K]``.
 
     Args:
         fast: sums stay in the tensor cores' own registers, of fewer bits, all along K.
+        bias: ``[N]`` of type ``dtype``.
     """
     if not left.values.is_cuda:
-        return (dequantize(left) @ dequantize(right).t()).to(dtype)
+        y = dequantize(left) @ dequantize(right).t()
+        return (y if bias is None else y + bias).to(dtype)
     made = torch.bfloat16 if left.scale.ndim else dtype  # with scales of rows nothing else is there
-    scales = {"scale_a": left.scale, "scale_b": right.scale.t()}
-    return torch._scaled_mm(left.values, right.values.t(), **scales, out_dtype=made, use_fast_accum=fast).to(dtype)
+    inside = bias if made == dtype != torch.float32 else None
+    options: dict[str, Any] = {"scale_a": left.scale, "scale_b": right.scale.t(), "bias": inside, "use_fast_accum": fast}
+    y = torch._scaled_mm(left.values, right.values.t(), out_dtype=made, **options).to(dtype)
+    return y if bias is None or inside is not None else y + bias
+
+
+class FP8Weight:
+    """A weight whose products run in FP8, scaled by its maximum.
+
+    A frozen one is quantised once, and again, in the same memory, which graphs read, after it was written to (not through
+    ``.data``, which nobody can see). A trained one is quantised at each use: by rows in the
+    forward pass, by columns, with the scale that was found there, in the backward pass.
+
+    Args:
+        weight: ``[N, K]`` with dense rows.
+        parts: the parameters that lie in it.
+    """
+
+    def __init__(self, weight: Tensor, parts: Sequence[Tensor]):
+        self.weight, self.parts = weight, parts
+        self._known: tuple[tuple[int, ...], tuple[Scaled, Scaled]] | None = None
+        self._scale: Tensor | None = None
+
+    @property
+    def frozen(self) -> bool:
+        return not any(part.requires_grad for part in self.parts)
+
+    def rows(self) -> Scaled:
+        """For ``y = x Wᵀ``."""
+        if self.frozen:
+            return self._layouts()[0]
+        found, _ = fp8_quantize(self.weight)
+        assert found is not None
+        self._scale = found.scale
+        return found
+
+    def columns(self) -> Scaled:
+        """For ``dx = dy W``."""
+        if self.frozen:
+            return self._layouts()[1]
+        _, found = fp8_quantize(self.weight, layout="columns", scale=self._scale)
+        assert found is not None
+        return found
+
+    def _layouts(self) -> tuple[Scaled, Scaled]:
+        versions = tuple(part._version for part in self.parts)
+        if self._known is None or self._known[0] != versions:
+            rows, columns = fp8_quantize(self.weight, layout="both")
+            assert rows is not None and columns is not None
+            if self._known is not None:
+                for place, made in zip(self._known[1], (rows, columns)):
+                    place.values.copy_(made.values)
+                    place.scale.copy_(made.scale)
+                rows, columns = self._known[1]
+            self._known = versions, (rows, columns)
+        return self._known[1]
 
 
 class _FP8Linear(torch.autograd.Function):

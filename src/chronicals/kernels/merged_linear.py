@@ -12,6 +12,8 @@ Weights lie in one buffer M whose margins hold the adapters, so that no sum pass
 B stands on the diagonal of its margin. Dropout cannot ride along in dx: there g A is masked and added. ``x`` is ``[T, in]``;
 weights of the type of x, adapters in fp32 (Hu et al., 2022, section 4.1). Operations: those of the frozen layers with
 ``in + R`` and ``out + R`` in place of ``in`` and ``out``, and four products as wide as R; R is the sum of the ranks.
+
+With W in FP8 (``fp8``) its three products are, too; adapters stay as they are, so u and g no longer ride but are added.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from chronicals.kernels.dropped_products import (
     dropped_down,
     dropped_gradient_of_down,
 )
+from chronicals.kernels.fp8 import Scaled, fp8_quantize
+from chronicals.kernels.fp8_linear import MULTIPLE, FP8Weight, scaled_product
 from chronicals.kernels.launch import in_rows, runs_triton, tl, triton
 from chronicals.kernels.linear_cross_entropy import Adapter
 from chronicals.kernels.products import product, product_into
@@ -169,7 +173,7 @@ class Remake:
     source: Tensor
 
 
-OPTIONS = 7
+OPTIONS = 8
 """Arguments of the function below that come before the tensors of the layers; x is one of them."""
 
 
@@ -179,7 +183,7 @@ class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, merged: Merged, scales: list[float], dropout: float, roomy: tuple[bool, bool],
-        remake: Remake | None, unread: bool, *tensors: Tensor | None,
+        remake: Remake | None, unread: bool, fp8: FP8Weight | None, *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         count = len(merged.sizes)
         rows, seed = x, None
@@ -187,7 +191,13 @@ class _MergedLinear(torch.autograd.Function):
             _lay_adapters(merged, tensors[2 * count : 3 * count], tensors[3 * count :], scales)
             rows, seed = _extended(x, merged.room, roomy[0]), draw_seed(x) if dropout else None
             _down(merged, x, seed, dropout, rows[:, merged.width :])
-        y = rows.new_empty((len(rows), merged.outputs)) if unread else _of_rows(merged, rows)
+        ctx.fp8, ctx.scale_of_x = fp8, None
+        if unread:
+            y = rows.new_empty((len(rows), merged.outputs))
+        elif fp8 is None:
+            y = _of_rows(merged, rows)
+        else:
+            y, ctx.scale_of_x = _of_rows_in_fp8(merged, rows, fp8)
         kept = any(ctx.needs_input_grad[OPTIONS:])
         ctx.make = remake.make if remake is not None and kept else None
         source = rows if remake is None else remake.source
@@ -212,12 +222,13 @@ class _MergedLinear(torch.autograd.Function):
         extended = dy if not merged.room else _extended(dy, merged.room, ctx.roomy)
         if merged.room:
             product_into(extended[:, merged.outputs :], dy, merged.buffer[: merged.outputs, merged.width :])
-        needs = ctx.needs_input_grad
-        dx = _of_input(ctx, dy, extended, seed) if needs[0] else None
-        count = len(merged.sizes)
+        needs, count = ctx.needs_input_grad, len(merged.sizes)
+        trained = any(needs[OPTIONS : OPTIONS + count]) and x is not None
+        dy_rows, dy_columns = _in_fp8(ctx, dy, needs[0], trained)
+        dx = _of_input(ctx, dy if dy_rows is None else dy_rows, extended, seed) if needs[0] else None
         of_weights: list[Tensor | None] = [None for _ in range(2 * count)]
-        if any(needs[OPTIONS : OPTIONS + count]) and x is not None:
-            of_weights[:count] = product(dy.t(), x, x.dtype).split(merged.sizes)
+        if trained and x is not None:
+            of_weights[:count] = _of_weights(ctx, dy if dy_columns is None else dy_columns, x).split(merged.sizes)
         if any(needs[OPTIONS + count : OPTIONS + 2 * count]):
             of_weights[count:] = dy.sum(0).split(merged.sizes)
         of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
@@ -230,6 +241,24 @@ class _MergedLinear(torch.autograd.Function):
 def _of_rows(merged: Merged, rows: Tensor) -> Tensor:
     matrix = merged.buffer[: merged.outputs].t()
     return product(rows, matrix, rows.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
+
+
+def _of_rows_in_fp8(merged: Merged, rows: Tensor, fp8: FP8Weight) -> tuple[Tensor, Tensor]:
+    """With the scale of x."""
+    x, _ = fp8_quantize(rows[:, : merged.width])
+    assert x is not None
+    y = scaled_product(x, fp8.rows(), rows.dtype, fast=True, bias=merged.bias)
+    if merged.room:
+        y = y.addmm_(rows[:, merged.width :], merged.buffer[: merged.outputs, merged.width :].t())
+    return y, x.scale
+
+
+def _in_fp8(ctx: Any, dy: Tensor, of_input: bool, of_weights: bool) -> tuple[Scaled | None, Scaled | None]:
+    """dy by rows for dX, by columns for dW; None where it is taken as it is."""
+    if ctx.fp8 is None or not (of_input or of_weights):
+        return None, None
+    layout = "both" if of_input and of_weights else "rows" if of_input else "columns"
+    return fp8_quantize(dy, "tensor", torch.float8_e5m2, layout)
 
 
 def _made_again(ctx: Any, source: Tensor, seed: Tensor | None) -> Tensor:
@@ -251,13 +280,27 @@ def _down(merged: Merged, x: Tensor, seed: Tensor | None, dropout: float, out: T
         dropped_down(x, matrix, seed, dropout, out)
 
 
-def _of_input(ctx: Any, dy: Tensor, extended: Tensor, seed: Tensor | None) -> Tensor:
-    merged = ctx.merged
-    if seed is None:
-        return product(extended, merged.buffer[:, : merged.width], dy.dtype)
-    dx = product(dy, merged.buffer[: merged.outputs, : merged.width], dy.dtype)
-    down = merged.buffer[merged.outputs :, : merged.width]
-    return add_dropped_product_(dx, extended[:, merged.outputs :], down, seed, ctx.dropout)
+def _of_input(ctx: Any, dy: Tensor | Scaled, extended: Tensor, seed: Tensor | None) -> Tensor:
+    merged, kind = ctx.merged, extended.dtype
+    if isinstance(dy, Scaled):
+        dx = scaled_product(dy, ctx.fp8.columns(), kind)
+    elif seed is None:
+        return product(extended, merged.buffer[:, : merged.width], kind)
+    else:
+        dx = product(dy, merged.buffer[: merged.outputs, : merged.width], kind)
+    g, down = extended[:, merged.outputs :], merged.buffer[merged.outputs :, : merged.width]
+    if seed is not None:
+        return add_dropped_product_(dx, g, down, seed, ctx.dropout)
+    return dx.addmm_(g, down) if merged.room else dx
+
+
+def _of_weights(ctx: Any, dy: Tensor | Scaled, x: Tensor) -> Tensor:
+    """dW of all layers, ``[out, in]``."""
+    if not isinstance(dy, Scaled):
+        return product(dy.t(), x, x.dtype)
+    _, columns = fp8_quantize(x, layout="columns", scale=ctx.scale_of_x)
+    assert columns is not None
+    return scaled_product(dy, columns, x.dtype)
 
 
 def _of_adapters(ctx: Any, dy: Tensor, extended: Tensor, rows: Tensor, seed: Tensor | None) -> list[Tensor | None]:
@@ -288,6 +331,7 @@ def merged_linear(
     gradient_roomy: bool = False,
     remake: Remake | None = None,
     unread: bool = False,
+    fp8: FP8Weight | None = None,
 ) -> Tensor:
     """The outputs of all layers side by side, ``[T, out]``; differentiable in x, weights, biases and adapters.
 
@@ -301,9 +345,10 @@ def merged_linear(
             row, which are written to here.
         remake: makes x again for the backward pass, in which case x is not kept.
         unread: nobody reads the outputs, which are left as they are found: only the backward pass is wanted.
+        fp8: the weights in ``merged`` for products in FP8; T must be a multiple of 16.
 
     Raises:
-        ValueError: adapters differ in dropout.
+        ValueError: adapters differ in dropout, or T is no such multiple.
     """
     there = [adapter for adapter in adapters if adapter is not None]
     dropouts = {adapter.dropout for adapter in there}
@@ -312,7 +357,9 @@ def merged_linear(
     scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
     matrices = [*(x and x.a for x in adapters), *(x and x.b for x in adapters)]
     dropout = dropouts.pop() if dropouts else 0.0
-    options = merged, scales, dropout, (roomy, gradient_roomy), remake, unread
+    if fp8 is not None and len(x) % MULTIPLE:
+        raise ValueError(f"x has {len(x)} rows: FP8 products need multiples of {MULTIPLE}")
+    options = merged, scales, dropout, (roomy, gradient_roomy), remake, unread, fp8
     return _MergedLinear.apply(x, *options, *weights, *biases, *matrices)
 
 

@@ -7,8 +7,7 @@ called in transformers' families tells its role; that the whole computes what th
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -113,11 +112,24 @@ def lay_side_by_side(model: nn.Module) -> None:
 
     A weight's data then has another address: who keeps addresses must be told.
     """
+    for _ in groups_of_layers(model):
+        pass  # to look is to lay; what cannot be is said when it runs
+
+
+def groups_of_layers(model: nn.Module) -> Iterator[list[tuple[nn.Module, tuple[str, ...], Group]] | Unmerged]:
+    """Of each layer that should run fused its products, or why it does not."""
     for layer in model.modules():
         forward = getattr(vars(layer).get("forward"), "__func__", None)
-        if isinstance(forward, partial) and getattr(forward, FORM, None) == BY:
-            with contextlib.suppress(Unmerged):  # said when it runs
-                _Layer(forward.args[0], layer, next(layer.parameters()).dtype)
+        if not isinstance(forward, partial) or getattr(forward, FORM, None) != BY:
+            continue
+        try:
+            if _has_dropout(layer):
+                raise Unmerged("it has dropout")
+            fused = _Layer(forward.args[0], layer)
+        except Unmerged as reason:
+            yield reason
+        else:
+            yield fused.groups()
 
 
 def recompute_norms_and_units(model: nn.Module) -> None:
@@ -159,11 +171,16 @@ def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:
         raise Unmerged("its input is not one row with rotary tables")
     if torch.is_autocast_enabled(x.device.type):
         raise Unmerged("it runs under autocast")
+    if layer.training and _has_dropout(layer):
+        raise Unmerged("it has dropout")
+
+
+def _has_dropout(layer: Any) -> bool:
+    """Beside that of adapters."""
     drops = any(
         isinstance(module, nn.Dropout) and module.p and ".lora_dropout." not in name for name, module in layer.named_modules()
     )
-    if layer.training and (drops or getattr(layer.self_attn, "attention_dropout", 0.0)):
-        raise Unmerged("it has dropout")
+    return drops or bool(getattr(layer.self_attn, "attention_dropout", 0.0))
 
 
 class _Layer:
@@ -171,12 +188,16 @@ class _Layer:
 
     What goes into a product, and the gradient that comes back to it, is made with room for its adapters; that of ``down`` by
     the first norm of the layer above, which is built alike.
+
+    Args:
+        dtype: of its input; its weights' own by default.
     """
 
-    def __init__(self, anatomy: Anatomy, layer: Any, dtype: torch.dtype):
+    def __init__(self, anatomy: Anatomy, layer: Any, dtype: torch.dtype | None = None):
         self.anatomy, self.layer, self.attention = anatomy, layer, layer.self_attn
         self.qkv, self.out = Group(self.attention, anatomy.products), Group(self.attention, OUT)
         self.both, self.down = Group(layer.mlp, anatomy.mlp.first), Group(layer.mlp, (anatomy.mlp.down,))
+        dtype = dtype or self.qkv.dtype
         for group in (self.qkv, self.out, self.both, self.down):
             if group.dtype != dtype:
                 raise Unmerged(f"its input is {dtype}, its weights {group.dtype}")
@@ -187,6 +208,14 @@ class _Layer:
             raise Unmerged(f"its input is {dtype}, a norm's weight is not")
         self.multiplier = getattr(layer, "residual_multiplier", 1.0)
         self.recomputes = getattr(layer, RECOMPUTES, False)
+
+    def groups(self) -> list[tuple[nn.Module, tuple[str, ...], Group]]:
+        """Whose children make a product, their names, and where it lies."""
+        attention, mlp, reads = self.attention, self.layer.mlp, self.anatomy.mlp
+        return [
+            (attention, self.anatomy.products, self.qkv), (attention, OUT, self.out),
+            (mlp, reads.first, self.both), (mlp, (reads.down,), self.down),
+        ]  # fmt: skip
 
     def _norms(self) -> list[nn.Module]:
         of_heads = [self.attention.q_norm, self.attention.k_norm] if self.anatomy.heads else []

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chronicals.kernels.fp8_linear import MULTIPLE, FP8Weight
 from chronicals.kernels.linear_cross_entropy import Adapter
 from chronicals.kernels.merged_linear import Merged, Remake, merged_linear, side_by_side
 from chronicals.models.linear import UnknownLinear, read_linear
@@ -20,6 +21,9 @@ from chronicals.models.linear import UnknownLinear, read_linear
 logger = logging.getLogger(__name__)
 
 MERGED = "_chronicals_merged"
+FP8 = "_chronicals_fp8"
+"""Attribute of a module: of the groups of its children whose products run in FP8, by their names, where they lie and how."""
+
 _said: set[str] = set()
 
 
@@ -58,6 +62,7 @@ class Group:
         if len({(x.weight.dtype, x.weight.device, x.bias is None) for x in self.linears}) > 1:
             raise Unmerged("layers of one input differ in type, device or bias")
         self.merged = _merged(owner, names, self.linears, [0 if x is None else len(x.a) for x in self.adapters])
+        self.fp8 = _in_fp8(vars(owner).get(FP8, {}), names, self.merged, self.linears)
 
     @property
     def room(self) -> int:
@@ -75,8 +80,11 @@ class Group:
             unread: nobody reads what is returned.
             roomy: x was made with ``room`` behind its rows, if its strides say so; so may be the gradient that comes back.
         """
-        weights, biases = [x.weight for x in self.linears], [x.bias for x in self.linears]
-        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake, unread)
+        weights, biases, fp8 = [x.weight for x in self.linears], [x.bias for x in self.linears], self.fp8
+        if fp8 is not None and len(x) % MULTIPLE:
+            say_once(f"a batch of {len(x)} rows, no multiple of {MULTIPLE}, runs in 16 bit, not in FP8")
+            fp8 = None
+        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake, unread, fp8)
 
 
 def is_hooked(module: Any) -> bool:
@@ -101,6 +109,21 @@ def _merged(owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linea
             say_once(f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are laid side by side anew")
         merged = known[names] = _laid(linears, ranks)
     return merged
+
+
+def _in_fp8(
+    known: dict[tuple[str, ...], tuple[tuple, FP8Weight] | None], names: tuple[str, ...], merged: Merged,
+    linears: Sequence[nn.Linear],
+) -> FP8Weight | None:  # fmt: skip
+    """Made anew for other parameters, for others' memory, and where adapters came or went, which may have been merged."""
+    if names not in known:
+        return None
+    place, parts = merged.buffer[: merged.outputs, : merged.width], [linear.weight for linear in linears]
+    key = place.data_ptr(), tuple(map(id, parts)), merged.ranks
+    there = known[names]
+    if there is None or there[0] != key:
+        there = known[names] = key, FP8Weight(place, parts)
+    return there[1]
 
 
 def _lie_in(merged: Merged, linears: Sequence[nn.Linear]) -> bool:
@@ -129,8 +152,10 @@ def _laid(linears: Sequence[nn.Linear], ranks: Sequence[int]) -> Merged:
 
 @torch.no_grad()
 def lay_apart(model: nn.Module) -> None:
-    """Give every weight that was laid into a storage with margins one of its own again, and forget the storages."""
+    """Give every weight that was laid into a storage with margins one of its own again, and forget the storages and what was
+    made of them in FP8."""
     for owner in model.modules():
+        vars(owner).pop(FP8, None)
         if vars(owner).pop(MERGED, None) is not None:
             for linear in (child for child in owner.modules() if type(child) is nn.Linear):
                 if not linear.weight.is_contiguous():

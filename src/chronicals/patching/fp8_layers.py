@@ -1,0 +1,64 @@
+"""Products of fused decoder layers in FP8, where they are large enough for it to pay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from chronicals.kernels.fp8_linear import MULTIPLE
+from chronicals.patching.decoder_layer import groups_of_layers
+from chronicals.patching.side_by_side import FP8, Group, Unmerged
+
+LEAST = 2048
+"""Inputs and outputs of the smallest product that runs in FP8: below, quantising takes what the product saves."""
+
+
+@dataclass(frozen=True)
+class FP8Products:
+    """What runs in FP8. A product is that of all layers with one input.
+
+    Attributes:
+        chosen, there: products that run in FP8, and those of all fused layers.
+        left: why layers that should run fused do not.
+    """
+
+    chosen: int
+    there: int
+    left: tuple[str, ...]
+
+
+def run_in_fp8(model: Any) -> FP8Products:
+    """Let the products of fused layers that are large enough run in FP8, on a card that has it.
+
+    Adapters, norms and the head stay as they are. Batches whose rows are no multiple of 16 run in 16 bit. ``forget_policies``
+    and ``lay_apart`` undo it.
+    """
+    chosen, there, left = 0, 0, []
+    for found in groups_of_layers(model):
+        if isinstance(found, Unmerged):
+            left.append(str(found))
+            continue
+        there += len(found)
+        for owner, names, group in found:
+            if is_large(group):
+                vars(owner).setdefault(FP8, {})[names] = None
+                chosen += 1
+    return FP8Products(chosen, there, tuple(dict.fromkeys(left)))
+
+
+def is_large(group: Group) -> bool:
+    sizes = group.merged.outputs, group.merged.width
+    return min(sizes) >= LEAST and not any(size % MULTIPLE for size in sizes)
+
+
+def layers_in_fp8(model: Any) -> list[str]:
+    """Names of the linear layers whose products run in FP8, those inside adapters by the adapter's name."""
+    chosen = {
+        linear
+        for found in groups_of_layers(model)
+        if not isinstance(found, Unmerged)
+        for owner, names, group in found
+        if names in vars(owner).get(FP8, {})
+        for linear in group.linears
+    }
+    return [name.removesuffix(".base_layer") for name, module in model.named_modules() if module in chosen]

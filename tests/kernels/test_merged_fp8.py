@@ -1,0 +1,161 @@
+"""merged_linear with its weights in FP8: each product is that of the operands in FP8, and adapters stay as they are."""
+
+import sys
+
+import pytest
+import torch
+
+from chronicals.kernels import merged_linear as module
+from chronicals.kernels.fp8 import dequantize, fp8_quantize
+from chronicals.kernels.fp8_linear import FP8Weight
+from chronicals.kernels.linear_cross_entropy import Adapter
+from chronicals.kernels.merged_linear import Remake, merged_linear, side_by_side
+from mutants import mutant
+
+FP8_LINEAR = sys.modules["chronicals.kernels.fp8_linear"]
+SIZES, WIDTH, TOKENS = (32, 16), 48, 64
+
+
+class Given:
+    """Two layers of one input, x, and the gradient of what they give; sizes of x and dy differ by row."""
+
+    def __init__(self, device, ranks, biased=False, frozen=False, dtype=torch.float32, dropout=0.0):
+        def random(*shape):
+            return torch.randn(*shape, device=device)
+
+        slope = torch.logspace(-1, 1, TOKENS, device=device)[:, None]
+        self.x = (random(TOKENS, WIDTH) * slope).to(dtype).requires_grad_()
+        self.dy = (random(TOKENS, sum(SIZES)) / slope).to(dtype)
+        self.merged = side_by_side(
+            [(random(size, WIDTH) * WIDTH**-0.5).to(dtype) for size in SIZES],
+            [random(size).to(dtype) for size in SIZES] if biased else [None] * 2, ranks,
+        )  # fmt: skip
+        self.weights = [w.clone().requires_grad_(not frozen) for w in self.merged.weights]
+        self.biases = [b.clone().requires_grad_() for b in self.merged.bias.split(SIZES)] if biased else [None] * 2
+        self.adapters = [
+            Adapter((random(rank, WIDTH) * 0.1).requires_grad_(), random(size, rank).requires_grad_(), 0.5 + n, dropout)
+            if rank
+            else None
+            for n, (rank, size) in enumerate(zip(ranks, SIZES))
+        ]
+        self.place = self.merged.buffer[: sum(SIZES), :WIDTH]
+        self.fp8 = FP8Weight(self.place, self.weights)
+
+    def run(self, of=module, **options):
+        """y, dx, then the gradients of weights, biases and adapters that want one."""
+        y = of.merged_linear(self.x, self.merged, self.weights, self.biases, self.adapters, fp8=self.fp8, **options)
+        return [y.detach(), *torch.autograd.grad(y, [self.x, *self.leaves()], self.dy)]
+
+    def leaves(self):
+        matrices = [m for name in ("a", "b") for adapter in self.adapters if adapter for m in [getattr(adapter, name)]]
+        return [leaf for leaf in (*self.weights, *self.biases, *matrices) if leaf is not None and leaf.requires_grad]
+
+    def meant(self):
+        """The same in fp64, of what FP8 makes of x, of the weights and of dy."""
+
+        def in_fp8(x, kind=torch.float8_e4m3fn):
+            return dequantize(fp8_quantize(x.detach().contiguous(), "tensor", kind)[0]).double()
+
+        wide, x = self.x.detach().double(), in_fp8(self.x)
+        w, g = in_fp8(self.place), in_fp8(self.dy, torch.float8_e5m2)
+        y, dx, dy = x @ w.t(), g @ w, self.dy.double()
+        if self.merged.bias is not None:
+            y = y + self.merged.bias.double()
+        downs, ups, row = [], [], 0
+        for adapter, size in zip(self.adapters, SIZES):
+            part, row = slice(row, row + size), row + size
+            if adapter is None:
+                continue
+            a, b = (m.detach().double() for m in (adapter.a, adapter.b))
+            y[:, part] += adapter.scale * wide @ a.t() @ b.t()
+            back = adapter.scale * dy[:, part] @ b
+            dx += back @ a
+            downs.append(back.t() @ wide)
+            ups.append(adapter.scale * dy[:, part].t() @ wide @ a.t())
+        of_weights = [part for part, w in zip((g.t() @ x).split(SIZES), self.weights) if w.requires_grad]
+        of_biases = [] if self.merged.bias is None else list(dy.sum(0).split(SIZES))
+        return [y, dx, *of_weights, *of_biases, *downs, *ups]
+
+
+def assert_close(found, expected, steps):
+    assert len(found) == len(expected)
+    for ours, exact in zip(found, expected):
+        assert (ours.double() - exact).norm() <= steps * exact.norm()
+
+
+def on(device):
+    """What sums in fewer bits may lose on a card; elsewhere products are exact to fp32."""
+    return 2e-3 if device.type == "cuda" else 1e-5
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("biased", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("ranks", [(0, 0), (3, 5), (0, 4)], ids=str)
+def test_products_are_those_of_the_operands(ranks, biased, frozen, device):
+    given = Given(device, ranks, biased, frozen)
+    assert_close(given.run(), given.meant(), on(device))
+
+
+@pytest.mark.parametrize("ranks", [(0, 0), (8, 8)], ids=str)
+def test_in_bf16(ranks, device):
+    given = Given(device, ranks, biased=True, dtype=torch.bfloat16)
+    assert_close(given.run(), given.meant(), 2**-7)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_made_again_and_unread_are_the_same(frozen, device):
+    """Whether x is kept, is made again, or nothing but the backward pass is wanted."""
+    given = Given(device, (3, 3), frozen=frozen)
+    kept = given.run()
+    for options in ({"remake": Remake(torch.clone, given.x.detach())}, {"unread": True}):
+        found = given.run(**options)
+        assert all(torch.equal(a, b) for a, b in zip(kept[1:], found[1:]))
+
+
+def test_a_frozen_weight_is_quantised_once_and_when_it_was_written_to(device, monkeypatch):
+    given, made, usual = Given(device, (4, 4), frozen=True), [], FP8_LINEAR.fp8_quantize
+    monkeypatch.setattr(FP8_LINEAR, "fp8_quantize", lambda *a, **k: made.append(a) or usual(*a, **k))
+    first = given.run()
+    assert all(torch.equal(a, b) for a, b in zip(first, given.run())) and len(made) == 1
+    with torch.no_grad():
+        given.place.mul_(2)
+        given.weights[0].mul_(2)  # in the package, both are one memory
+    assert not torch.equal(given.run()[0], first[0]) and len(made) == 2
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_dropout_is_that_of_the_adapter_alone(frozen, device):
+    """What adapters add to y and dx, and their own gradients, are those of the same draw in 16 bit."""
+    given = Given(device, (4, 4), frozen=frozen, dropout=0.5)
+    bare = Given(device, (0, 0), frozen=frozen)
+    bare.__dict__ |= {name: getattr(given, name) for name in ("x", "dy", "weights", "fp8")}
+    bare.merged = side_by_side([w.detach() for w in given.weights], [None] * 2, (0, 0))
+    added = []
+    for fp8 in (given.fp8, None):
+        given.fp8 = bare.fp8 = fp8
+        torch.manual_seed(5)
+        whole, without = given.run(), bare.run()
+        added.append([whole[0] - without[0], whole[1] - without[1], *whole[len(without) :]])
+    assert_close(added[0], [x.double() for x in added[1]], 1e-3 if device.type == "cuda" else 1e-5)
+
+
+def test_rows_that_are_no_multiple_are_refused(device):
+    given = Given(device, (0, 0))
+    with pytest.raises(ValueError, match="x has 7 rows: FP8 products need multiples of 16"):
+        merged_linear(given.x[:7], given.merged, given.weights, given.biases, given.adapters, fp8=given.fp8)
+
+
+FAULTS = {
+    "the adapter is forgotten in y": ("    if merged.room:\n        y = y.addmm_(", "    if False:\n        y = y.addmm_("),
+    "the adapter is forgotten in dx": ("return dx.addmm_(g, down) if merged.room else dx", "return dx"),
+    "dy in the type of x": (', torch.float8_e5m2, layout)', ", torch.float8_e4m3fn, layout)"),
+    "the scale of dy for x": ("scale=ctx.scale_of_x)", "scale=dy.scale)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, device):
+    given = Given(device, (3, 5))
+    wrong = given.run(of=mutant(module, *FAULTS[fault]))
+    with pytest.raises(AssertionError):
+        assert_close(wrong, given.meant(), on(device))
