@@ -95,7 +95,7 @@ def test_generate_once_and_in_a_chat(place, trained):
     [
         (["train", "--model", "nowhere", "--data", "data.jsonl"], "nowhere"),
         (["train", "--model", "base", "--data", "missing.jsonl", "--output-dir", "new"], "missing.jsonl: no such file"),
-        (["train", "--model", "base", "--data", "data.jsonl", "--use-fp8"], "use_fp8"),
+        (["train", "--model", "base", "--data", "data.jsonl", "--use-8bit-optimizer"], "use_8bit_optimizer"),
         (["train", "--data", "data.jsonl"], "model: required"),
         (["train", "recipe.yaml", "--preset", "turbo"], "memory-lean"),
         (["train", "recipe.yaml", "--lora-rank", "0"], "lora_rank=0"),

@@ -43,7 +43,7 @@ def test_batch_times_accumulation(reference, tmp_path, batch, accumulation):
     assert_one_trajectory(runs.trajectory(tmp_path), expected)
 
 
-@pytest.mark.parametrize("batch, accumulation", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("batch, accumulation", [(2, 2), pytest.param(4, 1, marks=pytest.mark.long)])
 def test_two_ranks(reference, tmp_path, batch, accumulation):
     expected, changes = reference
     program = (

@@ -10,6 +10,7 @@ import runs
 import tiny
 from chronicals.batch import Batch
 from chronicals.memory import offload, tiling
+from chronicals.patching import fp8_layers
 from chronicals.training import Callback, ChronicalsTrainer, enable_cuda_graphs
 from chronicals.training.graphs import SHARES, GraphedStep, _rounded
 
@@ -28,6 +29,8 @@ ARMS = {
     "offloaded, recomputed, in tiles": {"memory": ["recompute_layers", "offload_activations", "tiled_mlp"], **ADAPTERS},
     "offloaded, recomputed in part": {"memory": ["recompute_elementwise", "offload_activations"], **ADAPTERS},
     "bf16 states": {"optimizer_state_dtype": "bf16"},
+    "fp8": {"use_fp8": True},
+    "fp8 under adapters": {"use_fp8": True, **ADAPTERS, "gradient_accumulation_steps": 2},
     "evaluated": {"validation_split": 0.2, "eval_steps": 3},
 }
 
@@ -45,6 +48,7 @@ def test_replayed_is_as_usual(arm, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(offload, "SMALLEST", 1)
     monkeypatch.setattr(offload, "WINDOW", 1 << 30 if "nothing" in arm else 50_000)
     monkeypatch.setattr(tiling, "TILE", 48)
+    monkeypatch.setattr(fp8_layers, "LEAST", 16)
     with caplog.at_level(logging.WARNING):
         (usual, weights, first), (replayed, ours, second) = (
             run(tmp_path / name, graphed, **ARMS[arm]) for name, graphed in (("usual", False), ("graphs", True))

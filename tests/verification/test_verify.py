@@ -84,7 +84,8 @@ def test_a_healthy_run_passes(tmp_path, seed, family, changes):
     assert found.passed, found.failures
     assert len(found.losses) == 5 and all(row.deviation >= 0 for row in found.gradients)
     for row in found.gradients:
-        assert row.cosine > 0.99 or row.plain > 0.1, row
+        unused = row.norm_ratio == row.deviation == 0.0  # an expert that no token was sent to has no gradient in any arm
+        assert row.cosine > 0.99 or row.plain > 0.1 or unused, row
 
 
 def test_a_patched_model_passes(tmp_path, seed):

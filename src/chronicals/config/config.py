@@ -57,7 +57,6 @@ def remembers_what_was_set(cls: T) -> T:
 
 
 NOT_YET: dict[str, tuple[Any, str]] = {
-    "use_fp8": (False, "FP8 linear layers are not part of this version; leave use_fp8 at False"),
     "use_8bit_optimizer": (False, "the 8-bit optimizer is not part of this version; leave use_8bit_optimizer at False"),
 }
 """Fields of the published interface that this version cannot honour: the one value accepted, and what to do instead."""
@@ -147,7 +146,10 @@ class ChronicalsConfig:
         default=4352, description="Rows of logits that exist at a time in the loss; fewer take less memory and more time"
     )
     mixed_precision: Literal["bf16", "fp16", "fp32"] = Field(default="bf16", description="Type of the products")
-    use_fp8: bool = Field(default=False, description="FP8 linear layers")
+    use_fp8: bool = Field(
+        default=False,
+        description="Products of at least 2048 inputs and outputs in FP8: all of full fine-tuning, or a frozen base",
+    )
 
     objective: Literal["sft", "pretraining"] = Field(
         default="sft", description="sft trains what the rows mark (answers, completions); pretraining every token"

@@ -9,6 +9,8 @@ import torch
 
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.kernels.fp8 import lacks_fp8
+from chronicals.kernels.fp8_linear import MULTIPLE
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, estimate, makes_tiles
 from chronicals.models import PresentedModel, input_device
 from chronicals.patching import has_gated_mlps
@@ -59,20 +61,21 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
     made = [_decide(config, field, *can) for field, can in possible.items()]
-    made += [_recomputation(config, needed, fused), _offload(config, on_card), _tiles(config, model)]
-    made.append(_optimizer_in_backward(config, ranks))
+    made += [_fp8(config, fused, device), _recomputation(config, needed, fused), _offload(config, on_card)]
+    made += [_tiles(config, model), _optimizer_in_backward(config, ranks)]
     return {decision.field: decision for decision in made}
 
 
 def _bytes(config: ChronicalsConfig, product_type: torch.dtype) -> tuple[int, int, int]:
-    """Of an activation, of a frozen weight, and of a trained one with its gradient, its states and, in bf16, the lower half
-    of its master."""
+    """Of an activation, of a frozen weight, in FP8 beside it where that runs, and of a trained one with its gradient, its
+    states and, in bf16, the lower half of its master."""
     narrow = product_type.itemsize
     split = config.mixed_precision == "bf16" and not config.use_lora
     sums = config.gradient_accumulation_steps > 1 or not split or _has_tiles(config)
     states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
     gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
-    return narrow, narrow, (2 + 2 if split else 4) + gradient + states
+    both_layouts = 2 if config.use_fp8 else 0
+    return narrow, narrow + both_layouts, (2 + 2 if split else 4) + gradient + states
 
 
 def runs_whole_layers(config: ChronicalsConfig, presented: PresentedModel) -> bool:
@@ -109,6 +112,21 @@ def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> De
     if field not in config.explicit or runs:
         return Decision(field, runs, reason)
     raise ConfigurationError(f"{field}=True cannot be honoured here: {reason}; leave it out or set it to False")
+
+
+def _fp8(config: ChronicalsConfig, fused: bool, device: torch.device) -> Decision:
+    field, tokens = "use_fp8", config.batch_size * config.max_seq_length
+    if not config.use_fp8:
+        return Decision(field, False, "not asked for")
+    obstacles = {
+        lacks_fp8(device): bool(lacks_fp8(device)),
+        "only fused decoder layers on a card have FP8 products, and they do not run here": not fused,
+        f"batch_size * max_seq_length={tokens} is no multiple of {MULTIPLE}": bool(tokens % MULTIPLE),
+    }
+    for reason, there in obstacles.items():
+        if there:
+            raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}; leave it out")
+    return Decision(field, True, "asked for, frozen weights quantised once, trained ones at each use")
 
 
 def _recomputation(config: ChronicalsConfig, needed: Estimate, fused: bool) -> Decision:

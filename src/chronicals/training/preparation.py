@@ -15,7 +15,15 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import LAYERS, enable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
-from chronicals.patching import forget_policies, lay_side_by_side, patch_parts, recompute_norms_and_units, tile_mlps
+from chronicals.patching import (
+    forget_policies,
+    lay_side_by_side,
+    patch_parts,
+    recompute_norms_and_units,
+    run_in_fp8,
+    tile_mlps,
+)
+from chronicals.patching.fp8_layers import LEAST
 from chronicals.training.decisions import Decision, decide, runs_whole_layers
 from chronicals.training.precision import Precision
 
@@ -135,7 +143,7 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
         sums_gradients: whether several micro-batches, tiles or ranks meet in a gradient.
 
     Raises:
-        ConfigurationError: nothing requires a gradient.
+        ConfigurationError: nothing requires a gradient, or no product is large enough for FP8, which was asked for.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -159,8 +167,22 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
         group["peak"] = group["lr"]
     precision.prepare(model, optimizer)
     lay_side_by_side(model)
+    if config.use_fp8:
+        _run_in_fp8(model)
     optimizer.weights_moved()
     if sums_gradients:
         for parameter in trained:
             parameter.grad_dtype = torch.float32
     return optimizer
+
+
+def _run_in_fp8(model: Any) -> None:
+    found = run_in_fp8(model)
+    if not found.chosen:
+        small = f"no product of this model has {LEAST} inputs and outputs, and FP8 does not pay for smaller ones"
+        reason = f"its layers do not run fused: {', '.join(found.left)}" if found.left else small
+        raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}; leave it out")
+    if found.left:
+        logger.warning("use_fp8: some layers do not run fused and stay in 16 bit: %s", ", ".join(found.left))
+    sizes = f"those of at least {LEAST} inputs and outputs"
+    logger.info("use_fp8: %d of %d products of fused layers, %s", found.chosen, found.there, sizes)

@@ -27,6 +27,8 @@ from chronicals.kernels import (
     token_log_probability,
 )
 from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
+from chronicals.kernels.fp8 import lacks_fp8
+from chronicals.kernels.fp8_linear import fp8_linear, fp8_linear_reference
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.layernorm import layernorm_reference
@@ -38,6 +40,7 @@ from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
+from chronicals.verification.eight_bits import rounded_linear
 
 ALLOWED = 1.5
 LENGTHS = (17, 1, 31)
@@ -135,13 +138,19 @@ def self_test() -> list[SelfTest]:
     kernels = "triton" if runs_triton(gate) else "torch"
     runs_as = {"attention": choose_backend(device, dtype, head_dim=16)}
     compared = [_compare(name, runs_as.get(name, kernels), ours, plain, inputs) for name, ours, plain, inputs in cases]
+    if not lacks_fp8(device):
+        inputs = gate, random(width, width) * 0.1
+        compared.append(_compare("fp8_linear", kernels, fp8_linear, rounded_linear, inputs, fp8_linear_reference))
     return [*compared, _compare_adamw(kernels, device)]
 
 
-def _compare(name: str, runs_as: str, ours: Function, plain: Function, inputs: tuple[Tensor, ...]) -> SelfTest:
-    exact_inputs = tuple(x.double() for x in inputs)
-    upstream = torch.randn_like(plain(*exact_inputs))
-    exact = _outputs(plain, exact_inputs, upstream)
+def _compare(
+    name: str, runs_as: str, ours: Function, plain: Function, inputs: tuple[Tensor, ...], definition: Function | None = None
+) -> SelfTest:
+    """The definition is the plain operation in fp64, unless it is another."""
+    exact_inputs, definition = tuple(x.double() for x in inputs), definition or plain
+    upstream = torch.randn_like(definition(*exact_inputs))
+    exact = _outputs(definition, exact_inputs, upstream)
     pairs = [
         tuple(float((got - e).norm() / e.norm()) for got in (a.double(), b.double()))
         for a, b, e in zip(_outputs(ours, inputs, upstream), _outputs(plain, inputs, upstream), exact)

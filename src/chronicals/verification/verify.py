@@ -25,9 +25,11 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
+from chronicals.patching import layers_in_fp8
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
 from chronicals.verification import comparison
 from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
+from chronicals.verification.eight_bits import round_products
 from chronicals.verification.modules import Modules
 from chronicals.verification.path import Made, TrainingPath
 from chronicals.verification.reference import Document, PlainAdamW, PlainArm, changed_buffers, exact_products, without_dropout
@@ -115,6 +117,9 @@ def verify(
     notes += changed_buffers(model, fp32.model)
     path = TrainingPath(model, config, stream, device)
     plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
+    if config.use_fp8:
+        for name in layers_in_fp8(model):
+            round_products(plain.model.get_submodule(name))
     compared = _Comparison(path, fp32, plain, config, device)
     with path.stepping():
         for number, step in enumerate(stream.steps(count=steps)):

@@ -1,0 +1,54 @@
+"""A linear layer whose operands are rounded to 8 bits, in plain torch: the plain arm's where a run has FP8 products.
+
+Every operand is divided by its largest value over that of its type, e4m3 for inputs and weights and e5m2 for gradients, and
+rounded; products are fp32. Nothing is shared with the kernels; a weight has a scale of its own here, and that of its whole
+product there.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
+    """``x`` as ``kind`` with one scale represents it, fp32."""
+    scale = x.abs().max().float().clamp(min=1e-30) / torch.finfo(kind).max
+    return (x.float() / scale).to(kind).float() * scale
+
+
+class _RoundedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x8, weight8 = rounded(x, torch.float8_e4m3fn), rounded(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(x8, weight8)
+        ctx.kinds = x.dtype, weight.dtype
+        return F.linear(x8, weight8).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
+        x8, weight8 = ctx.saved_tensors
+        dy8 = rounded(dy, torch.float8_e5m2)
+        dx = (dy8 @ weight8).to(ctx.kinds[0]) if ctx.needs_input_grad[0] else None
+        dw = (dy8.flatten(0, -2).t() @ x8.flatten(0, -2)).to(ctx.kinds[1]) if ctx.needs_input_grad[1] else None
+        return dx, dw
+
+
+def rounded_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """``x Wᵀ`` of rounded operands, ``[..., N]``, with a gradient of rounded operands."""
+    y: Tensor = _RoundedProduct.apply(x, weight)
+    return y
+
+
+def round_products(layer: nn.Linear) -> None:
+    """Let ``layer`` compute with rounded operands; its bias is added as it is."""
+    layer.forward = partial(_forward, layer)  # type: ignore[method-assign]
+
+
+def _forward(layer: nn.Linear, x: Tensor) -> Tensor:
+    y = rounded_linear(x, layer.weight)
+    return y if layer.bias is None else y + layer.bias

@@ -1,0 +1,64 @@
+"""use_fp8 in the trainer: it trains as without, and is refused where it cannot run."""
+
+import logging
+
+import pytest
+import torch
+
+import runs
+import tiny
+from chronicals.config import ConfigurationError
+from chronicals.patching import fp8_layers, patch_parts
+from chronicals.patching.side_by_side import FP8
+from chronicals.training import decisions, preparation
+
+
+@pytest.fixture
+def fused_anywhere(monkeypatch):
+    """Fused layers, which a run has on a card only, and FP8 for small products."""
+    for module in (decisions, preparation):
+        monkeypatch.setattr(module, "runs_whole_layers", lambda *given: True)
+    monkeypatch.setattr(fp8_layers, "LEAST", 16)
+    model = tiny.llama()
+    patch_parts(model, whole_layers=True)
+    return model
+
+
+ADAPTERS = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "use_lora_plus": False}
+
+
+@pytest.mark.parametrize(("adapters", "fall"), [({}, 0.9), (ADAPTERS, 0.98)], ids=["full", "lora"])
+def test_trains_as_without(adapters, fall, tmp_path, fused_anywhere, caplog):
+    options = {"mixed_precision": "bf16", "max_steps": 20, **adapters}
+    runs.train(tmp_path / "without", **options)
+    with caplog.at_level(logging.INFO):
+        runs.train(tmp_path / "with", model=fused_anywhere, use_fp8=True, **options)
+    assert "use_fp8: 8 of 8 products of fused layers" in caplog.text
+    without, ours = (runs.trajectory(tmp_path / name) for name in ("without", "with"))
+    assert without[-1][1] < fall * without[0][1]
+    for (_, loss, norm), (_, our_loss, our_norm) in zip(without, ours, strict=True):
+        assert our_loss == pytest.approx(loss, rel=0.02) and our_norm == pytest.approx(norm, rel=0.15)
+    assert [row[1] for row in ours] != [row[1] for row in without]
+    assert not any(FP8 in vars(module) for module in fused_anywhere.modules())  # the run is over
+
+
+def test_layers_that_do_not_run_fused_are_said(tmp_path, fused_anywhere, caplog):
+    layers = fused_anywhere.get_decoder().layers
+    layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    runs.train(tmp_path, model=fused_anywhere, use_fp8=True, mixed_precision="bf16", max_steps=2)
+    assert "some layers do not run fused and stay in 16 bit: up_proj has hooks" in caplog.text
+    layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="use_fp8=True cannot be.*do not run fused: up_proj has hooks.*leave it out"):
+        runs.train(tmp_path / "none", model=fused_anywhere, use_fp8=True, mixed_precision="bf16")
+
+
+def test_what_cannot_run_is_refused(tmp_path, monkeypatch):
+    reason = "no product of this model has 2048 inputs" if torch.cuda.is_available() else "only fused decoder layers on a card"
+    with pytest.raises(ConfigurationError, match=f"use_fp8=True.*{reason}.*leave it out"):
+        runs.train(tmp_path, use_fp8=True, mixed_precision="bf16")
+    monkeypatch.setattr(decisions, "runs_whole_layers", lambda *given: True)
+    with pytest.raises(ConfigurationError, match=r"batch_size \* max_seq_length=200 is no multiple of 16"):
+        runs.train(tmp_path / "rows", use_fp8=True, mixed_precision="bf16", max_seq_length=100)
+    monkeypatch.setattr(decisions, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")
+    with pytest.raises(ConfigurationError, match=r"NVIDIA A100 \(8.0\) has no FP8; leave it out"):
+        runs.train(tmp_path / "card", use_fp8=True, mixed_precision="bf16")

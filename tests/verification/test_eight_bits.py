@@ -1,0 +1,84 @@
+"""Runs in FP8 beside a plain arm that rounds the same products: healthy ones pass, a scale that is wrong fails."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import runs
+import tiny
+from chronicals.kernels.fp8 import dequantize, fp8_quantize
+from chronicals.patching import fp8_layers, patch_parts
+from chronicals.training import decisions, preparation
+from chronicals.verification import verify
+from chronicals.verification.eight_bits import round_products, rounded
+
+FP8_LINEAR, MERGED_LINEAR = (sys.modules[f"chronicals.kernels.{name}"] for name in ("fp8_linear", "merged_linear"))
+ADAPTERS = {"use_lora": True, "lora_rank": 8}
+
+
+@pytest.fixture
+def fused_anywhere(monkeypatch):
+    for module in (decisions, preparation):
+        monkeypatch.setattr(module, "runs_whole_layers", lambda *given: True)
+    monkeypatch.setattr(fp8_layers, "LEAST", 16)
+
+
+def compare(folder, **changes):
+    model = tiny.llama(3)
+    patch_parts(model, whole_layers=True)
+    given = {"learning_rate": 2e-4, "batch_size": 1, "mixed_precision": "bf16", "use_fp8": True, **changes}
+    return verify(model, tiny.tokenizer(), runs.config(folder, **given), tiny.chat_rows())
+
+
+@pytest.mark.parametrize("changes", [{}, ADAPTERS, {**ADAPTERS, "memory": ["tiled_mlp"]}], ids=["full", "lora", "tiles"])
+@pytest.mark.usefixtures("fused_anywhere")
+def test_a_healthy_run_passes(tmp_path, changes):
+    found = compare(tmp_path, **changes)
+    assert found.passed, found.failures
+
+
+def scaled_wrongly(usual, factor, **where):
+    """``fp8_quantize`` whose scales are off where its arguments are these."""
+
+    def quantize(x, scaling="tensor", dtype=torch.float8_e4m3fn, layout="rows", scale=None):
+        made = usual(x, scaling, dtype, layout, scale)
+        wrong = all({"dtype": dtype, "layout": layout}[name] == value for name, value in where.items())
+        return tuple(part and part._replace(scale=part.scale * factor) for part in made) if wrong else made
+
+    return quantize
+
+
+@pytest.mark.parametrize(
+    ("module", "where", "changes"),
+    [
+        (MERGED_LINEAR, {"dtype": torch.float8_e5m2}, {}),
+        (MERGED_LINEAR, {"layout": "columns"}, {}),
+        (FP8_LINEAR, {"layout": "columns"}, {}),
+        (FP8_LINEAR, {"layout": "both"}, ADAPTERS),
+    ],
+    ids=["gradients", "x for dW", "weights for dX", "frozen weights"],
+)  # fmt: skip
+@pytest.mark.usefixtures("fused_anywhere")
+def test_a_wrong_scale_fails(tmp_path, monkeypatch, module, where, changes):
+    monkeypatch.setattr(module, "fp8_quantize", scaled_wrongly(module.fp8_quantize, 1.3, **where))
+    assert not compare(tmp_path, **changes).passed
+
+
+def test_the_plain_rounding_is_that_of_the_formula():
+    x = torch.randn(40, 50)
+    for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+        torch.testing.assert_close(rounded(x, kind), dequantize(fp8_quantize(x, "tensor", kind)[0]), rtol=1e-6, atol=0)
+
+
+def test_a_rounded_layer_is_linear_up_to_rounding():
+    layer, x = nn.Linear(64, 48), torch.randn(2, 30, 64, requires_grad=True)
+    exact, dy = layer(x), torch.randn(2, 30, 48)
+    leaves = [x, *layer.parameters()]
+    expected = [exact, *torch.autograd.grad(exact, leaves, dy)]
+    round_products(layer)
+    y = layer(x)
+    for ours, plain in zip([y, *torch.autograd.grad(y, leaves, dy)], expected):
+        assert 0 <= (ours - plain).norm() <= 0.08 * plain.norm()
+    assert not torch.equal(y, exact)
