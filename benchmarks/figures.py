@@ -27,14 +27,14 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
 
 
-def measured_rows() -> dict[str, tuple[dict, dict[str, dict]]]:
+def measured_rows(kind: str = "row") -> dict[str, tuple[dict, dict[str, dict]]]:
     """By title: what was measured beside its peers, and its arms that have a speed, the fastest first."""
     found = {}
-    for path in sorted(RESULTS.glob("row-*.json")):
+    for path in sorted(RESULTS.glob(f"{kind}-*-h200.json")):
         row = json.loads(path.read_text())
         arms = {name: arm for name, arm in row["arms"].items() if arm["status"] == "measured"}
         arms = dict(sorted(arms.items(), key=lambda item: -item[1]["tokens_per_second"]["median"]))
-        found[path.stem.removeprefix("row-").removesuffix("-h200").replace("-", " ")] = row, arms
+        found[path.stem.removeprefix(f"{kind}-").removesuffix("-h200").replace("-", " ")] = row, arms
     return found
 
 
@@ -54,12 +54,17 @@ def rows() -> list[str]:
         for name, arm in arms.items():
             norms = [norm for norm in arm["grad_norms"] if norm is not None]
             lines.append(
-                f"| {title} | {name} | {arm['tokens_per_second']['median']:,.0f} | {arm['share_of_floor']:.0%} "
+                f"| {title} | {name} | {arm['tokens_per_second']['median']:,.0f} | {share(arm)} "
                 f"| {arm['peak_gib']:.1f} | {arm['first_loss']:.3f} → {arm['last_loss']:.3f} | {norms[-1]:.2f} "
                 f"| {arm['trained_share']:.1%} | {arm['rounds'] or 'scouting'} |"
             )
             title = ""
     return lines
+
+
+def share(arm: dict) -> str:
+    """Of the floor, which is one of products in 16 bit."""
+    return "-" if arm["share_of_floor"] is None else f"{arm['share_of_floor']:.0%}"
 
 
 def draw_rows() -> None:
@@ -115,6 +120,39 @@ def ladders() -> list[str]:
             for name, rung in result["rungs"].items()
         ]
     return lines
+
+
+def frontiers() -> list[str]:
+    """What each policy of memory costs and saves, and where the peers stand."""
+    lines: list[str] = []
+    for title, (_, arms) in measured_rows("frontier").items():
+        picture = draw_frontier(title, arms).relative_to(ROOT)
+        lines += ["", f"Memory and speed, {title}:", "", f"![tokens per second over peak memory]({picture})", ""]
+        lines += ["| | real tokens/s | peak GiB |", "|---|---|---|"]
+        for name, arm in arms.items():
+            lines.append(f"| {name} | {arm['tokens_per_second']['median']:,.0f} | {arm['peak_gib']:.1f} |")
+    return lines
+
+
+def draw_frontier(title: str, arms: dict[str, dict]) -> Path:
+    """Median tokens per second over peak memory, an arm a point."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for name, arm in arms.items():
+        place = arm["peak_gib"], arm["tokens_per_second"]["median"]
+        axis.plot(*place, "o", color="tab:blue" if name.startswith("ours") else "0.5")
+        axis.annotate(name, place, xytext=(5, 3), textcoords="offset points", fontsize=7)
+    right, top = (
+        max(values) for values in zip(*((arm["peak_gib"], arm["tokens_per_second"]["median"]) for arm in arms.values()))
+    )
+    axis.set(xlabel="peak GiB", ylabel="real tokens per second", title=title, ylim=(0, 1.1 * top), xlim=(0, 1.4 * right))
+    path = RESULTS / f"frontier-{title.replace(' ', '-')}.png"
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    return path
 
 
 def patched_step() -> list[str]:
@@ -192,7 +230,7 @@ def data() -> list[str]:
 
 
 def figures() -> str:
-    return "\n".join([*rows(), *ladders(), *patched_step(), *kernels(), *data()]) + "\n"
+    return "\n".join([*rows(), *ladders(), *frontiers(), *patched_step(), *kernels(), *data()]) + "\n"
 
 
 def with_figures(text: str) -> str:
