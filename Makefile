@@ -1,6 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+SHARED := -n 2 --dist loadfile
 
 .PHONY: install quickstart test test-all lint clean
 
@@ -20,10 +21,10 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m "not long"
+	$(BIN)/python -m pytest $(SHARED) -m "not long"
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(SHARED)
 
 clean:
 	rm -rf $(VENV) build dist

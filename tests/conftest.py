@@ -1,4 +1,7 @@
-"""Fresh seeds for every test, printed when it fails; tests marked gpu are skipped without a card, visibly."""
+"""Fresh seeds for every test, printed when it fails; tests marked gpu are skipped without a card, visibly.
+
+Where several processes share the tests (``pytest -n``), all have the seed of the first, and of the cores one each.
+"""
 
 import os
 import random
@@ -16,7 +19,17 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.run_seed = config.getoption("--seed") or random.SystemRandom().randrange(2**31)
+    sharing = getattr(config, "workerinput", None)
+    if sharing is None:
+        config.run_seed = config.getoption("--seed") or random.SystemRandom().randrange(2**31)
+    else:
+        config.run_seed = sharing["run_seed"]
+        torch.set_num_threads(1)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["run_seed"] = node.config.run_seed
 
 
 def pytest_report_header(config):

@@ -56,7 +56,7 @@ def test_every_linear_layer_but_the_head(name, expected, targets):
         ("model.layers.1.self_attn.v_proj", {"model.layers.1.self_attn.v_proj"}),
         (["lm_head"], {"lm_head"}),
     ],
-    ids=str,
+    ids=lambda given: "" if isinstance(given, set) else str(given),
 )
 def test_targets_by_name_and_by_regular_expression(targets, expected):
     assert paths(apply_lora(llama(), LoRAConfig(rank=4, target_modules=targets))) == expected

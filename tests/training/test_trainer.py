@@ -1,6 +1,7 @@
 import json
 import logging
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,7 +266,6 @@ def test_a_model_that_cannot_be_packed_trains_in_padded_rows(tmp_path, caplog):
 def test_golden_losses(tmp_path):
     """A refactor that is no computation must not move a bit of these (1e-6 on another torch or processor)."""
     import platform
-    from pathlib import Path
 
     recorded = json.loads((Path(__file__).parent / "golden.json").read_text())
     threads = torch.get_num_threads()
@@ -283,11 +283,12 @@ def test_golden_losses(tmp_path):
 
 
 def processor(platform):
+    """Name, family and model: several kinds share a name."""
     try:
-        lines = open("/proc/cpuinfo").read().splitlines()  # noqa: SIM115
-        return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
         return platform.processor()
+    return ", ".join(line.split(":")[1].strip() for line in lines if line.startswith(("model name", "cpu family", "model\t")))
 
 
 @pytest.mark.gpu
