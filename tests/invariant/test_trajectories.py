@@ -11,7 +11,8 @@ import torch
 
 import runs
 import tiny
-from chronicals.memory import ActivationOffload, tiling
+from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
+from chronicals.training import decisions
 
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6
@@ -96,6 +97,20 @@ def test_recomputed_and_kept(tmp_path):
     runs.train(tmp_path / "kept")
     runs.train(tmp_path / "recomputed", use_gradient_checkpointing=True)
     assert runs.trajectory(tmp_path / "kept") == runs.trajectory(tmp_path / "recomputed")
+
+
+def test_recomputed_as_far_as_memory_needs_it(tmp_path, monkeypatch):
+    """On a card that one layer's activations do not fit on, and later, with the same model, on one where all do."""
+    runs.train(tmp_path / "kept")
+    model, recomputed = tiny.llama(), []
+    for name, total in (("first layer", 5), ("nothing", 9)):
+        card = Estimate(1, 2, {NOTHING: 3, LAYERS: 0}, total)
+        monkeypatch.setattr(decisions, "estimate", lambda *_, card=card: card)
+        runs.train(tmp_path / name, model=model)
+        recomputed.append([layer.gradient_checkpointing for layer in model.get_decoder().layers])
+        model.load_state_dict(tiny.llama().state_dict())
+        assert runs.trajectory(tmp_path / "kept") == runs.trajectory(tmp_path / name)
+    assert recomputed == [[True, False], [False, False]]
 
 
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])

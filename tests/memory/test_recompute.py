@@ -8,12 +8,49 @@ from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, enable_gradient_
 GIB = 2**30
 
 
+KEPT = {NOTHING: 10 * GIB, CHEAP: 6 * GIB, LAYERS: 1 * GIB}
+"""Of a layer; there are ten, beside 20 GiB."""
+
+
 @pytest.mark.parametrize(
-    ("total", "policy"), [(0, NOTHING), (200, NOTHING), (100, CHEAP), (60, LAYERS), (10, LAYERS)], ids=str
-)  # fmt: skip
-def test_the_fastest_that_fits(total, policy):
-    kept = {NOTHING: 100 * GIB, CHEAP: 60 * GIB, LAYERS: 20 * GIB}
-    assert Estimate(20 * GIB, kept, total * GIB).policy() == policy
+    ("total", "choice", "needed"),
+    [
+        (0, (NOTHING, 0), 120),
+        (134, (NOTHING, 0), 120),
+        (133, (CHEAP, 0), 80),
+        (89, (CHEAP, 0), 80),
+        (88, (CHEAP, 1), 75),
+        (60, (CHEAP, 6), 20 + 6 + 4 * 6),
+        (45, (CHEAP, 8), 20 + 8 + 12),
+        (44, (CHEAP, 9), 20 + 9 + 10),
+        (10, (CHEAP, 9), 39),
+    ],
+    ids=str,
+)
+def test_the_fastest_that_fits(total, choice, needed):
+    """The last of ten saves nothing: while any is made again, it is there as a whole."""
+    estimated = Estimate(20 * GIB, 10, KEPT, total * GIB)
+    assert estimated.choice() == choice and estimated.needed(*choice) == needed * GIB
+
+
+def test_without_fused_layers_nothing_is_cheap():
+    kept = {name: size for name, size in KEPT.items() if name != CHEAP}
+    assert Estimate(20 * GIB, 10, kept, 100 * GIB).choice() == (NOTHING, 4)
+
+
+@pytest.mark.parametrize(
+    ("total", "words"),
+    [
+        (0, "not on a card"),
+        (200, "estimated 120.0 of 200.0 GiB, nothing made again"),
+        (100, "estimated 80.0 of 100.0 GiB, norms and gated units made again"),
+        (60, "estimated 50.0 of 60.0 GiB, 6 of 10 layers made again, norms and gated units made again"),
+        (10, "estimated 39.0 of 10.0 GiB, 9 of 10 layers made again, norms and gated units made again"),
+    ],
+    ids=str,
+)
+def test_what_is_said(total, words):
+    assert Estimate(20 * GIB, 10, KEPT, total * GIB).words() == words
 
 
 def test_what_is_counted():
@@ -22,18 +59,23 @@ def test_what_is_counted():
     model.get_input_embeddings().requires_grad_(False)
     found = estimate(model, 1000, True, 2, 2, 14, 4352)
     frozen = model.get_input_embeddings().weight.numel()
-    assert found.fixed == 2 * frozen + 14 * (sum(p.numel() for p in model.parameters()) - frozen)
-    whole, cheap = 2 * (4 * 64 + 16 * (2 * 4 + 2 * 2) + 3 * 96), 2 * (2 * 64 + 16 * (2 * 4 + 2 * 2) + 2 * 96)
     loss = 300 * 64 * 4 + 1000 * 300 * 2
-    assert found.activations[NOTHING] == 1000 * 2 * whole + loss
-    assert found.activations[CHEAP] == 1000 * 2 * cheap + loss
-    assert CHEAP not in estimate(model, 1000, False, 2, 2, 14, 4352).activations
-    assert (
-        estimate(model, 1000, True, 4, 2, 14, 4352).activations[NOTHING] == 2 * 1000 * 2 * whole + 300 * 64 * 4 + 1000 * 300 * 4
-    )
-    fewer = estimate(model, 1000, True, 2, 2, 14, 100)
-    assert found.activations[NOTHING] - fewer.activations[NOTHING] == 900 * 300 * 2
-    assert found.policy() == NOTHING and found.words() == "not on a card"
+    assert found.fixed == 2 * frozen + 14 * (sum(p.numel() for p in model.parameters()) - frozen) + loss
+    attended = 16 * (2 * 4 + 2 * 2)
+    assert found.kept == {
+        NOTHING: 2000 * (4 * 64 + attended + 3 * 96), CHEAP: 2000 * (2 * 64 + attended + 2 * 96), LAYERS: 2000 * 64,
+    }  # fmt: skip
+    assert CHEAP not in estimate(model, 1000, False, 2, 2, 14, 4352).kept
+    wide = estimate(model, 1000, True, 4, 2, 14, 4352)
+    assert wide.kept[NOTHING] == 2 * found.kept[NOTHING] and wide.fixed - found.fixed == 1000 * 300 * 2
+    assert found.fixed - estimate(model, 1000, True, 2, 2, 14, 100).fixed == 900 * 300 * 2
+    assert found.choice() == (NOTHING, 0) and found.layers == 2
+
+
+def test_the_first_layers_alone():
+    model = tiny.llama()
+    enable_gradient_checkpointing(model, first=1)
+    assert [layer.gradient_checkpointing for layer in model.get_decoder().layers] == [True, False]
 
 
 def test_a_class_that_cannot_is_named():

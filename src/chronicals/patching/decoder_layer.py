@@ -133,9 +133,10 @@ def groups_of_layers(model: nn.Module) -> Iterator[list[tuple[nn.Module, tuple[s
 
 
 def recompute_norms_and_units(model: nn.Module) -> None:
-    """Fused layers make what their norms and gated units give again in the backward pass instead of keeping it."""
+    """Fused layers make what their norms and gated units give again in the backward pass instead of keeping it, those that are
+    not made again as a whole."""
     for layer in model.modules():
-        if hasattr(layer, ATTENTION):
+        if hasattr(layer, ATTENTION) and not getattr(layer, "gradient_checkpointing", False):
             setattr(layer, RECOMPUTES, True)
 
 

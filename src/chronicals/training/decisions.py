@@ -19,12 +19,14 @@ from chronicals.patching.plan import plan_for
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether something runs, and the reason; ``how``, where there are several ways."""
+    """Whether something runs, and the reason; of recomputation ``how`` every layer saves and, whatever that is, how many layers
+    are made again as a whole, None for all."""
 
     field: str
     runs: bool
     reason: str
-    how: str = ""
+    how: str = NOTHING
+    layers: int | None = 0
 
     def __str__(self) -> str:
         return f"{self.field}: {'on' if self.runs else 'off'}, {self.reason}"
@@ -133,7 +135,7 @@ def _recomputation(config: ChronicalsConfig, needed: Estimate, fused: bool) -> D
     """As asked for; else where the memory needs it."""
     field, asked = "use_gradient_checkpointing", config.memory_policies
     if "recompute_layers" in asked:
-        return Decision(field, True, f"asked for, {LAYERS} made again", LAYERS)
+        return Decision(field, True, f"asked for, {LAYERS} made again", layers=None)
     if "recompute_elementwise" in asked:
         if not fused:
             raise ConfigurationError(
@@ -145,7 +147,8 @@ def _recomputation(config: ChronicalsConfig, needed: Estimate, fused: bool) -> D
     if not config.use_gradient_checkpointing:
         return Decision(field, False, "turned off")
     beside = " (as if nothing moved to host memory)" if "offload_activations" in asked else ""
-    return Decision(field, needed.policy() != NOTHING, needed.words() + beside, needed.policy())
+    cheap, again = needed.choice()
+    return Decision(field, bool(again) or cheap != NOTHING, needed.words() + beside, cheap, again)
 
 
 def _offload(config: ChronicalsConfig, on_card: bool) -> Decision:

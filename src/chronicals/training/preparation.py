@@ -12,7 +12,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Ranks
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import LAYERS, enable_gradient_checkpointing
+from chronicals.memory import CHEAP, enable_gradient_checkpointing
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
 from chronicals.patching import (
@@ -28,6 +28,9 @@ from chronicals.training.decisions import Decision, decide, runs_whole_layers
 from chronicals.training.precision import Precision
 
 logger = logging.getLogger(__name__)
+
+CHECKPOINTED = "_chronicals_checkpointed"
+"""Attribute of a model whose layers an earlier run recomputed, which a later one may not need."""
 
 
 def one_device(model: Any, ranks: Ranks) -> torch.device:
@@ -105,14 +108,17 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
         )
     presented = present(model, fused_head=config.use_fused_kernels)
     forget_policies(model)
+    if vars(model).pop(CHECKPOINTED, False):
+        model.gradient_checkpointing_disable()
     decisions = decide(config, presented, ranks)
     whole_layers = runs_whole_layers(config, presented)
     for decision in decisions.values():
         logger.info("%s", decision)
     recomputed = decisions["use_gradient_checkpointing"]
-    if recomputed.runs and recomputed.how == LAYERS:
-        enable_gradient_checkpointing(model, whole_layers)
-    elif recomputed.runs:
+    if recomputed.layers != 0:
+        enable_gradient_checkpointing(model, whole_layers, recomputed.layers)
+        setattr(model, CHECKPOINTED, True)
+    if recomputed.how == CHEAP:
         recompute_norms_and_units(model)
     if config.use_fused_kernels and input_device(model).type == "cuda":
         for by, count in patch_parts(model, whole_layers).counts().items():
