@@ -10,6 +10,7 @@ from chronicals.kernels.fp8 import dequantize, fp8_quantize
 from chronicals.kernels.fp8_linear import FP8Weight
 from chronicals.kernels.linear_cross_entropy import Adapter
 from chronicals.kernels.merged_linear import Remake, merged_linear, side_by_side
+from chronicals.kernels.peak import Peak, with_peak
 from mutants import mutant
 
 FP8_LINEAR = sys.modules["chronicals.kernels.fp8_linear"]
@@ -139,6 +140,20 @@ def test_dropout_is_that_of_the_adapter_alone(frozen, device):
     assert_close(added[0], [x.double() for x in added[1]], 1e-3 if device.type == "cuda" else 1e-5)
 
 
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_peaks_that_others_found_are_taken(frozen, device):
+    """Such as are 4 times too large show it: 8 bits have fewer then for what is there."""
+    given = Given(device, (3, 5), frozen=frozen)
+    usual = given.run()
+    for factor in (1.0, 4.0):
+        peaks = [Peak(), Peak()]
+        for peak, x in zip(peaks, (given.x, given.dy)):
+            with_peak(peak, x, (factor * x.detach().abs().max()).float().view(torch.int32)[None])
+        found = given.run(peaks=tuple(peaks))
+        assert all(torch.equal(a, b) for a, b in zip(usual, found)) == (factor == 1.0)
+        assert peaks[0].take(given.x) is None and peaks[1].take(given.dy) is None
+
+
 def test_rows_that_are_no_multiple_are_refused(device):
     given = Given(device, (0, 0))
     with pytest.raises(ValueError, match="x has 7 rows: FP8 products need multiples of 16"):
@@ -148,7 +163,7 @@ def test_rows_that_are_no_multiple_are_refused(device):
 FAULTS = {
     "the adapter is forgotten in y": ("    if merged.room:\n        y = y.addmm_(", "    if False:\n        y = y.addmm_("),
     "the adapter is forgotten in dx": ("return dx.addmm_(g, down) if merged.room else dx", "return dx"),
-    "dy in the type of x": (', torch.float8_e5m2, layout)', ", torch.float8_e4m3fn, layout)"),
+    "dy in the type of x": (', torch.float8_e5m2, layout, ', ", torch.float8_e4m3fn, layout, "),
     "the scale of dy for x": ("scale=ctx.scale_of_x)", "scale=dy.scale)"),
 }  # fmt: skip
 

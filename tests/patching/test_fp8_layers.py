@@ -1,5 +1,6 @@
 """Fused layers whose products run in FP8: which do, how near they stay, and that policies of memory change nothing."""
 
+import contextlib
 import sys
 
 import pytest
@@ -8,6 +9,8 @@ from torch import nn
 
 import families
 from chronicals.kernels.fp8 import Scaled
+from chronicals.kernels.launch import interpreting
+from chronicals.kernels.peak import Peak
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import PresentedModel
 from chronicals.patching import (
@@ -57,7 +60,7 @@ def cosine(a, b):
     return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
 
 
-def exact_quantize(x, scaling="tensor", dtype=None, layout="rows", scale=None):
+def exact_quantize(x, scaling="tensor", dtype=None, layout="rows", scale=None, most=None):
     one = torch.ones((), device=x.device)
     return Scaled(x.float(), one), Scaled(x.float().t(), one)
 
@@ -117,6 +120,29 @@ def test_made_again_is_the_same(adapted, device):
     recompute_norms_and_units(model)
     again = found_in(model, batch(device))
     assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.interpreted
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+def test_norms_and_units_find_what_is_quantised(adapted, device, monkeypatch):
+    """Five of a layer's eight x and dy; what attention gives, what comes back to it and to the last product are others'."""
+    told, usual = [], MERGED_LINEAR.fp8_quantize
+
+    def quantize(x, *args, most=None, **options):
+        told.append(most is not None)
+        assert most is None or most == x.abs().max().float()
+        return usual(x, *args, most=most, **options)
+
+    with interpreting() if device.type == "cpu" else contextlib.nullcontext():
+        model = fused("llama", adapted, device)
+        run_in_fp8(model)
+        monkeypatch.setattr(MERGED_LINEAR, "fp8_quantize", quantize)
+        found = found_in(model, batch(device))
+        layers = len(model.get_decoder().layers)
+        assert sum(told) == 5 * layers
+        monkeypatch.setattr(Peak, "take", lambda self, x: None)
+        again = found_in(model, batch(device))
+    assert all(torch.equal(found[name], again[name]) for name in found)
 
 
 def test_products_that_are_too_small_stay(device, monkeypatch):

@@ -42,8 +42,8 @@ def test_a_healthy_run_passes(tmp_path, changes):
 def scaled_wrongly(usual, factor, **where):
     """``fp8_quantize`` whose scales are off where its arguments are these."""
 
-    def quantize(x, scaling="tensor", dtype=torch.float8_e4m3fn, layout="rows", scale=None):
-        made = usual(x, scaling, dtype, layout, scale)
+    def quantize(x, scaling="tensor", dtype=torch.float8_e4m3fn, layout="rows", scale=None, most=None):
+        made = usual(x, scaling, dtype, layout, scale, most)
         wrong = all({"dtype": dtype, "layout": layout}[name] == value for name, value in where.items())
         return tuple(part and part._replace(scale=part.scale * factor) for part in made) if wrong else made
 

@@ -7,18 +7,21 @@ values (``square``). A tensor-core product of FP8 runs along the last dimension 
 transpose of what the forward pass took: ``rows`` are ``[M, K]``, scaled along K, ``columns`` are ``[K, M]``, scaled along M.
 
 x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each layout; the scale of a tensor,
-and those of whole columns, take 2 more, for they are known only at the end, unless the scale of a tensor is given.
+and those of whole columns, take 2 more, for they are known only at the end, unless what made the tensor found its maximum
+(``peak.py``).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.peak import magnitude, new_peak, raise_peak
 
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
@@ -63,12 +66,6 @@ def _inverse(scale):
 
 
 @triton.jit
-def _sizes(x):
-    """What is no number has no part in a maximum."""
-    return tl.where(x == x, tl.abs(x), 0.0)
-
-
-@triton.jit
 def _tile(x_ptr, rows, width, stride, BLOCK: tl.constexpr):
     """Where this program's rows and columns lie, and their values, and sizes for the maximum."""
     across = tl.cdiv(width, BLOCK)
@@ -76,19 +73,17 @@ def _tile(x_ptr, rows, width, stride, BLOCK: tl.constexpr):
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    return row, column, inside, x, _sizes(x)
+    return row, column, inside, x, magnitude(x)
 
 
 @triton.jit
 def _extremes_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """max |x| of all, or of each row and each column, as the integers of their bits, which have the same order."""
+    """max |x| of all, or of each row and each column, as the integers of their bits."""
     row, column, _, _, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
     if SCALING == "tensor":
-        most = tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(sizes, 1), 0)
-        here = tl.arange(0, BLOCK)
-        tl.atomic_max(of_rows_ptr + here, most.to(tl.int32, bitcast=True), mask=here == 0, sem="relaxed")
+        raise_peak(of_rows_ptr, tl.max(sizes, 1))
     else:
         tl.atomic_max(of_rows_ptr + row, tl.max(sizes, 1).to(tl.int32, bitcast=True), mask=row < rows, sem="relaxed")
         of_columns = tl.max(sizes, 0).to(tl.int32, bitcast=True)
@@ -153,7 +148,7 @@ def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr,
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(_sizes(x), 0), LIMIT)
+    scale = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(magnitude(x), 0), LIMIT)
     tl.store(scale_ptr + row + column, scale, mask=column == 0)
     values = (x * _inverse(scale)).to(rows_ptr.dtype.element_ty)
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
@@ -164,11 +159,11 @@ def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> list[T
     (rows, width), made = x.shape, list[Tensor]()
     for shape, wanted in (((rows, width), "rows"), ((width, rows), "columns")):
         if layout in (wanted, "both"):
-            made += [x.new_empty(shape, dtype=dtype), x.new_empty(_scale_shape(shape, scaling), dtype=torch.float32)]
+            made += [x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape(shape, scaling), dtype=torch.float32)]
     return made
 
 
-def _scale_shape(shape: tuple[int, int], scaling: str) -> tuple[int, ...]:
+def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
     """As it lies in memory, where the runs of a block come first."""
     outer, inner = shape
     blocks = triton.cdiv(inner, BLOCK)
@@ -178,7 +173,9 @@ def _scale_shape(shape: tuple[int, int], scaling: str) -> tuple[int, ...]:
 
 
 @torch.library.custom_op("chronicals::fp8_quantize", mutates_args=())
-def _quantize(x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None) -> list[Tensor]:
+def _quantize(
+    x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
+) -> list[Tensor]:  # fmt: skip
     made = _outputs(x, scaling, dtype, layout)
     if not x.numel():
         for tensor in made:
@@ -189,11 +186,12 @@ def _quantize(x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: T
         block = next_power_of_2(width)
         _rows_kernel[(rows,)](x, *made, width, stride, limit, block, num_warps=min(max(block // 1024, 1), 16))
         return made
-    most = _extremes(x, scaling) if scale is None else (scale, scale)
+    known = most if scale is None else scale
+    extremes = _extremes(x, scaling) if known is None else (known, known)
     for of_rows, of_columns in _turns(x, layout):  # of the layout that is not asked for nothing is read or written
         _tiles_kernel[_grid(x)](
-            x, *most, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, of_rows, of_columns, limit, BLOCK,
-            num_warps=WARPS,
+            x, *extremes, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, of_rows, of_columns, limit,
+            BLOCK, num_warps=WARPS,
         )  # fmt: skip
     return made
 
@@ -215,7 +213,7 @@ def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
     (rows, width), whole = x.shape, scaling == "tensor"
     if scaling not in ("tensor", "row"):
         return x, x
-    bits = x.new_zeros(1 if whole else rows + width, dtype=torch.int32)
+    bits = new_peak(x) if whole else x.new_zeros(rows + width, dtype=torch.int32)
     of_rows, of_columns = (bits, bits) if whole else bits.split((rows, width))
     _extremes_kernel[_grid(x)](x, of_rows, of_columns, rows, width, x.stride(0), scaling, BLOCK, num_warps=WARPS)
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
@@ -227,13 +225,15 @@ def _scale(most: Tensor, limit: float) -> Tensor:
 
 
 @_quantize.register_fake
-def _(x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None) -> list[Tensor]:
+def _(
+    x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
+) -> list[Tensor]:  # fmt: skip
     return _outputs(x, scaling, dtype, layout)
 
 
 def fp8_quantize(
     x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows",
-    scale: Tensor | None = None,
+    scale: Tensor | None = None, most: Tensor | None = None,
 ) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
     """``x`` in FP8: its rows, and its columns as the rows of the transpose.
 
@@ -243,12 +243,13 @@ def fp8_quantize(
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         layout: ``rows``, ``columns`` or ``both``.
         scale: of a tensor, where it is known, fp32 ``[]``.
+        most: max |x|, where that is known, fp32 ``[1]``.
 
     Returns:
         ``Scaled`` of ``[M, K]`` and of ``[K, M]``; None for the one not asked for.
 
     Raises:
-        ValueError: an option is unknown, x is no matrix, or a scale is given for another scaling than ``tensor``.
+        ValueError: an option is unknown, x is no matrix, or ``scale`` or ``most`` is given for another scaling than ``tensor``.
     """
     for name, value, known in (
         ("scaling", scaling, SCALINGS), ("dtype", dtype, tuple(LIMITS)), ("layout", layout, ("rows", "columns", "both")),
@@ -257,11 +258,12 @@ def fp8_quantize(
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, known))}")
     if x.ndim != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: expected [M, K]")
-    if scale is not None and scaling != "tensor":
-        raise ValueError(f"scaling={scaling!r}: only the scale of a tensor can be given")
+    if scaling != "tensor" and not (scale is None and most is None):
+        raise ValueError(f"scaling={scaling!r}: only the scale or the maximum of a whole tensor can be given")
     if not runs_triton(x) or lacks_fp8(x.device):
+        scale = _scale(most.view(()), LIMITS[dtype]) if scale is None and most is not None else scale
         return fp8_quantize_reference(x, scaling, dtype, layout, scale)
-    made = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout, scale)
+    made = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, most)
     found = [Scaled(values, scale.t() if scaling == "block" else scale) for values, scale in zip(made[::2], made[1::2])]
     return found[0] if layout != "columns" else None, found[-1] if layout != "rows" else None
 
@@ -281,7 +283,7 @@ def _scaled_reference(x: Tensor, scaling: str, dtype: torch.dtype, known: Tensor
     rows, width = x.shape
     high, wide = {"tensor": (rows, width), "row": (1, width), "block": (1, BLOCK), "square": (BLOCK, BLOCK)}[scaling]
     if not x.numel():
-        shape = _scale_shape((rows, width), scaling)
+        shape = scale_shape((rows, width), scaling)
         return Scaled(x.to(dtype), x.new_ones(shape[::-1] if scaling == "block" else shape))
     most = x.abs().nan_to_num(0.0, posinf=float("inf"))
     padded = torch.nn.functional.pad(most, (0, -width % wide, 0, -rows % high))

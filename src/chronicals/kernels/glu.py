@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from chronicals.kernels.launch import Tile, in_rows, next_power_of_2, runs_triton, tl, triton, with_room
+from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -46,7 +47,8 @@ def _activate(g, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _glu_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, width, gate_stride, up_stride, y_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr
+    gate_ptr, up_ptr, y_ptr, peak_ptr, width, gate_stride, up_stride, y_stride, ACTIVATION: tl.constexpr,
+    HAS_PEAK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -55,13 +57,16 @@ def _glu_forward_kernel(
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     activated, _ = _activate(gate, ACTIVATION)
-    tl.store(y_ptr + row * y_stride + column, (activated * up).to(y_ptr.dtype.element_ty), mask=inside)
+    y = (activated * up).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row * y_stride + column, y, mask=inside)
+    if HAS_PEAK:
+        raise_peak(peak_ptr, magnitude(y.to(tl.float32)))
 
 
 @triton.jit
 def _glu_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, width, dy_stride, gate_stride, up_stride, d_gate_stride, d_up_stride,
-    ACTIVATION: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, peak_ptr, width, dy_stride, gate_stride, up_stride, d_gate_stride,
+    d_up_stride, ACTIVATION: tl.constexpr, HAS_PEAK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -72,8 +77,11 @@ def _glu_backward_kernel(
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
     activated, slope = _activate(gate, ACTIVATION)
     kind = d_gate_ptr.dtype.element_ty
-    tl.store(d_gate_ptr + row * d_gate_stride + column, (dy * up * slope).to(kind), mask=inside)
-    tl.store(d_up_ptr + row * d_up_stride + column, (dy * activated).to(kind), mask=inside)
+    d_gate, d_up = (dy * up * slope).to(kind), (dy * activated).to(kind)
+    tl.store(d_gate_ptr + row * d_gate_stride + column, d_gate, mask=inside)
+    tl.store(d_up_ptr + row * d_up_stride + column, d_up, mask=inside)
+    if HAS_PEAK:
+        raise_peak(peak_ptr, tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32))))
 
 
 def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
@@ -87,23 +95,26 @@ def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
 
 
 @torch.library.custom_op("chronicals::glu_forward", mutates_args=())
-def _forward(gate: Tensor, up: Tensor, activation: str, room: int) -> Tensor:
-    y = with_room(gate, gate.shape, room)
-    if y.numel():
-        grid, width, strides, tile = _grid([gate, up, y])
-        _glu_forward_kernel[grid](gate, up, y, width, *strides, activation, tile.block, num_warps=tile.warps)
-    return y
+def _forward(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: bool) -> list[Tensor]:
+    """``[y]``, and its peak where that is wanted."""
+    out = [with_room(gate, gate.shape, room), *([new_peak(gate)] if finds_peak else [])]
+    if gate.numel():
+        grid, width, strides, tile = _grid([gate, up, out[0]])
+        _glu_forward_kernel[grid](
+            gate, up, out[0], out[-1], width, *strides, activation, finds_peak, tile.block, num_warps=tile.warps
+        )
+    return out
 
 
 @_forward.register_fake
-def _(gate: Tensor, up: Tensor, activation: str, room: int) -> Tensor:
-    return with_room(gate, gate.shape, room)
+def _(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: bool) -> list[Tensor]:
+    return [with_room(gate, gate.shape, room), *([new_peak(gate)] if finds_peak else [])]
 
 
 @torch.library.custom_op("chronicals::glu_backward", mutates_args=())
 def _backward(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     d_gate, d_up = gate.new_empty(gate.shape), gate.new_empty(gate.shape)
-    _launch_backward(dy, gate, up, d_gate, d_up, activation)
+    _launch_backward(dy, gate, up, d_gate, d_up, None, activation)
     return d_gate, d_up
 
 
@@ -113,22 +124,27 @@ def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Te
 
 
 @torch.library.custom_op("chronicals::glu_of_both_backward", mutates_args=())
-def _backward_of_both(dy: Tensor, both: Tensor, activation: str, room: int) -> Tensor:
-    d_both = with_room(both, both.shape, room)
+def _backward_of_both(dy: Tensor, both: Tensor, activation: str, room: int, finds_peak: bool) -> list[Tensor]:
+    """``[d_both]``, and its peak where that is wanted."""
+    d_both, peak = with_room(both, both.shape, room), new_peak(both) if finds_peak else None
     (gate, up), (d_gate, d_up) = both.chunk(2, -1), d_both.chunk(2, -1)
-    _launch_backward(dy, gate, up, d_gate, d_up, activation)
-    return d_both
+    _launch_backward(dy, gate, up, d_gate, d_up, peak, activation)
+    return [d_both] if peak is None else [d_both, peak]
 
 
 @_backward_of_both.register_fake
-def _(dy: Tensor, both: Tensor, activation: str, room: int) -> Tensor:
-    return with_room(both, both.shape, room)
+def _(dy: Tensor, both: Tensor, activation: str, room: int, finds_peak: bool) -> list[Tensor]:
+    return [with_room(both, both.shape, room), *([new_peak(both)] if finds_peak else [])]
 
 
-def _launch_backward(dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, activation: str) -> None:
+def _launch_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, peak: Tensor | None, activation: str
+) -> None:
     if dy.numel():
         grid, width, strides, tile = _grid([dy, gate, up, d_gate, d_up])
-        _glu_backward_kernel[grid](dy, gate, up, d_gate, d_up, width, *strides, activation, tile.block, num_warps=tile.warps)
+        _glu_backward_kernel[grid](
+            dy, gate, up, d_gate, d_up, peak, width, *strides, activation, peak is not None, tile.block, num_warps=tile.warps
+        )
 
 
 class _GLU(torch.autograd.Function):
@@ -137,7 +153,8 @@ class _GLU(torch.autograd.Function):
         rows = in_rows(gate), in_rows(up)
         ctx.save_for_backward(*rows)
         ctx.activation = activation
-        return _forward(*rows, activation, 0).view(gate.shape)
+        (y,) = _forward(*rows, activation, 0, False)
+        return y.view(gate.shape)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -147,15 +164,17 @@ class _GLU(torch.autograd.Function):
 
 class _GLUOfBoth(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, both: Tensor, activation: str, room: int, gradient_room: int) -> Tensor:
+    def forward(
+        ctx: Any, both: Tensor, activation: str, room: int, gradient_room: int, peak: Peak | None, gradient_peak: Peak | None
+    ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(both)
-        ctx.options = activation, gradient_room
-        return _forward(*both.chunk(2, -1), activation, room)
+        ctx.options, ctx.peak = (activation, gradient_room, gradient_peak is not None), gradient_peak
+        return with_peak(peak, *_forward(*both.chunk(2, -1), activation, room, peak is not None))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return _backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options), None, None, None
+        return with_peak(ctx.peak, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)), *(None,) * 5
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -181,18 +200,22 @@ def fused_geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
     return _glu(gate, up, APPROXIMATIONS[approximate])
 
 
-def glu_of_both(both: Tensor, activation: str, room: int = 0, gradient_room: int = 0) -> Tensor:
+def glu_of_both(
+    both: Tensor, activation: str, room: int = 0, gradient_room: int = 0, peak: Peak | None = None,
+    gradient_peak: Peak | None = None,
+) -> Tensor:  # fmt: skip
     """The gated unit of a merged product ``[T, 2F]``, gate before up, whose gradient comes as one tensor too.
 
     Args:
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
         room, gradient_room: columns left free behind each row of the result and of the gradient.
+        peak, gradient_peak: told the largest absolute value of the result and of the gradient.
 
     Returns:
         ``[T, F]``.
     """
     if runs_triton(both):
-        return _GLUOfBoth.apply(both, activation, room, gradient_room)
+        return _GLUOfBoth.apply(both, activation, room, gradient_room, peak, gradient_peak)
     return REFERENCES[activation](*both.chunk(2, -1))
 
 

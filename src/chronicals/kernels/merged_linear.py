@@ -37,6 +37,7 @@ from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_linear import MULTIPLE, FP8Weight, scaled_product
 from chronicals.kernels.launch import in_rows, runs_triton, tl, triton
 from chronicals.kernels.linear_cross_entropy import Adapter
+from chronicals.kernels.peak import Peak
 from chronicals.kernels.products import product, product_into
 
 EIGHT = 8
@@ -173,7 +174,7 @@ class Remake:
     source: Tensor
 
 
-OPTIONS = 8
+OPTIONS = 9
 """Arguments of the function below that come before the tensors of the layers; x is one of them."""
 
 
@@ -183,7 +184,8 @@ class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, merged: Merged, scales: list[float], dropout: float, roomy: tuple[bool, bool],
-        remake: Remake | None, unread: bool, fp8: FP8Weight | None, *tensors: Tensor | None,
+        remake: Remake | None, unread: bool, fp8: FP8Weight | None, peaks: tuple[Peak | None, Peak | None],
+        *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         count = len(merged.sizes)
         rows, seed = x, None
@@ -191,13 +193,13 @@ class _MergedLinear(torch.autograd.Function):
             _lay_adapters(merged, tensors[2 * count : 3 * count], tensors[3 * count :], scales)
             rows, seed = _extended(x, merged.room, roomy[0]), draw_seed(x) if dropout else None
             _down(merged, x, seed, dropout, rows[:, merged.width :])
-        ctx.fp8, ctx.scale_of_x = fp8, None
+        ctx.fp8, ctx.scale_of_x, (peak, ctx.peak) = fp8, None, peaks
         if unread:
             y = rows.new_empty((len(rows), merged.outputs))
         elif fp8 is None:
             y = _of_rows(merged, rows)
         else:
-            y, ctx.scale_of_x = _of_rows_in_fp8(merged, rows, fp8)
+            y, ctx.scale_of_x = _of_rows_in_fp8(merged, rows, fp8, None if peak is None else peak.take(x))
         kept = any(ctx.needs_input_grad[OPTIONS:])
         ctx.make = remake.make if remake is not None and kept else None
         source = rows if remake is None else remake.source
@@ -224,7 +226,8 @@ class _MergedLinear(torch.autograd.Function):
             product_into(extended[:, merged.outputs :], dy, merged.buffer[: merged.outputs, merged.width :])
         needs, count = ctx.needs_input_grad, len(merged.sizes)
         trained = any(needs[OPTIONS : OPTIONS + count]) and x is not None
-        dy_rows, dy_columns = _in_fp8(ctx, dy, needs[0], trained)
+        most = None if ctx.peak is None else ctx.peak.take(upstream)
+        dy_rows, dy_columns = _in_fp8(ctx, dy, most, needs[0], trained)
         dx = _of_input(ctx, dy if dy_rows is None else dy_rows, extended, seed) if needs[0] else None
         of_weights: list[Tensor | None] = [None for _ in range(2 * count)]
         if trained and x is not None:
@@ -243,9 +246,9 @@ def _of_rows(merged: Merged, rows: Tensor) -> Tensor:
     return product(rows, matrix, rows.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
 
 
-def _of_rows_in_fp8(merged: Merged, rows: Tensor, fp8: FP8Weight) -> tuple[Tensor, Tensor]:
+def _of_rows_in_fp8(merged: Merged, rows: Tensor, fp8: FP8Weight, most: Tensor | None) -> tuple[Tensor, Tensor]:
     """With the scale of x."""
-    x, _ = fp8_quantize(rows[:, : merged.width])
+    x, _ = fp8_quantize(rows[:, : merged.width], most=most)
     assert x is not None
     y = scaled_product(x, fp8.rows(), rows.dtype, fast=True, bias=merged.bias)
     if merged.room:
@@ -253,12 +256,12 @@ def _of_rows_in_fp8(merged: Merged, rows: Tensor, fp8: FP8Weight) -> tuple[Tenso
     return y, x.scale
 
 
-def _in_fp8(ctx: Any, dy: Tensor, of_input: bool, of_weights: bool) -> tuple[Scaled | None, Scaled | None]:
+def _in_fp8(ctx: Any, dy: Tensor, most: Tensor | None, of_input: bool, of_weights: bool) -> tuple[Scaled | None, Scaled | None]:
     """dy by rows for dX, by columns for dW; None where it is taken as it is."""
     if ctx.fp8 is None or not (of_input or of_weights):
         return None, None
     layout = "both" if of_input and of_weights else "rows" if of_input else "columns"
-    return fp8_quantize(dy, "tensor", torch.float8_e5m2, layout)
+    return fp8_quantize(dy, "tensor", torch.float8_e5m2, layout, most=most)
 
 
 def _made_again(ctx: Any, source: Tensor, seed: Tensor | None) -> Tensor:
@@ -332,6 +335,7 @@ def merged_linear(
     remake: Remake | None = None,
     unread: bool = False,
     fp8: FP8Weight | None = None,
+    peaks: tuple[Peak | None, Peak | None] = (None, None),
 ) -> Tensor:
     """The outputs of all layers side by side, ``[T, out]``; differentiable in x, weights, biases and adapters.
 
@@ -346,6 +350,7 @@ def merged_linear(
         remake: makes x again for the backward pass, in which case x is not kept.
         unread: nobody reads the outputs, which are left as they are found: only the backward pass is wanted.
         fp8: the weights in ``merged`` for products in FP8; T must be a multiple of 16.
+        peaks: of x, and of the gradient of what is returned, which those who made them may have been told.
 
     Raises:
         ValueError: adapters differ in dropout, or T is no such multiple.
@@ -359,7 +364,7 @@ def merged_linear(
     dropout = dropouts.pop() if dropouts else 0.0
     if fp8 is not None and len(x) % MULTIPLE:
         raise ValueError(f"x has {len(x)} rows: FP8 products need multiples of {MULTIPLE}")
-    options = merged, scales, dropout, (roomy, gradient_roomy), remake, unread, fp8
+    options = merged, scales, dropout, (roomy, gradient_roomy), remake, unread, fp8, peaks
     return _MergedLinear.apply(x, *options, *weights, *biases, *matrices)
 
 

@@ -28,6 +28,7 @@ from chronicals.kernels.launch import (
     triton,
     with_room,
 )
+from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
 
 WARPS_A_PROCESSOR = 16
 """Of the backward pass: as many programs a multiprocessor as make so many warps."""
@@ -49,8 +50,8 @@ def _tile(width: int, backward: bool) -> Tile:
 
 @triton.jit
 def _rmsnorm_forward_kernel(
-    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, rows, width, x_stride, r_stride, y_stride, eps, offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, peak_ptr, rows, width, x_stride, r_stride, y_stride, eps, offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_PEAK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -65,19 +66,23 @@ def _rmsnorm_forward_kernel(
     y = s * rstd[:, None]
     if HAS_WEIGHT:
         y *= tl.load(w_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :] + offset
-    tl.store(y_ptr + row[:, None] * y_stride + column[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * y_stride + column[None, :], y, mask=inside)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
+    if HAS_PEAK:
+        raise_peak(peak_ptr, tl.max(tl.where(inside, magnitude(y.to(tl.float32)), 0.0), 1))
 
 
 @triton.jit
 def _rmsnorm_backward_kernel(
-    dy_ptr, s_ptr, w_ptr, rstd_ptr, extra_ptr, ds_ptr, dw_ptr, rows, width, dy_stride, s_stride, extra_stride, ds_stride,
-    offset, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr, HAS_EXTRA: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    dy_ptr, s_ptr, w_ptr, rstd_ptr, extra_ptr, ds_ptr, dw_ptr, peak_ptr, rows, width, dy_stride, s_stride, extra_stride,
+    ds_stride, offset, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_PEAK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program takes every n-th block of rows, so that its share of dw stays in registers: no atomics, one order."""
     column = tl.arange(0, BLOCK)
     dw = tl.zeros((ROWS, BLOCK), tl.float32)
+    most = tl.zeros((ROWS, BLOCK), tl.float32)
     if HAS_WEIGHT:
         w = tl.load(w_ptr + column, mask=column < width, other=0.0).to(tl.float32) + offset
     step = tl.num_programs(0) * ROWS
@@ -102,91 +107,101 @@ def _rmsnorm_backward_kernel(
         if HAS_EXTRA:
             at_extra = extra_ptr + at[:, None] * extra_stride + column[None, :]
             ds += tl.load(at_extra, mask=here, other=0.0).to(tl.float32)
-        tl.store(ds_ptr + at[:, None] * ds_stride + column[None, :], ds.to(ds_ptr.dtype.element_ty), mask=here)
+        ds = ds.to(ds_ptr.dtype.element_ty)
+        tl.store(ds_ptr + at[:, None] * ds_stride + column[None, :], ds, mask=here)
+        if HAS_PEAK:
+            most = tl.maximum(most, tl.where(here, magnitude(ds.to(tl.float32)), 0.0))
     if WANTS_WEIGHT:
         share = tl.program_id(0).to(tl.int64) * width + column
         tl.store(dw_ptr + share, tl.sum(dw, axis=0), mask=column < width)
+    if HAS_PEAK:
+        raise_peak(peak_ptr, tl.max(most, 1))
 
 
 @torch.library.custom_op("chronicals::rmsnorm_forward", mutates_args=())
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool
 ) -> list[Tensor]:  # fmt: skip
-    """``[y, rstd]``, and the sum where there is a residual; ``x`` ``[rows, D]``."""
-    y, rstd, total = _outputs(x, residual, weight, room)
+    """``[y, rstd]``, the sum where there is a residual, and the peak of y where that is wanted; ``x`` ``[rows, D]``."""
+    y, rstd, total, peak = _outputs(x, residual, weight, room, finds_peak)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
         _rmsnorm_forward_kernel[(triton.cdiv(rows, tile.rows),)](
-            x, residual, weight, y, total, rstd, rows, width, x.stride(0), 0 if residual is None else residual.stride(0),
-            y.stride(0), eps, offset, residual is not None, weight is not None, tile.rows, tile.block, num_warps=tile.warps,
+            x, residual, weight, y, total, rstd, peak, rows, width, x.stride(0),
+            0 if residual is None else residual.stride(0), y.stride(0), eps, offset, residual is not None, weight is not None,
+            finds_peak, tile.rows, tile.block, num_warps=tile.warps,
         )  # fmt: skip
-    return [y, rstd] if total is None else [y, rstd, total]
+    return [y, rstd, *(out for out in (total, peak) if out is not None)]
 
 
 @_forward.register_fake
 def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool
 ) -> list[Tensor]:  # fmt: skip
-    return [out for out in _outputs(x, residual, weight, room) if out is not None]
+    return [out for out in _outputs(x, residual, weight, room, finds_peak) if out is not None]
 
 
 def _outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int
-) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int, finds_peak: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (
         with_room(x, x.shape, room, result),
         x.new_empty(x.shape[:1], dtype=torch.float32),
         None if residual is None else x.new_empty(x.shape, dtype=summed),
+        new_peak(x) if finds_peak else None,
     )
 
 
 @torch.library.custom_op("chronicals::rmsnorm_backward", mutates_args=())
 def _backward(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
-    room: int,
+    room: int, finds_peak: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """``[ds]``, and dw where it is wanted; ``extra`` is the gradient that reaches the sum by another way."""
+    """``[ds]``, its peak and dw where they are wanted; ``extra`` is the gradient that reaches the sum by another way."""
     rows, width = s.shape
     tile = _tile(width, backward=True)
     programs = min(triton.cdiv(rows, tile.rows), multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
-    ds = with_room(s, s.shape, room)
+    ds, peak = with_room(s, s.shape, room), new_peak(s) if finds_peak else None
     shares = s.new_empty((programs, width), dtype=torch.float32) if wants_weight else None
     if rows:
         _rmsnorm_backward_kernel[(programs,)](
-            dy, s, weight, rstd, extra, ds, shares, rows, width, dy.stride(0), s.stride(0),
+            dy, s, weight, rstd, extra, ds, shares, peak, rows, width, dy.stride(0), s.stride(0),
             0 if extra is None else extra.stride(0), ds.stride(0), offset, weight is not None, wants_weight, extra is not None,
-            tile.rows, tile.block, num_warps=tile.warps,
+            finds_peak, tile.rows, tile.block, num_warps=tile.warps,
         )  # fmt: skip
-    return [ds] if shares is None or weight is None else [ds, shares.sum(0).to(weight.dtype)]
+    dw = None if shares is None or weight is None else shares.sum(0).to(weight.dtype)
+    return [ds, *(out for out in (peak, dw) if out is not None)]
 
 
 @_backward.register_fake
 def _(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
-    room: int,
+    room: int, finds_peak: bool,
 ) -> list[Tensor]:  # fmt: skip
-    ds = with_room(s, s.shape, room)
-    return [ds] if weight is None or not wants_weight else [ds, torch.empty_like(weight)]
+    dw = torch.empty_like(weight) if weight is not None and wants_weight else None
+    return [with_room(s, s.shape, room), *(out for out in (new_peak(s) if finds_peak else None, dw) if out is not None)]
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, forks: bool,
-        room: int, gradient_room: int,
+        rooms: tuple[int, int] = (0, 0), peaks: tuple[Peak | None, Peak | None] = (None, None),
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """``forks``: the sum, or x where there is no residual, comes out too, and what reaches it joins in the backward."""
         rows, weight = in_rows(x), None if weight is None else weight.contiguous()
-        out = _forward(rows, None if residual is None else in_rows(residual), weight, eps, offset, room)
-        y, rstd, total = out[0], out[1], out[2] if residual is not None else rows
+        peak = peaks[0]
+        of_residual = None if residual is None else in_rows(residual)
+        y, rstd, *rest = _forward(rows, of_residual, weight, eps, offset, rooms[0], peak is not None)
+        total = rows if residual is None else rest[0]
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
-        ctx.room = gradient_room
+        ctx.room, ctx.peak = rooms[1], peaks[1]
         ctx.set_materialize_grads(False)
-        y = y.view(x.shape) if x.ndim != 2 else y
+        y = with_peak(peak, y.view(x.shape) if x.ndim != 2 else y, rest[-1] if rest else None)
         return (y, x if residual is None else total.view(x.shape)) if forks else y
 
     @staticmethod
@@ -199,9 +214,10 @@ class _RMSNorm(torch.autograd.Function):
             ds, dw = extra, None
         else:
             wants_weight = weight is not None and ctx.needs_input_grad[2]
-            rows = None if extra is None else in_rows(extra)
-            ds, *rest = _backward(in_rows(dy), s, weight, rstd, rows, ctx.offset, wants_weight, ctx.room)
-            ds, dw = ds.view(shape) if len(shape) != 2 else ds, rest[0] if rest else None
+            rows, peak = None if extra is None else in_rows(extra), ctx.peak
+            ds, *rest = _backward(in_rows(dy), s, weight, rstd, rows, ctx.offset, wants_weight, ctx.room, peak is not None)
+            ds = with_peak(peak, ds.view(shape) if len(shape) != 2 else ds, rest[0] if rest else None)
+            dw = rest[-1] if wants_weight else None
         of_x, of_residual = (None if kind is None else ds.to(kind) for kind in ctx.types)  # type: ignore[union-attr]
         return of_x, of_residual, dw, *(None,) * 5
 
@@ -217,19 +233,20 @@ def fused_rmsnorm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: f
     """
     _check(x, weight)
     if runs_triton(x, weight) and x.shape[-1] <= WIDEST:
-        return _RMSNorm.apply(x, None, weight, eps, offset, False, 0, 0)
+        return _RMSNorm.apply(x, None, weight, eps, offset, False)
     return rmsnorm_reference(x, weight, eps, offset)
 
 
 def fused_add_rmsnorm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, room: int = 0,
-    gradient_room: int = 0,
+    gradient_room: int = 0, peak: Peak | None = None, gradient_peak: Peak | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm of ``x + residual``, and that sum; all ``[..., D]``, differentiable in the three tensors.
 
     Args:
         residual: None where ``x`` is the sum already.
         room, gradient_room: columns left free behind each row of the norm and of the gradient, for ``[T, D]``.
+        peak, gradient_peak: told the largest absolute value of the norm and of the gradient.
 
     Returns:
         The norm, and the sum, which is the residual from here on.
@@ -241,7 +258,7 @@ def fused_add_rmsnorm(
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}: they must be alike")
     if runs_triton(x, residual, weight) and x.shape[-1] <= WIDEST:
-        return _RMSNorm.apply(x, residual, weight, eps, offset, True, room, gradient_room)
+        return _RMSNorm.apply(x, residual, weight, eps, offset, True, (room, gradient_room), (peak, gradient_peak))
     return add_rmsnorm_reference(x, residual, weight, eps, offset)
 
 

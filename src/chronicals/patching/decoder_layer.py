@@ -223,25 +223,28 @@ class _Layer:
         return [getattr(self.layer, name) for name, _ in self.anatomy.norms.values()] + of_heads
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int) -> Tensor:
-        normed, x, remake = self._before("before_attention", x, None, self.qkv, self.down.room)
+        normed, x, remake = self._before("before_attention", x, None, self.qkv, None)
         roomy = "before_attention" in self.anatomy.norms  # else it is what the caller gave
         attended = self._attend(self.qkv(normed, remake, roomy), cos, sin, cu, longest)
         branch = self._after("after_attention", self.out(attended))
-        normed, x, remake = self._before("before_mlp", x, branch, self.both, self.out.room)
+        normed, x, remake = self._before("before_mlp", x, branch, self.both, self.out)
         unread = runs_again() and "after_mlp" not in self.anatomy.norms
         return x + self._after("after_mlp", self._mlp(normed, remake, unread))
 
     def _before(
-        self, place: str, x: Tensor, branch: Tensor | None, group: Group, gradient_room: int
+        self, place: str, x: Tensor, branch: Tensor | None, group: Group, below: Group | None
     ) -> tuple[Tensor, Tensor, Remake | None]:
-        """What goes into a branch, the residual, to which ``branch`` is added, and how to make the former of the latter."""
+        """What goes into a branch, the residual, to which ``branch``, made by ``below``, is added, and how to make the former
+        of the latter."""
         if place not in self.anatomy.norms:
             total = x if branch is None else x + branch
             return total, total, None
         name, reads = self.anatomy.norms[place]
         weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
         branch, residual = (x, None) if branch is None else (branch, x)
-        normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, group.room, gradient_room)
+        rooms = group.room, self.down.room if below is None else below.room
+        peaks = group.peak, None if below is None else below.gradient_peak
+        normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, *rooms, *peaks)
 
         def again(total: Tensor) -> Tensor:
             return fused_add_rmsnorm(total, None, weight, epsilon, offset, group.room)[0]
@@ -258,7 +261,8 @@ class _Layer:
         """The gated unit, and how to make it again."""
         activation, room = self.anatomy.mlp.activation, self.down.room
         again = Remake(lambda both: glu_of_both(both, activation, room), both.detach())
-        return glu_of_both(both, activation, room, self.both.room), again if self.recomputes else None
+        unit = glu_of_both(both, activation, room, self.both.room, self.down.peak, self.both.gradient_peak)
+        return unit, again if self.recomputes else None
 
     def _after(self, place: str, branch: Tensor) -> Tensor:
         if place in self.anatomy.norms:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from chronicals.kernels.fp8_linear import MULTIPLE, FP8Weight
 from chronicals.kernels.linear_cross_entropy import Adapter
 from chronicals.kernels.merged_linear import Merged, Remake, merged_linear, side_by_side
+from chronicals.kernels.peak import Peak
 from chronicals.models.linear import UnknownLinear, read_linear
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,9 @@ class Group:
     Args:
         owner: the module whose children they are; it remembers where their weights lie.
         names: of the children.
+
+    Attributes:
+        peak, gradient_peak: for those who make x and the gradient of the outputs to tell, where the product runs in FP8.
 
     Raises:
         Unmerged: one of them is not a plain linear layer, with an adapter or without, or they do not fit each other.
@@ -63,6 +67,8 @@ class Group:
             raise Unmerged("layers of one input differ in type, device or bias")
         self.merged = _merged(owner, names, self.linears, [0 if x is None else len(x.a) for x in self.adapters])
         self.fp8 = _in_fp8(vars(owner).get(FP8, {}), names, self.merged, self.linears)
+        self.peak = None if self.fp8 is None else Peak()
+        self.gradient_peak = None if self.fp8 is None else Peak()
 
     @property
     def room(self) -> int:
@@ -84,7 +90,8 @@ class Group:
         if fp8 is not None and len(x) % MULTIPLE:
             say_once(f"a batch of {len(x)} rows, no multiple of {MULTIPLE}, runs in 16 bit, not in FP8")
             fp8 = None
-        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake, unread, fp8)
+        peaks = self.peak, self.gradient_peak
+        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake, unread, fp8, peaks)
 
 
 def is_hooked(module: Any) -> bool:

@@ -1,0 +1,59 @@
+"""The largest absolute value of a tensor, found by the kernel that makes it, for who quantises it next.
+
+A kernel raises one cell, as the integer of the value's bits, which has the same order: what is no number has no part in it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import tl, triton
+
+
+@triton.jit
+def magnitude(x):
+    """|x| for a maximum."""
+    return tl.where(x == x, tl.abs(x), 0.0)
+
+
+@triton.jit
+def raise_peak(peak_ptr, most):
+    """The cell becomes at least the largest of ``most``, fp32 ``[n]``; a program that is below what it reads writes nothing."""
+    bits = tl.max(most, 0).to(tl.int32, bitcast=True)
+    tl.atomic_max(peak_ptr, bits, mask=bits > tl.load(peak_ptr), sem="relaxed")
+
+
+def new_peak(like: Tensor) -> Tensor:
+    """A cell for ``raise_peak``, int32 ``[1]``, at 0."""
+    return like.new_zeros(1, dtype=torch.int32)
+
+
+class Peak:
+    """Handed to what makes a tensor and to what quantises it.
+
+    It is taken once, and only for the very tensor that it was found for: where something came in between, as a gradient that
+    was added or a hook, there is none.
+    """
+
+    def __init__(self) -> None:
+        self._found: tuple[tuple, Tensor] | None = None
+
+    def put(self, x: Tensor, cell: Tensor) -> None:
+        self._found = _identity(x), cell.view(torch.float32)
+
+    def take(self, x: Tensor) -> Tensor | None:
+        """fp32 ``[1]``."""
+        found, self._found = self._found, None
+        return found[1] if found is not None and found[0] == _identity(x) else None
+
+
+def with_peak(peak: Peak | None, x: Tensor, cell: Tensor | None = None) -> Tensor:
+    """``x``, whose largest absolute value ``peak`` now knows where a kernel found it."""
+    if peak is not None and cell is not None:
+        peak.put(x, cell)
+    return x
+
+
+def _identity(x: Tensor) -> tuple:
+    return x.data_ptr(), x.shape, x.stride(), x.dtype, 0 if x.is_inference() else x._version

@@ -1,0 +1,177 @@
+"""Peaks: norms and gated units find the largest absolute value of what they make, to the bit, and hand it to nobody else."""
+
+import sys
+
+import pytest
+import torch
+
+from chronicals.kernels import fused_add_rmsnorm
+from chronicals.kernels.fp8 import fp8_quantize
+from chronicals.kernels.glu import glu_of_both
+from chronicals.kernels.peak import Peak, with_peak
+from mutants import mutant
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 8), (13, 37), (5, 257), (3, 1300)]
+RMSNORM, GLU = (sys.modules[f"chronicals.kernels.{name}"] for name in ("rmsnorm", "glu"))
+
+
+def largest(x):
+    return x.detach().nan_to_num(0.0, posinf=float("inf"), neginf=float("-inf")).abs().max().float()
+
+
+def draw(device, dtype, *shape):
+    """The largest value anywhere, and of either sign."""
+    x = torch.randn(*shape, device=device)
+    x.view(-1)[torch.randint(x.numel(), ())] = 9.0 * (-1) ** int(torch.randint(2, ()))
+    return x.to(dtype).requires_grad_()
+
+
+def gradients_seen(x):
+    """The very tensor that comes back to ``x``, filled by its hook."""
+    seen = []
+    x.register_hook(lambda gradient: seen.append(gradient))  # returns None: the gradient goes on as it is
+    return seen
+
+
+def check_norm(norm, shape, dtype, device, summed, weighed, rooms=(0, 0)):
+    x, weight = draw(device, dtype, *shape), draw(device, dtype, shape[-1]) if weighed else None
+    residual = draw(device, dtype, *shape) if summed else None
+    peak, of_gradient = Peak(), Peak()
+    y, total = norm(x, residual, weight, 1e-6, 0.0, *rooms, peak, of_gradient)
+    assert peak.take(y) == largest(y)
+    seen = gradients_seen(x)
+    torch.autograd.backward((y, total), (torch.randn_like(y), torch.randn_like(total)))
+    assert of_gradient.take(seen[0]) == largest(seen[0])
+
+
+@pytest.mark.parametrize("weighed", [False, True], ids=["no weight", "weight"])
+@pytest.mark.parametrize("summed", [False, True], ids=["alone", "sum"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_of_norms(shape, summed, weighed, device):
+    for dtype in TYPES:
+        check_norm(fused_add_rmsnorm, shape, dtype, device, summed, weighed)
+
+
+def test_columns_left_free_have_no_part(device, monkeypatch):
+    """Whatever lies in them."""
+    for module in (RMSNORM, GLU):
+        usual = module.with_room
+        monkeypatch.setattr(module, "with_room", lambda *a, usual=usual, **k: infinite_around(usual(*a, **k)))
+    check_norm(fused_add_rmsnorm, (5, 37), torch.float32, device, True, True, rooms=(8, 16))
+    check_unit(glu_of_both, 5, 37, torch.float32, device, "silu", rooms=(8, 16))
+
+
+def infinite_around(x):
+    x.as_strided((len(x), x.stride(0)), (x.stride(0), 1)).fill_(float("inf"))
+    return x
+
+
+def check_unit(unit, rows, width, dtype, device, activation, rooms=(0, 0)):
+    both = draw(device, dtype, rows, 2 * width)
+    peak, of_gradient = Peak(), Peak()
+    y = unit(both, activation, *rooms, peak, of_gradient)
+    assert peak.take(y) == largest(y)
+    seen = gradients_seen(both)
+    y.backward(torch.randn_like(y))
+    assert of_gradient.take(seen[0]) == largest(seen[0])
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize(("rows", "width"), SHAPES, ids=str)
+def test_of_units(rows, width, activation, device):
+    for dtype in TYPES:
+        check_unit(glu_of_both, rows, width, dtype, device, activation)
+
+
+def test_what_is_no_number_has_no_part(device):
+    x, peak = draw(device, torch.float32, 4, 16), Peak()
+    with torch.no_grad():
+        x[1, 3] = float("nan")  # and with it its whole row of the norm
+    y, _ = fused_add_rmsnorm(x, None, None, peak=peak)
+    assert y[1].isnan().all() and peak.take(y) == largest(y)
+
+
+def test_it_is_taken_once_and_for_that_tensor_alone(device):
+    x, cell = torch.randn(4, 8, device=device), torch.ones(1, dtype=torch.int32, device=device)
+
+    def told():
+        peak = Peak()
+        with_peak(peak, x, cell)
+        return peak
+
+    peak = told()
+    assert peak.take(x) is not None and peak.take(x) is None
+    for other in (x[:2], x.view(8, 4), x.t(), x.clone()):
+        assert told().take(other) is None
+    peak = told()
+    x.mul_(2)
+    assert peak.take(x) is None
+    assert Peak().take(x) is None
+
+
+@pytest.mark.parametrize("between", ["another gradient is added", "a hook changes it", "a hook changes it in place"])
+def test_a_gradient_that_something_was_done_to_has_none(between, device):
+    x, peak, taken = draw(device, torch.float32, 4, 16), Peak(), []
+    source = x * 1.0
+
+    class Takes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            taken.append(peak.take(dy))
+            return dy
+
+    both = Takes.apply(source)
+    if between == "a hook changes it":
+        both.register_hook(lambda gradient: 2 * gradient)
+    if between == "a hook changes it in place":
+        both.register_hook(lambda gradient: gradient.mul_(2))
+    y = glu_of_both(both, "silu", gradient_peak=peak).sum()
+    (y + both.square().sum() if between == "another gradient is added" else y).backward()
+    assert taken == [None]
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
+def test_quantised_with_it_is_the_same(layout, device):
+    for dtype in (torch.bfloat16, torch.float32):
+        x = draw(device, dtype, 130, 257).detach()
+        for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
+            found = (
+                fp8_quantize(x, dtype=kind, layout=layout),
+                fp8_quantize(x, dtype=kind, layout=layout, most=largest(x)[None]),
+            )
+            for ours, usual in zip(*found, strict=True):
+                assert (ours is None) == (usual is None)
+                assert ours is None or all(torch.equal(a.float(), b.float()) for a, b in zip(ours, usual))
+    with pytest.raises(ValueError, match="scaling='row': only the scale or the maximum of a whole tensor can be given"):
+        fp8_quantize(x, "row", most=largest(x)[None])
+
+
+FAULTS = {
+    "of the norm before its weight": (
+        RMSNORM, "magnitude(y.to(tl.float32))", "magnitude((s * rstd[:, None]).to(tl.float32))"
+    ),
+    "of the gradient's last rows alone": (
+        RMSNORM, "most = tl.maximum(most, tl.where(here,", "most = (tl.where(here,"
+    ),
+    "of the gate's gradient alone": (
+        GLU, "tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32)))", "magnitude(d_gate.to(tl.float32))"
+    ),
+    "before rounding": (GLU, "magnitude(y.to(tl.float32))", "magnitude(activated * up)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_faults_are_found(fault, device):
+    module, old, new = FAULTS[fault]
+    wrong = mutant(module, old, new)
+    with pytest.raises(AssertionError):
+        for _ in range(4):
+            if module is RMSNORM:
+                check_norm(wrong.fused_add_rmsnorm, (700, 64), torch.bfloat16, device, False, True)
+            else:
+                check_unit(wrong.glu_of_both, 13, 37, torch.bfloat16, device, "silu")
