@@ -25,13 +25,15 @@ from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference
+from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
-from chronicals.kernels.glu import geglu_reference, swiglu_reference
+from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.launch import with_room
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
 from chronicals.kernels.merged_linear import merged_linear, room_for, side_by_side
+from chronicals.kernels.peak import Peak
 from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
 from chronicals.kernels.qk_rope import qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
@@ -363,6 +365,12 @@ def fp8():
             call = graphed(partial(fp8_quantize, x, scaling, torch.float8_e4m3fn, layout))
             plain = torch.compile(partial(fp8_quantize_reference, x, scaling, torch.float8_e4m3fn, layout))
             yield Row(f"fp8 {scaling} {layout} {width}", {"ours": call, "compile": plain}, bytes=(read + written) * ELEMENTS)
+    for name, call, moved in (
+        ("a norm", lambda **peak: kernels.fused_add_rmsnorm(x, x, None, **peak), 8),
+        ("a unit", lambda **peak: glu_of_both(x, "silu", **peak), 3),
+    ):
+        arms = {"ours": graphed(lambda call=call: call(peak=Peak())), "without": graphed(call)}
+        yield Row(f"peak of {name} {width}", arms, bytes=moved * ELEMENTS)
     for inner, outer in ((4096, 14336), (14336, 4096), (4096, 4096), (2048, 8192)):
         x, weight, dy = random(8192, inner), random(outer, inner, scale=inner**-0.5), random(8192, outer)
 
@@ -370,18 +378,20 @@ def fp8():
             return torch.mm(x, weight.t()), torch.mm(dy, weight), torch.mm(dy.t(), x)
 
         def products(scaling, x=x, weight=weight, dy=dy):
-            (a, at), (b, bt), (c, ct) = (fp8_quantize(t, scaling, layout="both") for t in (x, weight, dy))
+            (a, at), (c, ct) = (fp8_quantize(t, scaling, layout="both") for t in (x, dy))
+            b, bt = fp8_quantize(weight, OF_WEIGHTS[scaling], layout="both")
             pairs = ((a, b, True), (c, bt, False), (ct, at, False))
             return lambda: [scaled_product(left, right, torch.bfloat16, fast) for left, right, fast in pairs]
 
         def layer(scaling, frozen, x=x, weight=weight, dy=dy):
             leaves = x.detach().requires_grad_(), weight.detach().requires_grad_(not frozen)
-            known = Layouts(*fp8_quantize(weight, scaling, layout="both")) if frozen else None
+            known = Layouts(*fp8_quantize(weight, OF_WEIGHTS[scaling], layout="both")) if frozen else None
             asked = leaves[:1] if frozen else leaves
             return graphed(lambda: torch.autograd.grad(fp8_linear(*leaves, scaling=scaling, known=known), asked, dy))
 
-        arms = {"ours": layer("tensor", False), "row": layer("row", False), "frozen": layer("tensor", True)}
-        arms |= {f"products {scaling}": products(scaling) for scaling in ("tensor", "row")}
+        arms = {"ours" if scaling == "tensor" else scaling: layer(scaling, False) for scaling in OF_WEIGHTS}
+        arms |= {"frozen": layer("tensor", True), "frozen block": layer("block", True)}
+        arms |= {f"products {scaling}": products(scaling) for scaling in OF_WEIGHTS}
         yield Row(f"fp8_linear {inner} to {outer}", arms, products=three)
 
 

@@ -14,8 +14,10 @@ E5M2 = torch.float8_e5m2
 MODULE = sys.modules["chronicals.kernels.fp8_linear"]
 
 
-def draw(device, dtype=torch.bfloat16, tokens=48, inner=64, outer=80):
+def draw(device, dtype=torch.bfloat16, tokens=48, inner=64, outer=80, scaling=None):
     """Rows and columns of very different sizes, so that a scale in the wrong place shows."""
+    if scaling == "block":
+        tokens, inner, outer = 160, 640, 256
     x = torch.randn(tokens, inner, device=device) * torch.logspace(-2, 2, tokens, device=device)[:, None]
     weight = torch.randn(outer, inner, device=device) * torch.logspace(-1, 1, outer, device=device)[:, None]
     dy = torch.randn(tokens, outer, device=device) * torch.logspace(1, -3, tokens, device=device)[:, None]
@@ -33,10 +35,10 @@ def assert_rounded_once(got, exact):
 
 
 def check_products(layer, scaling, gradient_type, device):
-    x, weight, dy = draw(device)
+    x, weight, dy = draw(device, scaling=scaling)
     y = layer(x, weight, scaling=scaling, gradient_type=gradient_type)
     dx, dw = torch.autograd.grad(y, (x, weight), dy)
-    (x_rows, x_columns), (w_rows, w_columns) = meant(x, scaling), meant(weight, scaling)
+    (x_rows, x_columns), (w_rows, w_columns) = meant(x, scaling), meant(weight, SCALINGS[scaling])
     dy_rows, dy_columns = meant(dy, scaling, gradient_type)
     assert y.dtype == dx.dtype == dw.dtype == torch.bfloat16
     assert_rounded_once(y, x_rows @ w_rows.t())
@@ -91,8 +93,8 @@ def test_what_is_frozen_costs_nothing(frozen, device, monkeypatch):
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_a_weight_that_is_known_already(scaling, device):
-    x, weight, dy = draw(device)
-    known = Layouts(*fp8_quantize(weight.detach(), scaling, layout="both"))
+    x, weight, dy = draw(device, scaling=scaling)
+    known = Layouts(*fp8_quantize(weight.detach(), SCALINGS[scaling], layout="both"))
     weight.requires_grad_(False)
     found = [
         (y := fp8_linear(x, weight, scaling=scaling, known=layouts), torch.autograd.grad(y, x, dy)[0])
@@ -106,6 +108,10 @@ def test_a_known_weight_that_does_not_fit(device):
     rows, columns = fp8_quantize(weight.detach(), "row", layout="both")
     with pytest.raises(ValueError, match="known: was not scaled by scaling='tensor'"):
         fp8_linear(x, weight, known=Layouts(rows, columns))
+    x, weight, _ = draw(device, scaling="block")
+    runs = Layouts(*fp8_quantize(weight.detach(), "block", layout="both"))
+    with pytest.raises(ValueError, match="known: was not scaled by scaling='square', as scaling='block' needs it"):
+        fp8_linear(x, weight, scaling="block", known=runs)
     with pytest.raises(ValueError, match="known: lacks a layout"):
         fp8_linear(x, weight, scaling="row", known=Layouts(rows, None))
 
@@ -113,7 +119,8 @@ def test_a_known_weight_that_does_not_fit(device):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, w: fp8_linear(x, w, scaling="block"), "scaling='block': expected one of tensor, row"),
+        (lambda x, w: fp8_linear(x, w, scaling="square"), "scaling='square': expected one of tensor, row, block"),
+        (lambda x, w: fp8_linear(x, w, scaling="block"), "multiples of 128; leave it in 16 bit"),
         (lambda x, w: fp8_linear(x[:, :32], w), r"x is \(48, 32\) .* expected \[..., K\]"),
         (lambda x, w: fp8_linear(x.float(), w), "of one type"),
         (lambda x, w: fp8_linear(x, w[:70]), "multiples of 16; leave it in 16 bit"),
@@ -143,11 +150,42 @@ FAULTS = {
 }
 
 
+@pytest.mark.parametrize("scaling", ["row", "block"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_faults_are_found(fault, device):
+def test_planted_faults_are_found(fault, scaling, device):
     wrong = mutant(MODULE, *FAULTS[fault])
     with pytest.raises(AssertionError):
-        check_products(wrong.fp8_linear, "row", E5M2, device)
+        check_products(wrong.fp8_linear, scaling, E5M2, device)
+
+
+def test_scales_of_blocks_lie_as_cublas_wants_them(monkeypatch):
+    """1 × 128 by 128 × 128 for both products with W, 1 × 128 by 1 × 128 for dW; K of 640 is five blocks of eight."""
+    seen = []
+
+    def scaled_mm(a, b, scale_a, kind_a, scale_b, kind_b, output_dtype):
+        seen.append((kind_a.name, kind_b.name, *((x.shape, x.stride()) for x in (scale_a, scale_b)), b.stride(0)))
+        return torch.zeros(len(a), b.shape[1], dtype=output_dtype)
+
+    monkeypatch.setattr(F, "scaled_mm", scaled_mm)
+    monkeypatch.setattr(MODULE, "scaled_product", lambda left, right, *a, **k: MODULE._product_of_blocks(left, right))
+    x, weight, dy = draw("cpu", tokens=256, inner=640, outer=384)
+    torch.autograd.grad(fp8_linear(x, weight, scaling="block"), (x, weight), dy)
+    runs, squares = "BlockWise1x128", "BlockWise128x128"
+    assert seen == [
+        (runs, squares, ((256, 5), (1, 256)), ((8, 3), (1, 8)), 1),
+        (runs, squares, ((256, 3), (1, 256)), ((4, 5), (1, 4)), 1),
+        (runs, runs, ((384, 2), (1, 384)), ((640, 2), (1, 640)), 1),
+    ]
+
+
+def test_blocks_on_a_card_without_such_products(device, monkeypatch):
+    if device.type == "cuda" and torch.cuda.get_device_capability() == MODULE.HAS_BLOCKS:
+        monkeypatch.setattr(MODULE, "HAS_BLOCKS", (9, 9))
+    elif device.type == "cpu":
+        pytest.skip("what has no card emulates them")
+    x, weight, _ = draw(device, scaling="block")
+    with pytest.raises(ValueError, match="has no such products; use 'row' or 'tensor'"):
+        fp8_linear(x, weight, scaling="block")
 
 
 def test_compiled(device):

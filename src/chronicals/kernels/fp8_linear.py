@@ -4,10 +4,11 @@
     dx = dy W      rows of dy   [T, N]  by  columns of W  [K, N]
     dW = dyᵀ x     columns of dy [N, T] by  columns of x  [K, T]
 
-Scales of rows leave the sum, as that of a tensor does: y_tn = s_t s_n Σ_k. Sums are fp32, in the forward pass as far as the
+Scales of rows leave the sum, as that of a tensor does: y_tn = s_t s_n Σ_k. Those of ``block`` are applied to sums of 128
+(DeepSeek-AI, 2024, section 3.3.2), x and dy scaled by runs, W by squares. Sums are fp32, in the forward pass as far as the
 tensor cores' own registers are. What comes out is of the type of x; the gradient is that of the product as if nothing were
-rounded. Kept for the backward pass: both columns, a byte a value. T is filled up to a multiple of 16 with rows of zeros; K and
-N must be such multiples.
+rounded. Kept for the backward pass: both columns, a byte a value. T is filled up to a multiple of 16, with blocks of 128, with
+rows of zeros; K and N must be such multiples.
 
 ``FP8Weight`` is the same for weights that live long: in ``merged_linear`` it stands in place of the base's products.
 """
@@ -22,13 +23,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from chronicals.kernels.fp8 import Scaled, dequantize, fp8_quantize, lacks_fp8
+from chronicals.kernels.fp8 import BLOCK, Scaled, dequantize, fp8_quantize, lacks_fp8, scale_shape
 
 MULTIPLE = 16
 """Of every dimension of an FP8 product on a card."""
 
-SCALINGS = ("tensor", "row")
-"""Those that leave the sum."""
+SCALINGS = {"tensor": "tensor", "row": "row", "block": "square"}
+"""Of x and dy, and of W with it."""
+
+HAS_BLOCKS = (9, 0)
+"""The one compute capability for which cuBLAS multiplies with scales of blocks."""
 
 
 class Layouts(NamedTuple):
@@ -48,11 +52,24 @@ def scaled_product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool =
     if not left.values.is_cuda:
         y = dequantize(left) @ dequantize(right).t()
         return (y if bias is None else y + bias).to(dtype)
+    if left.scale.ndim and (left.scale.shape[1], right.scale.shape) != (1, (len(right.values), 1)):
+        y = _product_of_blocks(left, right).to(dtype)
+        return y if bias is None else y + bias
     made = torch.bfloat16 if left.scale.ndim else dtype  # with scales of rows nothing else is there
     inside = bias if made == dtype != torch.float32 else None
     options: dict[str, Any] = {"scale_a": left.scale, "scale_b": right.scale.t(), "bias": inside, "use_fast_accum": fast}
     y = torch._scaled_mm(left.values, right.values.t(), out_dtype=made, **options).to(dtype)
     return y if bias is None or inside is not None else y + bias
+
+
+def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
+    """In bf16; ``left`` scaled by runs of 128, ``right`` by such or by squares, whose scales cuBLAS wants in columns of a
+    multiple of 4 (its manual, "Scaling factors layouts")."""
+    runs, squares = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    scale, kind = right.scale, runs
+    if len(scale) < len(right.values):
+        scale, kind = F.pad(scale, (0, -scale.shape[1] % 4)).t(), squares
+    return F.scaled_mm(left.values, right.values.t(), left.scale, runs, scale, kind, output_dtype=torch.bfloat16)
 
 
 class FP8Weight:
@@ -114,7 +131,7 @@ class _FP8Linear(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         of_x, of_weight, *_ = ctx.needs_input_grad
         x_rows, x_columns = fp8_quantize(x, scaling, layout="both" if of_weight else "rows")
-        rows, columns = known or fp8_quantize(weight, scaling, layout="both" if of_x else "rows")
+        rows, columns = known or fp8_quantize(weight, SCALINGS[scaling], layout="both" if of_x else "rows")
         kept = x_columns if of_weight else None, columns if of_x else None
         ctx.save_for_backward(*(part for scaled in kept for part in scaled or (None, None)))
         ctx.options = scaling, gradient_type, weight.dtype
@@ -143,41 +160,45 @@ def fp8_linear(
     Args:
         x: ``[..., K]`` in bf16, fp16 or fp32.
         weight: ``[N, K]`` of the type of x.
-        scaling: of all operands, ``tensor`` or ``row``.
+        scaling: ``tensor``, ``row`` or ``block``.
         gradient_type: of dy: e5m2 has the range, e4m3 the precision.
-        known: the weight in FP8, from ``fp8_quantize`` with both layouts, where it is frozen or was quantised already.
+        known: the weight in FP8, from ``fp8_quantize`` with both layouts, where it is frozen or was quantised already; scaled
+            by ``square`` for ``block``.
 
     Raises:
-        ValueError: shapes or types do not fit, the scaling cannot leave the sum, or the card has no FP8.
+        ValueError: shapes or types do not fit, or the card has no FP8 or none with such scales.
     """
     if lacks_fp8(x.device):
         raise ValueError(f"fp8_linear: {lacks_fp8(x.device)}; use torch.nn.functional.linear in bf16 or fp16")
     if scaling not in SCALINGS:
         raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
+    if scaling == "block" and x.is_cuda and torch.cuda.get_device_capability(x.device) != HAS_BLOCKS:
+        raise ValueError(f"scaling='block': {torch.cuda.get_device_name(x.device)} has no such products; use 'row' or 'tensor'")
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
             f"x is {tuple(x.shape)} in {x.dtype}, weight {tuple(weight.shape)} in {weight.dtype}: expected [..., K] and "
             "[N, K] of one type"
         )
-    if any(size % MULTIPLE for size in weight.shape):
+    multiple = BLOCK if scaling == "block" else MULTIPLE
+    if any(size % multiple for size in weight.shape):
         raise ValueError(
-            f"weight has shape {tuple(weight.shape)}: FP8 products need multiples of {MULTIPLE}; leave it in 16 bit"
+            f"weight has shape {tuple(weight.shape)}: FP8 products need multiples of {multiple}; leave it in 16 bit"
         )
     if known is not None:
-        _check_known(known, scaling, x.requires_grad)
+        _check_known(known, weight, scaling, x.requires_grad)
     rows = x.reshape(-1, x.shape[-1])
     count = len(rows)
-    filled = F.pad(rows, (0, 0, 0, -count % MULTIPLE)) if count % MULTIPLE else rows
+    filled = F.pad(rows, (0, 0, 0, -count % multiple)) if count % multiple else rows
     y = _FP8Linear.apply(filled, weight, known, scaling, gradient_type)[:count]
     y = y if bias is None else y + bias
     return y.view(*x.shape[:-1], len(weight))
 
 
-def _check_known(known: Layouts, scaling: str, needs_columns: bool) -> None:
+def _check_known(known: Layouts, weight: Tensor, scaling: str, needs_columns: bool) -> None:
     if known.rows is None or (needs_columns and known.columns is None):
         raise ValueError("known: lacks a layout; give fp8_quantize(weight, scaling, layout='both')")
-    if (known.rows.scale.ndim == 0) != (scaling == "tensor"):
-        raise ValueError(f"known: was not scaled by scaling={scaling!r}")
+    if known.rows.scale.shape != scale_shape(weight.shape, SCALINGS[scaling]):
+        raise ValueError(f"known: was not scaled by scaling={SCALINGS[scaling]!r}, as scaling={scaling!r} needs it")
 
 
 def fp8_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
