@@ -113,6 +113,17 @@ def test_recomputed_as_far_as_memory_needs_it(tmp_path, monkeypatch):
     assert recomputed == [[True, False], [False, False]]
 
 
+def test_what_the_user_recomputes_stays(tmp_path, caplog):
+    model = tiny.llama()
+    model.gradient_checkpointing_enable()
+    caplog.set_level("INFO")
+    runs.train(tmp_path / "kept")
+    runs.train(tmp_path / "the user's", model=model)
+    assert runs.trajectory(tmp_path / "kept") == runs.trajectory(tmp_path / "the user's")
+    assert all(layer.gradient_checkpointing for layer in model.get_decoder().layers)
+    assert "use_gradient_checkpointing: on, the model's own, which stays as it is" in caplog.text
+
+
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_offloaded_and_resident(tmp_path, recomputed, changes):

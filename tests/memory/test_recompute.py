@@ -1,7 +1,9 @@
 """Which activations are made again: the fastest policy that fits, by an estimate of what a run holds."""
 
 import pytest
+import torch
 
+import families
 import tiny
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, enable_gradient_checkpointing, estimate
 
@@ -76,6 +78,25 @@ def test_the_first_layers_alone():
     model = tiny.llama()
     enable_gradient_checkpointing(model, first=1)
     assert [layer.gradient_checkpointing for layer in model.get_decoder().layers] == [True, False]
+
+
+def test_layers_of_the_decoder_are_counted_not_those_of_a_tower():
+    """The tower's come first among the modules; a layer's own inner layer goes with it."""
+    model = families.build("gemma3")
+    layers = model.get_decoder().layers
+    model.tower = torch.nn.ModuleList([type(layers[0])(model.config.get_text_config(), 0) for _ in range(3)])
+    layers[1].inner = type(layers[0])(model.config.get_text_config(), 0)
+    model._modules = {"tower": model.tower, **model._modules}
+    enable_gradient_checkpointing(model, first=1)
+    assert [layer.gradient_checkpointing for layer in layers] == [True] + [False] * (len(layers) - 1)
+    assert not layers[1].inner.gradient_checkpointing and all(layer.gradient_checkpointing for layer in model.tower)
+
+
+def test_nothing_is_left_at_the_embedding():
+    """No gradient is asked of a frozen one, which re-entrance would need."""
+    model = tiny.llama()
+    enable_gradient_checkpointing(model)
+    assert not model.get_input_embeddings()._forward_hooks
 
 
 def test_a_class_that_cannot_is_named():

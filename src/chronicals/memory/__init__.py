@@ -6,9 +6,11 @@ from chronicals.memory.recompute import (
     LAYERS,
     NOTHING,
     Estimate,
+    decoder_layers,
     draws_numbers,
     enable_gradient_checkpointing,
     estimate,
+    recomputes,
     runs_again,
 )
 from chronicals.memory.tiling import makes_tiles, tiled
@@ -19,10 +21,12 @@ __all__ = [
     "NOTHING",
     "ActivationOffload",
     "Estimate",
+    "decoder_layers",
     "draws_numbers",
     "enable_gradient_checkpointing",
     "estimate",
     "makes_tiles",
+    "recomputes",
     "runs_again",
     "tiled",
 ]

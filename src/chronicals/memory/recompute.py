@@ -95,7 +95,7 @@ def enable_gradient_checkpointing(model: Any, whole_layers: bool = False, first:
 
     Args:
         whole_layers: its layers run fused, and leave out, the second time, what nobody reads then.
-        first: how many, of a model whose layers are told apart; all by default.
+        first: how many; all by default, and where the decoder has no list of layers.
 
     Raises:
         ValueError: the class does not support it.
@@ -106,9 +106,23 @@ def enable_gradient_checkpointing(model: Any, whole_layers: bool = False, first:
     if whole_layers:
         options["context_fn"] = first_and_again
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-    if first is not None:
-        for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)][first:]:
-            layer.gradient_checkpointing = False
+    if getattr(model, "_require_grads_hook", None) is not None:
+        model.disable_input_require_grads()  # which re-entrance alone needs: a frozen embedding's gradient
+    for layer in decoder_layers(model)[first:] if first is not None else ():
+        for module in layer.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def decoder_layers(model: Any) -> list[torch.nn.Module]:
+    """Those that can be recomputed one by one; none where the decoder has no list of such."""
+    layers = list(getattr(model.get_decoder(), "layers", None) or ())
+    return layers if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else []
+
+
+def recomputes(model: Any) -> bool:
+    """Whether some of the model's layers are recomputed already."""
+    return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
 _now = threading.local()

@@ -11,7 +11,7 @@ from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import MULTIPLE
-from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, estimate, makes_tiles
+from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, decoder_layers, estimate, makes_tiles, recomputes
 from chronicals.models import PresentedModel, input_device
 from chronicals.patching import has_gated_mlps
 from chronicals.patching.plan import plan_for
@@ -63,7 +63,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
     made = [_decide(config, field, *can) for field, can in possible.items()]
-    made += [_fp8(config, fused, device), _recomputation(config, needed, fused), _offload(config, on_card)]
+    made += [_fp8(config, fused, device), _recomputation(config, needed, fused, model), _offload(config, on_card)]
     made += [_tiles(config, model), _optimizer_in_backward(config, ranks)]
     return {decision.field: decision for decision in made}
 
@@ -131,7 +131,7 @@ def _fp8(config: ChronicalsConfig, fused: bool, device: torch.device) -> Decisio
     return Decision(field, True, "asked for, frozen weights quantised once, trained ones at each use")
 
 
-def _recomputation(config: ChronicalsConfig, needed: Estimate, fused: bool) -> Decision:
+def _recomputation(config: ChronicalsConfig, needed: Estimate, fused: bool, model: Any) -> Decision:
     """As asked for; else where the memory needs it."""
     field, asked = "use_gradient_checkpointing", config.memory_policies
     if "recompute_layers" in asked:
@@ -142,12 +142,16 @@ def _recomputation(config: ChronicalsConfig, needed: Estimate, fused: bool) -> D
                 "memory: recompute_elementwise needs fused decoder layers, which do not run here; take recompute_layers"
             )
         return Decision(field, True, f"asked for, {CHEAP} made again", CHEAP)
+    if recomputes(model):
+        return Decision(field, True, "the model's own, which stays as it is")
     if config.memory is not None:
         return Decision(field, False, "not among memory")
     if not config.use_gradient_checkpointing:
         return Decision(field, False, "turned off")
     beside = " (as if nothing moved to host memory)" if "offload_activations" in asked else ""
     cheap, again = needed.choice()
+    if again and not decoder_layers(model):
+        return Decision(field, True, f"{needed.words()}{beside}: all are, this class has no list of layers", layers=None)
     return Decision(field, bool(again) or cheap != NOTHING, needed.words() + beside, cheap, again)
 
 

@@ -30,7 +30,7 @@ from chronicals.training.precision import Precision
 logger = logging.getLogger(__name__)
 
 CHECKPOINTED = "_chronicals_checkpointed"
-"""Attribute of a model whose layers an earlier run recomputed, which a later one may not need."""
+"""Attribute of a decoder whose layers an earlier run recomputed, which a later one may not need."""
 
 
 def one_device(model: Any, ranks: Ranks) -> torch.device:
@@ -108,7 +108,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
         )
     presented = present(model, fused_head=config.use_fused_kernels)
     forget_policies(model)
-    if vars(model).pop(CHECKPOINTED, False):
+    if vars(model.get_decoder()).pop(CHECKPOINTED, False):
         model.gradient_checkpointing_disable()
     decisions = decide(config, presented, ranks)
     whole_layers = runs_whole_layers(config, presented)
@@ -117,7 +117,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
     recomputed = decisions["use_gradient_checkpointing"]
     if recomputed.layers != 0:
         enable_gradient_checkpointing(model, whole_layers, recomputed.layers)
-        setattr(model, CHECKPOINTED, True)
+        setattr(model.get_decoder(), CHECKPOINTED, True)
     if recomputed.how == CHEAP:
         recompute_norms_and_units(model)
     if config.use_fused_kernels and input_device(model).type == "cuda":
