@@ -110,6 +110,21 @@ def test_it_is_taken_once_and_for_that_tensor_alone(device):
     assert Peak().take(x) is None
 
 
+def test_another_tensor_in_the_same_memory_has_none(device):
+    """Of the same shape, and as new."""
+    memory = torch.randn(2, 4, 256, device=device)
+    for _ in range(20):
+        x, peak = memory[0].clone(), Peak()
+        place = x.data_ptr()
+        with_peak(peak, x, torch.ones(1, dtype=torch.int32, device=device))
+        del x
+        other = memory[1].clone()
+        assert peak.take(other) is None
+        if other.data_ptr() == place:
+            return
+    pytest.skip("the allocator never gave the same memory again")
+
+
 @pytest.mark.parametrize("between", ["another gradient is added", "a hook changes it", "a hook changes it in place"])
 def test_a_gradient_that_something_was_done_to_has_none(between, device):
     x, peak, taken = draw(device, torch.float32, 4, 16), Peak(), []

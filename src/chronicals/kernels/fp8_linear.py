@@ -34,6 +34,9 @@ SCALINGS = {"tensor": "tensor", "row": "row", "block": "square"}
 HAS_BLOCKS = (9, 0)
 """The one compute capability for which cuBLAS multiplies with scales of blocks."""
 
+CUDA_OF_BLOCKS = (12, 9)
+"""The first version that does."""
+
 
 class Layouts(NamedTuple):
     """A matrix by rows and by columns."""
@@ -63,13 +66,20 @@ def scaled_product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool =
 
 
 def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
-    """In bf16; ``left`` scaled by runs of 128, ``right`` by such or by squares, whose scales cuBLAS wants in columns of a
-    multiple of 4 (its manual, "Scaling factors layouts")."""
+    """In bf16; ``left`` scaled by runs of 128, ``right`` by such or by squares. cuBLAS wants the scales of runs in columns,
+    those of squares in rows of a multiple of 4 (its manual, "Scaling factors layouts")."""
     runs, squares = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
-    scale, kind = right.scale, runs
-    if len(scale) < len(right.values):
-        scale, kind = F.pad(scale, (0, -scale.shape[1] % 4)).t(), squares
-    return F.scaled_mm(left.values, right.values.t(), left.scale, runs, scale, kind, output_dtype=torch.bfloat16)
+    by_runs = len(right.scale) == len(right.values)
+    of_right = _columns(right.scale) if by_runs else F.pad(right.scale, (0, -right.scale.shape[1] % 4)).t()
+    return F.scaled_mm(
+        left.values, right.values.t(), _columns(left.scale), runs, of_right, runs if by_runs else squares,
+        output_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def _columns(scale: Tensor) -> Tensor:
+    """As they are made; whoever kept them may have laid them otherwise."""
+    return scale.t().contiguous().t()
 
 
 class FP8Weight:
@@ -153,7 +163,7 @@ class _FP8Linear(torch.autograd.Function):
 
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scaling: str = "tensor",
-    gradient_type: torch.dtype = torch.float8_e5m2, known: Layouts | None = None,
+    gradient_type: torch.dtype | None = None, known: Layouts | None = None,
 ) -> Tensor:  # fmt: skip
     """``x Wᵀ + b`` with FP8 products, ``[..., N]``; differentiable in x, weight and bias.
 
@@ -161,7 +171,8 @@ def fp8_linear(
         x: ``[..., K]`` in bf16, fp16 or fp32.
         weight: ``[N, K]`` of the type of x.
         scaling: ``tensor``, ``row`` or ``block``.
-        gradient_type: of dy: e5m2 has the range, e4m3 the precision.
+        gradient_type: of dy: e5m2 has the range, e4m3 the precision. By default the former, with blocks the latter, which alone
+            cuBLAS has for them.
         known: the weight in FP8, from ``fp8_quantize`` with both layouts, where it is frozen or was quantised already; scaled
             by ``square`` for ``block``.
 
@@ -172,8 +183,9 @@ def fp8_linear(
         raise ValueError(f"fp8_linear: {lacks_fp8(x.device)}; use torch.nn.functional.linear in bf16 or fp16")
     if scaling not in SCALINGS:
         raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
-    if scaling == "block" and x.is_cuda and torch.cuda.get_device_capability(x.device) != HAS_BLOCKS:
-        raise ValueError(f"scaling='block': {torch.cuda.get_device_name(x.device)} has no such products; use 'row' or 'tensor'")
+    if scaling == "block":
+        _check_blocks(x.device, gradient_type)
+    gradient_type = gradient_type or (torch.float8_e4m3fn if scaling == "block" else torch.float8_e5m2)
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
             f"x is {tuple(x.shape)} in {x.dtype}, weight {tuple(weight.shape)} in {weight.dtype}: expected [..., K] and "
@@ -192,6 +204,16 @@ def fp8_linear(
     y = _FP8Linear.apply(filled, weight, known, scaling, gradient_type)[:count]
     y = y if bias is None else y + bias
     return y.view(*x.shape[:-1], len(weight))
+
+
+def _check_blocks(device: torch.device, gradient_type: torch.dtype | None) -> None:
+    if gradient_type not in (None, torch.float8_e4m3fn):
+        raise ValueError(f"gradient_type={gradient_type}: products with scales of blocks are of torch.float8_e4m3fn alone")
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) != HAS_BLOCKS:
+        raise ValueError(f"scaling='block': {torch.cuda.get_device_name(device)} has no such products; use 'row' or 'tensor'")
+    version = tuple(map(int, (torch.version.cuda or "0.0").split(".")[:2]))
+    if device.type == "cuda" and version < CUDA_OF_BLOCKS:
+        raise ValueError(f"scaling='block': torch is built for CUDA {torch.version.cuda}, 12.9 has it; use 'row' or 'tensor'")
 
 
 def _check_known(known: Layouts, weight: Tensor, scaling: str, needs_columns: bool) -> None:

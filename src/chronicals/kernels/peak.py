@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from chronicals.kernels.launch import tl, triton
 
@@ -37,15 +38,17 @@ class Peak:
     """
 
     def __init__(self) -> None:
-        self._found: tuple[tuple, Tensor] | None = None
+        self._found: tuple[tuple, StorageWeakRef, Tensor] | None = None
 
     def put(self, x: Tensor, cell: Tensor) -> None:
-        self._found = _identity(x), cell.view(torch.float32)
+        self._found = _identity(x), StorageWeakRef(x.untyped_storage()), cell.view(torch.float32)
 
     def take(self, x: Tensor) -> Tensor | None:
         """fp32 ``[1]``."""
         found, self._found = self._found, None
-        return found[1] if found is not None and found[0] == _identity(x) else None
+        if found is None or found[0] != _identity(x) or found[1].expired():
+            return None
+        return found[2]
 
 
 def with_peak(peak: Peak | None, x: Tensor, cell: Tensor | None = None) -> Tensor:
@@ -56,4 +59,5 @@ def with_peak(peak: Peak | None, x: Tensor, cell: Tensor | None = None) -> Tenso
 
 
 def _identity(x: Tensor) -> tuple:
+    """Of a tensor whose memory is still its own."""
     return x.data_ptr(), x.shape, x.stride(), x.dtype, 0 if x.is_inference() else x._version
