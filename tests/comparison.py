@@ -13,8 +13,9 @@ ROUNDINGS = 2
 """Or this many roundings of the output type at the tensor's scale, whichever is larger. A rounding is off by half a
 spacing at most, which is what counts in the norm; in the largest element the halves of several may meet."""
 
-POOLED, DRAWS = 1024, 16
-"""Tensors with fewer elements say little in one draw: so many draws of the inputs are compared as one tensor."""
+SAMPLES, DRAWS = 256, 16
+"""Tensors with fewer elements say little in one draw: draws of the inputs that hold so many, or so many draws, are compared as
+one tensor."""
 
 ATTEMPTS, CHANCE = 3, 3.0
 """An excess by chance does not come in three fresh pools one after the other, nor is it so many times the limit."""
@@ -63,8 +64,9 @@ def assert_as_exact_as_plain(
     draw = inputs if callable(inputs) else lambda: inputs
     for attempt in range(ATTEMPTS):
         drawn = [_results(ours, plain, exact or plain, draw(), upstream_scale, what)]
-        if callable(inputs) and any(result.exact.numel() < POOLED for result in drawn[0]):
-            drawn += [_results(ours, plain, exact or plain, draw(), upstream_scale, what) for _ in range(DRAWS - 1)]
+        smallest = min((result.exact.numel() for result in drawn[0] if result.exact.numel()), default=SAMPLES)
+        more = min(-(-SAMPLES // smallest), DRAWS) - 1 if callable(inputs) else 0
+        drawn += [_results(ours, plain, exact or plain, draw(), upstream_scale, what) for _ in range(more)]
         excesses = [excess for draws in zip(*drawn, strict=True) for excess in _excesses(draws)]
         if not excesses:
             return
@@ -108,7 +110,7 @@ def _excesses(draws: Sequence[Result]) -> list[tuple[float, str]]:
         ("Frobenius", torch.linalg.vector_norm, FROBENIUS, spacing / 2),
         ("largest", lambda x: x.abs().max(), LARGEST, spacing),
     ):
-        if not exact.numel() or (name == "largest" and exact.numel() < POOLED):  # the largest of a few is mostly chance
+        if not exact.numel() or (name == "largest" and exact.numel() < SAMPLES):  # the largest of a few is mostly chance
             continue
         limit = max(factor * norm(plain_error), ROUNDINGS * rounding * norm(exact)).item()
         error = norm(own_error).item()

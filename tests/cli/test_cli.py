@@ -1,3 +1,4 @@
+import io
 import json
 import os
 import signal
@@ -5,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
@@ -36,18 +38,26 @@ def place(tmp_path_factory):
     return folder
 
 
+class Ran(NamedTuple):
+    code: int
+    stdout: str
+    stderr: str
+
+
 @pytest.fixture
 def within(place, monkeypatch, capsys):
     """Runs the command line in this process: no imports are paid for."""
 
-    def run(*arguments):
+    def run(*arguments, typed=""):
         monkeypatch.chdir(place)
         monkeypatch.setattr(sys, "argv", ["chronicals", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as exit:
             main()
-        return exit.value.code, capsys.readouterr().err
+        said = capsys.readouterr()
+        return Ran(exit.value.code, said.out, said.err)
 
     return run
 
@@ -66,27 +76,27 @@ def test_train_with_a_recipe_and_flags(place, trained):
     assert (place / "out" / "model" / "adapter_model.safetensors").exists()
 
 
-def test_model_and_data_are_enough(place):
-    done = chronicals("train", "--model", "base", "--data", "data.jsonl", folder=place)
-    assert done.returncode == 0, done.stderr
+def test_model_and_data_are_enough(place, within):
+    done = within("train", "--model", "base", "--data", "data.jsonl")
+    assert done.code == 0, done.stderr
     lines = [json.loads(line) for line in (place / "chronicals-output" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["epoch"] == 1.0
     assert sum(line["epoch"] == 1.0 for line in lines) == 1
 
 
-def test_evaluate_prints_a_table_and_json(place, trained):
-    done = chronicals("evaluate", "out", "--data", "data.jsonl", "--output", "figures.json", folder=place)
-    assert done.returncode == 0, done.stderr
+def test_evaluate_prints_a_table_and_json(place, trained, within):
+    done = within("evaluate", "out", "--data", "data.jsonl", "--output", "figures.json")
+    assert done.code == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures == json.loads((place / "figures.json").read_text())
     assert figures["targets"] > 100 and 0 < figures["loss"] < 7 and "perplexity" in done.stderr
 
 
-def test_generate_once_and_in_a_chat(place, trained):
-    once = chronicals("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5, folder=place)
-    assert once.returncode == 0, once.stderr
-    chat = chronicals("generate", "out", "--max-new-tokens", 3, folder=place, input="what is 3?\nand 4?\n\n")
-    assert chat.returncode == 0, chat.stderr
+def test_generate_once_and_in_a_chat(trained, within):
+    once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
+    assert once.code == 0, once.stderr
+    chat = within("generate", "out", "--max-new-tokens", 3, typed="what is 3?\nand 4?\n\n")
+    assert chat.code == 0, chat.stderr
     assert chat.stdout.count("you") >= 3
 
 
@@ -104,22 +114,22 @@ def test_generate_once_and_in_a_chat(place, trained):
     ],
 )
 def test_errors_say_what_to_do(within, trained, arguments, message):
-    code, stderr = within(*arguments)
-    assert code == 1
-    assert message in stderr
-    assert "Traceback" not in stderr
+    done = within(*arguments)
+    assert done.code == 1
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_unknown_field_names_the_nearest(place, within):
     (place / "typo.yaml").write_text("model: base\ndata: data.jsonl\nlearning_rat: 1.0\n")
-    code, stderr = within("train", "typo.yaml")
-    assert code == 1 and "did you mean 'learning_rate'" in stderr
+    done = within("train", "typo.yaml")
+    assert done.code == 1 and "did you mean 'learning_rate'" in done.stderr
 
 
 def test_a_line_that_does_not_parse_is_named(place, within):
     (place / "bad.jsonl").write_text((place / "data.jsonl").read_text() + '{"messages": [\n')
-    code, stderr = within("train", "--model", "base", "--data", "bad.jsonl", "--output-dir", "bad")
-    assert code == 1 and "bad.jsonl:41" in stderr
+    done = within("train", "--model", "base", "--data", "bad.jsonl", "--output-dir", "bad")
+    assert done.code == 1 and "bad.jsonl:41" in done.stderr
 
 
 def test_check_stops_after_the_report(place):
@@ -129,11 +139,11 @@ def test_check_stops_after_the_report(place):
     assert json.loads((place / "never" / "train_dataset.json").read_text())["rows"] == 40
 
 
-def test_data_show_draws_what_is_trained_and_the_packs(place):
+def test_data_show_draws_what_is_trained_and_the_packs(place, within):
     rows = [*tiny.chat_rows(3), {"conversations": [{"from": "human", "value": "née?"}, {"from": "gpt", "value": "forty ✓"}]}]
     (place / "show.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    done = chronicals("data", "show", "show.jsonl", "--model", "base", "--rows", 2, "--skip", 2, folder=place)
-    assert done.returncode == 0, done.stderr
+    done = within("data", "show", "show.jsonl", "--model", "base", "--rows", 2, "--skip", 2)
+    assert done.code == 0, done.stderr
     assert "⟦the answer to 2 is very very 4<|im_end|>⟧" in done.stdout
     assert "née?<|im_end|>\n<|im_start|>assistant\n⟦forty ✓<|im_end|>⟧" in done.stdout
     assert "row 3:" in done.stdout and "row 4:" in done.stdout and "pack 1 " in done.stdout and "row 1:" not in done.stdout

@@ -12,6 +12,7 @@ from chronicals.kernels.layernorm import layernorm_reference
 from comparison import assert_as_exact_as_plain, outputs_and_gradients
 from mutants import mutant
 
+MODULE = sys.modules["chronicals.kernels.layernorm"]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 64), (13, 64), (7, 2), (13, 37), (2, 5, 101), (3, 257)]
 
@@ -182,9 +183,10 @@ def test_compiled(device):
     compare(inputs((13, 37), torch.float32, device), ours=compiled)
 
 
-@pytest.mark.parametrize("rows", [1, 5, 200, None])
-def test_every_row_counts_once_in_the_gradients_of_weight_and_bias(rows, device):
+@pytest.mark.parametrize("rows", [1, 5, None])
+def test_every_row_counts_once_in_the_gradients_of_weight_and_bias(rows, device, monkeypatch):
     """More rows than programs, and fewer."""
+    monkeypatch.setattr(MODULE, "WARPS_A_PROCESSOR", 2)
     compare(inputs((rows or ROWS[device.type], 64), torch.float32, device))
 
 
@@ -197,8 +199,8 @@ def test_twice_gives_the_same_bits(device):
     assert all(torch.equal(a, b) for a, b in zip(gradients(), gradients()))
 
 
-ROWS = {"cpu": 300, "cuda": 40_000}
-"""So many that a program takes several blocks of rows."""
+ROWS = {"cpu": 45, "cuda": 40_000}
+"""So many that a program of 2 warps takes several blocks of rows, where a processor gets one program."""
 
 MUTATIONS = {
     "no mean of the gradient": ("g - mean_g[:, None]", "g"),
@@ -216,6 +218,7 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_planted_faults_are_found(name, device):
-    broken = mutant(sys.modules["chronicals.kernels.layernorm"], *MUTATIONS[name])
+    broken = mutant(MODULE, *MUTATIONS[name])
+    broken.WARPS_A_PROCESSOR = 2
     with pytest.raises(AssertionError):
         compare(inputs((ROWS[device.type], 37), torch.float32, device, shift=0.7), eps=0.1, ours=broken.fused_layernorm)

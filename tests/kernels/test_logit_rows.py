@@ -58,7 +58,7 @@ def compare_rows(of, x, targets, shape, weighted):
     plain = by_the_book(x.float(), targets, weights, shape)
     found = loss_and_gradient(of, x, targets, weights, shape)
     for ours, theirs, e, kind in zip(found, plain, exact, (torch.float32, dtype)):
-        allowed = max(2 * far(theirs, e), 2 * torch.finfo(kind).eps)
+        allowed = max(2 * far(theirs, e), 3 * torch.finfo(kind).eps)  # log, exp and tanh of another library
         assert far(ours, e) <= allowed, f"error {far(ours, e):.2e}, allowed {allowed:.2e}"
     for ours in (*found, x):
         assert not ours[targets == IGNORED].any()
