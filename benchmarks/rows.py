@@ -1,0 +1,81 @@
+"""Every row of the README and every frontier, by name: what `chronicals benchmark` is given for it.
+
+    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 440] [--commit HASH]
+
+All of them, or those named, one after the other on the card at hand; a JSON file and bars each in FOLDER, called after the row
+and the card. Weights and compilers' caches are shared. Then `benchmarks/figures.py` draws what lies in `benchmarks/results`.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+SMALL, LARGE = ["--model", "qwen2.5-0.5b"], ["--model", "llama-3.1-8b"]
+LORA, RAGGED = ["--mode", "lora"], ["--data", "ragged"]
+BF16_STATES = ["--optimizer-state-dtype", "bf16"]
+
+
+def against(*peers: str) -> list[str]:
+    return ["--against", ",".join(peers)]
+
+
+def variants(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--variant", change)]
+
+
+POLICIES = variants(
+    "memory=[recompute_elementwise]",
+    "memory=[recompute_layers]",
+    "memory=[recompute_layers],logits_chunk_size=1024",
+    "memory=[offload_activations]",
+    "memory=[recompute_layers,offload_activations],logits_chunk_size=1024",
+)
+
+ROWS = {
+    "row-0.5b-full-fixed": [*SMALL, *against("torch-compile", "liger", "unsloth")],
+    "row-0.5b-full-ragged": [*SMALL, *RAGGED, *against("liger", "unsloth")],
+    "row-0.5b-lora-fixed": [*SMALL, *LORA, *variants("lora_dropout=0.05"), *against("liger", "unsloth")],
+    "row-0.5b-lora-ragged": [*SMALL, *LORA, *RAGGED, *against("liger", "unsloth")],
+    "row-0.5b-full-2k": [*SMALL, "--batch-size", "1", *variants("use_cuda_graphs=false")],
+    "row-0.5b-full-64k": [*SMALL, "--batch-size", "32"],
+    "row-8b-full-fixed": [*LARGE, *BF16_STATES, *variants("use_fp8=true"), *against("liger", "unsloth")],
+    "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *against("liger", "unsloth")],
+    "frontier-0.5b-full": [*SMALL, *POLICIES, *against("liger", "unsloth")],
+    "frontier-0.5b-lora": [*SMALL, *LORA, *POLICIES, *against("liger", "unsloth")],
+    "frontier-8b-lora": [*LARGE, *LORA, *POLICIES, *against("liger", "unsloth")],
+}
+
+
+def measure(name: str, output: Path, folder: Path, time_limit: float, commit: str | None) -> bool:
+    program = [sys.executable, "-c", "from chronicals.cli import main; main()", "benchmark", *ROWS[name]]
+    given = ["--output", str(output), "--folder", str(folder), "--time-limit", str(time_limit)]
+    return subprocess.run([*program, *given, *(["--commit", commit] if commit else [])]).returncode == 0
+
+
+def card() -> str:
+    import torch
+
+    return torch.cuda.get_device_name().split()[-1].lower()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
+    parser.add_argument("--time-limit", type=float, default=440, help="seconds after which a row begins nothing new")
+    parser.add_argument("--commit", help="to record")
+    given = parser.parse_args()
+    if unknown := set(given.names) - set(ROWS):
+        parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
+    given.folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="chronicals-rows-") as folder:
+        for name in given.names or ROWS:
+            output = given.folder / f"{name}-{card()}.json"
+            words = "written" if measure(name, output, Path(folder), given.time_limit, given.commit) else "failed"
+            print(f"{words}: {output}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
