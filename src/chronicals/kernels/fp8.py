@@ -67,13 +67,14 @@ def _inverse(scale):
 
 @triton.jit
 def _tile(x_ptr, rows, width, stride, BLOCK: tl.constexpr):
-    """Where this program's rows and columns lie, and their values, and sizes for the maximum."""
+    """Where this program's rows and columns lie, and their values, as they are and in fp32, and sizes for the maximum."""
     across = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // across) * BLOCK + tl.arange(0, BLOCK)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    x = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0).to(tl.float32)
-    return row, column, inside, x, magnitude(x)
+    given = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
+    x = given.to(tl.float32)
+    return row, column, inside, given, x, magnitude(x)
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def _extremes_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """max |x| of all, or of each row and each column, as the integers of their bits."""
-    row, column, _, _, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
+    row, column, _, _, _, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
     if SCALING == "tensor":
         raise_peak(of_rows_ptr, tl.max(sizes, 1))
     else:
@@ -96,8 +97,11 @@ def _tiles_kernel(
     SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The maxima of tensors and rows are there, or the scale of a tensor is; those of blocks and squares are found here."""
-    row, column, inside, x, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
+    """The maxima of tensors and rows are there, or the scale of a tensor is; those of blocks and squares are found here.
+
+    What the columns take is turned in 16 bit, as it came, by matrix loads; 8-bit values would be turned one by one.
+    """
+    row, column, inside, given, x, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     left, top = tl.program_id(0) % across, tl.program_id(0) // across
     first, zeros = tl.arange(0, BLOCK) == 0, tl.zeros((BLOCK,), tl.int32)
@@ -137,9 +141,9 @@ def _tiles_kernel(
         values = (x * _inverse(of_rows)[:, None]).to(rows_ptr.dtype.element_ty)
         tl.store(rows_ptr + row.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
     if COLUMNS:
-        values = (x * _inverse(of_columns)[None, :]).to(columns_ptr.dtype.element_ty)
+        values = (tl.trans(given).to(tl.float32) * _inverse(of_columns)[:, None]).to(columns_ptr.dtype.element_ty)
         place = column.to(tl.int64)[:, None] * rows + row[None, :]
-        tl.store(columns_ptr + place, tl.trans(values), mask=tl.trans(inside))
+        tl.store(columns_ptr + place, values, mask=(column < width)[:, None] & (row < rows)[None, :])
 
 
 @triton.jit
