@@ -141,7 +141,7 @@ def test_offloaded_and_resident(tmp_path, recomputed, changes):
 def test_tiled_and_whole(tmp_path, recomputed, mixed_precision, monkeypatch):
     """In bf16 both add up what several micro-batches, or tiles, give in fp32."""
     monkeypatch.setattr(tiling, "TILE", 48)
-    changes = {"mixed_precision": mixed_precision, "max_steps": 10}
+    changes = {"mixed_precision": mixed_precision, "max_steps": 6}
     runs.train(tmp_path / "whole", **changes, memory=recomputed)
     runs.train(tmp_path / "tiled", **changes, memory=[*recomputed, "tiled_mlp"])
     whole, tiled = (runs.trajectory(tmp_path / name) for name in ("whole", "tiled"))
@@ -153,7 +153,7 @@ def test_tiled_and_whole(tmp_path, recomputed, mixed_precision, monkeypatch):
             assert our_loss == pytest.approx(loss, rel=1e-2) and our_norm == pytest.approx(norm, rel=3e-2)
 
 
-UNCLIPPED = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "max_steps": 10}
+UNCLIPPED = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "max_steps": 6}
 
 
 @pytest.mark.parametrize("memory", [[], ["recompute_layers", "tiled_mlp"]], ids=["alone", "recomputed in tiles"])

@@ -104,9 +104,9 @@ def test_small_changes_of_bf16_states_add_up(device):
     tensors = Tensors(
         [value], [torch.full_like(value, 2.0)], [value.bfloat16()], [value.bfloat16()], [], [torch.tensor(0.0, device=device)]
     )
-    for _ in range(100):
+    for _ in range(40):
         fused_adamw_(tensors, 0.0, (1 - 2**-14, 0.5), 1e-8, 0.0)
-    assert abs(tensors.means[0].float().mean().item() - (2 - (1 - 2**-14) ** 100)) < 1e-3
+    assert abs(tensors.means[0].float().mean().item() - (2 - (1 - 2**-14) ** 40)) < 6e-4
 
 
 def test_each_place_and_step_has_dice_of_its_own(device):
@@ -161,10 +161,10 @@ def test_a_step_that_does_not_count_changes_nothing(kinds, device):
 
 
 def test_a_master_is_kept_in_every_half(device):
-    """With a rate of zero the value stays: all lower halves under some upper ones, zeros, subnormals, infinities."""
-    high = torch.tensor([0x3F80, 0x0000, 0x0001, 0x7F7E, 0x4049], dtype=torch.int32)
+    """With a rate of zero the value stays: all lower halves under one upper half, many under others, zeros, subnormals,
+    infinities."""
     low = torch.arange(1 << 16, dtype=torch.int32)
-    bits = torch.cat([(h << 16) + low for h in high])
+    bits = torch.cat([(0x3F80 << 16) + low, *((high << 16) + low[::7] for high in (0x0000, 0x0001, 0x7F7E, 0x4049))])
     value = torch.cat([bits.view(torch.float32), -bits.view(torch.float32), torch.tensor([float("inf"), -float("inf")])])
     weight, rest = (x.to(device) for x in split_master(value))
     zeros = [torch.zeros(len(value), device=device) for _ in range(3)]

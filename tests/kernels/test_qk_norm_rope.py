@@ -87,12 +87,12 @@ def test_default_layout(batch_of_tables, dtype, device):
 @pytest.mark.parametrize(
     "width, rotated, interleaved, dtype",
     [
-        (16, 6, False, torch.float32),
-        (16, 6, True, torch.bfloat16),
-        (17, 2, False, torch.bfloat16),
-        (17, 2, True, torch.float32),
-        (12, 12, True, torch.bfloat16),
-        (7, 0, False, torch.float32),
+        (64, 24, False, torch.float32),
+        (64, 24, True, torch.bfloat16),
+        (65, 2, False, torch.bfloat16),
+        (65, 2, True, torch.float32),
+        (48, 48, True, torch.bfloat16),
+        (33, 0, False, torch.float32),
     ],
     ids=str,
 )

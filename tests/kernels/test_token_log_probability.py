@@ -99,5 +99,5 @@ def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatc
 def test_compiled(device):
     compiled = torch.compile(token_log_probability, backend="aot_eager", fullgraph=True)
     assert_as_exact_as_plain(
-        lambda *x: compiled(*x, chunk_size=4, entropy=True), both, draw_head(torch.float32, device, rows=5)()
+        lambda *x: compiled(*x, chunk_size=4, entropy=True), both, draw_head(torch.float32, device, rows=5)
     )
