@@ -1,7 +1,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-SHARED := -n 2 --dist loadfile
+SHARED := -n 2 --dist worksteal
 
 .PHONY: install quickstart test test-all lint clean
 
