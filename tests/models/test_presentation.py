@@ -10,6 +10,7 @@ from chronicals.models.presentation import ATTENTION
 from families import (
     PACKABLE,
     PADDED,
+    VOCABULARY,
     build,
     distance,
     documents,
@@ -125,8 +126,9 @@ def test_hidden_states_are_what_the_head_takes(packing, tmp_path):
 def test_padded_rows_leave_filler_at_zero(tmp_path):
     model = build("llama")
     presented = present(model, packing=False)
-    seen = 0
-    for batch in loaded_batches(random_rows(), tmp_path):
+    lengths = torch.randint(25, 41, (8,)).tolist()  # of which no two fit into a pack of 48
+    rows, seen = [{"input_ids": torch.randint(1, VOCABULARY, (length,)).tolist()} for length in lengths], 0
+    for batch in loaded_batches(rows, tmp_path, width=48):
         filler = torch.ones(len(batch), dtype=torch.bool)
         for span in documents(batch):
             filler[span] = False
