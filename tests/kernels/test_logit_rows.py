@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 import chronicals.kernels.logit_rows as module
 from chronicals.kernels.logit_rows import IGNORED, Shape
+from comparison import ATTEMPTS
 from mutants import mutant
 
 ROWS, VOCABULARY = 11, 211
@@ -47,7 +48,15 @@ def loss_and_gradient(of, x, targets, weights, shape):
 
 
 def compare_loss(of, shape, weighted, dtype, device, vocabulary=VOCABULARY):
-    compare_rows(of, *rows_of_logits(dtype, device, vocabulary=vocabulary), shape, weighted)
+    """An excess by chance does not come in so many fresh draws one after the other."""
+    for attempt in range(ATTEMPTS):
+        try:
+            compare_rows(of, *rows_of_logits(dtype, device, vocabulary=vocabulary), shape, weighted)
+        except AssertionError:
+            if attempt == ATTEMPTS - 1:
+                raise
+        else:
+            return
 
 
 def compare_rows(of, x, targets, shape, weighted):
@@ -58,7 +67,7 @@ def compare_rows(of, x, targets, shape, weighted):
     plain = by_the_book(x.float(), targets, weights, shape)
     found = loss_and_gradient(of, x, targets, weights, shape)
     for ours, theirs, e, kind in zip(found, plain, exact, (torch.float32, dtype)):
-        allowed = max(2 * far(theirs, e), 3 * torch.finfo(kind).eps)  # log, exp and tanh of another library
+        allowed = max(2 * far(theirs, e), 2 * torch.finfo(kind).eps)
         assert far(ours, e) <= allowed, f"error {far(ours, e):.2e}, allowed {allowed:.2e}"
     for ours in (*found, x):
         assert not ours[targets == IGNORED].any()
