@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import multiprocessors, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import multiprocessors, next_power_of_2, runs_triton, shared_memory, tl, triton
 from chronicals.kernels.lowbias32 import WHOLE, lowbias32, lowbias32_reference
 
 WIDEST_RANK = 256
 """Columns of u that a program holds; wider ones take the reference."""
+
+ROWS, BLOCK = 64, 128
+"""Of x in a program."""
 
 
 @triton.jit
@@ -92,12 +95,14 @@ def _of_x_kernel(
 
 
 def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the kernels are compiled for, and the launch; the interpreter multiplies in fp32 only."""
-    wide = x.dtype == torch.float32
+    """What the kernels are compiled for, and the launch: as many stages, of a tile of x and one of A each, as there is shared
+    memory for. The interpreter multiplies in fp32 only."""
     kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
     kind = tl.float32 if triton.knobs.runtime.interpret else kind
-    constants = {"ROWS": 64, "BLOCK": 128, "RANK": max(16, next_power_of_2(rank)), "KIND": kind}
-    return constants, {"num_warps": 4, "num_stages": 1 if wide else 3}
+    held = max(16, next_power_of_2(rank))
+    stage = (ROWS + held) * BLOCK * x.element_size()
+    stages = max(1, min(3, shared_memory(x.device) // stage))
+    return {"ROWS": ROWS, "BLOCK": BLOCK, "RANK": held, "KIND": kind}, {"num_warps": 4, "num_stages": stages}
 
 
 def _bound(dropout: float) -> tuple[int, float]:
@@ -105,11 +110,14 @@ def _bound(dropout: float) -> tuple[int, float]:
     return min(int(dropout * 2**32), 2**32 - 1), 1 / (1 - dropout)
 
 
-def _runs(*tensors: Tensor) -> bool:
-    """On a card for types of 16 bits; fp32 is there for proof, and sums of one thread are not as exact as others."""
+def _runs(rank: int, *tensors: Tensor) -> bool:
+    """On a card for types of 16 bits, where g A, the largest product, finds room for its operands; fp32 is there for proof, and
+    sums of one thread are not as exact as others."""
+    first = tensors[0]
+    fits = (ROWS + BLOCK) * next_power_of_2(rank) * first.element_size() <= shared_memory(first.device)
+    allowed = not first.is_cuda or (first.dtype != torch.float32 and fits)
     dense = all(x.stride(-1) == 1 for x in tensors)
-    narrow = not tensors[0].is_cuda or tensors[0].dtype != torch.float32
-    return dense and narrow and runs_triton(*tensors) and len({x.dtype for x in tensors}) == 1
+    return rank <= WIDEST_RANK and allowed and dense and runs_triton(*tensors) and len({x.dtype for x in tensors}) == 1
 
 
 def draw_seed(like: Tensor) -> Tensor:
@@ -120,12 +128,12 @@ def draw_seed(like: Tensor) -> Tensor:
 def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:
     """``out = drop(x) Aᵀ``; ``out`` ``[T, r]`` may have strided rows."""
     rank = len(a)
-    if not _runs(x, a, out) or rank > WIDEST_RANK:
+    if not _runs(rank, x, a, out):
         out.copy_(dropped_reference(x, seed, dropout) @ a.t())
         return
     rows, width = x.shape
     (bound, factor), (constants, launch) = _bound(dropout), _constants(x, rank)
-    _down_kernel[(triton.cdiv(rows, 64),)](
+    _down_kernel[(triton.cdiv(rows, ROWS),)](
         x, a, out, seed, rows, width, rank, x.stride(0), a.stride(0), out.stride(0), bound, factor,
         **constants, **launch,
     )  # fmt: skip
@@ -134,12 +142,12 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
 def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``gᵀ drop(x)``, fp32 ``[r, D]``."""
     rank = g.shape[1]
-    if not _runs(g, x) or rank > WIDEST_RANK:
+    if not _runs(rank, g, x):
         kept = dropped_reference(x, seed, dropout)
         return (g.t() @ kept).to(torch.promote_types(x.dtype, torch.float32))
     rows, width = x.shape
-    blocks = triton.cdiv(width, 128)
-    parts = max(1, min(triton.cdiv(rows, 64), 4 * multiprocessors(x.device) // blocks))
+    blocks = triton.cdiv(width, BLOCK)
+    parts = max(1, min(triton.cdiv(rows, ROWS), 4 * multiprocessors(x.device) // blocks))
     shares = x.new_empty((parts, rank, width), dtype=torch.float32)
     (bound, factor), (constants, launch) = _bound(dropout), _constants(x, rank)
     _of_a_kernel[(blocks, parts)](
@@ -152,11 +160,11 @@ def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float)
 def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``dx += drop(g A)``; ``dx`` ``[T, D]``."""
     rank = len(a)
-    if not _runs(dx, g, a) or rank > WIDEST_RANK:
+    if not _runs(rank, dx, g, a):
         return dx.add_(dropped_reference(g @ a, seed, dropout))
     rows, width = dx.shape
     (bound, factor), (constants, launch) = _bound(dropout), _constants(dx, rank)
-    _of_x_kernel[(triton.cdiv(rows, 64) * triton.cdiv(width, 128),)](
+    _of_x_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(width, BLOCK),)](
         dx, g, a, seed, rows, width, rank, dx.stride(0), g.stride(0), a.stride(0), bound, factor,
         **constants, **launch,
     )  # fmt: skip
