@@ -161,7 +161,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, scaling, device):
     wrong = mutant(MODULE, *FAULTS[fault])
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, ValueError)):  # cuBLAS refuses types it has no product for
         check_products(wrong.fp8_linear, scaling, E5M2 if scaling == "row" else E4M3, device)
 
 
@@ -195,8 +195,10 @@ def test_blocks_on_a_card_without_such_products(device, monkeypatch):
         fp8_linear(x, weight, scaling="block")
 
 
-def test_compiled(device):
-    x, weight, dy = draw(device)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_compiled(dtype, device):
+    """In fp32 nothing is left to convert: see ``_of_type``."""
+    x, weight, dy = draw(device, dtype)
     compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
     found = [(y := layer(x, weight), *torch.autograd.grad(y, (x, weight), dy)) for layer in (fp8_linear, compiled)]
     for a, b in zip(*found):

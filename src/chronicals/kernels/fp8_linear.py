@@ -54,15 +54,21 @@ def scaled_product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool =
     """
     if not left.values.is_cuda:
         y = dequantize(left) @ dequantize(right).t()
-        return (y if bias is None else y + bias).to(dtype)
+        return _of_type(y if bias is None else y + bias, dtype)
     if left.scale.ndim and (left.scale.shape[1], right.scale.shape) != (1, (len(right.values), 1)):
-        y = _product_of_blocks(left, right).to(dtype)
+        y = _of_type(_product_of_blocks(left, right), dtype)
         return y if bias is None else y + bias
     made = torch.bfloat16 if left.scale.ndim else dtype  # with scales of rows nothing else is there
     inside = bias if made == dtype != torch.float32 else None
     options: dict[str, Any] = {"scale_a": left.scale, "scale_b": right.scale.t(), "bias": inside, "use_fast_accum": fast}
-    y = torch._scaled_mm(left.values, right.values.t(), out_dtype=made, **options).to(dtype)
+    y = _of_type(torch._scaled_mm(left.values, right.values.t(), out_dtype=made, **options), dtype)
     return y if bias is None or inside is not None else y + bias
+
+
+def _of_type(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """As ``to``, which Dynamo of torch 2.11 must not meet where it does nothing: what a Function's forward pass returns would
+    have gradients of zero (pytorch issue 180642)."""
+    return y if y.dtype == dtype else y.to(dtype)
 
 
 def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
