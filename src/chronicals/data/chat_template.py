@@ -13,6 +13,9 @@ from chronicals.data.gate import DataError
 
 Message = dict[str, Any]
 
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""What an assistant's thoughts are called in messages, the usual name first."""
+
 Asked = tuple[Sequence[Message], Any, str]
 """Messages already in form, tools, and what errors call the row."""
 
@@ -36,8 +39,11 @@ class Dialect:
     text_arguments: bool = False
 
     def message(self, message: Message) -> Message:
-        """The message in this form, without what is ours (``train``)."""
+        """The message in this form, without what is ours (``train``); thoughts under both names that templates read."""
         formed = {name: value for name, value in message.items() if name != "train"}
+        thought = next((formed[name] for name in THOUGHTS if formed.get(name) is not None), None)
+        if thought is not None:
+            formed = {"thinking": thought, **formed, "reasoning_content": thought}
         if self.parts and isinstance(formed.get("content"), str):
             formed["content"] = [{"type": "text", "text": formed["content"]}]
         if formed.get("tool_calls"):

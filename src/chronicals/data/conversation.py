@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chronicals.config import Turns
-from chronicals.data.chat_template import Message
+from chronicals.data.chat_template import THOUGHTS, Message
 from chronicals.data.gate import DataError
 from chronicals.data.rows import Record
 
@@ -54,7 +54,7 @@ def texts_said(message: Message) -> list[str]:
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     inside, _, answer = content.rpartition("</think>")
-    thoughts = (message.get(name) for name in ("reasoning_content", "thinking", "reasoning"))
+    thoughts = (message.get(name) for name in THOUGHTS)
     calls = message.get("tool_calls") or []
     return [
         *dict.fromkeys(str(thought).strip() for thought in [inside.split("<think>")[-1], *thoughts] if thought),
