@@ -44,7 +44,7 @@ def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0
     with pytest.raises(DataError, match=rule) as stopped:
         runs.ChronicalsTrainer(model, tokenizer, runs.config(tmp_path, max_seq_length=WIDTH)).train(path)
     assert RULES[rule].remedy in str(stopped.value)
-    assert all((a == b).all() for a, b in zip(before, model.parameters(), strict=True))
+    assert all((a == b.cpu()).all() for a, b in zip(before, model.parameters(), strict=True))
     written = json.loads((tmp_path / "run" / "train_dataset.json").read_text())
     (entry,) = [entry for entry in written["findings"] if entry["rule"] == rule]
     assert (entry["level"], entry["rows"]) == ("error", [number])

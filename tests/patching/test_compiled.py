@@ -61,6 +61,12 @@ def test_a_patched_model(family, batch, device):
     for _ in range(STEPS):
         compiled(**batch(device)).loss.backward()
     assert_compiled_once_and_again()
+    rows, found = batch(device), []
+    for runner in (model, compiled):
+        runner.zero_grad()
+        runner(**rows).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    families.assert_same(*found)
 
 
 @pytest.mark.parametrize("backend", ["flex", "flash"])
