@@ -39,7 +39,7 @@ ROWS = {
     "row-0.5b-lora-fixed": [*SMALL, *LORA, *variants("lora_dropout=0.05"), *against("liger", "unsloth")],
     "row-0.5b-lora-ragged": [*SMALL, *LORA, *RAGGED, *against("liger", "unsloth")],
     "row-0.5b-full-2k": [*SMALL, "--batch-size", "1", *variants("use_cuda_graphs=false")],
-    "row-0.5b-full-64k": [*SMALL, "--batch-size", "32"],
+    "row-0.5b-full-64k": [*SMALL, "--batch-size", "32", "--steps", "10"],
     "row-8b-full-fixed": [*LARGE, *BF16_STATES, *variants("use_fp8=true"), *against("liger", "unsloth")],
     "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *against("liger", "unsloth")],
     "frontier-0.5b-full": [*SMALL, *POLICIES, *against("liger", "unsloth")],
