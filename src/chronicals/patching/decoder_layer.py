@@ -20,6 +20,7 @@ from chronicals.attention import document_attention
 from chronicals.kernels import fused_add_rmsnorm, fused_qk_norm_rope, fused_qk_rope, fused_rmsnorm
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.merged_linear import Remake
+from chronicals.kernels.peak import Peak
 from chronicals.kernels.qk_rope import fused_qkv_rope
 from chronicals.memory import draws_numbers, runs_again, tiled
 from chronicals.patching.forms import FORM, Form, signature
@@ -184,6 +185,11 @@ def _has_dropout(layer: Any) -> bool:
     return drops or bool(getattr(layer.self_attn, "attention_dropout", 0.0))
 
 
+def _unheard(peak: Peak | None) -> Peak | None:
+    """For what is made again: a kernel that finds a maximum and one that does not may differ in the last bit."""
+    return None if peak is None else Peak()
+
+
 class _Layer:
     """A decoder layer as it is now: its groups of products and its numbers.
 
@@ -247,7 +253,7 @@ class _Layer:
         normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, *rooms, *peaks)
 
         def again(total: Tensor) -> Tensor:
-            return fused_add_rmsnorm(total, None, weight, epsilon, offset, group.room)[0]
+            return fused_add_rmsnorm(total, None, weight, epsilon, offset, group.room, peak=_unheard(group.peak))[0]
 
         return normed, total, Remake(again, total.detach()) if self.recomputes else None
 
@@ -260,7 +266,7 @@ class _Layer:
     def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""
         activation, room = self.anatomy.mlp.activation, self.down.room
-        again = Remake(lambda both: glu_of_both(both, activation, room), both.detach())
+        again = Remake(lambda both: glu_of_both(both, activation, room, peak=_unheard(self.down.peak)), both.detach())
         unit = glu_of_both(both, activation, room, self.both.room, self.down.peak, self.both.gradient_peak)
         return unit, again if self.recomputes else None
 
