@@ -21,7 +21,7 @@ from baseline import SHAPE, WARM_UP, documents, ours, versions
 
 from chronicals.attention import choice
 from chronicals.data.tokenizer_training import train_tokenizer
-from chronicals.kernels.adamw import Tensors, join_master, split_master
+from chronicals.kernels.adamw import Tensors, join_master
 from chronicals.kernels.gradient_norm import gradient_norm_reference
 from chronicals.patching.report import PatchReport
 
@@ -40,19 +40,27 @@ def _torchs_attention(needs) -> tuple[str, ...]:
     return tuple(name for name in _order(needs) if name != "flash-attn-4")
 
 
+_masters: dict[int, torch.Tensor] = {}
+"""In fp32, by the addresses of weights in bf16."""
+
+
 def _torchs_adamw_(tensors: Tensors, lr, betas, eps, weight_decay, factor=None, apply=None) -> None:
-    """torch's fused AdamW on the same states, with the weights in fp32 around it."""
-    weights = [join_master(*pair) for pair in zip(tensors.weights, tensors.lows)] or list(tensors.weights)
-    gradients = [g.float() if factor is None else g.float() * factor for g in tensors.gradients]
+    """torch's fused AdamW on the same states, and on a whole master beside weights in bf16."""
+    for weight, low in zip(tensors.weights, tensors.lows):
+        if weight.data_ptr() not in _masters:
+            _masters[weight.data_ptr()] = join_master(weight, low)
+    weights = [_masters.get(weight.data_ptr(), weight) for weight in tensors.weights]
+    gradients = [g.float() for g in tensors.gradients]
+    if factor is not None:
+        gradients = torch._foreach_mul(gradients, factor)
     torch._foreach_add_(tensors.steps, 1.0 if apply is None else apply.float())
     torch._fused_adamw_(
         weights, gradients, list(tensors.means), list(tensors.squares), [], list(tensors.steps),
         lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
         found_inf=None if apply is None else (~apply).float(),
     )  # fmt: skip
-    for value, weight, low in zip(weights, tensors.weights, tensors.lows):
-        for old, updated in zip((weight, low), split_master(value)):
-            old.copy_(updated)
+    if tensors.lows:
+        torch._foreach_copy_(list(tensors.weights), weights)
 
 
 _order = choice.order
@@ -121,6 +129,7 @@ def main() -> None:
                 result["rungs"][name] = ours(
                     given.kind, rows, tokenizer, given.steps, folder, cache_dir=Path(scratch), **changes
                 )
+            _masters.clear()
             gc.collect()
             torch.cuda.empty_cache()
             given.output.write_text(json.dumps(result))
