@@ -20,6 +20,7 @@ OPTIMIZERS = [
     "fused_adamw_ bfloat16 weights, float32 states",
     "gradient_norm bfloat16",
 ]
+FP8_LAYERS = ["fp8_linear 4096 to 14336", "fp8_linear 14336 to 4096", "fp8_linear 4096 to 4096", "fp8_linear 2048 to 8192"]
 HEADS = ["linear_cross_entropy bf16 dW 8192x4096x128256", "linear_cross_entropy bf16 dW 16384x896x151936"]
 
 
@@ -155,6 +156,51 @@ def draw_frontier(title: str, arms: dict[str, dict]) -> Path:
     return path
 
 
+def proofs() -> list[str]:
+    """What FP8 does to training, whether it holds or not."""
+    lines: list[str] = []
+    for path in sorted(RESULTS.glob("fp8-proof*-h200.json")):
+        result = json.loads(path.read_text())
+        steps, start = len(result["runs"]["bf16"]["losses"]), "trained" if "pretraining" in result else "random"
+        picture = draw_proof(path.with_suffix(".png"), result["runs"]).relative_to(ROOT)
+        lines += [
+            "",
+            f"Training in FP8 beside bf16 from the same {start} weights over the same real text, {steps} steps, 940 million "
+            "parameters of width 2048; it holds where losses differ by at most 0.5 % and twice what other kernels make, "
+            "and every layer's gradient has a cosine of 0.99 with that in fp32:",
+            "",
+            f"![losses over those of bf16]({picture})",
+            "",
+            "| | difference of losses, last third | between runs in bf16 | lowest cosine | holds |",
+            "|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {name} | {one['paired_loss_difference']:.2%} | {one['between_bf16_runs']:.2%} | {one['lowest_cosine']:.3f} "
+            f"| {'yes' if one['holds'] else 'no'} |"
+            for name, one in result["verdicts"].items()
+        ]
+    return lines
+
+
+def draw_proof(path: Path, runs: dict[str, dict]) -> Path:
+    """Losses over those of bf16, means of 20 steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    base = runs["bf16"]["losses"]
+    for name, run in runs.items():
+        shares = [100 * (ours / plain - 1) for ours, plain in zip(run["losses"], base)]
+        means = [statistics.mean(shares[max(0, step - 19) : step + 1]) for step in range(len(shares))]
+        axis.plot(range(1, len(means) + 1), means, label=name, color="0.5" if name == "bf16" else None)
+    axis.set(xlabel="step", ylabel="loss over that of bf16, %")
+    axis.legend(fontsize=7)
+    figure.savefig(path, dpi=130, metadata={"Software": None})
+    return path
+
+
 def patched_step() -> list[str]:
     rows = load("patched-step-h200.json")["rows"]
     lines = [
@@ -198,6 +244,10 @@ def kernels() -> list[str]:
         times = {arm: statistics.median(samples) for arm, samples in rows["rows"][name]["milliseconds"].items()}
         beside = f"{times['liger'] / times['ours']:.2f} (Liger)" if "liger" in times else "-"
         lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products | {beside} |")
+    for name, row in load("fp8-h200.json")["rows"].items():
+        if name in FP8_LAYERS:
+            times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+            lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products in bf16 | - |")
     return lines
 
 
@@ -230,7 +280,7 @@ def data() -> list[str]:
 
 
 def figures() -> str:
-    return "\n".join([*rows(), *ladders(), *frontiers(), *patched_step(), *kernels(), *data()]) + "\n"
+    return "\n".join([*rows(), *ladders(), *frontiers(), *proofs(), *patched_step(), *kernels(), *data()]) + "\n"
 
 
 def with_figures(text: str) -> str:
