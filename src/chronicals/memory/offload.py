@@ -156,6 +156,7 @@ class _Tape:
 
     def __init__(self, owner: ActivationOffload, weights: set[int]):
         self.owner, self.weights = owner, weights
+        self.device, self.streams = owner.device, owner.streams
         self.saved: list[weakref.ref[_Saved]] = []
         self.leaving: deque[_Saved] = deque()
         self.coming: dict[int, int] = {}
@@ -178,7 +179,7 @@ class _Tape:
         return _Place(saved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _moves(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.device != self.owner.device:
+        if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.device != self.device:
             return False
         memory = tensor.untyped_storage()
         return min(tensor.nbytes, memory.nbytes()) >= self.owner.smallest and memory.data_ptr() not in self.weights
@@ -186,12 +187,12 @@ class _Tape:
     def _send(self, saved: _Saved) -> None:
         self.leaving.append(saved)
         assert saved.here is not None
-        if self.owner.streams is None:
+        if self.streams is None:
             saved.host.copy_(saved.here)
         else:
-            out = self.owner.streams[0]
+            out = self.streams[0]
             self.used.add(out)
-            out.wait_stream(torch.cuda.current_stream(self.owner.device))
+            out.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(out):
                 saved.host.copy_(saved.here, non_blocking=True)
                 saved.event = out.record_event()
@@ -203,7 +204,7 @@ class _Tape:
     def _wait_for(self, saved: _Saved) -> None:
         """Let what is computed from here on begin after the copy."""
         if saved.event is not None:
-            torch.cuda.current_stream(self.owner.device).wait_event(saved.event)
+            torch.cuda.current_stream(self.device).wait_event(saved.event)
 
     # --- backward ------------------------------------------------------------------------------------------------
 
@@ -238,13 +239,13 @@ class _Tape:
         if saved.here is not None:
             return
         self.coming[saved.number] = saved.host.nbytes
-        if self.owner.streams is None:
+        if self.streams is None:
             saved.here = saved.host.clone()
             return
-        back = self.owner.streams[1]
+        back = self.streams[1]
         self.used.add(back)
-        saved.here = torch.empty_like(saved.host, device=self.owner.device)
-        back.wait_stream(torch.cuda.current_stream(self.owner.device))
+        saved.here = torch.empty_like(saved.host, device=self.device)
+        back.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(back):
             saved.here.copy_(saved.host, non_blocking=True)
             saved.event = back.record_event()
@@ -267,7 +268,7 @@ class _Tape:
     def _join(self) -> None:
         self.joins = False
         for stream in self.used:
-            torch.cuda.current_stream(self.owner.device).wait_stream(stream)
+            torch.cuda.current_stream(self.device).wait_stream(stream)
         self._forget_leaving()
         self.coming.clear()
         self.used.clear()
