@@ -34,7 +34,7 @@ from chronicals.data.template import TokenArrays, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
 """A chunk ends at so many rows or letters."""
 FIRST_ROWS = 512

@@ -10,11 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from chronicals.data.gate import DataError
+from chronicals.data.rows import THOUGHTS
 
 Message = dict[str, Any]
-
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""What an assistant's thoughts are called in messages, the usual name first."""
 
 Asked = tuple[Sequence[Message], Any, str]
 """Messages already in form, tools, and what errors call the row."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from chronicals.config import Turns
-from chronicals.data.chat_template import THOUGHTS, Message
+from chronicals.data.chat_template import Message
 from chronicals.data.gate import DataError
-from chronicals.data.rows import Record
+from chronicals.data.rows import THOUGHTS, Record
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from chronicals.data.gate import DataError
 
 Message = dict[str, Any]
 
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""What an assistant's thoughts are called in messages, the usual name first."""
+
 KINDS: list[tuple[str, frozenset[str]]] = [
     ("chat", frozenset({"messages"})),
     ("chat", frozenset({"conversations"})),
@@ -122,7 +125,7 @@ def conversation_faults(messages: Sequence[Message], where: str) -> None:
 
 
 def _says_something(message: Message) -> bool:
-    for name in ("content", "reasoning_content", "thinking"):
+    for name in ("content", *THOUGHTS):
         text = message.get(name)
         if isinstance(text, str) and text and not text.isspace():
             return True
