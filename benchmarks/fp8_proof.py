@@ -39,7 +39,7 @@ SHAPE = {
     "num_key_value_heads": 8, "vocab_size": VOCABULARY, "tie_word_embeddings": True, "max_position_embeddings": 4096,
     "use_cache": False,
 }  # fmt: skip
-"""940 million parameters."""
+"""1.04 billion parameters."""
 
 BATCH, WIDTH = 4, 2048
 RUNS = {

@@ -53,7 +53,8 @@ def _torchs_adamw_(tensors: Tensors, lr, betas, eps, weight_decay, factor=None, 
     gradients = [g.float() for g in tensors.gradients]
     if factor is not None:
         gradients = torch._foreach_mul(gradients, factor)
-    torch._foreach_add_(tensors.steps, 1.0 if apply is None else apply.float())
+    one = 1.0 if apply is None else [apply.float()] * len(tensors.steps)  # a single tensor would go by the host
+    torch._foreach_add_(tensors.steps, one)
     torch._fused_adamw_(
         weights, gradients, list(tensors.means), list(tensors.squares), [], list(tensors.steps),
         lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
