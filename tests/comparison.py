@@ -17,8 +17,8 @@ SAMPLES, DRAWS = 256, 16
 """Tensors with fewer elements say little in one draw: draws of the inputs that hold so many, or so many draws, are compared as
 one tensor."""
 
-ATTEMPTS, CHANCE = 3, 3.0
-"""An excess by chance does not come in three fresh pools one after the other, nor is it so many times the limit."""
+ATTEMPTS, CHANCE = 5, 3.0
+"""An excess by chance does not come in so many fresh pools one after the other, nor is it so many times the limit."""
 
 Inputs = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 
