@@ -37,7 +37,7 @@ def test_trains_as_without(adapters, fall, tmp_path, fused_anywhere, caplog):
     without, ours = (runs.trajectory(tmp_path / name) for name in ("without", "with"))
     assert without[-1][1] < fall * without[0][1]
     for (_, loss, norm), (_, our_loss, our_norm) in zip(without, ours, strict=True):
-        assert our_loss == pytest.approx(loss, rel=0.02) and our_norm == pytest.approx(norm, rel=0.25)
+        assert our_loss == pytest.approx(loss, rel=0.02) and our_norm == pytest.approx(norm, rel=0.15)
     assert [row[1] for row in ours] != [row[1] for row in without]
     assert not any(FP8 in vars(module) for module in fused_anywhere.modules())  # the run is over
 
