@@ -160,7 +160,8 @@ def test_rows_that_are_no_multiple_run_in_16_bit(device, caplog):
     exact = found_in(model, rows)
     run_in_fp8(model)
     side_by_side._said.clear()
-    families.assert_same(exact, found_in(model, rows))
+    got = found_in(model, rows)
+    assert all(torch.equal(exact[name], got[name]) for name in exact)
     assert "a batch of 25 rows, no multiple of 16, runs in 16 bit" in caplog.text
 
 

@@ -249,11 +249,11 @@ class _Layer:
         weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
         branch, residual = (x, None) if branch is None else (branch, x)
         rooms = group.room, self.down.room if below is None else below.room
-        peaks = group.peak, None if below is None else below.gradient_peak
+        peaks = group.peaks(len(x))[0], None if below is None else below.peaks(len(x))[1]
         normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, *rooms, *peaks)
 
         def again(total: Tensor) -> Tensor:
-            return fused_add_rmsnorm(total, None, weight, epsilon, offset, group.room, peak=_unheard(group.peak))[0]
+            return fused_add_rmsnorm(total, None, weight, epsilon, offset, group.room, peak=_unheard(peaks[0]))[0]
 
         return normed, total, Remake(again, total.detach()) if self.recomputes else None
 
@@ -266,8 +266,9 @@ class _Layer:
     def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""
         activation, room = self.anatomy.mlp.activation, self.down.room
-        again = Remake(lambda both: glu_of_both(both, activation, room, peak=_unheard(self.down.peak)), both.detach())
-        unit = glu_of_both(both, activation, room, self.both.room, self.down.peak, self.both.gradient_peak)
+        peak, gradient_peak = self.down.peaks(len(both))[0], self.both.peaks(len(both))[1]
+        again = Remake(lambda both: glu_of_both(both, activation, room, peak=_unheard(peak)), both.detach())
+        unit = glu_of_both(both, activation, room, self.both.room, peak, gradient_peak)
         return unit, again if self.recomputes else None
 
     def _after(self, place: str, branch: Tensor) -> Tensor:

@@ -78,6 +78,10 @@ class Group:
     def dtype(self) -> torch.dtype:
         return self.merged.buffer.dtype
 
+    def peaks(self, rows: int) -> tuple[Peak | None, Peak | None]:
+        """Of x and of the gradient, for those who make them to tell; none where so many rows run in 16 bit."""
+        return (None, None) if rows % MULTIPLE else (self.peak, self.gradient_peak)
+
     def __call__(self, x: Tensor, remake: Remake | None = None, roomy: bool = True, unread: bool = False) -> Tensor:
         """The outputs side by side.
 
@@ -90,7 +94,7 @@ class Group:
         if fp8 is not None and len(x) % MULTIPLE:
             say_once(f"a batch of {len(x)} rows, no multiple of {MULTIPLE}, runs in 16 bit, not in FP8")
             fp8 = None
-        peaks = self.peak, self.gradient_peak
+        peaks = self.peaks(len(x))
         return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake, unread, fp8, peaks)
 
 
