@@ -17,8 +17,8 @@ SAMPLES, DRAWS = 256, 16
 """Tensors with fewer elements say little in one draw: draws of the inputs that hold so many, or so many draws, are compared as
 one tensor."""
 
-ATTEMPTS, CHANCE = 5, 3.0
-"""An excess by chance does not come in so many fresh pools one after the other, nor is it so many times the limit."""
+ATTEMPTS, CHANCE = 3, 3.0
+"""An excess by chance does not come in three fresh pools one after the other, nor is it so many times the limit."""
 
 Inputs = Sequence[Tensor] | Callable[[], Sequence[Tensor]]
 
@@ -51,6 +51,7 @@ def assert_as_exact_as_plain(
     upstream_scale: float = 3.0,
     what: str = "",
     exact: Callable | None = None,
+    pooled: int = 1,
 ) -> None:
     """Compare ``ours`` and ``plain`` in the type of ``inputs`` with ``exact`` in fp64 on the CPU.
 
@@ -60,12 +61,13 @@ def assert_as_exact_as_plain(
     Args:
         inputs: tensors, or a function that draws fresh ones, which is better: small tensors are then pooled.
         exact: the definition; ``plain`` itself by default.
+        pooled: draws at least that are compared as one.
     """
     draw = inputs if callable(inputs) else lambda: inputs
     for attempt in range(ATTEMPTS):
         drawn = [_results(ours, plain, exact or plain, draw(), upstream_scale, what)]
         smallest = min((result.exact.numel() for result in drawn[0] if result.exact.numel()), default=SAMPLES)
-        more = min(-(-SAMPLES // smallest), DRAWS) - 1 if callable(inputs) else 0
+        more = max(min(-(-SAMPLES // smallest), DRAWS), pooled) - 1 if callable(inputs) else 0
         drawn += [_results(ours, plain, exact or plain, draw(), upstream_scale, what) for _ in range(more)]
         excesses = [excess for draws in zip(*drawn, strict=True) for excess in _excesses(draws)]
         if not excesses:

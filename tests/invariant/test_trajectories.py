@@ -15,9 +15,8 @@ from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tili
 from chronicals.training import decisions
 
 TESTS = Path(__file__).parent.parent
-EXACT = 5e-4 if torch.cuda.is_available() else 2e-6
-"""Relative: fp32 sums in another order. A card takes another order, and other tiles, for every shape of a product, and AdamW's
-first steps divide by second moments that are still small."""
+EXACT = 2e-6
+"""Relative: fp32 sums in another order."""
 
 
 def assert_one_trajectory(left, right, tolerance=EXACT):
