@@ -62,7 +62,7 @@ def qkv(tokens, heads=4, groups=2, width=16, dtype=torch.float32, device="cpu", 
     return draw
 
 
-def compare(lengths, draw, backend="per-document", pooled=1, **options):
+def compare(lengths, draw, backend="per-document", **options):
     cu = bounds(lengths)
 
     def ours(q, k, v, sinks=None):
@@ -77,7 +77,7 @@ def compare(lengths, draw, backend="per-document", pooled=1, **options):
         return torchs(q, k, v, cu.to(q.device), options.get("scale"), options.get("window"))
 
     has_torchs = options.get("softcap") is None and len(draw()) == 3 and sum(lengths) <= LARGE
-    assert_as_exact_as_plain(ours, plain if has_torchs else exact, draw, exact=exact, pooled=pooled)
+    assert_as_exact_as_plain(ours, plain if has_torchs else exact, draw, exact=exact)
 
 
 def by_document(q, k, v, cu, scale=None, window=None, softcap=None, sinks=None) -> Tensor:

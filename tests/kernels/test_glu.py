@@ -23,8 +23,8 @@ def plain(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def compare(inputs):
-    assert_as_exact_as_plain(fused_swiglu, plain, inputs, exact=exact)
+def compare(draw):
+    assert_as_exact_as_plain(fused_swiglu, plain, draw, exact=exact)
 
 
 def inputs(shape, dtype, device, scale=2.0):

@@ -26,11 +26,11 @@ def plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def compare(inputs, eps: float = 1e-5, plain=plain, ours=fused_layernorm) -> None:
+def compare(draw, eps: float = 1e-5, plain=plain, ours=fused_layernorm) -> None:
     assert_as_exact_as_plain(
         lambda x, w, b: ours(x, w, b, eps),
         lambda x, w, b: plain(x, w, b, eps),
-        inputs,
+        draw,
         exact=lambda x, w, b: exact(x, w, b, eps),
     )
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import chronicals.kernels.logit_rows as module
 from chronicals.kernels.logit_rows import IGNORED, Shape
-from comparison import ATTEMPTS
+from comparison import ATTEMPTS, LARGER
 from mutants import mutant
 
 ROWS, VOCABULARY = 11, 211
@@ -48,10 +48,10 @@ def loss_and_gradient(of, x, targets, weights, shape):
 
 
 def compare_loss(of, shape, weighted, dtype, device, vocabulary=VOCABULARY):
-    """An excess by chance does not come in so many fresh draws one after the other."""
+    """An excess by chance does not come in so many fresh draws one after the other, each larger than the one before."""
     for attempt in range(ATTEMPTS):
         try:
-            compare_rows(of, *rows_of_logits(dtype, device, vocabulary=vocabulary), shape, weighted)
+            compare_rows(of, *rows_of_logits(dtype, device, ROWS * LARGER**attempt, vocabulary), shape, weighted)
         except AssertionError:
             if attempt == ATTEMPTS - 1:
                 raise
@@ -61,7 +61,7 @@ def compare_loss(of, shape, weighted, dtype, device, vocabulary=VOCABULARY):
 
 def compare_rows(of, x, targets, shape, weighted):
     device, dtype = x.device, x.dtype
-    weights = torch.rand(ROWS, device=device) if weighted else None
+    weights = torch.rand(len(x), device=device) if weighted else None
     at_home = None if weights is None else weights.cpu().double()
     exact = by_the_book(x.cpu().double(), targets.cpu(), at_home, shape)
     plain = by_the_book(x.float(), targets, weights, shape)
@@ -208,4 +208,4 @@ MUTATIONS = {
 def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])
     with pytest.raises(AssertionError, match="error"):
-        compare_loss(broken, Shape(0.7, 3.0, 0.1, 0.01), True, torch.float32, device, vocabulary=20011)
+        compare_rows(broken, *rows_of_logits(torch.float32, device, vocabulary=20011), Shape(0.7, 3.0, 0.1, 0.01), True)

@@ -25,9 +25,9 @@ def plain(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-def compare(inputs, eps: float = 1e-6, plain=plain, ours=fused_rmsnorm) -> None:
+def compare(draw, eps: float = 1e-6, plain=plain, ours=fused_rmsnorm) -> None:
     assert_as_exact_as_plain(
-        lambda x, w: ours(x, w, eps), lambda x, w: plain(x, w, eps), inputs, exact=lambda x, w: exact(x, w, eps)
+        lambda x, w: ours(x, w, eps), lambda x, w: plain(x, w, eps), draw, exact=lambda x, w: exact(x, w, eps)
     )
 
 

@@ -48,7 +48,7 @@ def test_log_probabilities_and_entropies(bias, softcap, dtype, device):
     def plain(hidden, weight, targets, *rest):
         return both(hidden, weight, targets, rest[0] if rest else None, 0.8, softcap)
 
-    assert_as_exact_as_plain(ours, plain, [x for x in draw_head(dtype, device, rows=5, bias=bias)()])
+    assert_as_exact_as_plain(ours, plain, draw_head(dtype, device, rows=5, bias=bias))
 
 
 def test_entropies_that_are_not_wanted(device):
@@ -92,7 +92,7 @@ def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatc
     monkeypatch.setattr(broken, "_tile", lambda vocabulary: module.Tile(1, 64, 2))
     with pytest.raises(AssertionError, match="error"):
         assert_as_exact_as_plain(
-            lambda *x: token_log_probability(*x, chunk_size=4, entropy=True), both, draw_head(torch.float32, device, rows=5)()
+            lambda *x: token_log_probability(*x, chunk_size=4, entropy=True), both, draw_head(torch.float32, device, rows=5)
         )
 
 
