@@ -8,7 +8,7 @@ from chronicals.kernels.dropped_products import draw_seed, dropped_reference
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
-SHAPES = [(1, 16, 1), (67, 130, 8), (131, 40, 3), (64, 128, 16), (200, 257, 96), (70, 140, 192)]
+SHAPES = [(1, 16, 1), (67, 130, 8), (131, 40, 3), (64, 128, 16), (200, 257, 96), (70, 140, 192), (67, 40, 300)]
 TYPES = [torch.float32, torch.bfloat16]
 DROPOUTS = [0.05, 0.7]
 

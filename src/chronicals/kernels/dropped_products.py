@@ -9,6 +9,7 @@ sides stay in the cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from chronicals.kernels.launch import multiprocessors, next_power_of_2, runs_tri
 from chronicals.kernels.lowbias32 import WHOLE, lowbias32, lowbias32_reference
 
 WIDEST_RANK = 256
-"""Columns of u that a program holds; wider ones take the reference."""
+"""Columns of u that a program holds; wider adapters are taken in slices."""
 
 ROWS, BLOCK = 64, 128
 """Of x in a program."""
@@ -110,14 +111,20 @@ def _bound(dropout: float) -> tuple[int, float]:
     return min(int(dropout * 2**32), 2**32 - 1), 1 / (1 - dropout)
 
 
-def _runs(rank: int, *tensors: Tensor) -> bool:
-    """On a card for types of 16 bits, where g A, the largest product, finds room for its operands; fp32 is there for proof, and
-    sums of one thread are not as exact as others."""
+def _runs(*tensors: Tensor) -> bool:
+    """On a card for types of 16 bits; fp32 is there for proof, and sums of one thread are not as exact as others."""
     first = tensors[0]
-    fits = (ROWS + BLOCK) * next_power_of_2(rank) * first.element_size() <= shared_memory(first.device)
-    allowed = not first.is_cuda or (first.dtype != torch.float32 and fits)
+    allowed = not first.is_cuda or first.dtype != torch.float32
     dense = all(x.stride(-1) == 1 for x in tensors)
-    return rank <= WIDEST_RANK and allowed and dense and runs_triton(*tensors) and len({x.dtype for x in tensors}) == 1
+    return allowed and dense and runs_triton(*tensors) and len({x.dtype for x in tensors}) == 1
+
+
+def _slices(like: Tensor, rank: int) -> Iterator[slice]:
+    """The columns of u for one launch each: g A, the largest product, must find room for its operands."""
+    widest = WIDEST_RANK
+    while like.is_cuda and (ROWS + BLOCK) * widest * like.element_size() > shared_memory(like.device):
+        widest //= 2
+    return (slice(first, first + widest) for first in range(0, rank, widest))
 
 
 def draw_seed(like: Tensor) -> Tensor:
@@ -127,47 +134,53 @@ def draw_seed(like: Tensor) -> Tensor:
 
 def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:
     """``out = drop(x) Aᵀ``; ``out`` ``[T, r]`` may have strided rows."""
-    rank = len(a)
-    if not _runs(rank, x, a, out):
+    if not _runs(x, a, out):
         out.copy_(dropped_reference(x, seed, dropout) @ a.t())
         return
     rows, width = x.shape
-    (bound, factor), (constants, launch) = _bound(dropout), _constants(x, rank)
-    _down_kernel[(triton.cdiv(rows, ROWS),)](
-        x, a, out, seed, rows, width, rank, x.stride(0), a.stride(0), out.stride(0), bound, factor,
-        **constants, **launch,
-    )  # fmt: skip
+    for part in _slices(x, len(a)):
+        of_a, of_out = a[part], out[:, part]
+        (bound, factor), (constants, launch) = _bound(dropout), _constants(x, len(of_a))
+        _down_kernel[(triton.cdiv(rows, ROWS),)](
+            x, of_a, of_out, seed, rows, width, len(of_a), x.stride(0), a.stride(0), out.stride(0), bound, factor,
+            **constants, **launch,
+        )  # fmt: skip
 
 
 def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``gᵀ drop(x)``, fp32 ``[r, D]``."""
-    rank = g.shape[1]
-    if not _runs(rank, g, x):
+    if not _runs(g, x):
         kept = dropped_reference(x, seed, dropout)
         return (g.t() @ kept).to(torch.promote_types(x.dtype, torch.float32))
     rows, width = x.shape
     blocks = triton.cdiv(width, BLOCK)
     parts = max(1, min(triton.cdiv(rows, ROWS), 4 * multiprocessors(x.device) // blocks))
-    shares = x.new_empty((parts, rank, width), dtype=torch.float32)
-    (bound, factor), (constants, launch) = _bound(dropout), _constants(x, rank)
-    _of_a_kernel[(blocks, parts)](
-        g, x, shares, seed, rows, width, rank, g.stride(0), x.stride(0), bound, factor,
-        **constants, **launch,
-    )  # fmt: skip
-    return shares.sum(0)
+    found = []
+    for part in _slices(x, g.shape[1]):
+        of_g = g[:, part]
+        rank = of_g.shape[1]
+        shares = x.new_empty((parts, rank, width), dtype=torch.float32)
+        (bound, factor), (constants, launch) = _bound(dropout), _constants(x, rank)
+        _of_a_kernel[(blocks, parts)](
+            of_g, x, shares, seed, rows, width, rank, g.stride(0), x.stride(0), bound, factor,
+            **constants, **launch,
+        )  # fmt: skip
+        found.append(shares.sum(0))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``dx += drop(g A)``; ``dx`` ``[T, D]``."""
-    rank = len(a)
-    if not _runs(rank, dx, g, a):
+    if not _runs(dx, g, a):
         return dx.add_(dropped_reference(g @ a, seed, dropout))
     rows, width = dx.shape
-    (bound, factor), (constants, launch) = _bound(dropout), _constants(dx, rank)
-    _of_x_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(width, BLOCK),)](
-        dx, g, a, seed, rows, width, rank, dx.stride(0), g.stride(0), a.stride(0), bound, factor,
-        **constants, **launch,
-    )  # fmt: skip
+    for part in _slices(dx, len(a)):
+        of_g, of_a = g[:, part], a[part]
+        (bound, factor), (constants, launch) = _bound(dropout), _constants(dx, len(of_a))
+        _of_x_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(width, BLOCK),)](
+            dx, of_g, of_a, seed, rows, width, len(of_a), dx.stride(0), g.stride(0), a.stride(0), bound, factor,
+            **constants, **launch,
+        )  # fmt: skip
     return dx
 
 
