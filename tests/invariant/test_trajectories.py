@@ -12,7 +12,7 @@ import torch
 import runs
 import tiny
 from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
-from chronicals.training import decisions
+from chronicals.training import ChronicalsTrainer, decisions
 
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6
@@ -125,6 +125,23 @@ def test_what_the_user_recomputes_stays(tmp_path, caplog):
     assert "use_gradient_checkpointing: on, the model's own, which stays as it is" in caplog.text
 
 
+@pytest.mark.parametrize("changes", [{"memory": []}, {"use_gradient_checkpointing": False}], ids=str)
+def test_what_the_user_recomputes_is_kept_where_the_run_says_so(tmp_path, changes):
+    model = tiny.llama()
+    model.gradient_checkpointing_enable()
+    runs.train(tmp_path, model=model, max_steps=1, **changes)
+    assert not any(layer.gradient_checkpointing for layer in model.get_decoder().layers)
+
+
+def test_gradients_that_were_left_behind_are_dropped(tmp_path):
+    model = tiny.llama()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    runs.train(tmp_path / "fresh")
+    runs.train(tmp_path / "used", model=model)
+    assert runs.trajectory(tmp_path / "fresh") == runs.trajectory(tmp_path / "used")
+
+
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_offloaded_and_resident(tmp_path, recomputed, changes):
@@ -188,7 +205,8 @@ def test_bf16_follows_fp32(tmp_path):
     assert abs(deviation.mean()) < torch.finfo(torch.bfloat16).eps
 
 
-def test_resumed_and_uninterrupted(tmp_path):
+@pytest.mark.parametrize("again", [False, True], ids=["another trainer", "the same"])
+def test_resumed_and_uninterrupted(tmp_path, again):
     from chronicals.training import Callback, Interrupted
 
     class StopAt(Callback):
@@ -200,9 +218,13 @@ def test_resumed_and_uninterrupted(tmp_path):
 
     changes = {"max_steps": 9, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}
     runs.train(tmp_path / "whole", **changes)
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path / "parts", **changes), [StopAt()])
     with pytest.raises(Interrupted, match="--resume"):
-        runs.train(tmp_path / "parts", callbacks=[StopAt()], **changes)
-    runs.train(tmp_path / "parts", resume=True, **changes)
+        trainer.train(tiny.chat_rows())
+    if again:
+        trainer.train(tiny.chat_rows(), resume=True)
+    else:
+        runs.train(tmp_path / "parts", resume=True, **changes)
     assert runs.trajectory(tmp_path / "parts") == runs.trajectory(tmp_path / "whole")
     left, right = runs.weights(tmp_path / "parts"), runs.weights(tmp_path / "whole")
     assert all(torch.equal(left[name], right[name]) for name in right)

@@ -2,10 +2,20 @@
 
 import pytest
 import torch
+import transformers
 
 import families
 import tiny
-from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, enable_gradient_checkpointing, estimate
+from chronicals.memory import (
+    CHEAP,
+    LAYERS,
+    NOTHING,
+    Estimate,
+    decoder_layers,
+    draws_numbers,
+    enable_gradient_checkpointing,
+    estimate,
+)
 
 GIB = 2**30
 
@@ -78,6 +88,44 @@ def test_the_first_layers_alone():
     model = tiny.llama()
     enable_gradient_checkpointing(model, first=1)
     assert [layer.gradient_checkpointing for layer in model.get_decoder().layers] == [True, False]
+
+
+CHANCES = {
+    "Starcoder2": {"residual_dropout": 0.2, "attention_dropout": 0.0, "embedding_dropout": 0.0},
+    "Mixtral": {"router_jitter_noise": 0.2, "num_local_experts": 4},
+    "Phimoe": {"input_jitter_noise": 0.2, "num_local_experts": 4},
+    "GPT2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.2},
+}
+
+
+@pytest.mark.parametrize("family", CHANCES)
+def test_what_is_left_to_chance_is_drawn_again_as_it_was(family):
+    sizes = {**families.SIZES, "num_hidden_layers": 2, **CHANCES[family]}
+    sizes = sizes if family != "GPT2" else {**CHANCES[family], **families.IDS, "vocab_size": families.VOCABULARY}
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    kind = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    model = getattr(transformers, f"{family}{kind}")(config).train()
+    ids = torch.randint(1, families.VOCABULARY, (2, 9))
+    found = []
+    for recomputed in (False, False, True):
+        if recomputed:
+            enable_gradient_checkpointing(model)
+        model.zero_grad()
+        torch.manual_seed(2 if found else 3)
+        model(input_ids=ids, labels=ids).loss.backward()
+        found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert not torch.equal(found[0], found[1]), "nothing is left to chance"
+    assert torch.equal(found[1], found[2])
+
+
+def test_what_is_left_to_no_chance():
+    for family in ("llama", "qwen3", "gemma3", "gpt_oss"):
+        assert not draws_numbers(families.build(family))
+
+
+def test_layers_have_other_names_too():
+    assert [len(decoder_layers(families.build(family))) for family in ("llama", "gpt2", "bloom")] == [2, 2, 2]
 
 
 def test_layers_of_the_decoder_are_counted_not_those_of_a_tower():

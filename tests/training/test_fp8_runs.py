@@ -17,7 +17,7 @@ from chronicals.training import decisions, preparation
 def fused_anywhere(monkeypatch):
     """Fused layers, which a run has on a card only, and FP8 for small products."""
     for module in (decisions, preparation):
-        monkeypatch.setattr(module, "runs_whole_layers", lambda *given: True)
+        monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
     monkeypatch.setattr(fp8_layers, "LEAST", 16)
     model = tiny.llama()
     patch_parts(model, whole_layers=True)
@@ -53,10 +53,10 @@ def test_layers_that_do_not_run_fused_are_said(tmp_path, fused_anywhere, caplog)
 
 
 def test_what_cannot_run_is_refused(tmp_path, monkeypatch):
-    reason = "no product of this model has 2048 inputs" if torch.cuda.is_available() else "only fused decoder layers on a card"
+    reason = "no product of this model has 2048 inputs" if torch.cuda.is_available() else "only fused decoder layers"
     with pytest.raises(ConfigurationError, match=f"use_fp8=True.*{reason}.*leave it out"):
         runs.train(tmp_path, use_fp8=True, mixed_precision="bf16")
-    monkeypatch.setattr(decisions, "runs_whole_layers", lambda *given: True)
+    monkeypatch.setattr(decisions, "why_not_fused", lambda *given: None)
     with pytest.raises(ConfigurationError, match=r"batch_size \* max_seq_length=200 is no multiple of 16"):
         runs.train(tmp_path / "rows", use_fp8=True, mixed_precision="bf16", max_seq_length=100)
     monkeypatch.setattr(decisions, "lacks_fp8", lambda device: "NVIDIA A100 (8.0) has no FP8")

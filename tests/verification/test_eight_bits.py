@@ -21,7 +21,7 @@ ADAPTERS = {"use_lora": True, "lora_rank": 8}
 @pytest.fixture
 def fused_anywhere(monkeypatch):
     for module in (decisions, preparation):
-        monkeypatch.setattr(module, "runs_whole_layers", lambda *given: True)
+        monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
     monkeypatch.setattr(fp8_layers, "LEAST", 16)
 
 

@@ -110,7 +110,9 @@ class ChronicalsConfig:
     use_flash_attention: bool = Field(default=True, description="Permit a FlashAttention backend")
     use_fused_kernels: bool = Field(default=True, description="Permit the loss without whole logits, and fused kernels")
     use_sequence_packing: bool = Field(default=True, description="Several documents in a pack; off: one in each")
-    use_gradient_checkpointing: bool = Field(default=True, description="Permit recomputation where memory needs it")
+    use_gradient_checkpointing: bool = Field(
+        default=True, description="Permit recomputation where memory needs it; set to true: in every layer"
+    )
     use_torch_compile: bool = Field(
         default=True, description="Permit compilation of the decoder layers where they do not run fused, on CUDA"
     )

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from chronicals.kernels.launch import next_power_of_2
+
 SMALLEST = 1 << 20
 """Bytes of the smallest tensor that is moved."""
 
@@ -86,10 +88,12 @@ class ActivationOffload:
             self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
     def take(self, size: int) -> Tensor:
-        """So many bytes of host memory, pinned if they come from a card."""
-        free = self.free.setdefault(size, [])
+        """At least so many bytes of host memory, pinned if they come from a card: a power of two, so that what one pass
+        leaves serves another of other lengths. Pinned memory comes in such sizes anyway."""
+        room = next_power_of_2(size)
+        free = self.free.setdefault(room, [])
         self.moved += size
-        return free.pop() if free else torch.empty(size, dtype=torch.uint8, pin_memory=self.streams is not None)
+        return free.pop() if free else torch.empty(room, dtype=torch.uint8, pin_memory=self.streams is not None)
 
 
 class _Saved:
@@ -111,8 +115,9 @@ class _Saved:
         self.version = tensor._version
         self.here: Tensor | None = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
         self.event: torch.cuda.Event | None = None
-        self.host = owner.take(self.here.nbytes)
-        weakref.finalize(self, owner.free[self.host.nbytes].append, self.host).atexit = False
+        memory = owner.take(self.here.nbytes)
+        self.host = memory[: self.here.nbytes]
+        weakref.finalize(self, owner.free[memory.nbytes].append, memory).atexit = False
 
     def let_go(self) -> None:
         """Give the memory on the device back."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -101,7 +105,8 @@ def enable_gradient_checkpointing(model: Any, whole_layers: bool = False, first:
         ValueError: the class does not support it.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
-        raise ValueError(f"use_gradient_checkpointing: {type(model).__name__} cannot recompute its layers; turn it off")
+        field, name = "use_gradient_checkpointing (memory: recompute_layers)", type(model).__name__
+        raise ValueError(f"{field}: {name} cannot recompute its layers; leave it out")
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_numbers(model)}  # reading a state takes time
     if whole_layers:
         options["context_fn"] = first_and_again
@@ -115,9 +120,10 @@ def enable_gradient_checkpointing(model: Any, whole_layers: bool = False, first:
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:
-    """Those that can be recomputed one by one; none where the decoder has no list of such."""
-    layers = list(getattr(model.get_decoder(), "layers", None) or ())
-    return layers if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers) else []
+    """Those that can be recomputed one by one; none where the decoder has no list of such, or several."""
+    lists = [child for child in model.get_decoder().children() if isinstance(child, torch.nn.ModuleList) and len(child)]
+    found = [list(layers) for layers in lists if all(isinstance(layer, GradientCheckpointingLayer) for layer in layers)]
+    return found[0] if len(found) == 1 else []
 
 
 def recomputes(model: Any) -> bool:
@@ -153,7 +159,27 @@ class _Running:
         _now.again = self.before.pop()
 
 
+CHANCE = re.compile(r"drop|jitter|noise|^p$")
+"""Names of attributes that say with which share something is left to chance."""
+
+DRAWS = re.compile(r"torch\.(rand|randn|bernoulli|multinomial)(_like)?\(|\.(exponential_|bernoulli_)\(|gumbel")
+"""How numbers are drawn whatever the attributes say; noise that is uniform has a share among them."""
+
+
 def draws_numbers(module: torch.nn.Module) -> bool:
-    """Whether a forward pass draws random numbers, for dropout."""
-    shares = [getattr(part, name, 0.0) for part in module.modules() for name in ("p", "dropout", "attention_dropout")]
-    return any(isinstance(share, float) and share > 0 for share in shares)
+    """Whether a forward pass in training may draw random numbers: a share is set, or the source of a part draws some."""
+    for part in module.modules():
+        settings = [*vars(part).items(), *getattr(getattr(part, "config", None), "__dict__", {}).items()]
+        if any(isinstance(share, float) and share > 0 and CHANCE.search(name) for name, share in settings):
+            return True
+    sources = {type(part).__module__ for part in module.modules()}
+    return any(_source_draws(name) for name in sources if not name.startswith(("torch.", "chronicals.")))
+
+
+@functools.cache
+def _source_draws(name: str) -> bool:
+    """Whether a module of Python draws random numbers; one without a source may."""
+    try:
+        return bool(DRAWS.search(inspect.getsource(sys.modules[name])))
+    except (OSError, TypeError):
+        return True

@@ -47,7 +47,10 @@ def _documents_only(
     if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
         raise ValueError(f"{type(module).__name__} does not pass document bounds on to its attention")
     if dropout:
-        raise ValueError(f"attention dropout {dropout} is not supported; set attention_dropout=0 in the model's configuration")
+        raise ValueError(
+            f"attention dropout {dropout} is not supported; set it to 0 in the model's configuration (attention_dropout; "
+            "attn_pdrop in GPT-2's family)"
+        )
     # Under autocast the rotation leaves queries and keys in fp32, where the products' own type is that of the values.
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     out = document_attention(

@@ -49,42 +49,56 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     backend = choose_backend(device, product_type, _head_dim(shape), softcap=softcap)
     flash = presented.packed and backend in FLASH
     on_card = device.type == "cuda"
-    fused = runs_whole_layers(config, presented)
-    needed = estimate(model, tokens, fused, *_bytes(config, product_type), config.logits_chunk_size)
+    why_not = why_not_fused(config, presented)
+    fused = why_not is None
+    needed = estimate(model, tokens, fused, *_bytes(config, product_type, ranks), config.logits_chunk_size)
     graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (presented.head_is_read, "no whole logits" if presented.head_is_read else "head not understood"),
         "use_sequence_packing": (presented.packed, "proved on a twin" if presented.packed else "documents become padded rows"),
-        "use_torch_compile": (
-            on_card and presented.packed and not fused,
-            "decoder layers run fused" if fused else "decoder layers" if on_card else "compiled on CUDA only",
-        ),
+        "use_torch_compile": _compilation(model, on_card and presented.packed, fused),
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
     made = [_decide(config, field, *can) for field, can in possible.items()]
-    made += [_fp8(config, fused, device), _recomputation(config, needed, fused, model), _offload(config, on_card)]
+    made += [_fp8(config, why_not, device), _recomputation(config, needed, why_not, model), _offload(config, on_card)]
     made += [_tiles(config, model), _optimizer_in_backward(config, ranks)]
     return {decision.field: decision for decision in made}
 
 
-def _bytes(config: ChronicalsConfig, product_type: torch.dtype) -> tuple[int, int, int]:
+def _compilation(model: Any, on_card: bool, fused: bool) -> tuple[bool, str]:
+    obstacles = {
+        "decoder layers run fused": fused,
+        "only packs on a card are compiled for": not on_card,
+        f"{type(model).__name__} has no list of layers": not decoder_layers(model),
+    }
+    reason = next((reason for reason, there in obstacles.items() if there), None)
+    return reason is None, reason or "decoder layers"
+
+
+def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int) -> tuple[int, int, int]:
     """Of an activation, of a frozen weight, in FP8 beside it where that runs, and of a trained one with its gradient, its
     states and, in bf16, the lower half of its master."""
     narrow = product_type.itemsize
     split = config.mixed_precision == "bf16" and not config.use_lora
-    sums = config.gradient_accumulation_steps > 1 or not split or _has_tiles(config)
+    sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or _has_tiles(config)
     states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
     gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
     both_layouts = 2 if config.use_fp8 else 0
     return narrow, narrow + both_layouts, (2 + 2 if split else 4) + gradient + states
 
 
-def runs_whole_layers(config: ChronicalsConfig, presented: PresentedModel) -> bool:
-    """Whether decoder layers run fused: on a card, from packs, where they were proved and no compilation was asked for."""
-    compiled = config.use_torch_compile and "use_torch_compile" in config.explicit
-    here = input_device(presented.model).type == "cuda" and presented.packed and config.mixed_precision != "fp16"
-    return here and config.use_fused_kernels and not compiled and bool(plan_for(presented.model).layers)
+def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:
+    """What keeps decoder layers from running fused; they need a card, packs, and to have been proved."""
+    obstacles = {
+        "not on a card": lambda: input_device(presented.model).type != "cuda",
+        "use_fused_kernels=False": lambda: not config.use_fused_kernels,
+        "use_torch_compile=True": lambda: config.use_torch_compile and "use_torch_compile" in config.explicit,
+        "mixed_precision=fp16": lambda: config.mixed_precision == "fp16",
+        "documents become padded rows": lambda: not presented.packed,
+        f"{type(presented.model).__name__} has none that were proved": lambda: not plan_for(presented.model).layers,
+    }
+    return next((reason for reason, there in obstacles.items() if there()), None)
 
 
 def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str, ranks: int) -> tuple[bool, str]:
@@ -116,13 +130,13 @@ def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> De
     raise ConfigurationError(f"{field}=True cannot be honoured here: {reason}; leave it out or set it to False")
 
 
-def _fp8(config: ChronicalsConfig, fused: bool, device: torch.device) -> Decision:
+def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device) -> Decision:
     field, tokens = "use_fp8", config.batch_size * config.max_seq_length
     if not config.use_fp8:
         return Decision(field, False, "not asked for")
     obstacles = {
         lacks_fp8(device): bool(lacks_fp8(device)),
-        "only fused decoder layers on a card have FP8 products, and they do not run here": not fused,
+        f"only fused decoder layers have FP8 products, and none run ({why_not})": why_not is not None,
         f"batch_size * max_seq_length={tokens} is no multiple of {MULTIPLE}": bool(tokens % MULTIPLE),
     }
     for reason, there in obstacles.items():
@@ -131,25 +145,26 @@ def _fp8(config: ChronicalsConfig, fused: bool, device: torch.device) -> Decisio
     return Decision(field, True, "asked for, frozen weights quantised once, trained ones at each use")
 
 
-def _recomputation(config: ChronicalsConfig, needed: Estimate, fused: bool, model: Any) -> Decision:
+def _recomputation(config: ChronicalsConfig, needed: Estimate, why_not_fused: str | None, model: Any) -> Decision:
     """As asked for; else where the memory needs it."""
     field, asked = "use_gradient_checkpointing", config.memory_policies
     if "recompute_layers" in asked:
         return Decision(field, True, f"asked for, {LAYERS} made again", layers=None)
     if "recompute_elementwise" in asked:
-        if not fused:
-            raise ConfigurationError(
-                "memory: recompute_elementwise needs fused decoder layers, which do not run here; take recompute_layers"
-            )
+        if why_not_fused is not None:
+            needs = f"needs fused decoder layers, and none run ({why_not_fused})"
+            raise ConfigurationError(f"memory: recompute_elementwise {needs}; take recompute_layers")
         return Decision(field, True, f"asked for, {CHEAP} made again", CHEAP)
-    if recomputes(model):
-        return Decision(field, True, "the model's own, which stays as it is")
     if config.memory is not None:
         return Decision(field, False, "not among memory")
     if not config.use_gradient_checkpointing:
         return Decision(field, False, "turned off")
+    if recomputes(model):
+        return Decision(field, True, "the model's own, which stays as it is")
     beside = " (as if nothing moved to host memory)" if "offload_activations" in asked else ""
     cheap, again = needed.choice()
+    if again and not getattr(model, "supports_gradient_checkpointing", False):
+        return Decision(field, False, f"{needed.words()}{beside}: {type(model).__name__} cannot recompute its layers")
     if again and not decoder_layers(model):
         return Decision(field, True, f"{needed.words()}{beside}: all are, this class has no list of layers", layers=None)
     return Decision(field, bool(again) or cheap != NOTHING, needed.words() + beside, cheap, again)

@@ -12,7 +12,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Ranks
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.memory import CHEAP, enable_gradient_checkpointing
+from chronicals.memory import CHEAP, decoder_layers, enable_gradient_checkpointing, recomputes
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
 from chronicals.patching import (
@@ -24,7 +24,7 @@ from chronicals.patching import (
     tile_mlps,
 )
 from chronicals.patching.fp8_layers import LEAST
-from chronicals.training.decisions import Decision, decide, runs_whole_layers
+from chronicals.training.decisions import Decision, decide, why_not_fused
 from chronicals.training.precision import Precision
 
 logger = logging.getLogger(__name__)
@@ -111,10 +111,13 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
     if vars(model.get_decoder()).pop(CHECKPOINTED, False):
         model.gradient_checkpointing_disable()
     decisions = decide(config, presented, ranks)
-    whole_layers = runs_whole_layers(config, presented)
+    whole_layers = why_not_fused(config, presented) is None
     for decision in decisions.values():
         logger.info("%s", decision)
     recomputed = decisions["use_gradient_checkpointing"]
+    own = recomputed.runs and recomputed.layers == 0 and recomputed.how != CHEAP
+    if recomputes(model) and not own:
+        model.gradient_checkpointing_disable()
     if recomputed.layers != 0:
         enable_gradient_checkpointing(model, whole_layers, recomputed.layers)
         setattr(model.get_decoder(), CHECKPOINTED, True)
@@ -126,7 +129,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
     if decisions["tiled_mlp"].runs:
         tile_mlps(model)
     if decisions["use_torch_compile"].runs:
-        for layer in model.get_decoder().layers:
+        for layer in decoder_layers(model):
             layer.compile()  # the entries of the bounds become dynamic when they first change
     return presented, decisions
 

@@ -91,6 +91,7 @@ class ChronicalsTrainer:
             Interrupted: stopped by a signal, after a checkpoint.
         """
         self._refuse_to_overwrite(resume)
+        self._stop = None
         config, model = self.config, self.model
         train_store, eval_store = open_stores(
             train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, config, self.ranks,
@@ -109,6 +110,7 @@ class ChronicalsTrainer:
         if resume:
             self._resume(run, optimizer, precision, train_store)
         run.trainable_share = self._trainable_share()
+        model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
         with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run):
             with self._stepping(presented, optimizer, precision, decisions) as train_once:
                 self._loop(run, train_once, presented, precision, optimizer, stream, eval_store)
@@ -140,9 +142,19 @@ class ChronicalsTrainer:
                     presented, self.objective, step, parameters, optimizer, precision, self.ranks, clip, inspect, in_backward
                 )
 
-            yield train_once
-            if replayed is not None:
-                replayed.release()
+            try:
+                yield train_once
+            finally:
+                if replayed is not None:
+                    replayed.release()
+                self._leave_apart()
+
+    def _leave_apart(self) -> None:
+        """Weights, and the types of their gradients, as they were given."""
+        lay_apart(self.model)
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = parameter.dtype
 
     def _loop(
         self, run: Run, train_once: TrainOnce, presented: PresentedModel, precision: Precision, optimizer: FusedAdamW,
@@ -316,10 +328,6 @@ class ChronicalsTrainer:
 
     def _finish(self, run: Run, store: TokenStore) -> TrainingResult:
         model_dir, report = self.output_dir / "model", self.output_dir / "report.html"
-        lay_apart(self.model)
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.grad_dtype = parameter.dtype
         if self.ranks.first:
             about = self._about(store)
 
