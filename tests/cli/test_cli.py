@@ -139,6 +139,33 @@ def test_check_stops_after_the_report(place):
     assert json.loads((place / "never" / "train_dataset.json").read_text())["rows"] == 40
 
 
+def test_check_of_wrong_data_says_so_and_writes_it(place, within):
+    rows = [*tiny.chat_rows(3), {"prompt": "what?", "completion": ""}]
+    (place / "silent.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = within("train", "recipe.yaml", "--data", "silent.jsonl", "--check", "--output-dir", "checked")
+    assert done.code == 1 and "silent.jsonl:4" in done.stderr and "Traceback" not in done.stderr
+    (finding,) = json.loads((place / "checked" / "train_dataset.json").read_text())["findings"]
+    assert (finding["rule"], finding["level"], finding["rows"]) == ("empty_answer", "error", [4])
+
+
+def test_check_maps_the_columns_of_a_recipe(place, within):
+    (place / "table.csv").write_text("question,answer,label\nwhat is 3?,three,good\nwhat is 4?,four,bad\n")
+    recipe = "model: base\ndata: [{path: table.csv, columns: {prompt: question, completion: answer}}]\n"
+    (place / "mapped.yaml").write_text(recipe)
+    done = within("train", "mapped.yaml", "--check", "--output-dir", "mapped", "--validation-data", "data.jsonl")
+    assert done.code == 0, done.stderr
+    assert json.loads((place / "mapped" / "train_dataset.json").read_text())["kinds"] == {"completion": 2}
+    assert json.loads((place / "mapped" / "eval_dataset.json").read_text())["rows"] == 40
+
+
+def test_data_show_takes_what_a_run_takes(place, within):
+    done = within(
+        "data", "show", "data.jsonl=2", "--model", "base", "--rows", 50, "--max-documents", 1, "--packing-strategy", "in-order"
+    )
+    assert done.code == 0, done.stderr
+    assert "row 50:" in done.stdout and "pack 50 " in done.stdout
+
+
 def test_data_show_draws_what_is_trained_and_the_packs(place, within):
     rows = [*tiny.chat_rows(3), {"conversations": [{"from": "human", "value": "née?"}, {"from": "gpt", "value": "forty ✓"}]}]
     (place / "show.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -36,6 +36,13 @@ def test_strings_mappings_and_lists(given, meant):
     assert data(given) == meant
 
 
+def test_a_pattern_that_matches_has_no_weight(tmp_path):
+    folder = tmp_path / "part" / "year=2024"
+    folder.mkdir(parents=True)
+    assert data(f"{tmp_path}/*/year=2024") == f"{tmp_path}/*/year=2024"
+    assert data(f"{tmp_path}/*/none=2024") == [DataSource(f"{tmp_path}/*/none", weight=2024)]
+
+
 def test_a_file_of_that_name_has_no_weight(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("date=2024").mkdir()

@@ -6,12 +6,13 @@ import math
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import runs
 import tiny
-from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import DataError, DataReport, Tokenizer, TokenStore, build_store, open_held_out, open_store
+from chronicals.config import ChronicalsConfig, ConfigurationError, DataSource
+from chronicals.data import DataError, DataReport, Tokenizer, TokenStore, build_store, building, open_held_out, open_store
 from chronicals.data.gate import EXAMPLES, RULES
 from chronicals.data.template import TemplateError
 from data.planted_faults import ALONG, CLEAN, ELSEWHERE, MASKED, PLANTED, WIDTH, planted
@@ -162,17 +163,17 @@ def test_held_out_rows_that_are_trained_on(tmp_path):
         open_store(CLEAN, tiny.tokenizer(), config, training=training)
 
 
-def test_rows_that_fall_on_both_sides_of_a_split(tmp_path):
+def test_equal_rows_stay_on_one_side_of_a_split(tmp_path):
     config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH, validation_split=0.25)
     twice = random.randint(1, 4)
     store = open_store([*CLEAN, *[CLEAN[0]] * twice], tiny.tokenizer(), config)
     training, rest = store.split(0.25, seed=random.randrange(1000))
-    held_out = open_held_out(rest, training, config.replace(gate={"held_out_in_training": 1.0}))
-    rows = [0 if row >= len(CLEAN) else row for row in range(len(CLEAN) + twice)]
-    shared = [row for row in rest.rows if rows[row] in {rows[other] for other in training.rows}]
-    assert held_out.report.count("held_out_in_training") == len(shared)
+    assert not np.isin(rest.hashes, training.hashes).any()
+    assert len(np.unique(rest.hashes)) == 3 and len(training) + len(rest) == len(store)
+    held_out = open_held_out(rest, config, tmp_path / "reports" / "eval_dataset.json")
     assert (held_out.report.rows, held_out.report.documents, held_out.chats) == (len(rest), len(rest), True)
-    assert "held_out_in_training" not in store.report.findings
+    written = json.loads((tmp_path / "reports" / "eval_dataset.json").read_text())
+    assert written["data"] == "validation_split=0.25" and written["documents"] == len(rest)
 
 
 def test_pieces_of_a_long_text_may_fall_on_both_sides(tmp_path):
@@ -180,7 +181,82 @@ def test_pieces_of_a_long_text_may_fall_on_both_sides(tmp_path):
     store = open_store([{"text": "the answer to life " * 20 * WIDTH}], tiny.tokenizer(), config)
     training, rest = store.split(0.25, seed=1)
     assert min(len(training), len(rest)) > 1
-    assert open_held_out(rest, training, config).report.findings == {}
+    assert open_held_out(rest, config).report.findings == {}
+
+
+ANSWER = {"role": "assistant", "content": "forty two"}
+SILENT = {"role": "assistant", "content": " "}
+ASKED = [{"role": "user", "content": "what?"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "found"),
+    [
+        ({"prompt": "what?", "completion": " "}, {"empty_answer"}),
+        ({"prompt": "what?", "response": ""}, {"empty_answer"}),
+        ({"prompt": ASKED, "completion": [SILENT]}, {"empty_answer"}),
+        ({"prompt": ASKED, "completion": ASKED}, {"no_assistant_turn"}),
+        ({"prompt": [*ASKED, SILENT, *ASKED], "completion": [ANSWER]}, set()),
+        ({"prompt": ASKED, "completion": [ANSWER, {"role": "system", "content": "be kind"}, ANSWER]}, {"late_system_message"}),
+        ({"prompt": [*ASKED, ANSWER], "completion": [ANSWER]}, {"consecutive_answers"}),
+        ({"messages": [*ASKED, {**SILENT, "train": False}, *ASKED, ANSWER]}, set()),
+        ({"messages": [{**ASKED[0], "train": True}]}, set()),
+        ({"text": "a"}, {"single_token"}),
+        ({"messages": [*ASKED, {**ANSWER, "reasoning_content": "na\ufffdve"}]}, {"byte_garbage", "template_refuses"}),
+        ({"messages": [*ASKED, {**ANSWER, "thinking": "<|im_end|>"}]}, {"special_token_in_text"}),
+    ],
+)
+def test_answers_are_looked_at_whatever_the_kind_of_row(row, found, tmp_path):
+    report = build_store([*CLEAN, row], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
+    assert set(report.findings) == found
+    assert all(finding.rows == [len(CLEAN) + 1] for finding in report.findings.values())
+
+
+def test_who_is_trained_need_not_be_the_assistant(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": f"what is {n}?"}]} for n in range(12)]
+    report = build_store(rows, Tokenizer(tiny.tokenizer(), train_on_roles=["user"]), WIDTH, tmp_path).report
+    assert (report.documents, report.findings) == (12, {})
+
+
+def test_rows_that_a_weight_repeats_are_no_duplicates(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*CLEAN, CLEAN[2]]))
+    once = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
+    twice = build_store(DataSource(str(path), weight=2.5), Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
+    assert once.findings["duplicate_row"].rows == [13]
+    assert set(twice.findings["duplicate_row"].rows) <= {13, 26, *range(27, 40)} and twice.rows > 26
+    clean = tmp_path / "clean.jsonl"
+    clean.write_text("".join(json.dumps(row) + "\n" for row in CLEAN))
+    assert not build_store(DataSource(str(clean), weight=3), Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report.findings
+
+
+def test_a_finding_says_where_its_first_row_lies(tmp_path):
+    path, tokenizer, number = planted("cut_stop", tmp_path)
+    report = build_store(path, Tokenizer(tokenizer), WIDTH, tmp_path).report
+    assert report.findings["cut_stop"].example == f"{path}:{number}"
+
+
+def test_a_share_that_is_offered_is_one_that_is_taken(tmp_path):
+    tokenizer = tiny.tokenizer()
+    config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH, gate={"vocabulary_too_large": 0})
+    with pytest.raises(DataError, match=r"gate: \{vocabulary_too_large: 1.0") as error:
+        open_store(CLEAN, tokenizer, config.replace(gate={"vocabulary_too_large": 0}), embedding_rows=len(tokenizer) - 100)
+    assert "id_out_of_range" in str(error.value) or "vocabulary_too_large" in str(error.value)
+
+
+def test_given_ids_count_towards_a_chunk(tmp_path, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(building, "CHUNK_LETTERS", 1000)
+    whole = building._Build.documents
+
+    def counted(self, rows):
+        for documents, hashes in whole(self, rows):
+            sizes.append(len(documents))
+            yield documents, hashes
+
+    monkeypatch.setattr(building._Build, "documents", counted)
+    build_store([{"input_ids": list(range(1, 51))} for _ in range(100)], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path)
+    assert sizes == [20] * 5
 
 
 def test_long_rows_that_are_dropped(tmp_path):

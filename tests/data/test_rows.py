@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from chronicals.data import DataError
-from chronicals.data.rows import KINDS, SPEAKERS, conversation_faults, conversation_oddities, kind_of, normalise, texts_of
+from chronicals.data.rows import KINDS, SPEAKERS, check_answers, conversation_oddities, kind_of, normalise, texts_of
 
 ASKED, SAID = "what is the answer?", "forty two"
 MESSAGES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
@@ -25,6 +25,7 @@ def normal(record, where="row 1"):
         ({"messages": []}, "chat"),
         ({"conversations": []}, "chat"),
         ({"prompt": "a", "completion": "b"}, "completion"),
+        ({"prompt": "a", "response": "b"}, "completion"),
         ({"prompt": [], "completion": []}, "chat"),
         ({"instruction": "a", "output": "b"}, "instruction"),
         ({"instruction": "a", "input": "", "output": "b", "text": "all of it"}, "instruction"),
@@ -119,6 +120,8 @@ def test_the_system_of_sharegpt_stands_beside_the_conversation():
     ],
 )
 def test_calls_of_tools_become_the_same(message):
+    """Of a table's cell of text, too."""
+    assert normal({"messages": json.dumps([MESSAGES[0], message])}) == normal({"messages": [MESSAGES[0], message]})
     row = normal({"messages": [MESSAGES[0], message], "tools": '[{"type": "function"}]'})
     assert row["messages"][1] == {"role": "assistant", "content": None, "tool_calls": [CALL]}
     assert row["tools"] == [{"type": "function"}]
@@ -153,6 +156,9 @@ def test_other_names_of_the_roles(speaker, role):
         ({"instruction": 3, "output": "a"}, "wrong_type", "instruction must be text, this is int"),
         ({"instruction": "a", "output": "a", "history": [["b"]]}, "wrong_type", "history must be a list of"),
         ({"prompt": "a"}, "unusable_kind", "a prompt without an answer"),
+        ({"prompt": "a", "response": "b", "label": True}, "unusable_kind", "a judged answer"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": "f"}]}]}, "wrong_type", "function must be an object"),
+        ({"messages": "[{"}, "wrong_type", "messages cannot be read as JSON"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "unusable_kind", "a preference pair"),
         ({"prompt": "a", "completion": "b", "label": True}, "unusable_kind", "a judged answer"),
     ],
@@ -163,14 +169,19 @@ def test_what_is_wrong_is_named(record, rule, words):
     assert error.value.rule == rule
 
 
+def test_a_response_is_a_completion():
+    assert normal({"prompt": "a", "response": "b"})["completion"] == "b"
+    said = [{"role": "assistant", "content": "b"}]
+    assert normal({"prompt": MESSAGES[:1], "response": said})["completion"] == said
+
+
 def test_a_call_or_a_thought_is_an_answer_but_blanks_are_none():
     for answer in ({"tool_calls": [CALL]}, {"reasoning_content": "hm"}, {"content": "a"}):
-        conversation_faults([MESSAGES[0], {"role": "assistant", "content": "", **answer}], "row 1")
+        assert check_answers([MESSAGES[0], {"role": "assistant", "content": "", **answer}], 0, "row 1")
     for answer in ("", " \n\t", None):
         with pytest.raises(DataError, match=r"message 2 \(assistant\) is empty"):
-            conversation_faults([MESSAGES[0], {"role": "assistant", "content": answer}, *MESSAGES], "row 1")
-    with pytest.raises(DataError, match="no message of the assistant among 1"):
-        conversation_faults(MESSAGES[:1], "row 1")
+            check_answers([MESSAGES[0], {"role": "assistant", "content": answer}, *MESSAGES], 0, "row 1")
+    assert not check_answers(MESSAGES[:1], 0, "row 1") and not check_answers(MESSAGES, len(MESSAGES), "row 1")
 
 
 def test_oddities():

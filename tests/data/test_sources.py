@@ -354,6 +354,30 @@ def test_a_dot_in_a_name_is_tried_as_it_is_first(tmp_path):
     assert records(DataSource(path, columns={"n": "a.b"})) == [{"n": 1, "a": {"b": 2}}]
 
 
+def test_what_is_mapped_tells_the_kind(tmp_path):
+    row = {
+        "messages": [{"role": "user", "content": "a"}],
+        "summary": "b",
+        "label": True,
+        "asked": "c",
+        "tools": None,
+        "said": "d",
+    }
+    path = json_lines(tmp_path / "rows.jsonl", [row])
+    assert records(DataSource(path, columns={"text": "summary"})) == [{"text": "b", "asked": "c", "tools": None, "said": "d"}]
+    (mapped,) = records(DataSource(path, columns={"prompt": "asked", "completion": "said"}))
+    assert mapped == {"prompt": "c", "completion": "d", "summary": "b", "tools": None}
+    (other,) = records(DataSource(path, columns={"tools": "asked"}))
+    assert other["messages"] == row["messages"] and other["tools"] == "c"
+
+
+def test_one_conversation_is_not_taken_for_rows(tmp_path):
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}, indent=1))
+    with pytest.raises(DataError, match="is one conversation; put it into an array"):
+        records(path)
+
+
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [

@@ -424,6 +424,13 @@ def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch)
     assert documents(store) == expected(rows)
 
 
+def test_a_store_without_its_description_is_built_again(tmp_path):
+    rows = token_rows(9)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path)
+    store.path.with_suffix(".json").unlink()
+    assert documents(build_store(rows, tokenizer(), WIDTH, tmp_path)) == expected(rows)
+
+
 # --- parts of a store ------------------------------------------------------------------------------------------------
 
 

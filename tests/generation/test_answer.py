@@ -8,7 +8,7 @@ import tiny
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.generation import answer, generate, load_trained
 from chronicals.training import ChronicalsTrainer
-from chronicals.training.evaluation import evaluate_file
+from chronicals.training.evaluation import evaluate_data
 
 QUESTION, ANSWER = "what is the answer to everything?", "the answer to everything is forty two"
 
@@ -63,7 +63,7 @@ def test_evaluation_tokenises_as_training_did(overfitted, tmp_path):
     rows = [{"messages": [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": ANSWER}]}]
     file.write_text(json.dumps(rows[0]) + "\n")
     trained = load_trained(overfitted)
-    evaluation = evaluate_file(trained.model, trained.tokenizer, file, runs.config(tmp_path))
+    evaluation = evaluate_data(trained.model, trained.tokenizer, file, runs.config(tmp_path))
     about = json.loads((overfitted / "model" / "chronicals.json").read_text())
     assert about["tokenization"] == Tokenizer(trained.tokenizer).fingerprint()
     assert evaluation.token_accuracy == 1.0

@@ -29,7 +29,7 @@ def data() -> None:
 
 @app.command()
 def show(
-    file: Annotated[str, typer.Argument(help="What `train --data` takes")],
+    file: Annotated[str, typer.Argument(help="What `train --data` takes: a file, a folder, a pattern or a hub name; path=2")],
     model: Annotated[str, typer.Option(help="Folder or hub name of the model whose tokenizer and template are used")],
     rows: Annotated[int, typer.Option(min=1, help="Rows to show")] = 3,
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out before them")] = 0,
@@ -37,6 +37,9 @@ def show(
     objective: Annotated[str, typer.Option(help="sft or pretraining")] = "sft",
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages are trained; may be repeated")] = None,
     train_on_turns: Annotated[str, typer.Option(help="all, or last")] = "all",
+    overlong: Annotated[str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")] = None,
+    packing_strategy: Annotated[str, typer.Option(help="best-fit, first-fit or in-order")] = "best-fit",
+    max_documents: Annotated[int | None, typer.Option(min=1, help="Most documents in a pack")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
     """Show rows as the model will see them: every token, what is trained, and how documents share packs.
@@ -45,22 +48,25 @@ def show(
     """
     from rich.console import Console
 
-    from chronicals.config import ChronicalsConfig
+    from chronicals.config import Recipe
     from chronicals.data import BadRow, DataError, Tokenizer, build_store, plan_packs, read_records
     from chronicals.data.building import log_report
     from chronicals.models import load_tokenizer
 
     fields: dict[str, Any] = {"max_seq_length": max_seq_length, "objective": objective, "train_on_turns": train_on_turns}
+    fields |= {"overlong": overlong, "packing_strategy": packing_strategy, "max_documents": max_documents}
     fields |= {"train_on_roles": train_on_roles} if train_on_roles else {}
-    config = ChronicalsConfig(**fields)
+    config = Recipe(model=model, data=file, **fields)
     tokenizer, console = load_tokenizer(model, trust_remote_code), Console(highlight=False)
-    read = list(itertools.islice(read_records(file), skip, skip + rows))
+    read = list(itertools.islice(read_records(config.data), skip, skip + rows))
     for where, record in read:
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}; leave it out with --skip", record.rule)
     records = [record for _, record in read if not isinstance(record, BadRow)]
     with TemporaryDirectory() as folder:
-        store = build_store(records, Tokenizer.configured(tokenizer, config), max_seq_length, Path(folder))
+        store = build_store(
+            records, Tokenizer.configured(tokenizer, config), max_seq_length, Path(folder), overlong=config.overlong
+        )
         log_report(f"{file}, rows {skip + 1} to {skip + len(records)}", store.report, {})
         for number in range(len(store)):
             targets, tokens = int(store.targets[number]), int(store.lengths[number])
@@ -69,7 +75,7 @@ def show(
             )
             console.print(drawn(*store.document(number), tokenizer, marks=not console.is_terminal), soft_wrap=True)
         console.print()
-        for line in packs(plan_packs(store.lengths, max_seq_length), store):
+        for line in packs(plan_packs(store.lengths, max_seq_length, max_documents, packing_strategy), store):
             console.print(line, soft_wrap=True)
 
 

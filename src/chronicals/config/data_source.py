@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import glob
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,9 +87,9 @@ def _source(value: Any) -> DataSource:
 
 
 def _weighted(text: str) -> tuple[str, float]:
-    """``path=weight``, unless a file has that name."""
+    """``path=weight``, unless a file has that name or that pattern."""
     path, sign, weight = text.rpartition("=")
-    if not sign or not path or Path(text).exists():
+    if not sign or not path or Path(text).exists() or (glob.has_magic(text) and glob.glob(text, recursive=True)):
         return text, 1.0
     try:
         return path, float(weight)

@@ -6,6 +6,7 @@ one before it is checked and written. A row that cannot be used is left out and 
 
 from __future__ import annotations
 
+import bisect
 import gc
 import hashlib
 import json
@@ -14,7 +15,7 @@ import os
 import time
 import uuid
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,10 +25,11 @@ import numpy as np
 import pyarrow as pa
 
 from chronicals.config import ChronicalsConfig, Overlong
+from chronicals.data.conversation import chosen, messages_of
 from chronicals.data.documents import Documents, Marks, fit
 from chronicals.data.formats import BadRow, Record, Row
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
-from chronicals.data.rows import conversation_faults, conversation_oddities, kind_of, normalise, texts_of
+from chronicals.data.rows import CHATS, check_answers, conversation_oddities, kind_of, normalise, texts_of
 from chronicals.data.sources import Source, read_records, source_fingerprint
 from chronicals.data.store import SCHEMA, TokenStore
 from chronicals.data.template import TokenArrays, Tokenizer
@@ -36,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 4
 CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
-"""A chunk ends at so many rows or letters."""
+"""A chunk ends at so many rows, or at so many letters or given ids."""
 FIRST_ROWS = 512
 """Rows of the first chunk; each holds twice as many as the one before, for tokenising waits until the first is read."""
 
@@ -75,31 +77,34 @@ def open_store(
         note_foreign_ids(store, len(tokenizer), embedding_rows)
     if training is not None:
         note_overlap(store, training)
-    if report_file is not None:
-        report_file.parent.mkdir(parents=True, exist_ok=True)
-        findings = store.report.entries(config.gate)
-        report_file.write_text(json.dumps({"data": name, **store.report.to_dict(), "findings": findings}, indent=1))
-    log_report(name, store.report, config.gate)
-    store.report.check(name, config.gate)
+    _judge(name, store.report, config, report_file)
     return store
 
 
-def open_held_out(held_out: TokenStore, training: TokenStore, config: ChronicalsConfig) -> TokenStore:
-    """The part of a store that is held out, with a report of its own that has passed the gate.
+def open_held_out(held_out: TokenStore, config: ChronicalsConfig, report_file: Path | None = None) -> TokenStore:
+    """The part of a store that is held out, with a report of its own.
 
-    Pieces of one row may lie on both sides; rows that are there twice are told.
+    Args:
+        report_file: where the report is written as JSON.
 
     Raises:
-        DataError: too many of its rows are trained on as well.
+        DataError: it holds nothing that is trained.
     """
     tokens, targets = int(held_out.lengths.sum()), int(held_out.targets.sum())
     rows = len(np.unique(held_out.rows))
     held_out = replace(held_out, report=DataReport(rows, len(held_out), tokens, targets, dict(held_out.report.kinds)))
-    note_overlap(held_out, training.subset(np.flatnonzero(~np.isin(training.rows, held_out.rows))))
-    name = f"validation_split={config.validation_split}"
-    log_report(name, held_out.report, config.gate)
-    held_out.report.check(name, config.gate)
+    _judge(f"validation_split={config.validation_split}", held_out.report, config, report_file)
     return held_out
+
+
+def _judge(name: str, report: DataReport, config: ChronicalsConfig, file: Path | None) -> None:
+    """Write and log the report, then raise where training would be wrong."""
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        findings = report.entries(config.gate)
+        file.write_text(json.dumps({"data": name, **report.to_dict(), "findings": findings}, indent=1))
+    log_report(name, report, config.gate)
+    report.check(name, config.gate)
 
 
 def log_report(name: str, report: DataReport, shares: Mapping[str, float]) -> None:
@@ -152,7 +157,7 @@ def build_store(
     cache_dir = cache_dir or Path.home() / ".cache" / "chronicals"
     made_of = [FORMAT, max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
     path = cache_dir / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.arrow"
-    if builder and not path.exists():
+    if builder and not (path.exists() and path.with_suffix(".json").exists()):
         path.parent.mkdir(parents=True, exist_ok=True)
         _write(path, _Build(tokenizer, max_seq_length, overlong), read_records(source, seed))
     elif not builder:
@@ -248,6 +253,8 @@ class _Build:
     max_id: int = -1
     hashes: list[np.ndarray] = field(default_factory=list)
     rows: list[np.ndarray] = field(default_factory=list)
+    places: list[np.ndarray] = field(default_factory=list)
+    """Hashes of where each row was read: a row that a weight repeats comes from the same place."""
 
     def __post_init__(self) -> None:
         self.marks = Marks.of(self.tokenizer)
@@ -278,8 +285,9 @@ class _Build:
                 self.report.note(fault.rule, row, str(fault))
                 continue
             texts = texts_of(normal)
-            self._inspect(row, texts, where)
-            chunk.add(row, kind, where, normal, sum(map(len, texts)))
+            self._inspect(row, kind, texts, where)
+            ids = normal.get("input_ids") if kind == "tokens" else None
+            chunk.add(row, kind, where, normal, len(ids) if isinstance(ids, Sized) else sum(map(len, texts)))
             if chunk.full:
                 yield chunk
                 chunk = _Chunk(min(2 * chunk.most, CHUNK_ROWS))
@@ -293,15 +301,27 @@ class _Build:
         kind = kind_of(record, where)
         self.report.kinds[kind] = self.report.kinds.get(kind, 0) + 1
         record = normalise(record, kind, where)
-        messages = record.get("messages")
-        if messages is not None and self.tokenizer.objective == "sft":
-            conversation_faults(messages, where)
-            for rule in conversation_oddities(messages):
-                self.report.note(rule, row, where)
+        if self.tokenizer.objective == "sft":
+            self._check_answers(row, kind, record, where)
         return kind, record
 
-    def _inspect(self, row: int, texts: list[str], where: str) -> None:
+    def _check_answers(self, row: int, kind: str, record: Record, where: str) -> None:
+        """Raise where a row teaches to say nothing, or has nobody who says it; count what is odd."""
+        if kind == "completion" and isinstance(record["completion"], str) and not record["completion"].strip():
+            raise DataError(f"{where}: completion is empty", "empty_answer")
+        if kind not in CHATS:
+            return
+        messages, prompt = messages_of(record)
+        roles, turns = self.tokenizer.train_on_roles, self.tokenizer.train_on_turns
+        if not check_answers(messages, prompt, where) and not chosen(messages, prompt, roles, turns, where):
+            raise DataError(f"{where}: no message of the assistant among {len(messages) - prompt}", "no_assistant_turn")
+        for rule in conversation_oddities(messages):
+            self.report.note(rule, row, where)
+
+    def _inspect(self, row: int, kind: str, texts: list[str], where: str) -> None:
         """Count what the gate finds in what people wrote."""
+        if kind == "text" and sum(map(len, texts)) == 1:
+            self.report.note("single_token", row, where)
         garbled, written = False, None
         for text in texts:
             garbled = garbled or "\ufffd" in text
@@ -328,7 +348,8 @@ class _Build:
             lost = read.targets[np.searchsorted(read.rows, row)] > 0
             self.report.note("masked_by_cut" if lost else "masked_row", int(row))
         hashes = read.hashes()[np.searchsorted(read.rows, kept.rows)]
-        self._count(kept, hashes)
+        self._count(kept, hashes, chunk)
+        self._exemplify(chunk)
         if len(kept):
             yield kept, hashes
 
@@ -340,7 +361,15 @@ class _Build:
             pieces += fit(*row, self.width, self.overlong or ("cut" if whole else "split"), self.report)
         return Documents.joined(pieces)
 
-    def _count(self, documents: Documents, hashes: np.ndarray) -> None:
+    def _exemplify(self, chunk: _Chunk) -> None:
+        """Say where the first row of a finding lies, where nothing was said of it."""
+        for found in self.report.findings.values():
+            if not found.example and found.rows:
+                at = bisect.bisect_left(chunk.rows, found.rows[0] - 1)
+                if at < len(chunk.rows) and chunk.rows[at] == found.rows[0] - 1:
+                    found.example = chunk.wheres[at]
+
+    def _count(self, documents: Documents, hashes: np.ndarray, chunk: _Chunk) -> None:
         self.report.documents += len(documents)
         self.report.tokens += len(documents.ids)
         self.report.targets += int(documents.targets.sum())
@@ -348,14 +377,16 @@ class _Build:
         rows, first = np.unique(documents.rows, return_index=True)
         self.rows.append(rows)
         self.hashes.append(hashes[first])
+        self.places.append(np.array([hash(chunk.wheres[at]) for at in np.searchsorted(chunk.rows, rows)], np.int64))
 
     def _note_duplicates(self) -> None:
         hashes = np.concatenate([*self.hashes, np.zeros(0, np.uint64)])
-        rows = np.concatenate([*self.rows, np.zeros(0, np.int64)])
-        _, first, place = np.unique(hashes, return_index=True, return_inverse=True)
-        again = np.flatnonzero(first[place] != np.arange(len(hashes)))
+        rows, places = (np.concatenate([*found, np.zeros(0, np.int64)]) for found in (self.rows, self.places))
+        _, first, group = np.unique(hashes, return_index=True, return_inverse=True)
+        earliest = first[group]
+        again = np.flatnonzero((earliest != np.arange(len(hashes))) & (places != places[earliest]))
         for document in again[:EXAMPLES]:
-            example = f"row {rows[document] + 1} equals row {rows[first[place[document]]] + 1}"
+            example = f"row {rows[document] + 1} equals row {rows[earliest[document]] + 1}"
             self.report.note("duplicate_row", int(rows[document]), example)
         if len(again) > EXAMPLES:
             self.report.note("duplicate_row", count=len(again) - EXAMPLES)

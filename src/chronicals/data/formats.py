@@ -181,6 +181,8 @@ def _elements_within(window: _Window) -> Iterator[Any]:
             values = _elements(window)
             first = next(values, None)
             if isinstance(first, (Mapping, BadRow)):
+                if name in ("messages", "conversations"):
+                    raise DataError(f"{window.path}: is one conversation; put it into an array, [ … ], or write .jsonl")
                 if rows_of is not None:
                     raise DataError(f"{window.path}: holds two arrays of objects, {rows_of!r} and {name!r}; write one a file")
                 rows_of = name

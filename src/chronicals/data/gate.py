@@ -181,7 +181,7 @@ class DataReport:
 
 
 def _how_to_allow(wrong: Sequence[Mapping[str, Any]]) -> str:
-    shares = ", ".join(f"{entry['rule']}: {math.ceil(1000 * entry['share']) / 1000}" for entry in wrong)
+    shares = ", ".join(f"{entry['rule']}: {min(1.0, math.ceil(1000 * entry['share']) / 1000)}" for entry in wrong)
     return f"\nTo train without these rows or in spite of this, allow it: gate: {{{shares}}}"
 
 

@@ -24,6 +24,8 @@ KINDS: list[tuple[str, frozenset[str]]] = [
     ("chat", frozenset({"conversations"})),
     ("unpaired preference", frozenset({"prompt", "completion", "label"})),
     ("completion", frozenset({"prompt", "completion"})),
+    ("unpaired preference", frozenset({"prompt", "response", "label"})),
+    ("completion", frozenset({"prompt", "response"})),
     ("instruction", frozenset({"instruction", "output"})),
     ("instruction", frozenset({"instruction", "response"})),
     ("preference", frozenset({"chosen", "rejected"})),
@@ -33,15 +35,20 @@ KINDS: list[tuple[str, frozenset[str]]] = [
 ]
 """The kinds of row and the fields that tell them, in the order in which they are looked for."""
 
+TELLING = frozenset().union(*(fields for _, fields in KINDS))
+"""Every field that tells a kind."""
+
 CHATS = ("chat", "instruction")
 """The kinds that go through the chat template."""
 
 NOT_TRAINED = {
     "preference": "holds a preference pair (chosen, rejected), of which sft and pretraining would train one side unasked; "
-    "map it, columns: {completion: chosen}, to train on what was chosen",
+    "to train on what was chosen, map it: columns: {messages: chosen} where it is a conversation, {completion: chosen} where "
+    "it is the answer to a prompt",
     "unpaired preference": "holds a judged answer (prompt, completion, label), which sft and pretraining would train whatever "
     "the judgement; drop the label and the bad answers to train on the good ones",
-    "prompt": "holds a prompt without an answer, which only objectives with rollouts can use",
+    "prompt": "holds a prompt without an answer, which only objectives with rollouts can use; where another column holds the "
+    "answer, map it: columns: {completion: THEIR_NAME}",
 }
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -86,6 +93,8 @@ def normalise(record: Record, kind: str, where: str) -> Record:
         raise DataError(f"{where}: {NOT_TRAINED[kind]}", "unusable_kind")
     if kind in ("text", "tokens"):
         return record
+    if record.get("prompt") is not None and record.get("completion") is None and record.get("response") is not None:
+        record = {**record, "completion": record["response"]}
     if kind == "completion":
         return record
     tools = _parsed(record.get("tools"), "tools", where)
@@ -96,32 +105,36 @@ def normalise(record: Record, kind: str, where: str) -> Record:
         messages = _from_instruction(record, where)
     else:
         name = "messages" if record.get("messages") is not None else "conversations"
-        messages = _messages(record[name], name, where)
+        said = record[name]
+        said = _parsed(said, name, where) if isinstance(said, str) and said.lstrip().startswith("[") else said
+        messages = _messages(said, name, where)
         if name == "conversations" and messages[0]["role"] != "system" and isinstance(record.get("system"), str):
             messages.insert(0, {"role": "system", "content": record["system"]})
     return {"messages": messages, "tools": _without_none(tools)}
 
 
 def texts_of(record: Record) -> list[str]:
-    """What people wrote in a normalised row."""
-    found = []
+    """What people wrote in a normalised row, and what assistants thought."""
+    found: list[Any] = []
     for value in map(record.get, ("messages", "prompt", "completion", "text")):
-        found += [message.get("content") for message in value] if isinstance(value, list) else [value]
+        for message in value if isinstance(value, list) else ():
+            found += [message.get("content")] if len(message) == 2 else map(message.get, ("content", *THOUGHTS))
+        found += [] if isinstance(value, list) else [value]
     return [text for text in found if isinstance(text, str)]
 
 
-def conversation_faults(messages: Sequence[Message], where: str) -> None:
-    """Raise where a normalised conversation teaches nothing or the wrong thing.
+def check_answers(messages: Sequence[Message], prompt: int, where: str) -> bool:
+    """Whether the assistant answers in a normalised conversation, of which ``prompt`` messages are given.
 
     Raises:
-        DataError: no assistant's turn, or an empty one.
+        DataError: an answer is empty that is not set aside by ``train: false``.
     """
-    answers = [(number, message) for number, message in enumerate(messages, 1) if message["role"] == "assistant"]
-    if not answers:
-        raise DataError(f"{where}: no message of the assistant among {len(messages)}", "no_assistant_turn")
+    numbered = enumerate(messages[prompt:], prompt + 1)
+    answers = [(number, message) for number, message in numbered if message["role"] == "assistant"]
     for number, message in answers:
-        if not message.get("tool_calls") and not _says_something(message):
+        if not message.get("tool_calls") and not _says_something(message) and message.get("train") is not False:
             raise DataError(f"{where}: message {number} (assistant) is empty", "empty_answer")
+    return bool(answers)
 
 
 def _says_something(message: Message) -> bool:
@@ -219,7 +232,10 @@ def _tool_calls(calls: Any, where: str) -> list[dict]:
         raise DataError(f"{where}: tool_calls must be a list of objects", "wrong_type")
     found = []
     for call in calls:
-        function = dict(call.get("function") or {name: call[name] for name in ("name", "arguments") if name in call})
+        function = call.get("function") or {name: call[name] for name in ("name", "arguments") if name in call}
+        if not isinstance(function, Mapping):
+            raise DataError(f"{where}: function must be an object with 'name', this is {type(function).__name__}", "wrong_type")
+        function = dict(function)
         if not isinstance(function.get("name"), str):
             raise DataError(f"{where}: a tool call has no name", "missing_field")
         function["arguments"] = _parsed(function.get("arguments") or {}, "the arguments of a call", where)

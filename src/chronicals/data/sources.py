@@ -17,6 +17,7 @@ from chronicals.config import DataSource
 from chronicals.data.digests import FileDigests
 from chronicals.data.formats import READERS, BadRow, Record, Row, is_text, read_file, reader_of
 from chronicals.data.gate import DataError
+from chronicals.data.rows import KINDS, TELLING
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +102,13 @@ def _rows(part: DataSource) -> Iterator[Row]:
 
 
 def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | BadRow:
-    """The record with ``columns`` under our names; those that were not named stay as they are."""
+    """The record with ``columns`` under our names; those that were not named stay as they are, but for fields that would
+    tell another kind of row than the named ones do."""
     if not isinstance(record, Mapping):
         return record
-    renamed = {name: value for name, value in record.items() if name not in columns.values()}
+    decided = any(fields <= columns.keys() for _, fields in KINDS)
+    gone = {*columns.values(), *(TELLING if decided else ())}
+    renamed = {name: value for name, value in record.items() if name not in gone}
     for ours, theirs in columns.items():
         value: Any = record
         for name in [theirs] if theirs in record else theirs.split("."):

@@ -25,6 +25,10 @@ SCHEMA = pa.schema(
 )  # fmt: skip
 
 
+ODD = np.uint64(0x9E3779B97F4A7C15)
+"""Tells the pieces of a row apart, whose hash is the same."""
+
+
 @dataclass
 class TokenStore:
     """Tokenised documents, read in place from the file.
@@ -81,12 +85,18 @@ class TokenStore:
         return replace(self, **{name: getattr(self, name)[indices] for name in columns})
 
     def split(self, share: float, seed: int) -> tuple[TokenStore, TokenStore]:
-        """The documents in two, by seed: those to train on, and ``share`` of them (at least one) held out."""
-        order = np.random.default_rng([seed, 1 << 32]).permutation(len(self))
-        held = max(1, round(share * len(self)))
-        if held >= len(self):
-            raise DataError(f"validation_split={share}: leaves none of {len(self)} documents to train on")
-        return self.subset(np.sort(order[held:])), self.subset(np.sort(order[:held]))
+        """The documents in two, by seed: those to train on, and ``share`` of them (at least one) held out.
+
+        Equal rows stay on one side; pieces of one row need not.
+        """
+        piece = np.arange(len(self)) - np.searchsorted(self.rows, self.rows)
+        _, group = np.unique(self.hashes + piece.astype(np.uint64) * ODD, return_inverse=True)
+        order = np.random.default_rng([seed, 1 << 32]).permutation(group.max(initial=-1) + 1)
+        held = max(1, round(share * len(order)))
+        if held >= len(order):
+            raise DataError(f"validation_split={share}: leaves none of {len(order)} documents to train on")
+        apart = np.isin(group, order[:held])
+        return self.subset(np.flatnonzero(~apart)), self.subset(np.flatnonzero(apart))
 
     @classmethod
     def open(cls, path: Path) -> TokenStore:

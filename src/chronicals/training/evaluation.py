@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, open_store
+from chronicals.data import BatchStream, Source, open_store
 from chronicals.distributed import Ranks
 from chronicals.models import PresentedModel, input_device, present
 from chronicals.objectives import OBJECTIVES, Objective
@@ -58,11 +57,11 @@ def evaluate(
     return Evaluation(loss, math.exp(min(loss, 700.0)), accuracy, targets)
 
 
-def evaluate_file(model: Any, tokenizer: Any, data: str | Path, config: ChronicalsConfig) -> Evaluation:
-    """Score a file with a model as it is, through the path of training.
+def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsConfig) -> Evaluation:
+    """Score data with a model as it is, through the path of training.
 
     Raises:
-        DataError: the file cannot be read, or nothing in it is trained.
+        DataError: it cannot be read, or nothing in it is trained.
     """
     store = open_store(data, tokenizer, config)
     stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=1, shuffle=False)

@@ -79,10 +79,12 @@ def open_stores(
         DataError: training on it would be wrong.
     """
 
+    def report_of(name: str) -> Path | None:
+        return reports / f"{name}.json" if reports and ranks.first else None
+
     def opened(name: str, source: Source, training: TokenStore | None = None) -> TokenStore:
         called = str(source) if isinstance(source, (str, Path)) else name
-        report_file = reports / f"{name}.json" if reports and ranks.first else None
-        return open_store(source, tokenizer, config, called, ranks.local_rank == 0, embedding_rows, training, report_file)
+        return open_store(source, tokenizer, config, called, ranks.local_rank == 0, embedding_rows, training, report_of(name))
 
     store = opened("train_dataset", train)
     if held_out is not None:
@@ -90,7 +92,7 @@ def open_stores(
     if not config.validation_split:
         return store, None
     training, rest = store.split(config.validation_split, config.seed)
-    return training, open_held_out(rest, training, config)
+    return training, open_held_out(rest, config, report_of("eval_dataset"))
 
 
 def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple[PresentedModel, dict[str, Decision]]:

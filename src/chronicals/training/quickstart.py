@@ -15,7 +15,7 @@ from chronicals.data.standard_library import questions_and_answers
 from chronicals.data.tokenizer_training import train_tokenizer
 from chronicals.generation import answer, load_trained
 from chronicals.models import load_model, load_tokenizer
-from chronicals.training.evaluation import Evaluation, evaluate_file
+from chronicals.training.evaluation import Evaluation, evaluate_data
 from chronicals.training.run import TrainingResult
 from chronicals.training.trainer import ChronicalsTrainer
 
@@ -87,7 +87,7 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
         cache_dir=folder / "tokens",
     )
     model, tokenizer = load_model(untrained, torch.float32), load_tokenizer(untrained)
-    before = evaluate_file(model, tokenizer, held, config)
+    before = evaluate_data(model, tokenizer, held, config)
     result = ChronicalsTrainer(model, tokenizer, config).train(data, held)
     assert result.evaluation is not None
     questions = [train_rows[len(train_rows) // 2], held_rows[0]]
