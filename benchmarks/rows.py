@@ -33,6 +33,12 @@ POLICIES = variants(
     "memory=[recompute_layers,offload_activations],logits_chunk_size=1024",
 )
 
+LEANEST = variants(
+    "memory=[recompute_layers,offload_activations,optimizer_in_backward],logits_chunk_size=1024,optimizer_state_dtype=bf16,"
+    "max_grad_norm=inf",
+)
+"""8 bytes a weight, a single gradient at a time, and of the activations what is on its way."""
+
 ROWS = {
     "row-0.5b-full-fixed": [*SMALL, *against("torch-compile", "liger", "unsloth")],
     "row-0.5b-full-ragged": [*SMALL, *RAGGED, *against("liger", "unsloth")],
@@ -42,7 +48,7 @@ ROWS = {
     "row-0.5b-full-64k": [*SMALL, "--batch-size", "32", "--steps", "10"],
     "row-8b-full-fixed": [*LARGE, *BF16_STATES, *variants("use_fp8=true"), *against("liger", "unsloth")],
     "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *against("liger", "unsloth")],
-    "frontier-0.5b-full": [*SMALL, *POLICIES, *against("liger", "unsloth")],
+    "frontier-0.5b-full": [*SMALL, *POLICIES, *LEANEST, *against("liger", "unsloth")],
     "frontier-0.5b-lora": [*SMALL, *LORA, *POLICIES, *against("liger", "unsloth")],
     "frontier-8b-lora": [*LARGE, *LORA, *POLICIES, *against("liger", "unsloth")],
 }
