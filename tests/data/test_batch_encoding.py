@@ -8,10 +8,11 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 import tiny
-from chronicals.data import DataError, TemplateError, Tokenizer, batch_encoding
+from chronicals.data import DataError, TemplateError, Tokenizer, batch_encoding, template
 from chronicals.data.tokenizer_training import train_tokenizer
 from data import stock_templates
 from data.stock_templates import assistant, shipped, user, with_template
+from mutants import mutant
 
 LETTERS = ["a", "b", " ", "  ", "\n", "\t", ".", "é", "e\u0301", "\u212b", "🙂", "漢", "<|", "|>", "▁", "<think>", "</think>"]
 
@@ -151,7 +152,8 @@ def test_an_answer_that_merges_with_its_opening_is_refused_alike():
 
 def test_the_comparison_finds_a_bound_that_is_not_checked(monkeypatch):
     tokenizer, records = merging()
-    monkeypatch.setattr(batch_encoding.np, "array_equal", lambda *_: True)
+    broken = mutant(batch_encoding, "if row.ids[place : place + len(ids)].tolist() == ids else None", "if True else None")
+    monkeypatch.setattr(template, "BatchEncoder", broken.BatchEncoder)
     with pytest.raises(AssertionError):
         assert_same(Tokenizer(tokenizer), records)
 

@@ -59,7 +59,7 @@ class BatchEncoder:
         self._begin_kind: dict[str, Callable[[Record, str, Texts], Finish | Conversation]] = {}
         if self.fast:
             self._begin_kind = {"text": self._text, "completion": self._completion, "chat": self._conversation}
-        self._before: dict[str, np.ndarray] = {}
+        self._before: dict[str, list[int]] = {}
 
     def encode(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
         """For each batch, its rows' tokens, or the errors that ``Tokenizer.encode`` raises for them.
@@ -69,7 +69,7 @@ class BatchEncoder:
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
             ahead: tuple[list[Finish | DataError], Texts, Future[None]] | None = None
             for records, wheres in batches:
-                texts = Texts()
+                texts = Texts(self.cuts)
                 begun = self._begun(records, wheres, texts)
                 tokenised = beside.submit(texts.tokenise, self.encoder.tokenizer)
                 if ahead is not None:
@@ -111,8 +111,7 @@ class BatchEncoder:
         place = texts.add(check_text(record["text"], "text", where), special=True, whole=True)
 
         def finish() -> TokenArrays:
-            ids = texts[place]
-            return ids, np.ones(len(ids), np.uint8)
+            return texts[place], texts.all_trained(place)
 
         return finish
 
@@ -175,19 +174,20 @@ class BatchEncoder:
         place = texts.add(chat.whole, special=False)
 
         def finish() -> TokenArrays:
-            trained = _caught(self._mask, chat, texts[place], where)
+            trained = _caught(self._mask, chat, texts, place, where)
             return (texts[place], trained) if isinstance(trained, np.ndarray) else self._by_definition(record, where)
 
         return finish
 
-    def _mask(self, chat: RenderedChat, ids: np.ndarray, where: str) -> np.ndarray | None:
+    def _mask(self, chat: RenderedChat, texts: Texts, place: tuple[bool, int], where: str) -> np.ndarray | None:
         """What is trained, or None where the text does not decide it."""
+        ids = texts[place]
         if self.encoder.objective == "pretraining":
             return np.ones(len(ids), np.uint8)
         trained = np.zeros(len(ids), np.uint8)
         if not chat.conversation.trained:
             return trained
-        row = None if self.cuts is None else self.cuts.find(chat.whole, ids)
+        row = None if self.cuts is None else self.cuts.find(chat.whole, ids, texts.added(place))
         for number in chat.conversation.trained:
             span = None if row is None else self._answer(chat, number, row, where)
             if span is None:
@@ -220,12 +220,10 @@ class BatchEncoder:
         text, place = (row.text[row.begins[last] : bound], row.places[last]) if last >= 0 else (row.text[:bound], 0)
         ids = self._before.get(text)
         if ids is None:
-            backend = self.encoder.tokenizer.backend_tokenizer
-            ids = np.array(backend.encode(text, add_special_tokens=False).ids, np.int32)
+            ids = self.encoder.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
             if len(text) <= LONGEST_KEPT:
                 self._before[text] = ids
-        same = np.array_equal(row.ids[place : place + len(ids)], ids)
-        return place + len(ids) if same else None
+        return place + len(ids) if row.ids[place : place + len(ids)].tolist() == ids else None
 
     def _closing(self, chat: RenderedChat, number: int, row: Row, bound: int, where: str) -> int | None:
         """Which of the row's added tokens is the stop token that closes the answer beginning at ``bound``."""
@@ -287,6 +285,7 @@ class Cuts:
     among: np.ndarray
     reversible: bool
     composes: bool
+    _alone: dict[int, bool] = field(default_factory=dict)
 
     @classmethod
     def of(cls, tokenizer: Any) -> Cuts | None:
@@ -303,15 +302,15 @@ class Cuts:
         composes = described["normalizer"] is not None
         return cls({id: token.content for id, token in plain.items()}, among, reversible, composes)
 
-    def find(self, text: str, ids: np.ndarray) -> Row | None:
-        """Where each of them lies in the text and among its ids.
+    def find(self, text: str, ids: np.ndarray, places: list[int]) -> Row | None:
+        """Where each of them lies in the text, given its places among the ids.
 
         Each is the first of its kind after the one before it: an earlier one would have been cut out, too.
         """
-        places, begins, ends = np.flatnonzero(self.among[ids]).tolist(), [], []
+        begins, ends = [], []
         end = 0
-        for place in places:
-            content = self.contents[int(ids[place])]
+        for token in ids[places].tolist():
+            content = self.contents[token]
             begin = text.find(content, end)
             if begin < 0:
                 return None
@@ -326,8 +325,11 @@ class Cuts:
 
     def stands_alone(self, token: int) -> bool:
         """Whether this is one of them, and no other contains its text: what follows cannot make it another."""
-        content = self.contents.get(token)
-        return content is not None and sum(content in other for other in self.contents.values()) == 1
+        if token not in self._alone:
+            content = self.contents.get(token)
+            found = content is not None and sum(content in other for other in self.contents.values()) == 1
+            self._alone[token] = found
+        return self._alone[token]
 
 
 @dataclass(frozen=True)
@@ -343,13 +345,18 @@ class Row:
 
 
 class Texts:
-    """Texts to tokenise together, with and without the special tokens that the tokenizer puts around a text."""
+    """Texts to tokenise together, with and without the special tokens that the tokenizer puts around a text.
 
-    def __init__(self) -> None:
+    Args:
+        cuts: the added tokens whose places are to be told.
+    """
+
+    def __init__(self, cuts: Cuts | None = None) -> None:
+        self._cuts = cuts
         self._texts: dict[bool, list[str]] = {True: [], False: []}
         self._whole: dict[bool, list[bool]] = {True: [], False: []}
         self._encodings: dict[bool, list[Any]] = {}
-        self._ids: dict[bool, list[np.ndarray]] = {}
+        self._ids: dict[bool, _Joined] = {}
 
     def add(self, text: str, special: bool, whole: bool = False) -> tuple[bool, int]:
         """Where the text's ids will be found; one that is ``whole`` begins once and ends with the end of text."""
@@ -370,23 +377,56 @@ class Texts:
     def collect(self, beginning: int | None, ending: int | None) -> None:
         """Take the ids over: Python's part, for which tokenising the next batch need not wait."""
         for special, encodings in self._encodings.items():
-            self._ids[special] = _arrays(
+            lists = [
                 closed(encoding.ids, beginning if special else None, ending) if whole else encoding.ids
                 for encoding, whole in zip(encodings, self._whole[special], strict=True)
-            )
+            ]
+            self._ids[special] = _Joined.of(lists, self._cuts)
         self._encodings.clear()
 
     def __getitem__(self, place: tuple[bool, int]) -> np.ndarray:
         special, number = place
-        return self._ids[special][number]
+        joined = self._ids[special]
+        return joined.ids[joined.bounds[number] : joined.bounds[number + 1]]
+
+    def all_trained(self, place: tuple[bool, int]) -> np.ndarray:
+        """A mask of nothing but ones, which cannot be written to."""
+        special, number = place
+        joined = self._ids[special]
+        return joined.ones[joined.bounds[number] : joined.bounds[number + 1]]
+
+    def added(self, place: tuple[bool, int]) -> list[int]:
+        """Which of the text's ids are added tokens."""
+        special, number = place
+        joined = self._ids[special]
+        first, last = joined.first_added[number : number + 2]
+        return (joined.added[first:last] - joined.bounds[number]).tolist()
 
 
-def _arrays(lists: Iterable[list[int]]) -> list[np.ndarray]:
-    """int32, each a view of one array: making many is what takes time."""
-    lists = list(lists)
-    bounds = [0, *itertools.accumulate(map(len, lists))]
-    flat = np.fromiter(itertools.chain.from_iterable(lists), np.int32, bounds[-1])
-    return [flat[start:end] for start, end in itertools.pairwise(bounds)]
+@dataclass(frozen=True)
+class _Joined:
+    """The ids of many texts in one array: making many is what takes time.
+
+    Attributes:
+        ids: int32, text ``n`` from ``bounds[n]`` to ``bounds[n + 1]``.
+        ones: as long, for masks.
+        added: places in ``ids`` of added tokens, those of text ``n`` from ``first_added[n]`` on.
+    """
+
+    ids: np.ndarray
+    bounds: list[int]
+    ones: np.ndarray
+    added: np.ndarray
+    first_added: list[int]
+
+    @classmethod
+    def of(cls, lists: list[list[int]], cuts: Cuts | None) -> _Joined:
+        bounds = [0, *itertools.accumulate(map(len, lists))]
+        ids = np.fromiter(itertools.chain.from_iterable(lists), np.int32, bounds[-1])
+        ones = np.ones(len(ids), np.uint8)
+        ones.flags.writeable = False
+        added = np.zeros(0, np.int64) if cuts is None else np.flatnonzero(cuts.among[ids])
+        return cls(ids, bounds, ones, added, np.searchsorted(added, bounds).tolist())
 
 
 def _is_plain(tokenizer: Any) -> bool:

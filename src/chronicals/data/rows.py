@@ -6,6 +6,7 @@ calls with their arguments as JSON text, and the ``None`` that a columnar file p
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -71,15 +72,19 @@ def kind_of(record: Any, where: str) -> str:
     """
     if type(record) is not dict and not isinstance(record, Mapping):
         raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}", "wrong_type")
-    there = {name for name, value in record.items() if value is not None}
-    for kind, fields in KINDS:
-        if fields <= there:
-            return "chat" if kind == "completion" and not isinstance(record["prompt"], str) else kind
-    raise DataError(
-        f"{where}: unknown kind of row with fields {sorted(map(str, record))}; expected messages, prompt and completion, "
-        "instruction and output, text, or input_ids",
-        "missing_field",
-    )
+    kind = _kind_with(frozenset([name for name, value in record.items() if value is not None]))
+    if kind is None:
+        raise DataError(
+            f"{where}: unknown kind of row with fields {sorted(map(str, record))}; expected messages, prompt and completion, "
+            "instruction and output, text, or input_ids",
+            "missing_field",
+        )
+    return "chat" if kind == "completion" and not isinstance(record["prompt"], str) else kind
+
+
+@functools.lru_cache
+def _kind_with(there: frozenset[str]) -> str | None:
+    return next((kind for kind, fields in KINDS if fields <= there), None)
 
 
 def normalise(record: Record, kind: str, where: str) -> Record:
