@@ -324,8 +324,8 @@ def test_compiled(packed, device):
 def test_every_token_counts_once_in_the_gradients_of_the_weights(device, monkeypatch):
     """More tokens than one round of the programs takes."""
     monkeypatch.setattr(module, "WARPS_A_PROCESSOR", 4)
-    tokens = TOKENS[device.type]
-    compare(packed_layout(tokens, 3, 2, 64, torch.float32, device), *tables(tokens, 12, device=device))
+    tokens, width = MANY[device.type]
+    compare(packed_layout(tokens, 3, 2, width, torch.float32, device), *tables(tokens, 12, device=device))
 
 
 def test_twice_gives_the_same_bits(device):
@@ -339,8 +339,8 @@ def test_twice_gives_the_same_bits(device):
     assert all(torch.equal(a, b) for a, b in zip(results(), results()))
 
 
-TOKENS = {"cpu": 45, "cuda": 40_000}
-"""So many that a program of 4 warps takes several blocks of tokens, where a processor gets one program."""
+MANY = {"cpu": (45, 256), "cuda": (40_000, 64)}
+"""Tokens and width: so many that a program of 4 warps takes several blocks of tokens, where a processor gets one program."""
 
 MUTATIONS = {
     "the other sine": ("g_a = dy_a * cos_a + dy_b * sin_b", "g_a = dy_a * cos_a + dy_b * sin_a"),
@@ -363,8 +363,8 @@ MUTATIONS = {
 def test_planted_faults_are_found(name, device):
     broken = mutant(module, *MUTATIONS[name])
     broken.WARPS_A_PROCESSOR = 4
-    tokens = TOKENS[device.type]
+    tokens, width = MANY[device.type]
     cos, sin = (torch.randn(tokens, 12, device=device) for _ in range(2))
-    draw = packed_layout(tokens, 3, 2, 64, torch.float32, device)
+    draw = packed_layout(tokens, 3, 2, width, torch.float32, device)
     with pytest.raises(AssertionError, match="error"):
         compare(draw, cos, sin, broken.fused_qk_norm_rope, eps=0.1)
