@@ -48,8 +48,8 @@ def _documents_only(
         raise ValueError(f"{type(module).__name__} does not pass document bounds on to its attention")
     if dropout:
         raise ValueError(
-            f"attention dropout {dropout} is not supported; set it to 0 in the model's configuration (attention_dropout; "
-            "attn_pdrop in GPT-2's family)"
+            f"attention dropout {dropout} is not supported; set attention_dropout=0 (attn_pdrop=0 in GPT-2's family) in the "
+            "model's configuration"
         )
     # Under autocast the rotation leaves queries and keys in fp32, where the products' own type is that of the values.
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
