@@ -142,6 +142,22 @@ def test_gradients_that_were_left_behind_are_dropped(tmp_path):
     assert runs.trajectory(tmp_path / "fresh") == runs.trajectory(tmp_path / "used")
 
 
+def test_a_step_that_fails_leaves_the_model_as_it_was_given(tmp_path):
+    """In its second micro-batch, after the first has left its gradients, in fp32, at weights in bf16."""
+    model, calls = tiny.llama(), []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 4:
+            raise RuntimeError("planted")
+
+    hook = model.get_decoder().register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        runs.train(tmp_path / "failed", model=model, mixed_precision="bf16")
+    hook.remove()
+    assert len(calls) == 4 and all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
+
+
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_offloaded_and_resident(tmp_path, recomputed, changes):

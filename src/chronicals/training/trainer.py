@@ -150,10 +150,11 @@ class ChronicalsTrainer:
                 self._leave_apart()
 
     def _leave_apart(self) -> None:
-        """Weights, and the types of their gradients, as they were given."""
+        """Weights, and the types of their gradients, as they were given; gradients of a step that failed are none."""
         lay_apart(self.model)
         for parameter in self.model.parameters():
             if parameter.requires_grad:
+                parameter.grad = None
                 parameter.grad_dtype = parameter.dtype
 
     def _loop(
