@@ -18,12 +18,9 @@ SAMPLES, DRAWS = 256, 16
 """Tensors with fewer elements say little in one draw: draws of the inputs that hold so many, or so many draws, are compared as
 one tensor."""
 
-ATTEMPTS, LARGER = 3, 4
+ATTEMPTS, LARGER, CHANCE = 3, 4, 3.0
 """An excess by chance does not come three times one after the other, with so many times more pools each time, nearer to what
-is true of all inputs."""
-
-HOPELESS = 30.0
-"""So many times the limit is not tried again."""
+is true of all inputs; nor is it so many times the limit."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def assert_as_exact_as_plain(
         if not excesses:
             return
         worst, message = max(excesses)
-        if worst > HOPELESS or attempt == ATTEMPTS - 1:
+        if worst > CHANCE or attempt == ATTEMPTS - 1:
             raise AssertionError(message)
 
 
