@@ -27,9 +27,13 @@ def fused_anywhere(monkeypatch):
 ADAPTERS = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "use_lora_plus": False}
 
 
-@pytest.mark.parametrize(("adapters", "fall"), [({}, 0.9), (ADAPTERS, 0.98)], ids=["full", "lora"])
-def test_trains_as_without(adapters, fall, tmp_path, fused_anywhere, caplog):
-    options = {"mixed_precision": "bf16", "max_steps": 20, **adapters}
+CALM = {"learning_rate": 1e-3}
+"""At three times this the gradient norm leaps in the fifth step, and any rounding moves it by a tenth and more."""
+
+
+@pytest.mark.parametrize(("changes", "fall"), [(CALM, 0.9), (ADAPTERS, 0.98)], ids=["full", "lora"])
+def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
+    options = {"mixed_precision": "bf16", "max_steps": 20, **changes}
     runs.train(tmp_path / "without", **options)
     with caplog.at_level(logging.INFO):
         runs.train(tmp_path / "with", model=fused_anywhere, use_fp8=True, **options)
@@ -37,7 +41,7 @@ def test_trains_as_without(adapters, fall, tmp_path, fused_anywhere, caplog):
     without, ours = (runs.trajectory(tmp_path / name) for name in ("without", "with"))
     assert without[-1][1] < fall * without[0][1]
     for (_, loss, norm), (_, our_loss, our_norm) in zip(without, ours, strict=True):
-        assert our_loss == pytest.approx(loss, rel=0.02) and our_norm == pytest.approx(norm, rel=0.15)
+        assert our_loss == pytest.approx(loss, rel=0.01) and our_norm == pytest.approx(norm, rel=0.1)
     assert [row[1] for row in ours] != [row[1] for row in without]
     assert not any(FP8 in vars(module) for module in fused_anywhere.modules())  # the run is over
 
