@@ -47,8 +47,9 @@ def documents() -> list[dict]:
             tree = ast.parse(text)
         except (SyntaxError, ValueError):
             continue
-        pieces = (ast.get_source_segment(text, node) for node in tree.body if hasattr(node, "name"))
-        rows += [{"text": piece} for piece in pieces if piece and len(piece) > 80]
+        lines = text.split("\n")
+        pieces = ("\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in tree.body if hasattr(node, "name"))
+        rows += [{"text": piece} for piece in pieces if len(piece) > 80]
     return rows
 
 

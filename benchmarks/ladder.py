@@ -32,8 +32,8 @@ def _no_parts(model, whole_layers: bool = False) -> PatchReport:
     return PatchReport(type(model).__name__)
 
 
-def _no_whole_layers(config, presented) -> bool:
-    return False
+def _not_fused(config, presented) -> str:
+    return "taken out for the ladder"
 
 
 def _torchs_attention(needs) -> tuple[str, ...]:
@@ -68,8 +68,7 @@ _order = choice.order
 WITHOUT = {
     "parts": [mock.patch("chronicals.training.preparation.patch_parts", _no_parts)],
     "layers": [
-        mock.patch(f"chronicals.training.{module}.runs_whole_layers", _no_whole_layers)
-        for module in ("preparation", "decisions")
+        mock.patch(f"chronicals.training.{module}.why_not_fused", _not_fused) for module in ("preparation", "decisions")
     ],
     "attention": [mock.patch("chronicals.attention.choice.order", _torchs_attention)],
     "optimizer": [
