@@ -28,7 +28,7 @@ from baseline import documents, versions
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.tokenizer_training import train_tokenizer
-from chronicals.kernels.fp8 import fp8_quantize
+from chronicals.kernels.merged_linear import _in_fp8 as in_fp8
 from chronicals.verification.path import TrainingPath
 from chronicals.verification.reference import PlainArm, exact_products
 from chronicals.verification.verify import documents_of
@@ -58,10 +58,8 @@ def configuration(steps: int, folder: Path, **changes) -> ChronicalsConfig:
     )  # fmt: skip
 
 
-def gradients_too_large(x, scaling="tensor", dtype=torch.float8_e4m3fn, *options, **named):
-    found = fp8_quantize(x, scaling, dtype, *options, **named)
-    wrong = 1.1 if dtype == torch.float8_e5m2 else 1.0
-    return tuple(part and part._replace(scale=part.scale * wrong) for part in found)
+def gradients_too_large(*given):
+    return tuple(part and part._replace(scale=part.scale * 1.1) for part in in_fp8(*given))
 
 
 def layer_of(name: str) -> str:
@@ -155,7 +153,7 @@ def main() -> None:
             looked_at = {1, given.steps // 3, given.steps} if name != "bf16, other kernels" else set()
             with ExitStack() as around:
                 if "too large" in name:
-                    around.enter_context(mock.patch("chronicals.kernels.merged_linear.fp8_quantize", gradients_too_large))
+                    around.enter_context(mock.patch("chronicals.kernels.merged_linear._in_fp8", gradients_too_large))
                 config = configuration(given.steps, Path(folder), **changes)
                 runs[name], _ = run(model_of(weights), stores[1], config, tokenizer.pad_token_id, looked_at)
             gc.collect()

@@ -371,7 +371,7 @@ def fp8():
     ):
         arms = {"ours": graphed(lambda call=call: call(peak=Peak())), "without": graphed(call)}
         yield Row(f"peak of {name} {width}", arms, bytes=moved * ELEMENTS)
-    for inner, outer in ((4096, 14336), (14336, 4096), (4096, 4096), (2048, 8192)):
+    for inner, outer in ((4096, 14336), (14336, 4096), (4096, 4096), (2048, 8192), (2048, 2048), (1536, 8960)):
         x, weight, dy = random(8192, inner), random(outer, inner, scale=inner**-0.5), random(8192, outer)
 
         def three(x=x, weight=weight, dy=dy):

@@ -50,7 +50,7 @@ ROWS = {
     "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *against("liger", "unsloth")],
     "frontier-0.5b-full": [*SMALL, *POLICIES, *LEANEST, *against("liger", "unsloth")],
     "frontier-0.5b-lora": [*SMALL, *LORA, *POLICIES, *against("liger", "unsloth")],
-    "frontier-8b-lora": [*LARGE, *LORA, *POLICIES, *against("liger", "unsloth")],
+    "frontier-8b-lora": [*LARGE, *LORA, *variants("use_fp8=true"), *POLICIES, *against("liger", "unsloth")],
 }
 
 

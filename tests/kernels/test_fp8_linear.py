@@ -57,14 +57,14 @@ def test_products_are_those_of_the_operands(scaling, gradient_type, device):
 
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_close_to_the_layer(scaling, device):
-    """Gaussian operands: a value is off by 2.6 % at e4m3, 5.2 % at e5m2, in the root mean square; a product by both."""
+    """Gaussian operands: a value is off by 2.6 % in the root mean square, a product by both."""
     x, weight, dy = (torch.randn(size, device=device).bfloat16() for size in ((256, 512), (128, 512), (256, 128)))
     x.requires_grad_(), weight.requires_grad_()
     found = []
     for layer in (fp8_linear_reference, lambda x, w: fp8_linear(x, w, scaling=scaling)):
         y = layer(x, weight)
         found.append([y, *torch.autograd.grad(y, (x, weight), dy)])
-    for exact, ours, allowed in zip(*found, (0.045, 0.07, 0.07)):
+    for exact, ours, allowed in zip(*found, (0.045, 0.045, 0.045)):
         assert (ours - exact).float().norm() <= allowed * exact.float().norm()
         assert F.cosine_similarity(ours.float().flatten(), exact.float().flatten(), 0) > 0.99
 

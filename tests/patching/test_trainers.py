@@ -17,7 +17,7 @@ def logged(trainer) -> list[float]:
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
 def test_trl_sft(packing, tmp_path):
     """Losses, token accuracy and evaluation of a real SFT run."""
-    from datasets import Dataset
+    Dataset = pytest.importorskip("datasets").Dataset
     from trl import SFTConfig, SFTTrainer
 
     data = Dataset.from_list(tiny.chat_rows(24))

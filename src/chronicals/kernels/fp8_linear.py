@@ -169,7 +169,7 @@ class _FP8Linear(torch.autograd.Function):
 
 def fp8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, scaling: str = "tensor",
-    gradient_type: torch.dtype | None = None, known: Layouts | None = None,
+    gradient_type: torch.dtype = torch.float8_e4m3fn, known: Layouts | None = None,
 ) -> Tensor:  # fmt: skip
     """``x Wᵀ + b`` with FP8 products, ``[..., N]``; differentiable in x, weight and bias.
 
@@ -177,8 +177,8 @@ def fp8_linear(
         x: ``[..., K]`` in bf16, fp16 or fp32.
         weight: ``[N, K]`` of the type of x.
         scaling: ``tensor``, ``row`` or ``block``.
-        gradient_type: of dy: e5m2 has the range, e4m3 the precision. By default the former, with blocks the latter, which alone
-            cuBLAS has for them.
+        gradient_type: of dy: e4m3 has the precision, e5m2 the range, which scales of what is there now do not need; with
+            blocks cuBLAS has the former alone.
         known: the weight in FP8, from ``fp8_quantize`` with both layouts, where it is frozen or was quantised already; scaled
             by ``square`` for ``block``.
 
@@ -191,7 +191,6 @@ def fp8_linear(
         raise ValueError(f"scaling={scaling!r}: expected one of {', '.join(SCALINGS)}")
     if scaling == "block":
         _check_blocks(x.device, gradient_type)
-    gradient_type = gradient_type or (torch.float8_e4m3fn if scaling == "block" else torch.float8_e5m2)
     if x.shape[-1] != weight.shape[1] or x.dtype != weight.dtype:
         raise ValueError(
             f"x is {tuple(x.shape)} in {x.dtype}, weight {tuple(weight.shape)} in {weight.dtype}: expected [..., K] and "
@@ -212,8 +211,8 @@ def fp8_linear(
     return y.view(*x.shape[:-1], len(weight))
 
 
-def _check_blocks(device: torch.device, gradient_type: torch.dtype | None) -> None:
-    if gradient_type not in (None, torch.float8_e4m3fn):
+def _check_blocks(device: torch.device, gradient_type: torch.dtype) -> None:
+    if gradient_type != torch.float8_e4m3fn:
         raise ValueError(f"gradient_type={gradient_type}: products with scales of blocks are of torch.float8_e4m3fn alone")
     if device.type == "cuda" and torch.cuda.get_device_capability(device) != HAS_BLOCKS:
         raise ValueError(f"scaling='block': {torch.cuda.get_device_name(device)} has no such products; use 'row' or 'tensor'")

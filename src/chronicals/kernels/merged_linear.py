@@ -261,7 +261,7 @@ def _in_fp8(ctx: Any, dy: Tensor, most: Tensor | None, of_input: bool, of_weight
     if ctx.fp8 is None or not (of_input or of_weights):
         return None, None
     layout = "both" if of_input and of_weights else "rows" if of_input else "columns"
-    return fp8_quantize(dy, "tensor", torch.float8_e5m2, layout, most=most)
+    return fp8_quantize(dy, layout=layout, most=most)
 
 
 def _made_again(ctx: Any, source: Tensor, seed: Tensor | None) -> Tensor:

@@ -1,7 +1,6 @@
 """A linear layer whose operands are rounded to 8 bits, in plain torch: the plain arm's where a run has FP8 products.
 
-Every operand is divided by its largest value over that of its type, e4m3 for inputs and weights and e5m2 for gradients, and
-rounded; products are fp32. Nothing is shared with the kernels; a weight has a scale of its own here, and that of its whole
+Every operand is divided by its largest value over that of e4m3 and rounded; products are fp32. Nothing is shared with the kernels; a weight has a scale of its own here, and that of its whole
 product there.
 """
 
@@ -15,16 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def rounded(x: Tensor, kind: torch.dtype) -> Tensor:
-    """``x`` as ``kind`` with one scale represents it, fp32."""
-    scale = x.abs().max().float().clamp(min=1e-30) / torch.finfo(kind).max
-    return (x.float() / scale).to(kind).float() * scale
+def rounded(x: Tensor) -> Tensor:
+    """``x`` as e4m3 with one scale represents it, fp32."""
+    scale = x.abs().max().float().clamp(min=1e-30) / torch.finfo(torch.float8_e4m3fn).max
+    return (x.float() / scale).to(torch.float8_e4m3fn).float() * scale
 
 
 class _RoundedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        x8, weight8 = rounded(x, torch.float8_e4m3fn), rounded(weight, torch.float8_e4m3fn)
+        x8, weight8 = rounded(x), rounded(weight)
         ctx.save_for_backward(x8, weight8)
         ctx.kinds = x.dtype, weight.dtype
         return F.linear(x8, weight8).to(x.dtype)
@@ -32,7 +31,7 @@ class _RoundedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
         x8, weight8 = ctx.saved_tensors
-        dy8 = rounded(dy, torch.float8_e5m2)
+        dy8 = rounded(dy)
         dx = (dy8 @ weight8).to(ctx.kinds[0]) if ctx.needs_input_grad[0] else None
         dw = (dy8.flatten(0, -2).t() @ x8.flatten(0, -2)).to(ctx.kinds[1]) if ctx.needs_input_grad[1] else None
         return dx, dw
