@@ -31,7 +31,7 @@ def assert_one_trajectory(left, right, tolerance=EXACT):
 
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "use_lora_plus": False}
-"""Without LoRA+, whose first update moves B by 0.048: from some weights an error of 3e-7 in it is one of 1e-3 two steps later."""
+"""Without LoRA+, whose first update moves B by 0.048: from some weights an error of 3e-7 is one of 1e-3 two steps later."""
 
 
 @pytest.fixture(scope="module", params=[{}, LORA], ids=["full", "lora"])

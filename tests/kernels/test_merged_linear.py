@@ -168,8 +168,8 @@ def test_dropout_in_forward_and_backward_is_the_same(device):
     torch.autograd.gradcheck(value, (tensors[0].requires_grad_(),))
 
 
-def test_margins_are_those_of_a_multiple_of_eight():
-    assert [room_for(ranks) for ranks in ((), (0, 0), (1,), (8,), (3, 3, 3))] == [0, 0, 8, 8, 16]
+def test_margins_are_those_of_a_multiple_of_sixteen():
+    assert [room_for(ranks) for ranks in ((), (0, 0), (1,), (16,), (7, 7, 7))] == [0, 0, 16, 16, 32]
 
 
 def test_layers_must_fit_each_other():

@@ -40,8 +40,9 @@ from chronicals.kernels.linear_cross_entropy import Adapter
 from chronicals.kernels.peak import Peak
 from chronicals.kernels.products import product, product_into
 
-EIGHT = 8
-"""The margins' width is a multiple of it: rows of 16-bit values then begin at multiples of 16 bytes."""
+SIXTEEN = 16
+"""The margins' width is a multiple of it: of such strides Triton knows that rows begin at multiples of 16 bytes. It lays out a
+kernel by what it knows, and a norm that is made again must be summed in the order of the first time."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ class Merged:
 
 def room_for(ranks: Sequence[int]) -> int:
     """R for adapters of these ranks."""
-    return -(-sum(ranks) // EIGHT) * EIGHT
+    return -(-sum(ranks) // SIXTEEN) * SIXTEEN
 
 
 @triton.jit
