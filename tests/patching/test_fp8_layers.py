@@ -1,6 +1,8 @@
 """Fused layers whose products run in FP8: which do, how near they stay, and that policies of memory change nothing."""
 
 import contextlib
+import math
+import statistics
 import sys
 
 import pytest
@@ -147,9 +149,13 @@ def test_norms_and_units_find_what_is_quantised(adapted, device, monkeypatch):
 
 def test_products_that_are_too_small_stay(device, monkeypatch):
     model = fused("llama", device=device)
-    inner, width = model.config.intermediate_size, model.config.hidden_size
-    monkeypatch.setattr(fp8_layers, "LEAST", min(inner, width) + 1)
-    assert run_in_fp8(model) == FP8Products(0, 4 * len(model.get_decoder().layers), ())
+    inner, width, layers = model.config.intermediate_size, model.config.hidden_size, len(model.get_decoder().layers)
+    largest = statistics.harmonic_mean((2 * inner, width))
+    monkeypatch.setattr(fp8_layers, "LEAST", math.ceil(largest) + 1)
+    assert run_in_fp8(model) == FP8Products(0, 4 * layers, ())
+    monkeypatch.setattr(fp8_layers, "LEAST", math.floor(largest))
+    assert run_in_fp8(model) == FP8Products(layers, 4 * layers, ())
+    forget_policies(model)
     monkeypatch.setattr(fp8_layers, "MULTIPLE", 7)
     monkeypatch.setattr(fp8_layers, "LEAST", 1)
     assert run_in_fp8(model).chosen == 0

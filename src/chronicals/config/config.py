@@ -150,7 +150,7 @@ class ChronicalsConfig:
     mixed_precision: Literal["bf16", "fp16", "fp32"] = Field(default="bf16", description="Type of the products")
     use_fp8: bool = Field(
         default=False,
-        description="Products of at least 2048 inputs and outputs in FP8: all of full fine-tuning, or a frozen base",
+        description="Products large enough for it to pay in FP8 (docs/fp8.md): all of full fine-tuning, or a frozen base",
     )
 
     objective: Literal["sft", "pretraining"] = Field(

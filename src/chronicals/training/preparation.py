@@ -190,10 +190,10 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
 def _run_in_fp8(model: Any) -> None:
     found = run_in_fp8(model)
     if not found.chosen:
-        small = f"no product of this model has {LEAST} inputs and outputs, and FP8 does not pay for smaller ones"
+        small = f"no product of this model has inputs and outputs of a harmonic mean of {LEAST}, and FP8 does not pay for less"
         reason = f"its layers do not run fused: {', '.join(found.left)}" if found.left else small
         raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}; leave it out")
     if found.left:
         logger.warning("use_fp8: some layers do not run fused and stay in 16 bit: %s", ", ".join(found.left))
-    sizes = f"those of at least {LEAST} inputs and outputs"
+    sizes = f"those whose inputs and outputs have a harmonic mean of at least {LEAST}"
     logger.info("use_fp8: %d of %d products of fused layers, %s", found.chosen, found.there, sizes)

@@ -1,7 +1,7 @@
 """A linear layer whose operands are rounded to 8 bits, in plain torch: the plain arm's where a run has FP8 products.
 
-Every operand is divided by its largest value over that of e4m3 and rounded; products are fp32. Nothing is shared with the kernels; a weight has a scale of its own here, and that of its whole
-product there.
+Every operand is divided by its largest value over that of e4m3 and rounded; products are fp32. Nothing is shared with the
+kernels; a weight has a scale of its own here, and that of its whole product there.
 """
 
 from __future__ import annotations
