@@ -92,6 +92,18 @@ def test_evaluate_prints_a_table_and_json(place, trained, within):
     assert figures["targets"] > 100 and 0 < figures["loss"] < 7 and "perplexity" in done.stderr
 
 
+def test_evaluate_scores_what_the_run_trained(place, within):
+    flags = "--objective", "pretraining", "--max-seq-length", 48, "--max-steps", 1, "--output-dir", "all-tokens"
+    assert within("train", "recipe.yaml", *flags).code == 0
+
+    def targets(*options):
+        return json.loads(within("evaluate", "all-tokens", "--data", "data.jsonl", *options).stdout)["targets"]
+
+    as_taught, answers = targets(), targets("--objective", "sft")
+    assert as_taught == targets("--objective", "pretraining", "--max-seq-length", 48) > 2 * answers
+    assert targets("--objective", "sft", "--max-seq-length", 128) > answers
+
+
 def test_generate_once_and_in_a_chat(trained, within):
     once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
     assert once.code == 0, once.stderr

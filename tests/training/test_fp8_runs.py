@@ -57,7 +57,8 @@ def test_layers_that_do_not_run_fused_are_said(tmp_path, fused_anywhere, caplog)
 
 
 def test_what_cannot_run_is_refused(tmp_path, monkeypatch):
-    reason = "no product of this model has inputs and outputs of a harmonic mean of 2304" if torch.cuda.is_available() else "only fused decoder layers"
+    small = "no product of this model has inputs and outputs of a harmonic mean of 2304"
+    reason = small if torch.cuda.is_available() else "only fused decoder layers"
     with pytest.raises(ConfigurationError, match=f"use_fp8=True.*{reason}.*leave it out"):
         runs.train(tmp_path, use_fp8=True, mixed_precision="bf16")
     monkeypatch.setattr(decisions, "why_not_fused", lambda *given: None)

@@ -13,17 +13,18 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     data: Annotated[str, typer.Option(help="What to evaluate on, as `train --data` takes it")],
     base_model: Annotated[str | None, typer.Option(help="The model of an adapter, where it does not say")] = None,
-    max_seq_length: Annotated[int, typer.Option(help="Tokens in a pack")] = 2048,
+    max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack")] = None,
     batch_size: Annotated[int, typer.Option(help="Packs in a forward pass")] = 1,
-    objective: Annotated[str, typer.Option(help="sft or pretraining")] = "sft",
+    objective: Annotated[str | None, typer.Option(help="sft or pretraining")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages count; may be repeated")] = None,
-    train_on_turns: Annotated[str, typer.Option(help="all, or last")] = "all",
+    train_on_turns: Annotated[str | None, typer.Option(help="all, or last")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
     """Held-out loss, perplexity and token accuracy, as a table and as JSON.
 
-    Means over every target that training with the same objective, roles and turns would train, tokenised as it would be.
+    Means over every target that training would train, tokenised as it would be. Width, objective, roles and turns are those of
+    the run, where MODEL comes from one; else 2048, sft, the assistant's and all.
     """
     from rich.console import Console
     from rich.table import Table
@@ -33,10 +34,13 @@ def evaluate(
     from chronicals.training.evaluation import evaluate_data
 
     trained = load_trained(model, base_model, trust_remote_code)
-    fields: dict[str, Any] = {"max_seq_length": max_seq_length, "batch_size": batch_size, "gradient_accumulation_steps": 1}
-    fields |= {"objective": objective, "train_on_turns": train_on_turns}
-    fields |= {"train_on_roles": train_on_roles} if train_on_roles else {}
-    recipe = Recipe(model=model, data=data, **fields)
+    asked = {
+        "max_seq_length": max_seq_length, "objective": objective, "train_on_roles": train_on_roles,
+        "train_on_turns": train_on_turns,
+    }  # fmt: skip
+    fields: dict[str, Any] = {"max_seq_length": 2048, **trained.taught}
+    fields |= {name: value for name, value in asked.items() if value}
+    recipe = Recipe(model=model, data=data, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     figures = evaluate_data(trained.model, trained.tokenizer, recipe.data, recipe.config()).to_dict()
     table = Table("measure", "value")
     for name, value in figures.items():

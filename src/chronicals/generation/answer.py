@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ class Trained:
     Attributes:
         model, tokenizer: of transformers.
         kinds: the kinds of row it was trained on; empty for a model from elsewhere.
+        taught: fields of the run's configuration that decide what of a row is trained; empty likewise.
     """
 
     model: Any
     tokenizer: Any
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
+    taught: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def chats(self) -> bool:
@@ -58,9 +61,9 @@ def load_trained(folder: str | Path, base_model: str | None = None, trust_remote
     path = _model_folder(Path(folder))
     dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
     if path is None:
-        return Trained(_on_card(load_model(folder, dtype, trust_remote_code)), load_tokenizer(folder, trust_remote_code), ())
-    about = path / "chronicals.json"
-    kinds = tuple(json.loads(about.read_text()).get("kinds", ())) if about.exists() else ()
+        return Trained(_on_card(load_model(folder, dtype, trust_remote_code)), load_tokenizer(folder, trust_remote_code))
+    file = path / "chronicals.json"
+    about = json.loads(file.read_text()) if file.exists() else {}
     if (path / CONFIG_FILE).exists():
         base = base_model or json.loads((path / CONFIG_FILE).read_text()).get("base_model_name_or_path")
         if not base:
@@ -68,7 +71,8 @@ def load_trained(folder: str | Path, base_model: str | None = None, trust_remote
         model = load_adapter(load_model(base, dtype, trust_remote_code), path)
     else:
         model = load_model(path, dtype, trust_remote_code)
-    return Trained(_on_card(model), load_tokenizer(path, trust_remote_code), kinds)
+    tokenizer = load_tokenizer(path, trust_remote_code)
+    return Trained(_on_card(model), tokenizer, tuple(about.get("kinds", ())), about.get("taught", {}))
 
 
 def answer(

@@ -41,7 +41,7 @@ def _load(kind: Any, what: str, name: str | Path, trust_remote_code: bool) -> An
 
 
 def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """A causal language model from a folder or hub name, on the card if there is one.
+    """A causal language model from a folder or hub name, in host memory.
 
     Raises:
         ValueError: it cannot be loaded, with the reason.

@@ -49,6 +49,9 @@ logger = logging.getLogger(__name__)
 TrainOnce = Callable[[Step, Callable[[], None] | None], dict[str, torch.Tensor]]
 """Trains a step, lets its gradients be looked at if asked, and returns what ``train_step`` does."""
 
+TAUGHT = ("objective", "train_on_roles", "train_on_turns", "max_seq_length", "overlong")
+"""Fields of the configuration that decide what of a row is trained."""
+
 MAX_SKIPPED = 20
 """Steps in a row that may be skipped for a gradient that is not finite, while the fp16 loss scale adapts."""
 
@@ -316,8 +319,12 @@ class ChronicalsTrainer:
         self.ranks.wait_for_all()
 
     def _about(self, store: TokenStore) -> dict[str, Any]:
-        """What ``generate`` must know to ask as the model was taught."""
-        return {"kinds": store.kinds, "tokenization": Tokenizer.configured(self.tokenizer, self.config).fingerprint()}
+        """What ``generate`` must know to ask as the model was taught, and ``evaluate`` to score what it was."""
+        return {
+            "kinds": store.kinds,
+            "tokenization": Tokenizer.configured(self.tokenizer, self.config).fingerprint(),
+            "taught": {field: getattr(self.config, field) for field in TAUGHT},
+        }
 
     def _evaluate(self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None) -> None:
         assert store is not None
