@@ -1,7 +1,8 @@
 """A training run that kills itself with SIGKILL at its k-th event; run in a process of its own.
 
 Events are what a kill could come between: micro-batches, syncs of files, renames, removals, lines of metrics. So a kill
-falls in the middle of an accumulation, while a checkpoint is written, between manifest and rename, at an epoch's end.
+falls in the middle of an accumulation, while a checkpoint is written, between manifest and rename, at an epoch's end. Only what
+befalls the run's folder counts: a compiler that fills its cache renames files in the first run alone.
 """
 
 import multiprocessing
@@ -31,9 +32,10 @@ def run(folder: str, variant: str, resume: bool, kill_at: int | None, events_fil
 
     def counted(kind, function):
         def wrapper(*arguments, **named):
-            events.append(kind)
-            if len(events) == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if kind in ("micro-batch", "sync") or Path(arguments[0]).is_relative_to(folder):
+                events.append(kind)
+                if len(events) == kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
             return function(*arguments, **named)
 
         return wrapper
