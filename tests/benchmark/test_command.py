@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from chronicals.benchmark.work import SIZES, plan_work
 from chronicals.cli import benchmark as command
-from chronicals.config import ConfigurationError
+from chronicals.config import ConfigurationError, Recipe
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
@@ -92,6 +93,17 @@ def test_flags_that_are_wrong_are_named():
         command._peers("ligr", "fixed")
     with pytest.raises(ConfigurationError, match="variant='dropout'"):
         command._changes("dropout")
+    with pytest.raises(ConfigurationError, match="variant='use_fp8=true,batch_size=4': batch_size decides what a step holds"):
+        command._changes("use_fp8=true,batch_size=4")
+    with pytest.raises(ConfigurationError, match="max_steps=50: a benchmark decides it itself"):
+        command._recipe(None, {"max_steps": 50})
+    with pytest.raises(ConfigurationError, match="trust_remote_code=True: a benchmark runs no code"):
+        command._recipe(None, {"trust_remote_code": True})
+
+
+def test_a_mode_that_contradicts_the_recipe_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="mode='full' contradicts use_lora=True"):
+        plan_work(tmp_path, "tiny", "fixed", "full", {"use_lora": True}, None, 2)
 
 
 def test_unsloth_stands_for_all_its_ways():
@@ -109,4 +121,7 @@ def test_a_recipe_and_its_flags(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: base\ndata: rows.jsonl\nuse_lora: true\nlora_rank: 4\nmax_steps: 9\n")
     model, data, fields, lora = command._recipe(tmp_path / "recipe.yaml", {"lora_rank": 8})
     assert (model, data, lora) == ("base", "rows.jsonl", True) and fields["lora_rank"] == 8
+    trained = Recipe.from_yaml(tmp_path / "recipe.yaml", lora_rank=8).config()
+    work = plan_work(tmp_path, "tiny", "fixed", "lora", fields, None, 2)
+    assert all(getattr(work.config(), name) == getattr(trained, name) for name in SIZES)
     assert command._recipe(None, {})[:2] == ("qwen2.5-0.5b", "fixed")

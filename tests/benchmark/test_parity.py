@@ -36,6 +36,12 @@ def test_a_wrong_arm_has_none(wrong, reason):
     assert reason in refusal(measurement(**wrong), REFERENCE, Tolerance())
 
 
+@pytest.mark.parametrize("name", ["losses", "grad_norms"])
+def test_a_reference_that_is_no_number_refuses(name):
+    broken = measurement(**{name: changed(getattr(REFERENCE, name), 1, math.nan)})
+    assert "step 2" in refusal(measurement(), broken, Tolerance())
+
+
 def test_without_a_reference_there_is_no_speed():
     assert "no reference" in refusal(measurement(), None, Tolerance())
 

@@ -66,3 +66,13 @@ def test_yaml_numbers_and_overrides(tmp_path):
 def test_replace_keeps_the_kind():
     recipe = Recipe(**GIVEN).replace(seed=3)
     assert type(recipe) is Recipe and recipe.seed == 3 and recipe.explicit == {*GIVEN, "seed"}
+
+
+def test_a_recipe_wins_over_the_preset_and_a_flag_over_both(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: some/model\ndata: rows.jsonl\nlora_rank: 64\nbatch_size: 3\n")
+    recipe = Recipe.given("memory-lean", file, batch_size=5)
+    assert (recipe.use_lora, recipe.gradient_accumulation_steps) == (True, 16)
+    assert (recipe.lora_rank, recipe.batch_size) == (64, 5)
+    with pytest.raises(ConfigurationError, match="preset='turbo': no such preset; there are fast"):
+        Recipe.given("turbo", file)

@@ -6,12 +6,20 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import runs
 import tiny
 from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module
-from chronicals.training.checkpoint import check_folder, checkpoints, newest_valid, write_folder
+from chronicals.training.checkpoint import (
+    check_folder,
+    checkpoints,
+    newest_valid,
+    random_states,
+    restore_random_states,
+    write_folder,
+)
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +118,64 @@ def test_failure_while_writing_leaves_nothing(tmp_path):
     with pytest.raises(KeyError):
         write_folder(tmp_path / "folder", broken)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_was_left_aside_is_removed(tmp_path):
+    gone = max(int(name) for name in os.listdir("/proc") if name.isdigit()) + 1_000_000
+    left = [f".model.{gone}", f".replaced-model.{gone}"]
+    others = [".venv3.12", f".venv-3.{gone}", f".model.{os.getppid()}", f".step-00000002.{gone}"]
+    for name in (*left, *others):
+        (tmp_path / name).mkdir()
+    write_folder(tmp_path / "model", lambda aside: (aside / "file").write_text("whole"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model", *others])
+    write_folder(tmp_path / "step-00000004", lambda aside: (aside / "file").write_text("whole"))
+    assert not (tmp_path / others[-1]).exists()
+
+
+def test_damaged_checkpoints_take_no_place_of_whole_ones(run_folder):
+    """Both that are left are damaged: the run begins anew, and what it saves stays."""
+    folder = run_folder / "run"
+    for checkpoint in checkpoints(folder):
+        (checkpoint / "state.json").write_text("{")
+    (folder / "checkpoints" / "step-best").mkdir()
+    runs.train(run_folder, max_steps=3, save_steps=1, save_total_limit=2, resume=True)
+    assert newest_valid(folder).name == "step-00000003"
+    whole = [path.name for path in checkpoints(folder) if check_folder(path) is None]
+    assert whole == ["step-00000003", "step-00000002"] and (folder / "checkpoints" / "step-best").exists()
+
+
+def test_each_rank_has_its_random_numbers_back(tmp_path, caplog):
+    """Of two: what the second drew is not what the first did."""
+
+    class Two:
+        def gather(self, state):
+            other = torch.Generator().manual_seed(1).get_state()
+            return [state, other if len(state) == len(other) else state]
+
+    torch.manual_seed(0)
+    save_file(random_states(Two()), tmp_path / "states")
+    stored = load_file(tmp_path / "states")
+    for rank in (0, 1):
+        restore_random_states(stored, rank, tmp_path)
+        assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(rank))), rank
+    restore_random_states(stored, 2, tmp_path)
+    assert "written by fewer processes, that of rank 2 draws its random numbers anew" in caplog.text
+
+
+def test_weights_of_several_types_come_back_bit_by_bit(tmp_path):
+    """Frozen embeddings in fp16 before layers that fp16 would round."""
+
+    def model():
+        made = tiny.llama(tie_word_embeddings=False)
+        made.get_input_embeddings().requires_grad_(False).half()
+        return made
+
+    options = {"mixed_precision": "fp16", "save_steps": 2}
+    runs.train(tmp_path, model=model(), **options)
+    before = runs.weights(tmp_path)
+    shutil.rmtree(tmp_path / "run" / "model")
+    runs.train(tmp_path, model=model(), resume=True, **options)
+    assert all(torch.equal(before[name], weight) for name, weight in runs.weights(tmp_path).items())
 
 
 def test_a_run_is_not_overwritten(run_folder):

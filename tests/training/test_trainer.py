@@ -97,6 +97,13 @@ def test_fp16_overflow_skips_the_step_and_goes_on(tmp_path, caplog):
     assert abs(lines[3]["loss"] - lines[1]["loss"]) < 0.35 * lines[1]["loss"]
 
 
+def test_the_audit_waits_for_a_step_that_is_applied(tmp_path):
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, mixed_precision="fp16"))
+    trainer.objective = overflowing(1)
+    coverage = trainer.train(tiny.chat_rows()).coverage
+    assert coverage.moved == coverage.asked == coverage.total
+
+
 @pytest.mark.parametrize("mode", ["fp32", "bf16"])
 def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path, mode):
     model = tiny.llama()

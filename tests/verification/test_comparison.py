@@ -99,6 +99,14 @@ def test_not_a_number_fails(modules):
     assert rows["layers.0.q_proj"].share == math.inf
 
 
+@pytest.mark.parametrize("no_number", [math.nan, math.inf])
+def test_a_plain_arm_that_is_no_number_passes_nothing(modules, no_number):
+    rows = tally(modules, lambda name, step: 4.0, no_number)
+    assert all(row.share == math.inf for row in rows.values())
+    fp32 = torch.tensor([100.0, 50.0], dtype=torch.float64)
+    assert len(wrong_losses(step_losses([(50.0, fp32, fp32 * no_number, 100)] * 5, rounding_walk(2)))) == 5
+
+
 def test_losses_may_miss_by_what_the_plain_arm_misses_by():
     fp32 = torch.tensor([30.0, 10.0, 20.0], dtype=torch.float64)
     found = [(0.6 + miss, fp32, fp32 + 0.1, 100) for miss in (0.004, -0.004, 0.004, 0.0, 0.004)]

@@ -53,7 +53,7 @@ def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tol
             if a is None or b is None:
                 continue
             limit = allowed / 2 if step == 1 else allowed
-            if abs(a - b) > limit * abs(b):
+            if not abs(a - b) <= limit * abs(b):  # nor where the reference is no number
                 return f"step {step}: {name} {a:.4f} where the fp32 reference has {b:.4f} (more than {limit:.1%} apart)"
     return None
 

@@ -41,6 +41,18 @@ most of a small update to rounding, and over the steps that are compared this mu
 OWN = ("max_steps", "num_epochs", "output_dir", "cache_dir", "save_steps", "eval_steps", "validation_split")
 """Fields of a recipe that a benchmark decides itself."""
 
+SIZES = (
+    "batch_size", "max_seq_length", "gradient_accumulation_steps", "lora_rank", "lora_alpha", "lora_dropout",
+    "lora_target_modules",
+)  # fmt: skip
+"""Fields that a benchmark sets where there is no recipe; one with a recipe takes what the recipe trains with."""
+
+STEPS = {
+    "batch_size", "max_seq_length", "gradient_accumulation_steps", "use_sequence_packing", "packing_strategy", "max_documents",
+    "overlong", "seed", "objective", "train_on_roles", "train_on_turns", "use_lora",
+}  # fmt: skip
+"""Fields that decide what a step holds or trains, which arms must share to be compared."""
+
 SPARE_STEPS = 8
 """Documents are made for so many steps beyond those measured: profiled steps and those that are prefetched."""
 
@@ -177,6 +189,8 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
     """
     if mode not in MODES:
         raise ConfigurationError(f"mode={mode!r}: no such mode; there are {', '.join(MODES)}")
+    if fields.get("use_lora", mode == "lora") != (mode == "lora"):
+        raise ConfigurationError(f"mode={mode!r} contradicts use_lora={fields['use_lora']}: give one of the two")
     shape = SHAPES.get(model)
     sizes = {"batch_size": shape.batch_size, "max_seq_length": shape.max_seq_length} if shape else {"batch_size": 8}
     chosen = {**sizes, "gradient_accumulation_steps": 1, **MODES[mode], **fields}

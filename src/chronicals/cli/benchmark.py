@@ -44,7 +44,8 @@ def benchmark(
     `--data ragged` (documents of very different lengths) are made here. Each arm trains in a process of its own on the
     same weights, documents, order and labels.
 
-    A speed is refused where losses or gradient norms leave a plain fp32 run of the same steps, or a gradient is zero.
+    A speed is refused where losses or gradient norms leave a plain fp32 run of the same steps, or a gradient is zero. So that
+    they can be compared the learning rate is constant, and where no flag and no recipe sets it small, without LoRA+.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -89,16 +90,25 @@ def benchmark(
 
 def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], bool]:
     """Model, data, the fields that were set, and whether they ask for adapters."""
+    from chronicals.benchmark.work import OWN, SIZES
     from chronicals.config import ConfigurationError, Recipe
 
+    for name in (*OWN, "lr_scheduler", "warmup_steps", "validation_data"):
+        if name in flags:
+            raise ConfigurationError(
+                f"{name}={flags[name]!r}: a benchmark decides it itself (--steps are measured); leave it out"
+            )
     if recipe is None:
         plan = Recipe(**{"model": "qwen2.5-0.5b", "data": "fixed", **flags})
     else:
         plan = Recipe.from_yaml(recipe, **flags)
     if not isinstance(plan.data, str):
         raise ConfigurationError("data: a benchmark takes one file as it is, without weight or columns; or fixed, or ragged")
+    if plan.trust_remote_code:
+        raise ConfigurationError("trust_remote_code=True: a benchmark runs no code that comes with a model; leave it out")
     config = plan.config()
-    fields = {name: value for name, value in config.to_dict().items() if name in config.explicit}
+    set_here = config.explicit | (set(SIZES) if recipe else set())
+    fields = {name: value for name, value in config.to_dict().items() if name in set_here}
     return plan.model, plan.data, fields, config.use_lora
 
 
@@ -118,12 +128,19 @@ def _peers(against: str, data: str) -> list[str]:
 def _changes(text: str) -> dict[str, Any]:
     import yaml
 
+    from chronicals.benchmark.work import STEPS
     from chronicals.config import ConfigurationError
 
     pairs = [part.partition("=") for part in re.split(r",(?![^\[]*\])", text)]  # not at commas of a list
     if not all(name and sign for name, sign, _ in pairs):
         raise ConfigurationError(f"variant={text!r}: expected field=value, with commas between several")
-    return {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    changes = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    if wrong := STEPS & changes.keys():
+        raise ConfigurationError(
+            f"variant={text!r}: {min(wrong)} decides what a step holds or trains, and arms are compared step by step; "
+            "measure it as a row of its own"
+        )
+    return changes
 
 
 def _print(result: dict[str, Any], profile: bool) -> None:

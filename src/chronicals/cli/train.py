@@ -26,17 +26,14 @@ def train(
     """
     from rich.console import Console
 
-    from chronicals.config import PRESETS, ConfigurationError, Recipe
+    from chronicals.config import Recipe
     from chronicals.distributed import Ranks
     from chronicals.models import load_config, load_model, load_tokenizer
     from chronicals.models.loading import DTYPES
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.preparation import open_stores
 
-    if preset is not None and preset not in PRESETS:
-        raise ConfigurationError(f"preset={preset!r}: no such preset; there are {', '.join(PRESETS)}")
-    fields = {**(PRESETS[preset] if preset else {}), **flags}
-    plan = Recipe.from_yaml(recipe, **fields) if recipe else Recipe(**fields)
+    plan = Recipe.given(preset, recipe, **flags)
     config, console = plan.config(), Console()
     tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
     if check:

@@ -37,15 +37,12 @@ def verify(
     from rich.console import Console
     from rich.progress import Progress
 
-    from chronicals.config import PRESETS, ConfigurationError, Recipe
+    from chronicals.config import Recipe
     from chronicals.models import load_model, load_tokenizer
     from chronicals.models.loading import DTYPES
     from chronicals.verification import verify as compare
 
-    if preset is not None and preset not in PRESETS:
-        raise ConfigurationError(f"preset={preset!r}: no such preset; there are {', '.join(PRESETS)}")
-    fields = {**(PRESETS[preset] if preset else {}), **flags}
-    plan = Recipe.from_yaml(recipe, **fields) if recipe else Recipe(**fields)
+    plan = Recipe.given(preset, recipe, **flags)
     config, console = plan.config(), Console(stderr=True)
     tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
     model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)

@@ -268,6 +268,15 @@ class ChronicalsConfig:
         Raises:
             ConfigurationError: the file is missing, is not a mapping, or holds a wrong field.
         """
+        return cls(**{**cls.read_yaml(path), **overrides})
+
+    @staticmethod
+    def read_yaml(path: str | Path) -> dict[str, Any]:
+        """The fields in a YAML file.
+
+        Raises:
+            ConfigurationError: the file is missing or is not a mapping.
+        """
         path = Path(path)
         try:
             fields = yaml.safe_load(path.read_text())
@@ -284,4 +293,4 @@ class ChronicalsConfig:
                     fields[name] = float(fields[name])
                 except ValueError:
                     raise ConfigurationError(f"{name}={fields[name]!r}: expected a number") from None
-        return cls(**{**fields, **overrides})
+        return fields

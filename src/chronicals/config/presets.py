@@ -25,6 +25,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def preset(name: str, **overrides: Any) -> ChronicalsConfig:
     """The configuration called ``name`` (``fast``, ``memory-lean``, ``long-context``), with ``overrides``."""
+    return ChronicalsConfig(**{**preset_fields(name), **overrides})
+
+
+def preset_fields(name: str) -> dict[str, Any]:
+    """Raises ConfigurationError where there is no such preset."""
     if name not in PRESETS:
         raise ConfigurationError(f"preset={name!r}: no such preset; there are {', '.join(PRESETS)}")
-    return ChronicalsConfig(**{**PRESETS[name], **overrides})
+    return PRESETS[name]

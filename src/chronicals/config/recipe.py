@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pydantic
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from chronicals.config.config import ChronicalsConfig, remembers_what_was_set
 from chronicals.config.data_source import OptionalSources, Sources
+from chronicals.config.presets import preset_fields
 
 
 @remembers_what_was_set
@@ -21,6 +25,15 @@ class Recipe(ChronicalsConfig):
     )
     validation_data: OptionalSources = Field(default=None, description="What to evaluate on, as data")
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model")
+
+    @classmethod
+    def given(cls, preset: str | None = None, file: Path | None = None, **flags: Any) -> Recipe:
+        """From a preset, a YAML file and single fields, each of which wins over the ones before.
+
+        Raises:
+            ConfigurationError: there is no such preset or file, or a field is wrong.
+        """
+        return cls(**{**(preset_fields(preset) if preset else {}), **(cls.read_yaml(file) if file else {}), **flags})
 
     def config(self) -> ChronicalsConfig:
         """The configuration without the model and the data; one epoch where neither steps nor epochs were given."""

@@ -65,6 +65,15 @@ class Ranks:
             dist.all_reduce(tensor)
         return tensor
 
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, alike in shape and type, in the order of the ranks, where this one is."""
+        if self.count == 1:
+            return [tensor]
+        sent = tensor.cuda() if dist.get_backend() == "nccl" else tensor
+        found = [torch.empty_like(sent) for _ in range(self.count)]
+        dist.all_gather(found, sent)
+        return [other.to(tensor.device) for other in found]
+
     def wait_for_all(self) -> None:
         if self.count > 1:
             dist.barrier()

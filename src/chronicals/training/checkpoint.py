@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from chronicals.distributed import Ranks
 from chronicals.lora import adapters, load_adapter, save_adapter
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.errors import CheckpointError
@@ -37,6 +39,10 @@ MANIFEST, STATE, OPTIMIZER, RNG, MODEL = (
 )
 
 
+STEP = re.compile(r"step-\d{8,}")
+"""Names of checkpoints; other folders beside them are somebody's own."""
+
+
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Make ``target`` appear whole: ``fill`` writes into a folder aside, which is synced, described and renamed.
 
@@ -46,7 +52,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     aside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(target.parent)
+        _remove_leftovers(target)
         aside.mkdir()
         fill(aside)
         files = {str(path.relative_to(aside)): _describe(path) for path in sorted(aside.rglob("*")) if path.is_file()}
@@ -89,7 +95,7 @@ def check_folder(folder: Path) -> str | None:
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Folders of checkpoints, newest first, whole or not."""
-    return sorted((output_dir / "checkpoints").glob("step-*"), reverse=True)
+    return sorted((path for path in (output_dir / "checkpoints").glob("step-*") if STEP.fullmatch(path.name)), reverse=True)
 
 
 def newest_valid(output_dir: Path) -> Path | None:
@@ -103,19 +109,23 @@ def newest_valid(output_dir: Path) -> Path | None:
 
 
 def save_checkpoint(
-    output_dir: Path, step: int, model: Any, tokenizer: Any, optimizer: FusedAdamW, state: dict[str, Any], keep: int
-) -> Path:
-    """Write the checkpoint of ``step`` and remove all but the newest ``keep``."""
+    output_dir: Path, step: int, model: Any, tokenizer: Any, optimizer: FusedAdamW, state: dict[str, Any],
+    random_states: dict[str, Tensor], keep: int,
+) -> Path:  # fmt: skip
+    """Write the checkpoint of ``step``, and of those before it remove all but the newest ``keep - 1``.
+
+    Those of later steps were damaged, or the run would not have come here again: they take no whole one's place.
+    """
     folder = output_dir / "checkpoints" / f"step-{step:08d}"
 
     def fill(aside: Path) -> None:
         save_model(aside / MODEL, model, tokenizer, state.get("about", {}))
         save_file(_optimizer_tensors(model, optimizer), aside / OPTIMIZER)
-        save_file(_rng_tensors(), aside / RNG)
+        save_file(random_states, aside / RNG)
         (aside / STATE).write_text(json.dumps({**state, "step": step}, indent=1))
 
     write_folder(folder, fill)
-    for old in checkpoints(output_dir)[keep:]:
+    for old in [other for other in checkpoints(output_dir) if other.name < folder.name][keep - 1 :]:
         shutil.rmtree(old)
     return folder
 
@@ -136,8 +146,8 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, model: Any, optimizer: FusedAdamW) -> None:
-    """Put weights, optimizer states and random states back, bit for bit.
+def load_checkpoint(folder: Path, model: Any, optimizer: FusedAdamW, rank: int = 0) -> None:
+    """Put weights, optimizer states and the random states of this rank back, bit for bit.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
@@ -154,12 +164,13 @@ def load_checkpoint(folder: Path, model: Any, optimizer: FusedAdamW) -> None:
             optimizer.load_state(parameter, state)
     except (ValueError, KeyError, OSError) as error:
         raise CheckpointError(f"{folder}: does not belong to this model: {error}") from error
-    _restore_rng(load_file(folder / RNG))
+    restore_random_states(load_file(folder / RNG), rank, folder)
 
 
 def _load_weights(folder: Path, model: Any) -> None:
     """Through ``from_pretrained``, which undoes whatever ``save_pretrained`` did to names and shapes."""
-    dtype = next(model.parameters()).dtype
+    kinds = {parameter.dtype for parameter in model.parameters()}
+    dtype = kinds.pop() if len(kinds) == 1 else torch.float32  # which holds what any of them holds
     stored = type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True).state_dict()
     own = model.state_dict()
     missing = set(own) - set(stored)
@@ -181,17 +192,27 @@ def _optimizer_tensors(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor]:
     }
 
 
-def _rng_tensors() -> dict[str, Tensor]:
-    tensors = {"cpu": torch.get_rng_state()}
+def random_states(ranks: Ranks) -> dict[str, Tensor]:
+    """Those of all ranks, which must all ask: ``cpu`` and ``cuda`` are the first one's, ``cpu.1`` and so on the others'."""
+    own = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
-        tensors["cuda"] = torch.cuda.get_rng_state()
-    return tensors
+        own["cuda"] = torch.cuda.get_rng_state()
+    found = {device: ranks.gather(state) for device, state in own.items()}
+    return {_of_rank(device, rank): state for device, states in found.items() for rank, state in enumerate(states)}
 
 
-def _restore_rng(tensors: dict[str, Tensor]) -> None:
-    torch.set_rng_state(tensors["cpu"])
-    if "cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["cuda"])
+def restore_random_states(tensors: dict[str, Tensor], rank: int, folder: Path) -> None:
+    """Those of this rank; without any it goes on with what it has, which the log says."""
+    if _of_rank("cpu", rank) not in tensors:
+        logger.warning("%s: was written by fewer processes, that of rank %d draws its random numbers anew", folder, rank)
+        return
+    torch.set_rng_state(tensors[_of_rank("cpu", rank)])
+    if _of_rank("cuda", rank) in tensors and torch.cuda.is_available():
+        torch.cuda.set_rng_state(tensors[_of_rank("cuda", rank)])
+
+
+def _of_rank(device: str, rank: int) -> str:
+    return f"{device}.{rank}" if rank else device
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -217,9 +238,10 @@ def _is_full(error: BaseException) -> bool:
     return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "os error 28" in str(error)
 
 
-def _remove_leftovers(parent: Path) -> None:
-    """Folders aside whose process was killed."""
-    for folder in parent.glob(".*.*"):
-        process = folder.name.rpartition(".")[2]
-        if process.isdigit() and not Path(f"/proc/{process}").exists():
+def _remove_leftovers(target: Path) -> None:
+    """What processes that were killed left aside of this folder, and of those called alike but for their number."""
+    kin = re.sub(r"\d+", r"\\d+", re.escape(target.name))
+    for folder in target.parent.glob(".*"):
+        left = re.fullmatch(rf"\.(?:replaced-)?{kin}\.(\d+)", folder.name)
+        if left and not Path(f"/proc/{left[1]}").exists():
             shutil.rmtree(folder, ignore_errors=True)

@@ -174,7 +174,8 @@ class ChronicalsTrainer:
             scalars = train_once(step, audit.see_gradients if audit else None)
             run.step, run.position = run.step + 1, step.position
             if audit:
-                run.coverage, audit = self._close_audit(audit, scalars), None
+                run.coverage = self._close_audit(audit, scalars)
+                audit = None if run.coverage else FirstStepAudit(self.model, optimizer)  # once more for a step left out
             if pending:
                 self._deliver(run, pending)
             pending = PendingMetrics(
@@ -296,13 +297,14 @@ class ChronicalsTrainer:
                 f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
                 "what the run began with, or choose another output_dir"
             )
-        checkpoint.load_checkpoint(folder, self.model, optimizer)
+        checkpoint.load_checkpoint(folder, self.model, optimizer, self.ranks.rank)
         precision.load_state(state["precision"])
         run.step, run.position = state["step"], state["position"]
         run.best_loss, run.evaluations_without_gain = state["best_loss"], state["evaluations_without_gain"]
         logger.info("resumed from %s", folder)
 
     def _save(self, run: Run, optimizer: FusedAdamW, precision: Precision, store: TokenStore) -> None:
+        random_states = checkpoint.random_states(self.ranks)
         if self.ranks.first:
             state = {
                 "position": run.position,
@@ -314,8 +316,9 @@ class ChronicalsTrainer:
                 "about": self._about(store),
             }
             checkpoint.save_checkpoint(
-                self.output_dir, run.step, self.model, self.tokenizer, optimizer, state, self.config.save_total_limit
-            )
+                self.output_dir, run.step, self.model, self.tokenizer, optimizer, state, random_states,
+                self.config.save_total_limit,
+            )  # fmt: skip
         self.ranks.wait_for_all()
 
     def _about(self, store: TokenStore) -> dict[str, Any]:

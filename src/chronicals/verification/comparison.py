@@ -81,8 +81,8 @@ class Deviation:
 
     @property
     def share(self) -> float:
-        """Of what is allowed; above 1 it fails."""
-        if self.missing or not math.isfinite(self.overall):
+        """Of what is allowed; above 1 it fails, and so does what there is no number to set beside."""
+        if self.missing or not math.isfinite(self.overall) or not math.isfinite(self.allowed):
             return math.inf
         return max(self.deviation, self.overall / OUTLIERS) / self.allowed
 
@@ -108,7 +108,7 @@ class StepLoss:
     @property
     def share(self) -> float:
         difference = abs(self.ours - self.fp32)
-        return difference / self.allowed if math.isfinite(difference) else math.inf
+        return difference / self.allowed if math.isfinite(difference) and math.isfinite(self.allowed) else math.inf
 
     def to_dict(self) -> dict:
         return _as_json(self)

@@ -13,6 +13,7 @@ Only the states of the optimizers differ by more than one step's roundings, for 
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -105,6 +106,8 @@ def verify(
     notes = without_dropout(model)
     if config.use_lora and config.lora_dropout:
         notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
+    if device.type == "cuda" and config.use_cuda_graphs:
+        notes.append("steps run without CUDA graphs here, to look at gradients before the update")
     config = config.replace(lora_dropout=0.0)
     embedding_rows = model.get_input_embeddings().weight.shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
@@ -215,6 +218,8 @@ class _Comparison:
         for found in (*gradients, *updates):
             if found.missing:
                 failures.append(f"{found.module}: {found.quantity} is zero; in fp32 it is not")
+            elif not math.isfinite(found.allowed):
+                failures.append(f"{found.module}: {found.quantity} of the plain arm is no number: nothing to set ours beside")
             elif found.share > 1:
                 failures.append(
                     f"{found.module}: {found.quantity} deviates by {found.deviation:.2e}, allowed {found.allowed:.2e}"
