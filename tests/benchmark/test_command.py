@@ -97,7 +97,7 @@ def test_flags_that_are_wrong_are_named():
         command._changes("use_fp8=true,batch_size=4")
     with pytest.raises(ConfigurationError, match="max_steps=50: a benchmark decides it itself"):
         command._recipe(None, {"max_steps": 50})
-    with pytest.raises(ConfigurationError, match="trust_remote_code=True: a benchmark runs no code"):
+    with pytest.raises(ConfigurationError, match="trust_remote_code=True: a benchmark runs no code of a model"):
         command._recipe(None, {"trust_remote_code": True})
 
 

@@ -1,5 +1,7 @@
 """FLOPs, bytes and the floor against numbers worked out by hand and against the ceilings measured on an H200."""
 
+from dataclasses import replace
+
 import pytest
 import transformers
 
@@ -38,7 +40,15 @@ def test_flops_of_a_shape_small_enough_for_pencil_and_paper():
     assert needed_flops(lora) == 4 * 144 - 2 * 4 * 8 + 6 * lora.adapter_parameters + 4 * 40 + 3 * 48
     assert elementwise_bytes(tiny) == 2 * (16 * 4 + 4 * (4 + 2) + 8 * 8 + 7 * 4)
     assert loss_bytes(full) == 4 * 10 * 0.5
-    assert mfu(full, 989e12 / needed_flops(full)) == pytest.approx(1.0)
+    assert mfu(full, 989e12 / needed_flops(full), "NVIDIA H200") == pytest.approx(1.0)
+    assert mfu(full, 756e12 / needed_flops(full), "NVIDIA H100 PCIe") == pytest.approx(1.0)
+    assert mfu(full, 1.0, "NVIDIA GeForce RTX 4090") is None and mfu(full, 1.0, "") is None
+    assert mfu(replace(full, shape=replace(tiny, routed=True)), 1.0, "NVIDIA H200") is None
+
+
+@pytest.mark.parametrize(("kind", "routed"), [("Mixtral", True), ("Qwen3Moe", True), ("Olmoe", True), ("Llama", False)])
+def test_experts_are_noticed(kind, routed):
+    assert Shape.of(getattr(transformers, f"{kind}Config")()).routed == routed
 
 
 @pytest.mark.parametrize("name, body, parameters", [(SMALL, 357.8e6, 494e6), (LARGE, 6.979e9, 8.03e9)])

@@ -19,8 +19,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-PEAK_BF16 = 989e12
-"""FLOP/s of dense bf16 products that an H100 or H200 (SXM) is specified for; what MFU is a share of."""
+PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+"""FLOP/s of dense bf16 products that a card is specified for, by the first of these that its name holds."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What configurations call the number of experts."""
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -30,7 +33,11 @@ GROUPS = {"qkv": PROJECTIONS[:3], "out": PROJECTIONS[3:4], "gate_up": PROJECTION
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder of norm, attention and gated MLP; names as in the module's legend."""
+    """A decoder of norm, attention and gated MLP; names as in the module's legend.
+
+    Attributes:
+        routed: its MLPs are experts, whose FLOPs are not counted here: there is no MFU and no floor.
+    """
 
     layers: int
     width: int
@@ -40,6 +47,7 @@ class Shape:
     inner: int
     vocabulary: int
     parameters: int
+    routed: bool = False
 
     @property
     def q(self) -> int:
@@ -65,6 +73,7 @@ class Shape:
             inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             vocabulary=config.vocab_size,
             parameters=0,
+            routed=any(getattr(config, name, None) for name in EXPERTS),
         )
         tables = 1 if config.tie_word_embeddings else 2
         return cls(**{**asdict(shape), "parameters": shape.body + tables * shape.head})
@@ -145,9 +154,10 @@ def needed_flops(job: Job) -> float:
     return 4 * shape.body - first_layer + 6 * job.adapter_parameters + 4 * shape.head * job.labelled + attention
 
 
-def mfu(job: Job, tokens_per_second: float, peak: float = PEAK_BF16) -> float:
-    """Needed FLOPs as a share of the card's specified peak."""
-    return needed_flops(job) * tokens_per_second / peak
+def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
+    """Needed FLOPs as a share of what the card is specified for; None where that or the former is not known here."""
+    peak = next((peak for name, peak in PEAKS.items() if name in card), None)
+    return None if peak is None or job.shape.routed else needed_flops(job) * tokens_per_second / peak
 
 
 def elementwise_bytes(shape: Shape) -> int:

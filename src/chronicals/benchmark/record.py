@@ -36,8 +36,8 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions(),
         "commit": commit or current_commit(),
-        "needed_flops_a_token": needed_flops(job),
-        "floor": row.rates.get("floor"),
+        "needed_flops_a_token": None if job.shape.routed else needed_flops(job),
+        "floor": _floor(row),
         "rates": {name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")},
         "reference": reference and {"losses": reference.losses, "grad_norms": reference.grad_norms},
         "arms": arms,
@@ -46,6 +46,10 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "notes": row.notes,
         "seconds": row.seconds,
     }  # fmt: skip
+
+
+def _floor(row: Row) -> dict[str, Any] | None:
+    return None if row.job.shape.routed else row.rates.get("floor")
 
 
 def _arm(row: Row, name: str) -> dict[str, Any]:
@@ -72,13 +76,14 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         return found
     samples = [rate for run in runs for rate in run.rates]
     rate = statistics.median(samples)
-    floor = None if first.extra.get("fp8") else row.rates.get("floor")  # which is that of products in 16 bit
+    floor = None if first.extra.get("fp8") else _floor(row)  # which is that of products in 16 bit
+    card = str(row.rates.get("machine", {}).get("card", ""))
     quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [rate] * 3
     return found | {
         "tokens_per_second": {
             "median": rate, "lowest": min(samples), "highest": max(samples), "quartiles": [quarters[0], quarters[2]],
         },
-        "mfu": mfu(row.job, rate),
+        "mfu": None if row.work.config().mixed_precision == "fp32" else mfu(row.job, rate, card),
         "share_of_floor": rate / floor["tokens_per_second"] if floor else None,
         "rounds": len(row.runs[name]) - 1,
         "round_medians": [statistics.median(run.rates) for run in runs],

@@ -110,6 +110,8 @@ def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable
     row = Row(work, work.job(), rates)
     if "error" in rates:
         row.notes.append(f"no floor: the rates could not be measured: {rates['error']}")
+    if row.job.shape.routed:
+        row.notes.append("no MFU and no floor: this model sends tokens to experts, whose products are not counted here")
     session = _Session(row, options, say, keep, began)
     try:
         session.measure_reference()

@@ -105,7 +105,9 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
     if not isinstance(plan.data, str):
         raise ConfigurationError("data: a benchmark takes one file as it is, without weight or columns; or fixed, or ragged")
     if plan.trust_remote_code:
-        raise ConfigurationError("trust_remote_code=True: a benchmark runs no code that comes with a model; leave it out")
+        raise ConfigurationError(
+            f"trust_remote_code={plan.trust_remote_code}: a benchmark runs no code of a model; leave it out"
+        )
     config = plan.config()
     set_here = config.explicit | (set(SIZES) if recipe else set())
     fields = {name: value for name, value in config.to_dict().items() if name in set_here}
@@ -163,8 +165,9 @@ def _print(result: dict[str, Any], profile: bool) -> None:
         parts = ", ".join(f"{kind} {1e3 * floor[kind]:.2f}" for kind in kinds)
         rate, time = floor["tokens_per_second"], 1e3 * floor["seconds"]
         console.print(f"floor of our step: {rate:,.0f} tokens/s = {time:.2f} ms ({parts})")
-    needed = result["needed_flops_a_token"] / 1e9
-    console.print(f"{row['tokens_a_step']:,} real tokens a step, {needed:.2f} GFLOP needed for each")
+    needed = result["needed_flops_a_token"]
+    beside = "" if needed is None else f", {needed / 1e9:.2f} GFLOP needed for each"
+    console.print(f"{row['tokens_a_step']:,} real tokens a step{beside}")
     if gaps is not None:
         console.print(f"launch gaps: {gaps:.1%} of the time no kernel runs")
     if profile:
@@ -191,10 +194,13 @@ def _speeds(result: dict[str, Any]) -> Any:
         rate, share = rates[name], arm["share_of_floor"]
         table.add_row(
             f"[bold]{name}[/]" if name.startswith("ours") else name, f"{rate:,.0f}", f"{(high - low) / 2 / rate:.1%}",
-            "█" * max(1, round(12 * rate / max(rates.values()))), f"{arm['mfu']:.1%}", f"{share:.1%}" if share else "-",
-            f"{arm['peak_gib']:.1f}",
+            "█" * max(1, round(12 * rate / max(rates.values()))), _share(arm["mfu"]), _share(share), f"{arm['peak_gib']:.1f}",
         )  # fmt: skip
     return table
+
+
+def _share(part: float | None) -> str:
+    return "-" if part is None else f"{part:.1%}"
 
 
 def _proofs(result: dict[str, Any]) -> Any:
