@@ -11,7 +11,7 @@ from chronicals.patching.side_by_side import FP8, Group, Unmerged
 
 LEAST = 2304
 """Harmonic mean of the inputs and outputs of the smallest product that runs in FP8. What the product saves goes with inputs
-times outputs, what quantising takes with their sum: one of 2048 by 2048 saves next to nothing, and is 8 bits less exact."""
+times outputs, what quantising takes with their sum: one of 2048 by 2048 saves 7 % of its time where it is trained."""
 
 
 @dataclass(frozen=True)
