@@ -106,8 +106,6 @@ def verify(
     notes = without_dropout(model)
     if config.use_lora and config.lora_dropout:
         notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
-    if device.type == "cuda" and config.use_cuda_graphs:
-        notes.append("steps run without CUDA graphs here, to look at gradients before the update")
     config = config.replace(lora_dropout=0.0)
     embedding_rows = model.get_input_embeddings().weight.shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
@@ -115,6 +113,8 @@ def verify(
     if stream.steps_in_all is not None and stream.steps_in_all < steps:
         notes.append(f"the data has {stream.steps_in_all} steps in num_epochs={config.num_epochs}, not {steps}")
         steps = stream.steps_in_all
+    if device.type == "cuda" and config.use_cuda_graphs:
+        notes.append("steps run without CUDA graphs here, to look at gradients before the update")
     exact = config.mixed_precision == "fp32"
     fp32, plain = PlainArm(model, device, config), PlainArm(model, device, config, alone=exact, usual_attention=not exact)
     notes += changed_buffers(model, fp32.model)
