@@ -196,6 +196,7 @@ def test_switches_are_entrances_to_memory(fields, policies):
             "use_gradient_checkpointing=False: they contradict",
         ),
         ({"memory": [], "activation_offload": True}, "activation_offload=True: they contradict"),
+        ({"memory": ["offload_frozen_weights"], "use_lora": True}, "set use_fp8=True, or leave it out"),
         ({"memory": ["offload_activations"], "activation_offload": False}, "activation_offload=False: they contradict"),
     ],
 )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from chronicals.kernels import fp8
-from chronicals.kernels.fp8 import LIMITS, SCALINGS, dequantize, fp8_quantize, fp8_quantize_reference
+from chronicals.kernels.fp8 import LIMITS, SCALINGS, dequantize, fp8_quantize, fp8_quantize_reference, fp8_turned
 from mutants import mutant
 
 LAYOUTS = ["rows", "columns", "both"]
@@ -122,6 +122,21 @@ def test_rows_too_wide_for_one_program(monkeypatch, device):
     monkeypatch.setattr(fp8, "WIDEST", 256)
     x = draw((9, 300), torch.bfloat16, device)
     assert_equal(fp8_quantize(x, "row")[0], fp8_quantize_reference(x.cpu(), "row")[0], device)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (0, 16), (300, 129)], ids=str)
+def test_turned_they_are_the_columns(shape, device):
+    """Quantised as such, with the scale of the rows, bit by bit; NaN and both zeros included."""
+    for dtype in LIMITS:
+        x = draw(shape, torch.bfloat16, device)
+        x.view(-1)[::7], x.view(-1)[::11], x.view(-1)[::13] = 0.0, -0.0, float("nan")
+        rows, columns = fp8_quantize(x, dtype=dtype, layout="both")
+        assert_equal(fp8_turned(rows), fp8.Scaled(columns.values.cpu(), columns.scale), device)
+
+
+def test_what_has_no_common_scale_is_not_turned(device):
+    with pytest.raises(ValueError, match=r"scale has shape \(4, 1\): only what has the scale of a tensor"):
+        fp8_turned(fp8_quantize(torch.randn(4, 8, device=device), "row")[0])
 
 
 @pytest.mark.parametrize("options", [{"scaling": "column"}, {"dtype": torch.int8}, {"layout": "transposed"}], ids=str)

@@ -9,7 +9,7 @@ import tiny
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import ActivationOffload, enable_gradient_checkpointing
 
-WINDOWS = {"nothing": 0, "a little": 50_000, "everything": 1 << 40}
+WINDOWS = {"nothing": 0, "a little": 50_000, "everything": 1 << 40, "its own": None}
 
 
 def model_of(kind):
@@ -47,6 +47,15 @@ def test_gradients_are_the_same_bits(kind, window):
     for _ in range(3):
         assert_same(gradients(model, ids_of(model)), expected)
     assert offload.moved > 0
+
+
+def test_by_default_a_few_tensors_are_on_their_way():
+    """Three as large as the largest, which is what a gated unit keeps, or an input where layers are made again."""
+    for kind, width in (("full", 96), ("recomputed", 64)):
+        model = model_of(kind)
+        offload = ActivationOffload(model.get_decoder(), smallest=1)
+        gradients(model, ids_of(model))
+        assert offload.window == 3 * offload.largest == 3 * 3 * 40 * width * 4
 
 
 def test_inputs_of_recomputed_layers_move_and_little_else():

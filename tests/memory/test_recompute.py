@@ -79,9 +79,12 @@ def test_what_is_counted():
     }  # fmt: skip
     assert CHEAP not in estimate(model, 1000, False, 2, 2, 14, 4352).kept
     wide = estimate(model, 1000, True, 4, 2, 14, 4352)
-    assert wide.kept[NOTHING] == 2 * found.kept[NOTHING] and wide.fixed - found.fixed == 1000 * 300 * 2
+    assert wide.kept[NOTHING] == 2 * found.kept[NOTHING] and wide.fixed - found.fixed == 1000 * 300 * 2 + 2 * frozen
     assert found.fixed - estimate(model, 1000, True, 2, 2, 14, 100).fixed == 900 * 300 * 2
     assert found.choice() == (NOTHING, 0) and found.layers == 2
+    model.get_decoder().layers.requires_grad_(False)
+    others = sum(p.numel() for p in model.get_decoder().layers.parameters())
+    assert found.fixed - estimate(model, 1000, True, 2, 1, 14, 4352).fixed == 13 * others
 
 
 def test_the_first_layers_alone():

@@ -20,6 +20,7 @@ from chronicals.patching import (
     fp8_layers,
     lay_apart,
     layers_in_fp8,
+    offload_frozen_weights,
     patch_parts,
     recompute_norms_and_units,
     run_in_fp8,
@@ -27,7 +28,7 @@ from chronicals.patching import (
 )
 from chronicals.patching.decoder_layer import BY
 from chronicals.patching.fp8_layers import FP8Products
-from chronicals.patching.side_by_side import FP8
+from chronicals.patching.side_by_side import FP8, HOMES
 
 MERGED_LINEAR, FP8_LINEAR = (sys.modules[f"chronicals.kernels.{name}"] for name in ("merged_linear", "fp8_linear"))
 
@@ -241,3 +242,86 @@ def test_layers_that_do_not_run_fused_are_named(family, spoil, reason, device):
     (left,) = found.left
     assert reason in left
     assert not any("layers.0." in name for name in layers_in_fp8(model))
+
+
+class TestWeightsThatWait:
+    """In host memory, while their rows in FP8 stand in for them."""
+
+    def waiting(self, device, family="qwen2"):
+        model = fused(family, True, device)
+        run_in_fp8(model)
+        return model
+
+    @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma3", "olmo2"])
+    def test_nothing_changes(self, family, device):
+        model = self.waiting(device, family)
+        here = found_in(model, batch(device))
+        layers = model.get_decoder().layers
+        frozen = [p for name, p in layers.named_parameters() if "base_layer.weight" in name]
+        assert offload_frozen_weights(model) == sum(p.nbytes for p in frozen) > 0
+        assert {p.device.type for p in frozen} == {"cpu"} and offload_frozen_weights(model) == 0
+        away = found_in(model, batch(device))
+        assert all(torch.equal(here[name], away[name]) for name in here)
+
+    def test_only_rows_in_fp8_are_kept(self, device):
+        model = self.waiting(device)
+        offload_frozen_weights(model)
+        found_in(model, batch(device))
+        held = [weight for module in model.modules() for _, weight in vars(module).get(FP8, {}).values()]
+        assert held and all(len(weight._known[1]) == 1 for weight in held)
+        assert all(weight._known[1][0].values.device == next(model.parameters()).device for weight in held)
+
+    def test_rows_that_run_in_16_bit_fetch_them(self, device):
+        """31 rows are no multiple of 16."""
+        model, rows = self.waiting(device), families.documents_batch((7, 12, 5, 7)).to(device)
+        here = found_in(model, rows)
+        offload_frozen_weights(model)
+        away = found_in(model, rows)
+        assert all(torch.equal(here[name], away[name]) for name in here)
+
+    def test_layers_called_by_themselves_are_given_theirs(self, device):
+        """As generation calls them."""
+        model = self.waiting(device)
+        ids = torch.arange(5, 12, device=device)[None]
+        with torch.no_grad():
+            here = model(input_ids=ids).logits
+            offload_frozen_weights(model)
+            assert torch.equal(model(input_ids=ids).logits, here)
+
+    def test_written_to_they_are_quantised_anew(self, device):
+        model = self.waiting(device)
+        offload_frozen_weights(model)
+        before = found_in(model, batch(device))
+        with torch.no_grad():
+            model.get_decoder().layers[0].mlp.down_proj.base_layer.weight.mul_(1.5)
+        assert not torch.equal(found_in(model, batch(device))["states"], before["states"])
+
+    @pytest.mark.parametrize("undo", [forget_policies, lay_apart])
+    def test_they_come_back(self, undo, device):
+        model = self.waiting(device)
+        weights = {name: p.clone() for name, p in model.named_parameters()}
+        offload_frozen_weights(model)
+        assert all(torch.equal(p.to(device), weights[name]) for name, p in model.named_parameters())
+        undo(model)
+        for name, p in model.named_parameters():
+            assert p.device == weights[name].device and torch.equal(p, weights[name])
+        assert not any(HOMES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
+
+    def test_other_adapters_find_room_for_their_margins(self, device):
+        """Such as come while the weights wait."""
+        model = self.waiting(device)
+        offload_frozen_weights(model)
+        for module in model.modules():
+            if hasattr(module, "lora_A"):
+                module.lora_A = nn.Parameter(torch.cat([module.lora_A, torch.zeros_like(module.lora_A)]))
+                module.lora_B = nn.Parameter(torch.cat([module.lora_B, torch.ones_like(module.lora_B)], 1))
+        away = found_in(model, batch(device))
+        lay_apart(model)
+        run_in_fp8(model)
+        here = found_in(model, batch(device))
+        assert all(torch.equal(here[name], away[name]) for name in here)
+
+    def test_trained_weights_stay(self, device):
+        model = fused("qwen2", False, device)
+        run_in_fp8(model)
+        assert offload_frozen_weights(model) == 0

@@ -1,5 +1,6 @@
 """use_fp8 in the trainer: it trains as without, and is refused where it cannot run."""
 
+import copy
 import logging
 
 import pytest
@@ -9,7 +10,7 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.patching import fp8_layers, patch_parts
-from chronicals.patching.side_by_side import FP8
+from chronicals.patching.side_by_side import FP8, HOMES, MERGED
 from chronicals.training import decisions, preparation
 
 
@@ -25,6 +26,9 @@ def fused_anywhere(monkeypatch):
 
 
 ADAPTERS = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "use_lora_plus": False}
+
+
+LEAN = ["offload_frozen_weights", "recompute_layers"]
 
 
 CALM = {"learning_rate": 1e-3}
@@ -44,6 +48,33 @@ def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
         assert our_loss == pytest.approx(loss, rel=0.01) and our_norm == pytest.approx(norm, rel=0.1)
     assert [row[1] for row in ours] != [row[1] for row in without]
     assert not any(FP8 in vars(module) for module in fused_anywhere.modules())  # the run is over
+
+
+def test_weights_that_wait_change_nothing(tmp_path, fused_anywhere, caplog):
+    options = {"mixed_precision": "bf16", "max_steps": 6, "use_fp8": True, **ADAPTERS}
+    with caplog.at_level(logging.INFO):
+        for name, memory in (("there", []), ("away", ["offload_frozen_weights"]), ("lean", LEAN)):
+            runs.train(tmp_path / name, model=copy.deepcopy(fused_anywhere), memory=memory, **options)
+    there, *others = (runs.trajectory(tmp_path / name) for name in ("there", "away", "lean"))
+    assert others == [there, there]
+    assert len([line for line in caplog.messages if "GiB wait in host memory" in line]) == 2
+
+
+def test_weights_that_wait_come_back(tmp_path, fused_anywhere):
+    before = {name: p.detach().clone() for name, p in fused_anywhere.named_parameters()}
+    options = {"mixed_precision": "bf16", "use_fp8": True, "memory": ["offload_frozen_weights"], **ADAPTERS}
+    runs.train(tmp_path, model=fused_anywhere, max_steps=2, **options)
+    assert not any(HOMES in vars(module) or MERGED in vars(module) for module in fused_anywhere.modules())
+    after = {name.replace(".base_layer", ""): p for name, p in fused_anywhere.named_parameters() if "lora_" not in name}
+    assert {p.device for p in after.values()} == {fused_anywhere.device}
+    assert all(torch.equal(p, before[name].to(p)) for name, p in after.items())
+
+
+def test_with_nothing_frozen_there_is_nothing_to_move(tmp_path, fused_anywhere):
+    with pytest.raises(ConfigurationError, match="every weight that runs in FP8 is trained; leave it out"):
+        runs.train(
+            tmp_path, model=fused_anywhere, use_fp8=True, mixed_precision="bf16", memory=["offload_frozen_weights"]
+        )  # fmt: skip
 
 
 def test_layers_that_do_not_run_fused_are_said(tmp_path, fused_anywhere, caplog):

@@ -66,7 +66,10 @@ Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
 Overlong = Literal["cut", "split", "drop"]
-MemoryPolicy = Literal["recompute_elementwise", "recompute_layers", "offload_activations", "tiled_mlp", "optimizer_in_backward"]
+MemoryPolicy = Literal[
+    "recompute_elementwise", "recompute_layers", "offload_activations", "offload_frozen_weights", "tiled_mlp",
+    "optimizer_in_backward",
+]  # fmt: skip
 RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
 
 
@@ -211,6 +214,10 @@ class ChronicalsConfig:
             return
         if "optimizer_in_backward" in self.memory:
             self._check_optimizer_in_backward()
+        if "offload_frozen_weights" in self.memory and not self.use_fp8:
+            raise ConfigurationError(
+                "memory: offload_frozen_weights moves weights that FP8 stands in for; set use_fp8=True, or leave it out"
+            )
         if set(self.memory) >= RECOMPUTE:
             raise ConfigurationError(f"memory={self.memory}: recompute_layers makes everything again; leave out the other")
         for switch, there in (

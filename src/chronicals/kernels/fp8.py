@@ -272,6 +272,34 @@ def fp8_quantize(
     return found[0] if layout != "columns" else None, found[-1] if layout != "rows" else None
 
 
+@triton.jit
+def _turn_kernel(values_ptr, turned_ptr, rows, width, BLOCK: tl.constexpr):
+    """A tile a program; bytes, whatever they stand for."""
+    across = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // across) * BLOCK + tl.arange(0, BLOCK)
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    place = row.to(tl.int64)[:, None] * width + column[None, :]
+    tile = tl.load(values_ptr + place, mask=(row < rows)[:, None] & (column < width)[None, :], other=0)
+    place = column.to(tl.int64)[:, None] * rows + row[None, :]
+    tl.store(turned_ptr + place, tl.trans(tile), mask=(column < width)[:, None] & (row < rows)[None, :])
+
+
+def fp8_turned(scaled: Scaled) -> Scaled:
+    """The transpose, ``[K, M]``, of a matrix that has the scale of a tensor: 2 bytes an element.
+
+    Raises:
+        ValueError: it has others, which its columns would not share.
+    """
+    values, scale = scaled
+    if scale.ndim:
+        raise ValueError(f"scale has shape {tuple(scale.shape)}: only what has the scale of a tensor can be turned")
+    if not runs_triton(values) or not values.numel():
+        return Scaled(values.t().contiguous(), scale)
+    (rows, width), turned = values.shape, values.new_empty(values.shape[::-1])
+    _turn_kernel[_grid(values)](values.view(torch.uint8), turned.view(torch.uint8), rows, width, BLOCK, num_warps=WARPS)
+    return Scaled(turned, scale)
+
+
 def fp8_quantize_reference(
     x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows",
     scale: Tensor | None = None,

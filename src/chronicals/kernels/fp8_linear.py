@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from chronicals.kernels.fp8 import BLOCK, Scaled, dequantize, fp8_quantize, lacks_fp8, scale_shape
+from chronicals.kernels.fp8 import BLOCK, Scaled, dequantize, fp8_quantize, fp8_turned, lacks_fp8, scale_shape
 
 MULTIPLE = 16
 """Of every dimension of an FP8 product on a card."""
@@ -98,11 +98,13 @@ class FP8Weight:
     Args:
         weight: ``[N, K]`` with dense rows.
         parts: the parameters that lie in it.
+        device: where its products run, if the weight, a frozen one, is elsewhere: its rows are kept there then, and turned
+            into columns at each use.
     """
 
-    def __init__(self, weight: Tensor, parts: Sequence[Tensor]):
-        self.weight, self.parts = weight, parts
-        self._known: tuple[tuple[int, ...], tuple[Scaled, Scaled]] | None = None
+    def __init__(self, weight: Tensor, parts: Sequence[Tensor], device: torch.device | None = None):
+        self.weight, self.parts, self.device = weight, parts, device
+        self._known: tuple[tuple[int, ...], list[Scaled]] | None = None
         self._scale: Tensor | None = None
 
     @property
@@ -121,22 +123,26 @@ class FP8Weight:
     def columns(self) -> Scaled:
         """For ``dx = dy W``."""
         if self.frozen:
-            return self._layouts()[1]
+            rows, *columns = self._layouts()
+            return columns[0] if columns else fp8_turned(rows)
         _, found = fp8_quantize(self.weight, layout="columns", scale=self._scale)
         assert found is not None
         return found
 
-    def _layouts(self) -> tuple[Scaled, Scaled]:
+    def _layouts(self) -> list[Scaled]:
         versions = tuple(part._version for part in self.parts)
         if self._known is None or self._known[0] != versions:
-            rows, columns = fp8_quantize(self.weight, layout="both")
-            assert rows is not None and columns is not None
+            if self.device is None:
+                made = fp8_quantize(self.weight, layout="both")
+            else:
+                made = fp8_quantize(self.weight.to(self.device))
+            layouts = [layout for layout in made if layout is not None]
             if self._known is not None:
-                for place, made in zip(self._known[1], (rows, columns)):
-                    place.values.copy_(made.values)
-                    place.scale.copy_(made.scale)
-                rows, columns = self._known[1]
-            self._known = versions, (rows, columns)
+                for place, new in zip(self._known[1], layouts):
+                    place.values.copy_(new.values)
+                    place.scale.copy_(new.scale)
+                layouts = self._known[1]
+            self._known = versions, layouts
         return self._known[1]
 
 

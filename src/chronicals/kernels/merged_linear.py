@@ -47,21 +47,38 @@ kernel by what it knows, and a norm that is made again must be summed in the ord
 
 @dataclass(frozen=True)
 class Merged:
-    """Where the weights of some linear layers lie.
+    """Where the weights of some linear layers lie, and the margins of their adapters; in one buffer, M, unless ``apart``.
 
     Attributes:
-        buffer: M, ``[out + R, in + R]``.
+        matrix: W, ``[out, in]``.
+        down: places of all A, ``[R, in]``.
+        up: places of all s·B, ``[out, R]``.
         bias: ``[out]``, or None.
         sizes: outputs of each layer.
         ranks: ranks of their adapters, 0 where there is none.
+        apart: the matrix lies elsewhere than its margins, on the host while a card multiplies by what it is in FP8.
         laid: which adapters lie in the margins now, in which version.
     """
 
-    buffer: Tensor
+    matrix: Tensor
+    down: Tensor
+    up: Tensor
     bias: Tensor | None
     sizes: tuple[int, ...]
     ranks: tuple[int, ...]
+    apart: bool = False
     laid: list[tuple] = field(default_factory=list, compare=False)
+
+    @classmethod
+    def of_one(cls, weight: Tensor, bias: Tensor | None) -> Merged:
+        """A layer without an adapter, where it is."""
+        return cls(weight, weight[:0], weight[:, :0], bias, (len(weight),), (0,))
+
+    @classmethod
+    def within(cls, buffer: Tensor, bias: Tensor | None, sizes: tuple[int, ...], ranks: tuple[int, ...]) -> Merged:
+        """In a buffer ``[out + R, in + R]``."""
+        outputs, width = sum(sizes), buffer.shape[1] - room_for(ranks)
+        return cls(buffer[:outputs, :width], buffer[outputs:, :width], buffer[:outputs, width:], bias, sizes, ranks)
 
     @property
     def outputs(self) -> int:
@@ -74,21 +91,40 @@ class Merged:
 
     @property
     def width(self) -> int:
-        return self.buffer.shape[1] - self.room
+        return self.matrix.shape[1]
+
+    @property
+    def with_up(self) -> Tensor:
+        """``[W s·B]``."""
+        return self.matrix.as_strided((self.outputs, self.width + self.room), self.matrix.stride())
+
+    @property
+    def with_down(self) -> Tensor:
+        """``[W ; A]``."""
+        return self.matrix.as_strided((self.outputs + self.room, self.width), self.matrix.stride())
 
     @property
     def weights(self) -> tuple[Tensor, ...]:
         """Views ``[out_i, in]``."""
-        return self.buffer[: self.outputs, : self.width].split(self.sizes)
+        return self.matrix.split(self.sizes)
 
     def margins(self) -> list[tuple[Tensor, Tensor]]:
         """For each layer the places of A ``[r, in]`` and of s·B ``[out_i, r]``."""
         found, row, column = [], 0, 0
         for size, rank in zip(self.sizes, self.ranks):
-            down = self.buffer[self.outputs + column :][:rank, : self.width]
-            found.append((down, self.buffer[row : row + size, self.width + column :][:, :rank]))
+            found.append((self.down[column:][:rank], self.up[row : row + size, column:][:, :rank]))
             row, column = row + size, column + rank
         return found
+
+    def together(self) -> Merged:
+        """In a buffer of its own, where the margins are; nothing lies in them yet."""
+        found = self.within(_buffer(self.up, self.sizes, self.width, self.ranks), self.bias, self.sizes, self.ranks)
+        found.matrix.copy_(self.matrix)
+        return found
+
+
+def _buffer(like: Tensor, sizes: Sequence[int], width: int, ranks: Sequence[int]) -> Tensor:
+    return like.new_zeros((sum(sizes) + room_for(ranks), width + room_for(ranks)))
 
 
 def room_for(ranks: Sequence[int]) -> int:
@@ -98,8 +134,8 @@ def room_for(ranks: Sequence[int]) -> int:
 
 @triton.jit
 def _margins_kernel(
-    a0_ptr, a1_ptr, a2_ptr, b0_ptr, b1_ptr, b2_ptr, buffer_ptr, size0, size1, size2, rank0, rank1, rank2,
-    scale0, scale1, scale2, outputs, width, stride, BLOCK: tl.constexpr,
+    a0_ptr, a1_ptr, a2_ptr, b0_ptr, b1_ptr, b2_ptr, down_ptr, up_ptr, size0, size1, size2, rank0, rank1, rank2,
+    scale0, scale1, scale2, width, down_stride, up_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Three layers, along the second axis of programs; a rank of 0 is none. The first programs lay A, the others s·B."""
     layer = tl.program_id(1)
@@ -111,17 +147,17 @@ def _margins_kernel(
         row, column = size0 + size1, rank0 + rank1
     a_elements, b_elements = rank * width, size * rank
     of_a = tl.cdiv(a_elements, BLOCK)
-    kind = buffer_ptr.dtype.element_ty
+    kind = down_ptr.dtype.element_ty
     if tl.program_id(0) < of_a:
         at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(a_ptr + at, mask=at < a_elements)
-        place = (outputs + column + at // width).to(tl.int64) * stride + at % width
-        tl.store(buffer_ptr + place, value.to(kind), mask=at < a_elements)
+        place = (column + at // width).to(tl.int64) * down_stride + at % width
+        tl.store(down_ptr + place, value.to(kind), mask=at < a_elements)
     elif rank > 0:
         at = (tl.program_id(0) - of_a) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(b_ptr + at, mask=at < b_elements).to(tl.float32) * scale
-        place = (row + at // rank).to(tl.int64) * stride + width + column + at % rank
-        tl.store(buffer_ptr + place, value.to(kind), mask=at < b_elements)
+        place = (row + at // rank).to(tl.int64) * up_stride + column + at % rank
+        tl.store(up_ptr + place, value.to(kind), mask=at < b_elements)
 
 
 LAID = 3
@@ -132,7 +168,7 @@ def _lay_adapters(merged: Merged, downs: Sequence[Tensor | None], ups: Sequence[
     there = [x for x in (*downs, *ups) if x is not None]
     merged.laid[:] = [_identity(there, scales)]
     fits = len(merged.sizes) <= LAID and len({x.dtype for x in there}) == 1 and all(x.is_contiguous() for x in there)
-    if not fits or not runs_triton(merged.buffer, *there):
+    if not fits or not runs_triton(merged.up, *there):
         for (down, up), a, b, scale in zip(merged.margins(), downs, ups, scales):
             if a is not None and b is not None:
                 down.copy_(a)
@@ -143,7 +179,17 @@ def _lay_adapters(merged: Merged, downs: Sequence[Tensor | None], ups: Sequence[
     sizes, ranks, factors = (*merged.sizes, *[0] * missing), (*merged.ranks, *[0] * missing), (*scales, *[0.0] * missing)
     programs = max(triton.cdiv(rank * merged.width, 1024) + triton.cdiv(size * rank, 1024) for size, rank in zip(sizes, ranks))
     _margins_kernel[(programs, len(merged.sizes))](
-        *of_a, *of_b, merged.buffer, *sizes, *ranks, *factors, merged.outputs, merged.width, merged.buffer.stride(0), 1024
+        *of_a,
+        *of_b,
+        merged.down,
+        merged.up,
+        *sizes,
+        *ranks,
+        *factors,
+        merged.width,
+        merged.down.stride(0),
+        merged.up.stride(0),
+        1024,
     )
 
 
@@ -224,7 +270,7 @@ class _MergedLinear(torch.autograd.Function):
         x = None if rows is None else rows[:, : merged.width]
         extended = dy if not merged.room else _extended(dy, merged.room, ctx.roomy)
         if merged.room:
-            product_into(extended[:, merged.outputs :], dy, merged.buffer[: merged.outputs, merged.width :])
+            product_into(extended[:, merged.outputs :], dy, merged.up)
         needs, count = ctx.needs_input_grad, len(merged.sizes)
         trained = any(needs[OPTIONS : OPTIONS + count]) and x is not None
         most = None if ctx.peak is None else ctx.peak.take(upstream)
@@ -243,7 +289,7 @@ class _MergedLinear(torch.autograd.Function):
 
 
 def _of_rows(merged: Merged, rows: Tensor) -> Tensor:
-    matrix = merged.buffer[: merged.outputs].t()
+    matrix = merged.with_up.t()
     return product(rows, matrix, rows.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
 
 
@@ -253,7 +299,7 @@ def _of_rows_in_fp8(merged: Merged, rows: Tensor, fp8: FP8Weight, most: Tensor |
     assert x is not None
     y = scaled_product(x, fp8.rows(), rows.dtype, fast=True, bias=merged.bias)
     if merged.room:
-        y = y.addmm_(rows[:, merged.width :], merged.buffer[: merged.outputs, merged.width :].t())
+        y = y.addmm_(rows[:, merged.width :], merged.up.t())
     return y, x.scale
 
 
@@ -277,11 +323,10 @@ def _made_again(ctx: Any, source: Tensor, seed: Tensor | None) -> Tensor:
 
 def _down(merged: Merged, x: Tensor, seed: Tensor | None, dropout: float, out: Tensor) -> None:
     """``out = dropout(x) Aᵀ``."""
-    matrix = merged.buffer[merged.outputs :, : merged.width]
     if seed is None:
-        product_into(out, x, matrix.t())
+        product_into(out, x, merged.down.t())
     else:
-        dropped_down(x, matrix, seed, dropout, out)
+        dropped_down(x, merged.down, seed, dropout, out)
 
 
 def _of_input(ctx: Any, dy: Tensor | Scaled, extended: Tensor, seed: Tensor | None) -> Tensor:
@@ -289,13 +334,13 @@ def _of_input(ctx: Any, dy: Tensor | Scaled, extended: Tensor, seed: Tensor | No
     if isinstance(dy, Scaled):
         dx = scaled_product(dy, ctx.fp8.columns(), kind)
     elif seed is None:
-        return product(extended, merged.buffer[:, : merged.width], kind)
+        return product(extended, merged.with_down, kind)
     else:
-        dx = product(dy, merged.buffer[: merged.outputs, : merged.width], kind)
-    g, down = extended[:, merged.outputs :], merged.buffer[merged.outputs :, : merged.width]
+        dx = product(dy, merged.matrix, kind)
+    g = extended[:, merged.outputs :]
     if seed is not None:
-        return add_dropped_product_(dx, g, down, seed, ctx.dropout)
-    return dx.addmm_(g, down) if merged.room else dx
+        return add_dropped_product_(dx, g, merged.down, seed, ctx.dropout)
+    return dx.addmm_(g, merged.down) if merged.room else dx
 
 
 def _of_weights(ctx: Any, dy: Tensor | Scaled, x: Tensor) -> Tensor:
@@ -365,25 +410,33 @@ def merged_linear(
     dropout = dropouts.pop() if dropouts else 0.0
     if fp8 is not None and len(x) % MULTIPLE:
         raise ValueError(f"x has {len(x)} rows: FP8 products need multiples of {MULTIPLE}")
+    if fp8 is None and merged.apart:
+        merged = merged.together()
     options = merged, scales, dropout, (roomy, gradient_roomy), remake, unread, fp8, peaks
     return _MergedLinear.apply(x, *options, *weights, *biases, *matrices)
 
 
 def side_by_side(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None], ranks: Sequence[int]
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], ranks: Sequence[int], apart: torch.device | None = None
 ) -> Merged:  # fmt: skip
     """Copies of the weights and biases, laid out with room for adapters of these ranks.
+
+    Args:
+        apart: leaves the weights on the host, and their margins and biases here.
 
     Raises:
         ValueError: some layers have a bias and some have none.
     """
     if len({bias is None for bias in biases}) > 1:
         raise ValueError("some of the layers have a bias and some have none")
-    room, (_, width) = room_for(ranks), weights[0].shape
-    sizes = tuple(len(weight) for weight in weights)
-    buffer = weights[0].new_zeros((sum(sizes) + room, width + room))
+    sizes, width = tuple(len(weight) for weight in weights), weights[0].shape[1]
     bias = None if biases[0] is None else torch.cat([b.detach() for b in biases if b is not None])
-    merged = Merged(buffer, bias, sizes, tuple(ranks))
+    if apart is None:
+        merged = Merged.within(_buffer(weights[0], sizes, width, ranks), bias, sizes, tuple(ranks))
+    else:
+        matrix, room = weights[0].new_empty((sum(sizes), width), device="cpu"), room_for(ranks)
+        down, up = (matrix.new_zeros(shape, device=apart) for shape in ((room, width), (sum(sizes), room)))
+        merged = Merged(matrix, down, up, bias, sizes, tuple(ranks), apart=True)
     for place, weight in zip(merged.weights, weights):
         place.copy_(weight.detach())
     return merged

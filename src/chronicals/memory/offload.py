@@ -27,8 +27,9 @@ SMALLEST = 1 << 20
 LARGEST_SHARE = 4
 """Memory goes as a whole, with all the tensors in it, unless it is so many times as large as the first that is saved."""
 
-WINDOW = 1 << 30
-"""Bytes on their way in one direction: about one layer of an 8B model at 8k tokens."""
+AT_A_TIME = 3
+"""Tensors as large as the largest that are on their way in one direction: one that is carried, one that waits for it, and one
+that was just made. A layer of an 8B model has about as much, of layers that are made again their inputs are all."""
 
 
 class ActivationOffload:
@@ -39,12 +40,12 @@ class ActivationOffload:
     Args:
         module: such as the decoder of a model; layers in it may be recomputed, then it is their inputs that move.
         smallest: bytes of the smallest tensor that is moved; ``SMALLEST`` by default.
-        window: bytes on their way in one direction; ``WINDOW`` by default.
+        window: bytes on their way in one direction; by default ``AT_A_TIME`` times those of the largest tensor.
     """
 
     def __init__(self, module: nn.Module, smallest: int | None = None, window: int | None = None):
         self.smallest = SMALLEST if smallest is None else smallest
-        self.window = WINDOW if window is None else window
+        self.largest, self._window = 0, window
         self.device: torch.device | None = None
         self.streams: tuple[torch.cuda.Stream, torch.cuda.Stream] | None = None
         self.free: dict[int, list[Tensor]] = {}
@@ -54,6 +55,10 @@ class ActivationOffload:
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, always_call=True),
         )
+
+    @property
+    def window(self) -> int:
+        return AT_A_TIME * self.largest if self._window is None else self._window
 
     def __enter__(self) -> ActivationOffload:
         return self
@@ -92,7 +97,7 @@ class ActivationOffload:
         leaves serves another of other lengths. Pinned memory comes in such sizes anyway."""
         room = next_power_of_2(size)
         free = self.free.setdefault(room, [])
-        self.moved += size
+        self.moved, self.largest = self.moved + size, max(self.largest, size)
         return free.pop() if free else torch.empty(room, dtype=torch.uint8, pin_memory=self.streams is not None)
 
 

@@ -72,12 +72,14 @@ def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, train
         fused: whether decoder layers run fused; else activations are those of an unfused layer of width D with an MLP of
             width F, ``30 D + 5 F`` elements a token and layer.
         size: bytes of an element of the activations.
-        frozen, trained: bytes of a weight of either kind, gradient and optimizer states included.
+        frozen, trained: bytes of a weight of either kind, gradient and optimizer states included; frozen embeddings and heads
+            are of ``size``.
         chunk: rows of logits that exist at a time.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
-    fixed = sum(p.numel() * (trained if p.requires_grad else frozen) for p in parameters)
+    tables = {id(model.get_input_embeddings().weight), id(_head_of(model))}
+    fixed = sum(p.numel() * (trained if p.requires_grad else size if id(p) in tables else frozen) for p in parameters)
     shape = model.config.get_text_config()
     width = shape.hidden_size
     inner = getattr(shape, "intermediate_size", None) or 4 * width
@@ -89,9 +91,13 @@ def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, train
         kept[CHEAP] = 2 * width + attended + 2 * inner
     kept[LAYERS] = width
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    head = getattr(model.get_output_embeddings(), "base_layer", model.get_output_embeddings()).weight
+    head = _head_of(model)
     fixed += head.numel() * 4 * head.requires_grad + min(chunk, tokens) * len(head) * size
     return Estimate(fixed, shape.num_hidden_layers, {name: tokens * size * count for name, count in kept.items()}, total)
+
+
+def _head_of(model: Any) -> torch.Tensor:
+    return getattr(model.get_output_embeddings(), "base_layer", model.get_output_embeddings()).weight
 
 
 def enable_gradient_checkpointing(model: Any, whole_layers: bool = False, first: int | None = None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from chronicals.kernels.fp8_linear import MULTIPLE
 from chronicals.patching.decoder_layer import groups_of_layers
-from chronicals.patching.side_by_side import FP8, Group, Unmerged
+from chronicals.patching.side_by_side import FP8, Group, Unmerged, leave
 
 LEAST = 2304
 """Harmonic mean of the inputs and outputs of the smallest product that runs in FP8. What the product saves goes with inputs
@@ -45,6 +45,19 @@ def run_in_fp8(model: Any) -> FP8Products:
                 vars(owner).setdefault(FP8, {})[names] = None
                 chosen += 1
     return FP8Products(chosen, there, tuple(dict.fromkeys(left)))
+
+
+def offload_frozen_weights(model: Any) -> int:
+    """Let the 16-bit weights of frozen products that run in FP8 wait in host memory, and keep only their rows in FP8; how many
+    bytes. Results stay as they are; ``forget_policies`` and ``lay_apart`` undo it.
+    """
+    moved = 0
+    for found in groups_of_layers(model):
+        for owner, names, group in found if not isinstance(found, Unmerged) else ():
+            if group.fp8 is not None and group.fp8.frozen and not group.merged.apart:
+                moved += group.merged.matrix.nbytes
+                leave(owner, names, group.merged.matrix.device)
+    return moved
 
 
 def is_large(group: Group) -> bool:

@@ -2,15 +2,20 @@
 
 Parameters keep names, shapes and identity: only their data lies elsewhere. Whether it still does is asked at every call by
 its address, for ``.to()``, a load with ``assign=True`` or a new adapter move it; then it is laid anew, said once.
+
+Frozen weights that FP8 stands in for can wait in host memory: only the margins of their adapters stay on the card then. Whoever
+calls such a layer by itself is given the weight for the call.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.fp8_linear import MULTIPLE, FP8Weight
@@ -24,6 +29,9 @@ logger = logging.getLogger(__name__)
 MERGED = "_chronicals_merged"
 FP8 = "_chronicals_fp8"
 """Attribute of a module: of the groups of its children whose products run in FP8, by their names, where they lie and how."""
+
+HOMES = "_chronicals_homes"
+"""Attribute of a module: the devices of the groups of its children, by their names, whose weights wait in host memory."""
 
 _said: set[str] = set()
 
@@ -66,7 +74,7 @@ class Group:
         if len({(x.weight.dtype, x.weight.device, x.bias is None) for x in self.linears}) > 1:
             raise Unmerged("layers of one input differ in type, device or bias")
         self.merged = _merged(owner, names, self.linears, [0 if x is None else len(x.a) for x in self.adapters])
-        self.fp8 = _in_fp8(vars(owner).get(FP8, {}), names, self.merged, self.linears)
+        self.fp8 = _in_fp8(owner, names, self.merged, self.linears)
         self.peak = None if self.fp8 is None else Peak()
         self.gradient_peak = None if self.fp8 is None else Peak()
 
@@ -76,7 +84,7 @@ class Group:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.merged.buffer.dtype
+        return self.merged.matrix.dtype
 
     def peaks(self, rows: int) -> tuple[Peak | None, Peak | None]:
         """Of x and of the gradient, for those who make them to tell; none where so many rows run in 16 bit."""
@@ -99,9 +107,10 @@ class Group:
 
 
 def is_hooked(module: Any) -> bool:
-    """Whether calling the module would do more than its class's forward."""
+    """Whether calling the module would do more than its class's forward, wherever that finds its weight."""
+    own = vars(module).get("forward")
     return bool(
-        "forward" in vars(module)
+        (own is not None and getattr(own, "func", None) is not _with_its_weight)
         or module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
@@ -110,30 +119,31 @@ def is_hooked(module: Any) -> bool:
 
 
 def _merged(owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linear], ranks: Sequence[int]) -> Merged:
-    if len(linears) == 1 and not any(ranks):
+    home: torch.device | None = vars(owner).get(HOMES, {}).get(names)
+    if len(linears) == 1 and not any(ranks) and home is None:
         bias = linears[0].bias
-        return Merged(linears[0].weight.detach(), None if bias is None else bias.detach(), (len(linears[0].weight),), (0,))
+        return Merged.of_one(linears[0].weight.detach(), None if bias is None else bias.detach())
     known: dict[tuple[str, ...], Merged] = vars(owner).setdefault(MERGED, {})
     merged = known.get(names)
     if merged is None or merged.ranks != tuple(ranks) or not _lie_in(merged, linears):
         if merged is not None:
             say_once(f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are laid side by side anew")
-        merged = known[names] = _laid(linears, ranks)
+        merged = known[names] = _laid(linears, ranks, home)
     return merged
 
 
 def _in_fp8(
-    known: dict[tuple[str, ...], tuple[tuple, FP8Weight] | None], names: tuple[str, ...], merged: Merged,
-    linears: Sequence[nn.Linear],
+    owner: nn.Module, names: tuple[str, ...], merged: Merged, linears: Sequence[nn.Linear]
 ) -> FP8Weight | None:  # fmt: skip
     """Made anew for other parameters, for others' memory, and where adapters came or went, which may have been merged."""
+    known: dict[tuple[str, ...], tuple[tuple, FP8Weight] | None] = vars(owner).get(FP8, {})
     if names not in known:
         return None
-    place, parts = merged.buffer[: merged.outputs, : merged.width], [linear.weight for linear in linears]
-    key = place.data_ptr(), tuple(map(id, parts)), merged.ranks
+    parts = [linear.weight for linear in linears]
+    key = merged.matrix.data_ptr(), tuple(map(id, parts)), merged.ranks
     there = known[names]
     if there is None or there[0] != key:
-        there = known[names] = key, FP8Weight(place, parts)
+        there = known[names] = key, FP8Weight(merged.matrix, parts, vars(owner).get(HOMES, {}).get(names))
     return there[1]
 
 
@@ -151,8 +161,8 @@ def _is(parameter: Tensor, place: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _laid(linears: Sequence[nn.Linear], ranks: Sequence[int]) -> Merged:
-    merged = side_by_side([x.weight for x in linears], [x.bias for x in linears], ranks)
+def _laid(linears: Sequence[nn.Linear], ranks: Sequence[int], home: torch.device | None) -> Merged:
+    merged = side_by_side([x.weight for x in linears], [x.bias for x in linears], ranks, home)
     for linear, place in zip(linears, merged.weights):
         linear.weight.data = place
     if merged.bias is not None:
@@ -161,10 +171,40 @@ def _laid(linears: Sequence[nn.Linear], ranks: Sequence[int]) -> Merged:
     return merged
 
 
+def leave(owner: nn.Module, names: tuple[str, ...], device: torch.device) -> None:
+    """Let the weights of these children, frozen ones whose product runs in FP8, wait in host memory; ``bring_back`` undoes it.
+
+    Args:
+        device: where their products run.
+    """
+    vars(owner).setdefault(HOMES, {})[names] = device
+    vars(owner).get(MERGED, {}).pop(names, None)
+    for linear in Group(owner, names).linears:
+        linear.forward = partial(_with_its_weight, linear)  # type: ignore[method-assign]
+
+
+def _with_its_weight(linear: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x, linear.weight.to(x.device), linear.bias)
+
+
+@torch.no_grad()
+def bring_back(model: nn.Module) -> None:
+    """Weights that wait in host memory, to where they were."""
+    for owner in model.modules():
+        homes: dict[tuple[str, ...], torch.device] = vars(owner).pop(HOMES, {})
+        for names, device in homes.items():
+            vars(owner).get(MERGED, {}).pop(names, None)
+            for name in names:
+                linear, _ = read_linear(getattr(owner, name))
+                vars(linear).pop("forward", None)
+                linear.weight.data = linear.weight.data.to(device, copy=True)
+
+
 @torch.no_grad()
 def lay_apart(model: nn.Module) -> None:
     """Give every weight that was laid into a storage with margins one of its own again, and forget the storages and what was
     made of them in FP8."""
+    bring_back(model)
     for owner in model.modules():
         vars(owner).pop(FP8, None)
         if vars(owner).pop(MERGED, None) is not None:

@@ -62,7 +62,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     }  # fmt: skip
     made = [_decide(config, field, *can) for field, can in possible.items()]
     made += [_fp8(config, why_not, device), _recomputation(config, needed, why_not, model), _offload(config, on_card)]
-    made += [_tiles(config, model), _optimizer_in_backward(config, ranks)]
+    made += [_tiles(config, model), _frozen_weights(config), _optimizer_in_backward(config, ranks)]
     return {decision.field: decision for decision in made}
 
 
@@ -77,15 +77,15 @@ def _compilation(model: Any, on_card: bool, fused: bool) -> tuple[bool, str]:
 
 
 def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int) -> tuple[int, int, int]:
-    """Of an activation, of a frozen weight, in FP8 beside it where that runs, and of a trained one with its gradient, its
-    states and, in bf16, the lower half of its master."""
+    """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient, its states and, in
+    bf16, the lower half of its master."""
     narrow = product_type.itemsize
     split = config.mixed_precision == "bf16" and not config.use_lora
     sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or _has_tiles(config)
     states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
     gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
-    both_layouts = 2 if config.use_fp8 else 0
-    return narrow, narrow + both_layouts, (2 + 2 if split else 4) + gradient + states
+    kept = 1 if _leaves(config) else narrow + 2 * config.use_fp8
+    return narrow, kept, (2 + 2 if split else 4) + gradient + states
 
 
 def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:
@@ -194,6 +194,16 @@ def _tiles(config: ChronicalsConfig, model: Any) -> Decision:
 
 def _has_tiles(config: ChronicalsConfig) -> bool:
     return "tiled_mlp" in config.memory_policies and makes_tiles(config.batch_size * config.max_seq_length)
+
+
+def _leaves(config: ChronicalsConfig) -> bool:
+    return "offload_frozen_weights" in config.memory_policies
+
+
+def _frozen_weights(config: ChronicalsConfig) -> Decision:
+    if not _leaves(config):
+        return Decision("offload_frozen_weights", False, "not asked for")
+    return Decision("offload_frozen_weights", True, "asked for, of those that run in FP8")
 
 
 def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:

@@ -18,6 +18,7 @@ from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
 from chronicals.patching import (
     forget_policies,
     lay_side_by_side,
+    offload_frozen_weights,
     patch_parts,
     recompute_norms_and_units,
     run_in_fp8,
@@ -154,7 +155,8 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
         sums_gradients: whether several micro-batches, tiles or ranks meet in a gradient.
 
     Raises:
-        ConfigurationError: nothing requires a gradient, or no product is large enough for FP8, which was asked for.
+        ConfigurationError: nothing requires a gradient, no product is large enough for FP8, which was asked for, or none that
+            is has a frozen weight, which was to wait in host memory.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
@@ -180,6 +182,8 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
     lay_side_by_side(model)
     if config.use_fp8:
         _run_in_fp8(model)
+    if "offload_frozen_weights" in config.memory_policies:
+        _offload_frozen_weights(model)
     optimizer.weights_moved()
     if sums_gradients:
         for parameter in trained:
@@ -197,3 +201,10 @@ def _run_in_fp8(model: Any) -> None:
         logger.warning("use_fp8: some layers do not run fused and stay in 16 bit: %s", ", ".join(found.left))
     sizes = f"those whose inputs and outputs have a harmonic mean of at least {LEAST}"
     logger.info("use_fp8: %d of %d products of fused layers, %s", found.chosen, found.there, sizes)
+
+
+def _offload_frozen_weights(model: Any) -> None:
+    moved = offload_frozen_weights(model)
+    if not moved:
+        raise ConfigurationError("memory: offload_frozen_weights: every weight that runs in FP8 is trained; leave it out")
+    logger.info("offload_frozen_weights: %.1f GiB wait in host memory", moved / 2**30)

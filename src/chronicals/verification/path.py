@@ -18,6 +18,7 @@ from chronicals.kernels.master import join_master
 from chronicals.memory import ActivationOffload
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import learning_rate_factor
+from chronicals.patching import lay_apart
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 from chronicals.training.preparation import build_optimizer, prepare_model
@@ -65,8 +66,10 @@ class TrainingPath:
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Within: the model takes documents, and memory policies hold that would outlast a step."""
+        """Within: the model takes documents, and memory policies hold that would outlast a step; its weights lie apart
+        afterwards."""
         with ExitStack() as around:
+            around.callback(lay_apart, self.model)
             around.enter_context(self.presented.attending_documents())
             if self.decisions["activation_offload"].runs:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
