@@ -90,11 +90,37 @@ def test_arms_go_on_in_the_process_of_their_scouting_round(bench):
     assert [len(row.runs[name]) for name in ("ours", "liger", "torch-compile", "transformers")] == [4, 4, 4, 1]
 
 
-def test_arms_that_do_not_fit_together_have_a_process_for_each_round(bench):
-    bench.machine["memory_gib"] = 2.5  # one arm and another one like it, which all have 1
+@pytest.mark.parametrize(
+    ("memory", "held", "processes"),
+    [
+        (4.0, 1.0, {"ours": 1, "liger": 3}),  # one that waits and another one at work, which keep what they have
+        (4.0, 0.1, {"ours": 1, "liger": 1}),  # the same, which keep little
+        (1.5, 0.1, {"ours": 3, "liger": 3}),
+    ],
+)
+def test_arms_that_do_not_fit_together_have_a_process_for_each_round(memory, held, processes, bench):
+    bench.machine["memory_gib"] = memory  # an arm at work takes 1, and 0.7 beside it as every process does
+    bench.changes = {name: {"held_gib": held} for name in ("ours", "liger")}
     row = bench.measure(against=["liger"], rounds=2)
-    assert bench.started == ["reference", "ours", "liger", "liger", "liger"]
-    assert row.orders == [["ours", "liger"], ["liger", "ours"]]
+    assert {name: bench.started.count(name) for name in processes} == processes
+    assert row.orders == [["ours", "liger"], ["liger", "ours"]] and set(bench.started) == set(bench.ended)
+
+
+def test_an_arm_that_needs_the_card_for_itself_has_it(bench):
+    """Whoever waits beside it is ended first, and not found to be in the way by a failure."""
+    bench.machine["memory_gib"] = 10.0
+    bench.changes = {"ours": {"held_gib": 1.0}, "liger": {"peak_gib": 9.0, "held_gib": 8.0}}
+    row = bench.measure(against=["liger"], rounds=2)
+    assert row.orders == [["ours", "liger"], ["liger", "ours"]] and not row.failed
+    assert bench.ended.index("ours") < len(bench.ended) - 1 and bench.started.count("liger") == 3
+
+
+def test_what_is_only_scouted_comes_last(bench):
+    row = bench.measure(against=["liger"], scouted=[{"lora_dropout": 0.1}, {"lora_dropout": 0.2}], rounds=1)
+    last = ["ours lora_dropout=0.1", "ours lora_dropout=0.2"]
+    assert bench.ran == ["reference", "ours", "liger", "ours", "liger", *last]
+    assert row.orders == [["ours", "liger"]] and [len(row.runs[name]) for name in last] == [1, 1]
+    assert to_dict(row)["arms"][last[0]]["rounds"] == 0
 
 
 def test_an_arm_that_fails_beside_waiting_ones_runs_again_alone(bench):
@@ -199,7 +225,7 @@ def test_an_arm_that_takes_other_documents_has_a_reference_of_its_own(bench):
 
 def test_the_time_limit_ends_the_rounds_and_says_so(bench):
     row = bench.measure(against=["liger"], rounds=3, time_limit=0.0)
-    assert row.runs == {} and row.orders == [] and bench.started == ["reference"]
+    assert row.runs == {} and row.orders == [] and bench.started == ["reference"] == bench.ended
     assert any("time limit" in note for note in row.notes)
 
 

@@ -39,6 +39,7 @@ class Measurement:
         own_batches: token ids of the documents of the first steps, where the arm chose other documents than the work's.
         profile: where the time of some more steps went, if asked for.
         first: whether these are the process's first steps, which have a reference.
+        held_gib: device memory that it keeps while it waits for another round.
     """
 
     settings: str
@@ -55,6 +56,7 @@ class Measurement:
     own_batches: list[list[list[int]]] | None = None
     profile: dict[str, Any] | None = None
     first: bool = True
+    held_gib: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -116,13 +118,12 @@ class Plan:
 
     def hand_in(self, measured: Measurement) -> bool:
         """Write a round, and wait for whoever asked: whether another is wanted."""
+        reset_peak()
+        measured.held_gib = held_gib()
         if self.out is not None:
             measured.write(round_file(self.out, self.rounds))
         self.rounds += 1
-        if self.rounds > self.further:
-            return False
-        reset_peak()
-        return asked_for_a_round()
+        return self.rounds <= self.further and asked_for_a_round()
 
 
 def asked_for_a_round() -> bool:
@@ -192,6 +193,10 @@ def device() -> torch.device:
 
 def peak_gib() -> float:
     return torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
+
+
+def held_gib() -> float:
+    return torch.cuda.memory_reserved() / 2**30 if torch.cuda.is_available() else 0.0
 
 
 def reset_peak() -> None:

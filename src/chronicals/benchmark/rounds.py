@@ -1,8 +1,9 @@
-"""The order of a benchmark: prepare, rates, reference, a scouting round of all arms, decisive rounds of the best.
+"""The order of a benchmark: prepare, rates, reference, a scouting round of all arms, decisive rounds of the best, and last what
+is only scouted.
 
 In the decisive rounds stand our arms and the two fastest peers, in turning order (A B C, C B A, A B C …), so that a drift of
-the card's clocks falls on all alike. Each goes on in the process of its scouting round where the card holds them all at once,
-else in a fresh one over the same prepared files.
+the card's clocks falls on all alike. Each goes on in the process of its scouting round where the card holds what the others
+keep beside it, else in a fresh one over the same prepared files. While one runs the next one imports what it needs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ from chronicals.config import ConfigurationError
 logger = logging.getLogger(__name__)
 
 BEST_PEERS = 2
-SCOUTING = "scout"
+SCOUTING, SURVEY = "scout", "survey"
+CONTEXT_GIB = 0.7
+"""Device memory of a process beside its tensors."""
+
 PREPARATION_SECONDS = 600
 """At least these for writing weights, whatever an arm may take."""
 
@@ -40,6 +44,7 @@ class Options:
     Attributes:
         against: peers by name.
         variants: changes to our configuration, each an arm beside ours.
+        scouted: further ones, which have no part in the decisive rounds.
         rounds: decisive rounds.
         time_limit: seconds after which nothing new is begun; None has no end.
         arm_timeout: seconds that one process may take.
@@ -48,6 +53,7 @@ class Options:
 
     against: Sequence[str] = ()
     variants: Sequence[dict[str, Any]] = ()
+    scouted: Sequence[dict[str, Any]] = ()
     rounds: int = 3
     time_limit: float | None = None
     arm_timeout: float = 300
@@ -117,6 +123,7 @@ def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable
         session.measure_reference()
         arms = session.scout()
         session.decide(arms)
+        session.survey()
     finally:
         session.end_all_but([])
     row.seconds = time.perf_counter() - began
@@ -155,6 +162,7 @@ class _Session:
 
         def run(steps: int) -> Measurement:
             reference = RunningArm(self.row.work, "reference", steps, documents=documents, label=label, warm_up=0)
+            self._begin(Arm(OURS), SCOUTING)
             return reference.measure(self.options.arm_timeout)
 
         try:
@@ -164,8 +172,7 @@ class _Session:
             return run(1)
 
     def scout(self) -> list[Arm]:
-        """Every arm once, while the next one imports what it needs; those that go on: ours, and the fastest peers that trained
-        as they should."""
+        """Every arm once; those that go on: ours, and the fastest peers that trained as they should."""
         row = self.row
         ours = [Arm(OURS), *(Arm(OURS, changes) for changes in self.options.variants)]
         peers = []
@@ -176,17 +183,28 @@ class _Session:
                 self.say(f"{name}: skipped, {row.absent[name]}")
             else:
                 peers.append(Arm(name))
-        arms = [*ours, *peers]
-        for number, arm in enumerate(arms):
-            for soon in arms[number : number + 2]:
-                if soon.name not in self.begun and not self._late(0.0):
-                    self.begun[soon.name] = self._start(soon, SCOUTING)
-            self.run(arm, "scouting", SCOUTING)
+        self._run_once([*ours, *peers], SCOUTING)
         able = [arm for arm in peers if arm.name in row.runs and arm.name not in row.refused]
         best = sorted(able, key=lambda arm: -_median(row.runs[arm.name][0].rates))[:BEST_PEERS]
         chosen = [arm for arm in ours if arm.name in row.runs and arm.name not in row.refused] + best
         self.end_all_but(chosen)
         return chosen
+
+    def survey(self) -> None:
+        """Once each, when all is decided: what is only scouted."""
+        self.end_all_but([])
+        self._run_once([Arm(OURS, changes) for changes in self.options.scouted], SURVEY)
+
+    def _run_once(self, arms: Sequence[Arm], label: str) -> None:
+        for number, arm in enumerate(arms):
+            for soon in arms[number : number + 2]:
+                self._begin(soon, label)
+            self.run(arm, "scouting", label)
+
+    def _begin(self, arm: Arm, label: str) -> None:
+        """Start the arm's process, unless it had its first round already."""
+        if arm.name not in self.begun and arm.name not in self.row.runs and not self._late(0.0):
+            self.begun[arm.name] = self._start(arm, label)
 
     def decide(self, arms: list[Arm]) -> None:
         if self.options.rounds and Arm(OURS) not in arms:
@@ -197,13 +215,18 @@ class _Session:
                 self.row.notes.append(f"stopped by the time limit after {number} of {self.options.rounds} decisive rounds")
                 self.say(self.row.notes[-1])
                 return
-            ran = []
-            for arm in order_of(arms, number):
-                if arm.name in self.row.refused or arm.name in self.row.failed:
-                    continue
-                self.run(arm, f"round {number + 1} of {self.options.rounds}", f"round{number + 1}")
-                ran.append(arm.name)
+            ran, left = [], [arm for arm in order_of(arms, number) if self._able(arm)]
+            while left:
+                arm = left.pop(0)
+                if left and self._able(left[0]) and left[0].name not in {*self.waiting, *self.begun}:
+                    self.begun[left[0].name] = self._start(left[0], f"round{number + 1}")
+                if self._able(arm):
+                    self.run(arm, f"round {number + 1} of {self.options.rounds}", f"round{number + 1}")
+                    ran.append(arm.name)
             self.row.orders.append(ran)
+
+    def _able(self, arm: Arm) -> bool:
+        return arm.name not in self.row.refused and arm.name not in self.row.failed
 
     def _expected(self, arm: Arm) -> float:
         """Seconds that its next round will take."""
@@ -237,13 +260,15 @@ class _Session:
         """A round of the arm: by its process that waits, or by a new one, alone if it does not fit beside those that wait."""
         running = self.waiting.pop(arm.name, None)
         if running is None:
+            if arm.name in self.row.runs and not self._is_room_for(self.row.runs[arm.name][-1].peak_gib):
+                self._end_waiting()
             try:
                 return self._first_round(arm, label)
             except ArmFailed:
                 if not self.waiting:
                     raise
                 self.say(f"{arm.name}: failed while others waited in the card's memory; these are ended, it is run again")
-                self.end_all_but([])
+                self._end_waiting()
                 return self._first_round(arm, label)
         measured = running.measure(self.options.arm_timeout)
         if running.waits:
@@ -266,10 +291,20 @@ class _Session:
         return measured
 
     def _fits_beside_others(self, measured: Measurement) -> bool:
-        """Whether the card holds what waits and twice this arm: another one like it."""
+        """Whether the card holds what this arm and those that wait keep beside any of them at work, or another one like it."""
+        more = [run.peak_gib - run.held_gib for run in self._waiting_runs()]
+        return self._is_room_for(max([measured.peak_gib, *more]), measured)
+
+    def _is_room_for(self, gib: float, *beside: Measurement) -> bool:
         memory = self.row.rates.get("machine", {}).get("memory_gib", math.inf)
-        held = sum(max(run.peak_gib for run in self.row.runs[name]) for name in self.waiting)
-        return held + 2 * measured.peak_gib < memory
+        return sum(run.held_gib + CONTEXT_GIB for run in (*self._waiting_runs(), *beside)) + gib + CONTEXT_GIB < memory
+
+    def _waiting_runs(self) -> list[Measurement]:
+        return [self.row.runs[name][-1] for name in self.waiting]
+
+    def _end_waiting(self) -> None:
+        while self.waiting:
+            self.waiting.popitem()[1].end()
 
     def end_all_but(self, arms: Sequence[Arm]) -> None:
         names = {arm.name for arm in arms}

@@ -26,6 +26,9 @@ def benchmark(
     variant: Annotated[
         list[str] | None, typer.Option(help="Another arm of ours, field=value[,field=value]; may be repeated")
     ] = None,
+    scouted_variant: Annotated[
+        list[str] | None, typer.Option(help="The same, run once and when all is decided; may be repeated")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Decisive rounds of ours and the two fastest peers")] = 3,
     time_limit: Annotated[float | None, typer.Option(help="Begin nothing new after so many seconds")] = None,
     arm_timeout: Annotated[float, typer.Option(help="Seconds one process may take")] = 300,
@@ -61,8 +64,9 @@ def benchmark(
     name, data, fields, uses_lora = _recipe(recipe, flags)
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     options = Options(
-        against=_peers(against, data), variants=[_changes(text) for text in variant or []], rounds=rounds,
-        time_limit=time_limit, arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
+        against=_peers(against, data), variants=[_changes(text) for text in variant or []],
+        scouted=[_changes(text) for text in scouted_variant or []], rounds=rounds, time_limit=time_limit,
+        arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
     )  # fmt: skip
 
     def keep(row: Row) -> None:

@@ -176,8 +176,9 @@ class GraphedStep:
             return None
 
     def release(self) -> None:
-        """Give the memory of the graphs back; gradients are none afterwards."""
+        """Give the memory of the graphs back; gradients are none afterwards, and steps are captured anew."""
         torch.cuda.synchronize(self.precision.device)
+        self.pool = torch.cuda.graph_pool_handle()
         self.micro.clear()
         self.met.clear()
         self.of_update = self.gradients = None

@@ -78,6 +78,13 @@ class ChronicalsTrainer:
         self.objective = OBJECTIVES[self.config.objective](self.config.logits_chunk_size)
         self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.first else []
         self._stop: str | None = None
+        self._replayed: GraphedStep | None = None
+
+    def release_graphs(self) -> None:
+        """Give back the memory of CUDA graphs, as a callback may ask between steps; the next ones run as usual and are captured
+        anew."""
+        if self._replayed is not None:
+            self._replayed.release()
 
     def train(self, train_dataset: Source, eval_dataset: Source | None = None, resume: bool = False) -> TrainingResult:
         """Train, evaluate, write the model and the report.
@@ -136,11 +143,12 @@ class ChronicalsTrainer:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
             if decisions["optimizer_in_backward"].runs:
                 in_backward = around.enter_context(UpdatesInBackward(parameters, optimizer))
-            replayed = GraphedStep(*given, clip) if decisions["use_cuda_graphs"].runs else None
+            if decisions["use_cuda_graphs"].runs:
+                self._replayed = GraphedStep(*given, clip)
 
             def train_once(step: Step, inspect: Callable[[], None] | None) -> dict[str, torch.Tensor]:
-                if replayed is not None and inspect is None:
-                    return replayed(step)
+                if self._replayed is not None and inspect is None:
+                    return self._replayed(step)
                 return train_step(
                     presented, self.objective, step, parameters, optimizer, precision, self.ranks, clip, inspect, in_backward
                 )
@@ -148,8 +156,8 @@ class ChronicalsTrainer:
             try:
                 yield train_once
             finally:
-                if replayed is not None:
-                    replayed.release()
+                self.release_graphs()
+                self._replayed = None
                 self._leave_apart()
 
     def _leave_apart(self) -> None:

@@ -7,6 +7,8 @@ import statistics
 import time
 from typing import Any
 
+import torch
+
 from chronicals.benchmark.arms.weights import load
 from chronicals.benchmark.measurement import Measurement, Plan, reset_peak
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
@@ -16,6 +18,9 @@ from chronicals.models.loading import DTYPES
 from chronicals.training import Callback, ChronicalsTrainer
 from chronicals.training.metrics import StepMetrics
 from chronicals.training.run import Run
+
+CROWDED = 4
+"""Where so many arms like it would not fit on the card together, its graphs are given back while it waits for its turn."""
 
 
 class Enough(Exception):
@@ -31,6 +36,7 @@ class Collector(Callback):
     def __init__(self, plan: Plan, settings: str, run_in_fp8: bool):
         self.plan, self.settings, self.run_in_fp8 = plan, settings, run_in_fp8
         self.steps = list[StepMetrics]()
+        self.trainer: ChronicalsTrainer | None = None
         self.profiler: Profiler | None = None
 
     def run_began(self, run: Run) -> None:
@@ -55,6 +61,9 @@ class Collector(Callback):
             measured = steps[self.plan.discarded :]
             step_seconds = statistics.median(step.tokens / step.tokens_per_second for step in measured)
             profile, self.profiler = self.profiler.stop(PROFILED_STEPS, step_seconds), None
+        peak = max(step.memory_gib for step in steps)
+        if self.trainer is not None and is_crowded(peak):
+            self.trainer.release_graphs()
         wanted = self.plan.hand_in(
             Measurement(
                 settings=self.settings,
@@ -64,7 +73,7 @@ class Collector(Callback):
                 losses=[step.loss for step in steps],
                 grad_norms=[step.grad_norm for step in steps],
                 warm_up=self.plan.discarded,
-                peak_gib=max(step.memory_gib for step in steps),
+                peak_gib=peak,
                 trained_share=coverage.share,
                 moved_share=(coverage.moved + coverage.waiting) / coverage.asked,
                 load_seconds=self.load_seconds,
@@ -77,6 +86,10 @@ class Collector(Callback):
         return wanted
 
 
+def is_crowded(peak: float) -> bool:
+    return torch.cuda.is_available() and CROWDED * peak * 2**30 > torch.cuda.get_device_properties(0).total_memory
+
+
 def ours(work: Work, plan: Plan) -> None:
     """Train through the trainer; the plan's changes are fields of the configuration."""
     run = f"run-{time.time_ns()}"
@@ -86,6 +99,7 @@ def ours(work: Work, plan: Plan) -> None:
         _attach(model, work, config)
     collector = Collector(plan, _settings(config, plan), config.use_fp8)
     trainer = ChronicalsTrainer(model, load_tokenizer(work.model), config, callbacks=[collector])
+    collector.trainer = trainer
     try:
         trainer.train(work.documents)
     except Enough:
