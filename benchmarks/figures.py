@@ -28,15 +28,28 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
 
 
-def measured_rows(kind: str = "row") -> dict[str, tuple[dict, dict[str, dict]]]:
+def measured_rows() -> dict[str, tuple[dict, dict[str, dict]]]:
     """By title: what was measured beside its peers, and its arms that have a speed, the fastest first."""
     found = {}
-    for path in sorted(RESULTS.glob(f"{kind}-*-h200.json")):
+    for path in sorted(RESULTS.glob("row-*-h200.json")):
         row = json.loads(path.read_text())
         arms = {name: arm for name, arm in row["arms"].items() if arm["status"] == "measured"}
         arms = dict(sorted(arms.items(), key=lambda item: -item[1]["tokens_per_second"]["median"]))
-        found[path.stem.removeprefix(f"{kind}-").removesuffix("-h200").replace("-", " ")] = row, arms
+        found[path.stem.removeprefix("row-").removesuffix("-h200").replace("-", " ")] = row, arms
     return found
+
+
+def compared_rows() -> dict[str, tuple[dict, dict[str, dict]]]:
+    """Those without arms of ours that were only scouted."""
+    return {
+        title: (row, {name: arm for name, arm in arms.items() if not is_scouted(name, arm)})
+        for title, (row, arms) in measured_rows().items()
+    }
+
+
+def is_scouted(name: str, arm: dict) -> bool:
+    """A point of a frontier."""
+    return name.startswith("ours ") and not arm["rounds"]
 
 
 def rows() -> list[str]:
@@ -51,7 +64,7 @@ def rows() -> list[str]:
         "| row | arm | real tokens/s | share of the floor | peak GiB | loss | last gradient norm | trained | rounds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for title, (_, arms) in measured_rows().items():
+    for title, (_, arms) in compared_rows().items():
         for name, arm in arms.items():
             norms = [norm for norm in arm["grad_norms"] if norm is not None]
             lines.append(
@@ -73,7 +86,7 @@ def draw_rows() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = measured_rows()
+    found = compared_rows()
     heights = [1 + len(arms) for _, arms in found.values()]
     figure = Figure(figsize=(9, 0.34 * sum(heights) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -126,7 +139,9 @@ def ladders() -> list[str]:
 def frontiers() -> list[str]:
     """What each policy of memory costs and saves, and where the peers stand."""
     lines: list[str] = []
-    for title, (_, arms) in measured_rows("frontier").items():
+    for title, (_, arms) in measured_rows().items():
+        if not any(is_scouted(name, arm) for name, arm in arms.items()):
+            continue
         picture = draw_frontier(title, arms).relative_to(ROOT)
         lines += ["", f"Memory and speed, {title}:", "", f"![tokens per second over peak memory]({picture})", ""]
         lines += ["| | real tokens/s | peak GiB |", "|---|---|---|"]

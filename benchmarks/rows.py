@@ -1,9 +1,10 @@
-"""Every row of the README and every frontier, by name: what `chronicals benchmark` is given for it.
+"""Every row of the README, with its frontier of memory and speed, by name: what `chronicals benchmark` is given for it.
 
-    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 440] [--commit HASH]
+    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 440] [--work FOLDER] [--commit HASH]
 
 All of them, or those named, one after the other on the card at hand; a JSON file and bars each in FOLDER, called after the row
-and the card. Weights and compilers' caches are shared. Then `benchmarks/figures.py` draws what lies in `benchmarks/results`.
+and the card. Weights and compilers' caches are shared, with later calls, too, where `--work` names their place. Then
+`benchmarks/figures.py` draws what lies in `benchmarks/results`.
 """
 
 import argparse
@@ -21,36 +22,43 @@ def against(*peers: str) -> list[str]:
     return ["--against", ",".join(peers)]
 
 
-def variants(*changes: str) -> list[str]:
-    return [word for change in changes for word in ("--variant", change)]
+def variants(*changes: str, option: str = "--variant") -> list[str]:
+    return [word for change in changes for word in (option, change)]
 
 
-POLICIES = variants(
-    "memory=[recompute_elementwise]",
-    "memory=[recompute_layers]",
-    "memory=[recompute_layers],logits_chunk_size=1024",
-    "memory=[offload_activations]",
+def scouted(*changes: str) -> list[str]:
+    """Arms of ours for the frontier of memory and speed."""
+    return variants(*changes, option="--scouted-variant")
+
+
+POLICIES = scouted(
     "memory=[recompute_layers,offload_activations],logits_chunk_size=1024",
+    "memory=[recompute_layers]",
+    "memory=[recompute_elementwise]",
+    "memory=[offload_activations]",
 )
 
-LEANEST = variants(
+LEANEST = scouted(
     "memory=[recompute_layers,offload_activations,optimizer_in_backward],logits_chunk_size=1024,optimizer_state_dtype=bf16,"
     "max_grad_norm=inf",
 )
 """8 bytes a weight, a single gradient at a time, and of the activations what is on its way."""
 
+IN_FP8 = scouted(
+    "use_fp8=true,memory=[offload_frozen_weights,recompute_layers]",
+    "use_fp8=true,memory=[offload_frozen_weights,recompute_elementwise]",
+)
+"""A byte a frozen weight."""
+
 ROWS = {
-    "row-0.5b-full-fixed": [*SMALL, *against("torch-compile", "liger", "unsloth")],
+    "row-0.5b-full-fixed": [*SMALL, *LEANEST, *POLICIES, *against("torch-compile", "liger", "unsloth")],
     "row-0.5b-full-ragged": [*SMALL, *RAGGED, *against("liger", "unsloth")],
-    "row-0.5b-lora-fixed": [*SMALL, *LORA, *variants("lora_dropout=0.05"), *against("liger", "unsloth")],
+    "row-0.5b-lora-fixed": [*SMALL, *LORA, *variants("lora_dropout=0.05"), *POLICIES, *against("liger", "unsloth")],
     "row-0.5b-lora-ragged": [*SMALL, *LORA, *RAGGED, *against("liger", "unsloth")],
     "row-0.5b-full-2k": [*SMALL, "--batch-size", "1", *variants("use_cuda_graphs=false")],
     "row-0.5b-full-64k": [*SMALL, "--batch-size", "32", "--steps", "10"],
     "row-8b-full-fixed": [*LARGE, *BF16_STATES, *variants("use_fp8=true"), *against("liger", "unsloth")],
-    "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *against("liger", "unsloth")],
-    "frontier-0.5b-full": [*SMALL, *POLICIES, *LEANEST, *against("liger", "unsloth")],
-    "frontier-0.5b-lora": [*SMALL, *LORA, *POLICIES, *against("liger", "unsloth")],
-    "frontier-8b-lora": [*LARGE, *LORA, *variants("use_fp8=true"), *POLICIES, *against("liger", "unsloth")],
+    "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *IN_FP8, *POLICIES, *against("liger", "unsloth")],
 }
 
 
@@ -71,6 +79,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
     parser.add_argument("--time-limit", type=float, default=440, help="seconds after which a row begins nothing new")
+    parser.add_argument("--work", type=Path, help="keep weights and compilers' caches here")
     parser.add_argument("--commit", help="to record")
     given = parser.parse_args()
     if unknown := set(given.names) - set(ROWS):
@@ -79,7 +88,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="chronicals-rows-") as folder:
         for name in given.names or ROWS:
             output = given.folder / f"{name}-{card()}.json"
-            words = "written" if measure(name, output, Path(folder), given.time_limit, given.commit) else "failed"
+            words = "written" if measure(name, output, given.work or Path(folder), given.time_limit, given.commit) else "failed"
             print(f"{words}: {output}", flush=True)
 
 

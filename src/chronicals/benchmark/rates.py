@@ -14,9 +14,13 @@ from chronicals.benchmark.floor import Job, Product, floor, products
 from chronicals.benchmark.measurement import device
 from chronicals.benchmark.work import Work
 
-REPEATS, SPOILED_BYTES, SPOILED = 15, 2**30, 4
-"""Samples of a measurement on a card. Before each so many bytes are overwritten so many times, about a millisecond: no cache
-holds anything of the operands then, and what is measured has been launched by the time that the card comes to it."""
+REPEATS, WARM_UP = 15, 100
+"""Samples of a measurement on a card, and how often it does a step's kind of work before the first."""
+
+WORK_SIDE, WORK_BYTES = 8192, 2**31
+"""What it does before each: two random squares of this side are multiplied, and so many bytes overwritten, some 2 ms. A card
+regulates its power, so products of a card that has rested are faster than those of a step, which does little else. No cache
+holds anything of the operands afterwards, and what is measured has been launched by the time that the card comes to it."""
 
 ALIGNED = 128
 
@@ -30,6 +34,10 @@ def measure_rates(work: Work) -> dict[str, Any]:
     """
     job, config = work.job(), work.config()
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
+    if device().type == "cuda":
+        work_like_a_step = _step_work()
+        for _ in range(WARM_UP):
+            work_like_a_step()
     copy = copy_rate()
     by_shape: dict[str, dict[str, float]] = {}
     for product in products(job):
@@ -71,19 +79,30 @@ def median_seconds(function: Callable[[], Any]) -> float:
 
 
 def _card_seconds(function: Callable[[], Any]) -> float:
-    scratch = torch.empty(SPOILED_BYTES, device=device(), dtype=torch.uint8)
+    work = _step_work()
     function()
     spans = []
     for _ in range(REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        for _ in range(SPOILED):
-            scratch.zero_()
+        work()
         start.record()
         function()
         end.record()
         spans.append((start, end))
     torch.cuda.synchronize()
     return statistics.median(start.elapsed_time(end) for start, end in spans) / 1000
+
+
+def _step_work() -> Callable[[], None]:
+    """What keeps the card as busy as a step does, to be called again and again."""
+    square = torch.randn(WORK_SIDE, WORK_SIDE, device=device(), dtype=torch.float16)
+    made, scratch = torch.empty_like(square), torch.empty(WORK_BYTES, device=device(), dtype=torch.uint8)
+
+    def work() -> None:
+        torch.mm(square, square, out=made)
+        scratch.zero_()
+
+    return work
 
 
 def copy_rate() -> float:
