@@ -1,28 +1,37 @@
-"""Rates of this machine at the step's own shapes, on random data: copies, matrix products, attention."""
+"""Rates of this machine at the step's own shapes, on random data: what the floor counts, run as a step.
+
+A card regulates its power: products are slower in a step, which does little else, than by themselves, and faster than where
+there is nothing else at all. So the products, attention and copies that the floor counts run in the order and number of a step,
+a few steps long, and each is timed where it stands. No cache holds what it reads by then.
+"""
 
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from chronicals.attention import choose_backend, document_attention
-from chronicals.benchmark.floor import Job, Product, floor, products
-from chronicals.benchmark.measurement import device
+from chronicals.benchmark.floor import Job, Product, elementwise_bytes, floor, loss_bytes, products
+from chronicals.benchmark.measurement import Clock, device
 from chronicals.benchmark.work import Work
 
-REPEATS, WARM_UP = 15, 100
-"""Samples of a measurement on a card, and how often it does a step's kind of work before the first."""
+WARM_UP, MEASURED = 4, 3
+"""Steps on a card; elsewhere, where nothing is regulated in so short a time, one of each, of a single layer."""
 
-WORK_SIDE, WORK_BYTES = 8192, 2**31
-"""What it does before each: two random squares of this side are multiplied, and so many bytes overwritten, some 2 ms. A card
-regulates its power, so products of a card that has rested are faster than those of a step, which does little else. No cache
-holds anything of the operands afterwards, and what is measured has been launched by the time that the card comes to it."""
+LEAD, SIDE = 8, 8192
+"""Before a step the card multiplies squares of this side so many times, some 12 ms: the host is ahead of it from then on."""
+
+SMALLEST_COPY, LARGEST_COPY = 2**24, 2**31
+
+FORWARD, BACKWARD, COPY = "attention forward", "attention backward", "copy"
 
 ALIGNED = 128
+
+Parts = Mapping[str, Callable[[], Any]]
 
 
 def measure_rates(work: Work) -> dict[str, Any]:
@@ -34,18 +43,17 @@ def measure_rates(work: Work) -> dict[str, Any]:
     """
     job, config = work.job(), work.config()
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
-    if device().type == "cuda":
-        work_like_a_step = _step_work()
-        for _ in range(WARM_UP):
-            work_like_a_step()
-    copy = copy_rate()
-    by_shape: dict[str, dict[str, float]] = {}
+    lengths = [len(document) for document in list(work.documents_by_step(work.warm_up + 1))[-1]]
+    size = copied_bytes(job)
+    parts = {**_products(job, kind), **_attention(job, lengths, kind), COPY: _copy(size)}
+    seconds = seconds_of(parts, order_of_a_step(job, size))
+    by_shape = {}
     for product in products(job):
-        if product.key not in by_shape:
-            seconds = product_seconds(product, kind)
-            by_shape[product.key] = {"seconds": seconds, "flops_per_second": product.flops / seconds}
-    attention = attention_rates(work, job, kind)
-    parts = floor(
+        own = seconds[product.key] * product.rows / aligned(product.rows)
+        by_shape[product.key] = {"seconds": own, "flops_per_second": product.flops / own}
+    attention = _attention_rates(job, lengths, kind, seconds)
+    copy = 2 * size / seconds[COPY]
+    whole = floor(
         job, copy, lambda product: by_shape[product.key]["seconds"],
         attention["forward_seconds"] + attention["backward_seconds"],
     )  # fmt: skip
@@ -54,7 +62,7 @@ def measure_rates(work: Work) -> dict[str, Any]:
         "copy_bytes_per_second": copy,
         "products": by_shape,
         "attention": attention,
-        "floor": parts.to_dict(),
+        "floor": whole.to_dict(),
     }
 
 
@@ -66,88 +74,97 @@ def machine() -> dict[str, str | float | int]:
     return {"card": f"CPU, {torch.get_num_threads()} threads"}
 
 
-def median_seconds(function: Callable[[], Any]) -> float:
-    """Of a call: on a card its own, with a cold cache and no wait for the host, elsewhere the median of a few."""
-    if device().type == "cuda":
-        return _card_seconds(function)
-    samples = []
-    for _ in range(4):
-        began = time.perf_counter()
-        function()
-        samples.append(time.perf_counter() - began)
-    return statistics.median(samples[1:])
+def copied_bytes(job: Job) -> int:
+    """Of one copy: as many are read and written as by the elementwise operations of a layer, or of a part of it."""
+    of_a_layer = elementwise_bytes(job.shape) * job.tokens // job.shape.layers // 2
+    largest = LARGEST_COPY if device().type == "cuda" else SMALLEST_COPY
+    return min(max(of_a_layer, SMALLEST_COPY), largest)
 
 
-def _card_seconds(function: Callable[[], Any]) -> float:
-    work = _step_work()
-    function()
-    spans = []
-    for _ in range(REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        work()
-        start.record()
-        function()
-        end.record()
-        spans.append((start, end))
-    torch.cuda.synchronize()
-    return statistics.median(start.elapsed_time(end) for start, end in spans) / 1000
+def order_of_a_step(job: Job, copied: int) -> list[str]:
+    """Names of the parts, one after the other; loss and optimizer are as many copies as have their bytes."""
+    order, made = list[str](), products(job)
+    layers = job.shape.layers if device().type == "cuda" else 1
+    copies = max(round(elementwise_bytes(job.shape) * job.tokens / job.shape.layers / (2 * copied)), 1)
+    for layer in range(layers):
+        order += [*(product.key for product in made if layer < product.count), FORWARD, BACKWARD, *[COPY] * copies]
+    beside = loss_bytes(job) * job.tokens + job.optimizer_bytes * job.trained_parameters
+    return order + [COPY] * (round(beside / (2 * copied)) if layers == job.shape.layers else 0)
 
 
-def _step_work() -> Callable[[], None]:
-    """What keeps the card as busy as a step does, to be called again and again."""
-    square = torch.randn(WORK_SIDE, WORK_SIDE, device=device(), dtype=torch.float16)
-    made, scratch = torch.empty_like(square), torch.empty(WORK_BYTES, device=device(), dtype=torch.uint8)
+def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
+    """Of each part in the steps measured, the median."""
+    found, on_card = defaultdict[str, list[float]](list), device().type == "cuda"
+    square = torch.randn(SIDE, SIDE, device=device(), dtype=torch.float16) if on_card else None
+    warm_up, measured = (WARM_UP, MEASURED) if on_card else (1, 1)
+    for number in range(warm_up + measured):
+        if square is not None:
+            for _ in range(LEAD):
+                torch.mm(square, square)
+        clock = Clock()
+        clock.mark()
+        for name in order:
+            parts[name]()
+            clock.mark()
+        for name, span in zip(order, clock.seconds()):
+            if number >= warm_up:
+                found[name].append(span)
+    return {name: statistics.median(spans) for name, spans in found.items()}
 
-    def work() -> None:
-        torch.mm(square, square, out=made)
-        scratch.zero_()
 
-    return work
+def aligned(rows: int) -> int:
+    """A step of ragged documents has any number of tokens; products are measured at the nearest multiple of ``ALIGNED`` rows,
+    as packs have it, and scaled."""
+    return max(round(rows / ALIGNED), 1) * ALIGNED if rows > ALIGNED else rows
 
 
-def copy_rate() -> float:
-    """Bytes read and written per second by a device copy that no cache holds."""
-    size = 2**31 if device().type == "cuda" else 2**24
+def _products(job: Job, kind: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """In the layouts that a linear layer gives them; those of one shape share their operands."""
+    operands: dict[tuple[int, int, int], list[torch.Tensor]] = {}
+    return {product.key: _product(product, kind, operands) for product in products(job)}
+
+
+def _product(
+    product: Product, kind: torch.dtype, operands: dict[tuple[int, int, int], list[torch.Tensor]]
+) -> Callable[[], Any]:
+    shape = rows, inputs, outputs = aligned(product.rows), product.inputs, product.outputs
+    if shape not in operands:
+        sizes = (rows, inputs), (rows, outputs), (outputs, inputs)
+        operands[shape] = [torch.randn(*size, device=device(), dtype=kind) for size in sizes]
+    x, upstream, weight = operands[shape]
+    return {"forward": lambda: x @ weight.t(), "dX": lambda: upstream @ weight, "dW": lambda: upstream.t() @ x}[product.kind]
+
+
+def _copy(size: int) -> Callable[[], Any]:
     source = torch.randint(0, 255, (size,), device=device(), dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * size / median_seconds(lambda: target.copy_(source))
+    return lambda: target.copy_(source)
 
 
-def product_seconds(product: Product, kind: torch.dtype) -> float:
-    """Time of one product in the layout that a linear layer gives it.
-
-    A step of ragged documents has any number of tokens; it is measured at the nearest multiple of ``ALIGNED`` rows, as
-    packs have it, and scaled.
-    """
-    rows = max(round(product.rows / ALIGNED), 1) * ALIGNED if product.rows > ALIGNED else product.rows
-    x, upstream, weight = (
-        torch.randn(*sizes, device=device(), dtype=kind)
-        for sizes in ((rows, product.inputs), (rows, product.outputs), (product.outputs, product.inputs))
-    )
-    run = {"forward": lambda: x @ weight.t(), "dX": lambda: upstream @ weight, "dW": lambda: upstream.t() @ x}[product.kind]
-    return median_seconds(run) * product.rows / rows
-
-
-def attention_rates(work: Work, job: Job, kind: torch.dtype) -> dict[str, Any]:
-    """One layer's attention over the documents of the first step after the warm-up, by the backend training chooses."""
-    lengths = [len(document) for document in list(work.documents_by_step(work.warm_up + 1))[-1]]
+def _attention(job: Job, lengths: Sequence[int], kind: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """One layer's, over the documents of the first step after the warm-up, by the backend training chooses."""
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device(), torch.int32)
-    shape, tokens = job.shape, sum(lengths)
     q, k, v = (
-        torch.randn(tokens, heads, shape.head_dim, device=device(), dtype=kind, requires_grad=True)
-        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+        torch.randn(sum(lengths), heads, job.shape.head_dim, device=device(), dtype=kind, requires_grad=True)
+        for heads in (job.shape.heads, job.shape.kv_heads, job.shape.kv_heads)
     )
     out = document_attention(q, k, v, bounds, max(lengths))
     upstream = torch.randn_like(out)
-    with torch.no_grad():
-        forward = median_seconds(lambda: document_attention(q, k, v, bounds, max(lengths)))
-    backward = median_seconds(lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True))
-    scale = job.tokens / tokens
-    flops = 2 * shape.q * sum(length * (length + 1) for length in lengths)
+
+    def forward() -> None:
+        with torch.no_grad():
+            document_attention(q, k, v, bounds, max(lengths))
+
+    return {FORWARD: forward, BACKWARD: lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True)}
+
+
+def _attention_rates(job: Job, lengths: Sequence[int], kind: torch.dtype, seconds: Mapping[str, float]) -> dict[str, Any]:
+    scale = job.tokens / sum(lengths)
+    flops = 2 * job.shape.q * sum(length * (length + 1) for length in lengths)
     return {
-        "backend": choose_backend(device(), kind, shape.head_dim),
-        "forward_seconds": forward * scale,
-        "backward_seconds": backward * scale,
-        "forward_flops_per_second": flops / forward,
-        "backward_flops_per_second": 2.5 * flops / backward,
+        "backend": choose_backend(device(), kind, job.shape.head_dim),
+        "forward_seconds": seconds[FORWARD] * scale,
+        "backward_seconds": seconds[BACKWARD] * scale,
+        "forward_flops_per_second": flops / seconds[FORWARD],
+        "backward_flops_per_second": 2.5 * flops / seconds[BACKWARD],
     }

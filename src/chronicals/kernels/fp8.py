@@ -293,7 +293,7 @@ def fp8_turned(scaled: Scaled) -> Scaled:
     values, scale = scaled
     if scale.ndim:
         raise ValueError(f"scale has shape {tuple(scale.shape)}: only what has the scale of a tensor can be turned")
-    if not runs_triton(values) or not values.numel():
+    if not runs_triton(scale) or not values.numel():
         return Scaled(values.t().contiguous(), scale)
     (rows, width), turned = values.shape, values.new_empty(values.shape[::-1])
     _turn_kernel[_grid(values)](values.view(torch.uint8), turned.view(torch.uint8), rows, width, BLOCK, num_warps=WARPS)

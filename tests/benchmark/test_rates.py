@@ -1,0 +1,80 @@
+"""Rates: all that the floor counts runs, in the number of a step, and is timed where it stands."""
+
+import made
+import pytest
+import torch
+
+from chronicals.benchmark import rates
+from chronicals.benchmark.floor import Job, Product, Shape, elementwise_bytes, loss_bytes, products
+from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD
+from chronicals.benchmark.work import prepare
+
+SHAPE = Shape(3, 64, 4, 2, 16, 128, 1024, 10**5)
+
+
+@pytest.fixture
+def on_a_card(monkeypatch):
+    monkeypatch.setattr(rates, "device", lambda: torch.device("cuda"))
+
+
+@pytest.mark.parametrize("tokens", [10**5, 10**7])
+@pytest.mark.parametrize("rank", [0, 8])
+def test_a_step_has_each_part_as_often_as_the_floor_counts_it(rank, tokens, on_a_card):
+    job = Job(SHAPE, tokens, 500.0, rank)
+    size = rates.copied_bytes(job)
+    order = rates.order_of_a_step(job, size)
+    counted = dict.fromkeys((product.key for product in products(job)), 0)
+    for product in products(job):
+        counted[product.key] += product.count
+    assert {name: order.count(name) for name in counted} == counted
+    assert order.count(FORWARD) == order.count(BACKWARD) == 3
+    total = elementwise_bytes(SHAPE) * job.tokens + loss_bytes(job) * job.tokens + job.optimizer_bytes * job.trained_parameters
+    assert order.count(COPY) * 2 * size == pytest.approx(total, rel=0.1)
+
+
+def test_copies_are_neither_tiny_nor_huge(on_a_card):
+    sizes = [rates.copied_bytes(Job(SHAPE, tokens, 500.0)) for tokens in (1, 10**5, 10**9)]
+    assert sizes[0] == rates.SMALLEST_COPY < sizes[1] < sizes[2] == rates.LARGEST_COPY
+
+
+@pytest.mark.parametrize("kind", ["forward", "dX", "dW"])
+def test_products_have_their_shapes(kind):
+    run = rates._product(Product("qkv", kind, 300, 64, 32, 1), torch.float32, {})
+    assert run().shape == {"forward": (256, 32), "dX": (256, 64), "dW": (32, 64)}[kind]
+
+
+def test_each_part_is_timed_where_it_stands(monkeypatch):
+    now = [0.0]
+
+    class Ticking:
+        def __init__(self):
+            self.marks = []
+
+        def mark(self):
+            self.marks.append(now[0])
+
+        def seconds(self):
+            return [b - a for a, b in zip(self.marks, self.marks[1:])]
+
+    def takes(seconds):
+        def run():
+            now[0] += seconds
+
+        return run
+
+    monkeypatch.setattr(rates, "Clock", Ticking)
+    monkeypatch.setattr(rates, "device", lambda: torch.device("cpu"))
+    assert rates.seconds_of({"a": takes(1.0), "b": takes(4.0)}, ["a", "b", "b", "a"]) == {"a": 1.0, "b": 4.0}
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_of_a_whole_row(mode, tmp_path):
+    work = made.work(tmp_path, mode=mode)
+    prepare(work)
+    found = rates.measure_rates(work)
+    parts, job = found["floor"], work.job()
+    assert found["products"].keys() == {product.key for product in products(job)}
+    assert all(rate["flops_per_second"] > 0 for rate in found["products"].values()) and found["copy_bytes_per_second"] > 0
+    expected = sum(product.count * found["products"][product.key]["seconds"] for product in products(job))
+    assert parts["products"] == pytest.approx(expected) and parts["attention"] > 0
+    assert parts["tokens_per_second"] == pytest.approx(job.tokens / parts["seconds"])
