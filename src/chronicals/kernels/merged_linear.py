@@ -41,8 +41,7 @@ from chronicals.kernels.peak import Peak
 from chronicals.kernels.products import product, product_into
 
 SIXTEEN = 16
-"""The margins' width is a multiple of it: of such strides Triton knows that rows begin at multiples of 16 bytes. It lays out a
-kernel by what it knows, and a norm that is made again must be summed in the order of the first time."""
+"""The margins' width is a multiple of it: of such strides Triton knows that rows begin at multiples of 16 bytes."""
 
 
 @dataclass(frozen=True)
