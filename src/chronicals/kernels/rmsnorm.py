@@ -6,8 +6,9 @@
     dw = Σ_rows dy · ŝ
 
 ``x`` is ``[..., D]`` in fp32, bf16 or fp16, ``w`` ``[D]`` or None; ``offset`` is 1 where a model stores w − 1 (Gemma).
-All is computed in fp32 and rounded once. Forward, squares are rounded before they are added: which of two a compiler takes into a
-multiply-add depends on what stands around them, and a norm that is made again of the sum alone is what it was, bit by bit. Saved: s, w and one fp32 a row.
+All is computed in fp32 and rounded once. Forward, squares are rounded before they are added: which of two a compiler takes into
+a multiply-add depends on what stands around them, and a norm that is made again from the sum alone is what it was, bit by bit.
+Saved: s, w and one fp32 a row.
 Bytes a row in 16 bit: 4·D forward, 6·D backward; with the residual 8·D and 8·D.
 """
 
