@@ -12,7 +12,7 @@ import torch
 import runs
 import tiny
 from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
-from chronicals.training import ChronicalsTrainer, decisions
+from chronicals.training import ChronicalsTrainer, decisions, in_backward
 
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6
@@ -201,8 +201,10 @@ UNCLIPPED = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "m
     [{}, {"mixed_precision": "bf16"}, {"optimizer_state_dtype": "bf16"}, {"use_lora": True, "lora_rank": 4}],
     ids=["fp32", "bf16", "bf16 states", "adapters"],
 )
-def test_updated_in_the_backward_pass_and_after_it(tmp_path, changes, memory, monkeypatch):
+@pytest.mark.parametrize("held", [1, 40_000, 1 << 26], ids=["one by one", "some", "all"])
+def test_updated_in_the_backward_pass_and_after_it(tmp_path, changes, memory, held, monkeypatch):
     monkeypatch.setattr(tiling, "TILE", 48)
+    monkeypatch.setattr(in_backward, "HELD", held)
     found = []
     for name, policies in (("after", memory), ("within", [*memory, "optimizer_in_backward"])):
         result = runs.train(tmp_path / name, **UNCLIPPED, **changes, memory=policies)

@@ -12,7 +12,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import DataError
 from chronicals.objectives import NextToken
 from chronicals.objectives.terms import Term
-from chronicals.training import Callback, ChronicalsTrainer, TrainingError
+from chronicals.training import Callback, ChronicalsTrainer, TrainingError, in_backward
 
 
 def test_loss_falls_and_everything_is_written(tmp_path):
@@ -203,8 +203,10 @@ def test_a_memory_policy_that_cannot_be_honoured_raises(tmp_path):
         runs.train(tmp_path, model=bloom, memory=["tiled_mlp"])
 
 
-def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(tmp_path):
+@pytest.mark.parametrize("held", [1, 1 << 26], ids=["one by one", "all"])
+def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(tmp_path, held, monkeypatch):
     """The head's gradient comes first; what lies before it in the model is not touched."""
+    monkeypatch.setattr(in_backward, "HELD", held)
     model = tiny.llama(tie_word_embeddings=False)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     model.lm_head.weight.register_hook(lambda gradient: gradient * float("nan"))
@@ -215,6 +217,25 @@ def test_in_the_backward_pass_nothing_follows_a_gradient_that_is_no_number(tmp_p
     x = model.lm_head.weight.sum()
     x.backward()
     assert model.lm_head.weight.grad is not None  # the run is over, and updates nothing any more
+
+
+def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch):
+    """As many as make ``HELD`` bytes, and one more; each weight is updated once a step."""
+    updated, usual = [], in_backward.UpdatesInBackward._update
+
+    def update(self):
+        updated.append([(parameter, parameter.grad.nbytes) for parameter in self.waiting])
+        usual(self)
+        assert all(parameter.grad is None for group in self.optimizer.param_groups for parameter in group["params"])
+
+    monkeypatch.setattr(in_backward, "HELD", 100_000)
+    monkeypatch.setattr(in_backward.UpdatesInBackward, "_update", update)
+    model = tiny.llama()
+    changes = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "memory": ["optimizer_in_backward"]}
+    runs.train(tmp_path, model=model, max_steps=1, **changes)
+    assert sorted(id(p) for group in updated for p, _ in group) == sorted(id(p) for p in model.parameters())
+    assert 1 < len(updated) < len(list(model.parameters()))
+    assert all(sum(size for _, size in group[:-1]) < 100_000 for group in updated)
 
 
 def test_what_runs_is_said_first(tmp_path, caplog):

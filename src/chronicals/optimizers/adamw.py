@@ -11,7 +11,7 @@ with ``apply`` at zero changes nothing, bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -79,16 +79,20 @@ class FusedAdamW(torch.optim.Optimizer):
         return loss
 
     @torch.no_grad()
-    def step_of(self, parameter: Tensor, apply: Tensor | None = None) -> None:
-        """The part of a step that is this weight's; ``refresh_rates`` comes before the parts of a step.
+    def step_of(self, parameters: Sequence[Tensor], apply: Tensor | None = None) -> None:
+        """The part of a step that is these weights'; ``refresh_rates`` comes before the parts of a step.
 
         Raises:
-            ValueError: the weight is in no group.
+            ValueError: a weight is in no group.
         """
+        wanted = {id(parameter) for parameter in parameters}
         for number, group in enumerate(self.param_groups):
-            if any(parameter is held for held in group["params"]):
-                return self._update([parameter], number, group, None, apply)
-        raise ValueError(f"a weight {tuple(parameter.shape)} is in no group of the optimizer")
+            own = [parameter for parameter in group["params"] if id(parameter) in wanted]
+            wanted -= {id(parameter) for parameter in own}
+            self._update(own, number, group, None, apply)
+        if wanted:
+            shape = next(tuple(parameter.shape) for parameter in parameters if id(parameter) in wanted)
+            raise ValueError(f"a weight {shape} is in no group of the optimizer")
 
     def _update(
         self, parameters: list[Tensor], number: int, group: dict[str, Any], factor: Tensor | None, apply: Tensor | None

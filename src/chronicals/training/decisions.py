@@ -214,4 +214,4 @@ def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:
             f"memory: optimizer_in_backward updates a weight before the gradients of {ranks} processes are added up; "
             "leave it out"
         )
-    return Decision("optimizer_in_backward", True, "asked for, gradients are dropped one by one")
+    return Decision("optimizer_in_backward", True, "asked for, gradients are dropped as soon as they are used")

@@ -1,4 +1,4 @@
-"""Updates in the backward pass: each weight as soon as its gradient is there, which is then dropped.
+"""Updates in the backward pass: weights as soon as some gradients are there, which are then dropped.
 
 Gradients never exist all at once (Lv et al., 2023, section 3.1), so their norm is known only when it is too late to clip by
 it, and they cannot be added up over micro-batches. Weights are otherwise those of an update afterwards, bit by bit, but for
@@ -15,35 +15,52 @@ from torch import Tensor
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.optimizers import FusedAdamW
 
+HELD = 1 << 26
+"""Bytes of gradients that are there when their weights are updated, by one launch: a small weight by itself would take the host
+longer than the card."""
+
 
 class UpdatesInBackward:
     """Of ``parameters``, from ``begin`` to ``finish`` of every step, until the end of ``with``.
 
-    A gradient that is not finite, and all that come after it in this step, change nothing.
+    Gradients of which one is not finite, and all that come after them in this step, change nothing.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: FusedAdamW):
         self.optimizer = optimizer
         self.inspect: Callable[[], None] | None = None
         self.squares = torch.zeros((), device=parameters[0].device)
-        self._hooks = [parameter.register_post_accumulate_grad_hook(self._update) for parameter in parameters]
+        self.waiting: list[Tensor] = []
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters]
 
     def begin(self, inspect: Callable[[], None] | None = None) -> None:
-        """Before a backward pass; ``inspect`` is called while each gradient is there."""
+        """Before a backward pass; ``inspect`` is called while gradients are there, for each of them once."""
         self.inspect = inspect
+        self.waiting.clear()
         self.squares.zero_()
         self.optimizer.refresh_rates()
 
-    def _update(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.squares += gradient_norm([parameter.grad]).square()
+    def _collect(self, parameter: Tensor) -> None:
+        self.waiting.append(parameter)
+        if sum(gradient.nbytes for gradient in self._gradients()) >= HELD:
+            self._update()
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.waiting if parameter.grad is not None]
+
+    def _update(self) -> None:
+        self.squares += gradient_norm(self._gradients()).square()
         if self.inspect is not None:
             self.inspect()
-        self.optimizer.step_of(parameter, apply=torch.isfinite(self.squares))
-        parameter.grad = None
+        self.optimizer.step_of(self.waiting, apply=torch.isfinite(self.squares))
+        for parameter in self.waiting:
+            parameter.grad = None
+        self.waiting.clear()
 
     def finish(self) -> dict[str, Tensor]:
         """``grad_norm`` of all gradients of the step, and whether all were ``applied``; scalars on the device."""
+        if self.waiting:
+            self._update()
         grad_norm = self.squares.sqrt()
         return {"grad_norm": grad_norm, "applied": torch.isfinite(grad_norm)}
 
@@ -53,3 +70,4 @@ class UpdatesInBackward:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
+        self.waiting.clear()
