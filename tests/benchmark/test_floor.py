@@ -110,6 +110,7 @@ def test_floors_at_the_ceilings_of_an_h200(name, rank, tokens, states, heads, ra
 def test_optimizer_bytes_by_what_is_kept():
     assert optimizer_bytes("bf16", "fp32", adapters=False) == 2 + 4 + 4 + 16
     assert optimizer_bytes("bf16", "bf16", adapters=False) == 2 + 4 + 4 + 8
+    assert optimizer_bytes("bf16", "bf16", adapters=False, master=False) == 2 + 4 + 8
     assert optimizer_bytes("bf16", "fp32", adapters=True) == 4 + 8 + 16
     assert optimizer_bytes("fp32", "fp32", adapters=False) == 4 + 8 + 16
 

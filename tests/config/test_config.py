@@ -29,6 +29,7 @@ PUBLISHED = {
     "lora_plus_ratio": 16.0,
     "use_8bit_optimizer": False,
     "optimizer_state_dtype": "fp32",
+    "master_weights": True,
     "activation_offload": False,
     "mixed_precision": "bf16",
     "use_fp8": False,
@@ -163,6 +164,13 @@ def test_a_warm_up_longer_than_the_run():
     assert ChronicalsConfig(warmup_steps=50, max_steps=50).warmup_steps == 50
     assert ChronicalsConfig(max_steps=50).warmup_steps == 100  # a default is fitted to the run later
     assert ChronicalsConfig(warmup_steps=5000, num_epochs=3).warmup_steps == 5000  # the steps are not known yet
+
+
+def test_only_bf16_weights_that_are_trained_have_masters():
+    assert not ChronicalsConfig(master_weights=False).master_weights
+    for other in ({"use_lora": True}, {"mixed_precision": "fp16"}, {"mixed_precision": "fp32"}):
+        with pytest.raises(ConfigurationError, match="master_weights=False: with .* no bf16 weight is trained; leave it out"):
+            ChronicalsConfig(master_weights=False, **other)
 
 
 @pytest.mark.parametrize(

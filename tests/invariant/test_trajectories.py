@@ -228,6 +228,16 @@ def test_bf16_follows_fp32(tmp_path):
     assert abs(deviation.mean()) < torch.finfo(torch.bfloat16).eps
 
 
+def test_bf16_without_masters_follows_fp32(tmp_path):
+    """Its losses as a whole, each with the noise of the rounding; rounded to the nearest, small updates would be lost."""
+    calm = {"max_steps": 20, "learning_rate": 3e-4}
+    runs.train(tmp_path / "fp32", **calm)
+    runs.train(tmp_path / "bf16", **calm, mixed_precision="bf16", master_weights=False)
+    full, half = (np.array(runs.trajectory(tmp_path / kind))[:, 1] for kind in ("fp32", "bf16"))
+    assert np.abs((half - full) / full).max() < 8 * torch.finfo(torch.bfloat16).eps
+    assert (half[0] - half[-1]) == pytest.approx(full[0] - full[-1], rel=0.1)
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["another trainer", "the same"])
 def test_resumed_and_uninterrupted(tmp_path, again):
     from chronicals.training import Callback, Interrupted

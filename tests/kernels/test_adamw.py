@@ -98,6 +98,48 @@ def test_states_in_bf16(kinds, function, device):
     assert (values(tensors)[0] - exact[0]).norm() <= 2**-20 * exact[0].norm()
 
 
+def without_master(tensors):
+    """bf16 weights alone."""
+    tensors.lows = []
+    return tensors
+
+
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", [fused_adamw_, fused_adamw_reference_])
+def test_bf16_weights_without_a_master(function, states, device):
+    """One of the two neighbours of what they should be, and right in the mean."""
+    tensors = without_master(drawn(torch.bfloat16, torch.bfloat16, device, shapes=[(CHUNK, 3), (5, 7)]))
+    tensors.means, tensors.squares = ([x.to(states) for x in row] for row in (tensors.means, tensors.squares))
+    exact = by_the_book(tensors, **OPTIONS)[0]
+    function(tensors, **OPTIONS)
+    ours = values(tensors)[0]
+    assert ((ours - exact).abs() <= exact.abs() * 2**-7 + exact.abs().max() * 2**-23).all()
+    assert (ours != exact.bfloat16().double()).any()
+    share = ((ours - exact) / exact.abs().clamp(min=1e-12)).clamp(-(2**-7), 2**-7).mean().abs()
+    assert share < 6 * 2**-7 / 12**0.5 / len(exact) ** 0.5
+
+
+def test_small_updates_of_weights_without_a_master_add_up(device):
+    """A hundredth of a spacing a step, by decay, arrives in the mean where it should."""
+    weight = torch.ones(1 << 15, device=device).bfloat16()
+    zeros = [torch.zeros(len(weight), device=device) for _ in range(3)]
+    tensors = Tensors([weight], [zeros[0]], [zeros[1]], [zeros[2]], [], [torch.zeros((), device=device)])
+    for _ in range(40):
+        fused_adamw_(tensors, 1.0, (0.9, 0.99), 1e-8, 2**-14)
+    assert abs(weight.float().mean().item() - (1 - 2**-14) ** 40) < 3e-4
+    assert weight.unique().numel() > 1
+
+
+def test_a_weight_without_a_master_that_is_no_number_stays_none(device):
+    bits = torch.tensor([0x7FC0, 0x7FFF, -1, 0x7F80, -0x80], dtype=torch.int16)  # NaN, NaN, NaN, inf, -inf
+    weight = bits.view(torch.bfloat16).to(device)
+    state = [torch.zeros(len(weight), device=device) for _ in range(3)]
+    tensors = Tensors([weight], [state[0]], [state[1]], [state[2]], [], [torch.zeros((), device=device)])
+    for _ in range(3):
+        fused_adamw_(tensors, **OPTIONS)
+    assert weight.isnan().tolist() == [True, True, True, False, False] and weight[3:].tolist() == [float("inf"), -float("inf")]
+
+
 def test_small_changes_of_bf16_states_add_up(device):
     """An average that moves by a hundredth of a spacing a step arrives where it should; rounded to the nearest it stays."""
     value = torch.ones(4096, device=device)
@@ -147,10 +189,11 @@ def test_many_updates(kinds, device):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("master", [True, False])
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
-def test_a_step_that_does_not_count_changes_nothing(kinds, device):
+def test_a_step_that_does_not_count_changes_nothing(kinds, master, device):
     """Not a bit, whatever the gradients are."""
-    tensors = drawn(*kinds, device)
+    tensors = drawn(*kinds, device) if master else without_master(drawn(*kinds, device))
     tensors.gradients[0].fill_(float("nan"))
     before = copy.deepcopy(tensors)
     fused_adamw_(tensors, **OPTIONS, apply=torch.tensor(False, device=device))
@@ -212,7 +255,7 @@ def test_who_saved_a_weight_notices(device):
 
 
 MUTATIONS = {
-    "no decay": ("w = w * decay", "w = w * 1.0"),
+    "no decay": (".to(tl.float32) * decay", ".to(tl.float32) * 1.0"),
     "no correction of the mean": ("lr / tl.load(corrections_ptr + tensor)", "lr"),
     "correction of another tensor": ("tl.load(corrections_ptr + count + tensor)", "tl.load(corrections_ptr + count)"),
     "no factor": (".to(tl.float32) * factor\n", ".to(tl.float32)\n"),

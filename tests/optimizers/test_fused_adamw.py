@@ -192,6 +192,26 @@ def test_the_weight_itself_follows_its_master():
     assert (master(mine, ours) - exact).norm() <= 1e-4 * (exact - before).norm()
 
 
+def test_without_masters_matrices_alone_are_rounded():
+    """Vectors keep theirs; what was saved comes back, and each kind has its launch."""
+    matrix, vector = (torch.nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((64, 64), (64,)))
+    optimizer = FusedAdamW([matrix, vector], lr=1e-4, master=False)
+    for _ in range(3):
+        for weight in (matrix, vector):
+            weight.grad = torch.ones_like(weight)
+        optimizer.step()
+    assert "low" not in optimizer.state[matrix] and optimizer.state[vector]["low"].any()
+    assert 1 < matrix.unique().numel() <= 3 and matrix.float().mean().item() == pytest.approx(1 - 3e-4, abs=1e-4)
+    assert (vector == 1).all() and master(optimizer, vector).mean().item() == pytest.approx(1 - 3e-4, abs=1e-6)
+    other = FusedAdamW([matrix, vector], lr=1e-4, master=False)
+    other.load_state_dict(optimizer.state_dict())
+    assert other.state[matrix].keys() == optimizer.state[matrix].keys()
+    assert torch.equal(other.state[vector]["low"], optimizer.state[vector]["low"])
+    value = torch.full((64, 64), 1.001)
+    optimizer.set_master(matrix, value)
+    assert torch.equal(matrix, value.bfloat16())
+
+
 def test_set_master_is_exact():
     parameter = nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
     optimizer = FusedAdamW([parameter], lr=0.0)

@@ -29,6 +29,7 @@ ARMS = {
     "offloaded, recomputed, in tiles": {"memory": ["recompute_layers", "offload_activations", "tiled_mlp"], **ADAPTERS},
     "offloaded, recomputed in part": {"memory": ["recompute_elementwise", "offload_activations"], **ADAPTERS},
     "bf16 states": {"optimizer_state_dtype": "bf16"},
+    "no masters": {"optimizer_state_dtype": "bf16", "master_weights": False},
     "fp8": {"use_fp8": True},
     "fp8 under adapters": {"use_fp8": True, **ADAPTERS, "gradient_accumulation_steps": 2},
     "fp8 whose weights wait": {"use_fp8": True, **ADAPTERS, "memory": ["offload_frozen_weights", "recompute_layers"]},

@@ -294,6 +294,11 @@ def test_steps_out_of_range(tmp_path, steps):
         verify(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), tiny.chat_rows(), steps=steps)
 
 
+def test_weights_have_masters_here(tmp_path):
+    found = compare(tmp_path, tiny.llama(), mixed_precision="bf16", master_weights=False)
+    assert found.passed and any("master_weights=False is true here" in note for note in found.notes)
+
+
 def test_rotary_frequencies_that_were_cast_are_named(tmp_path, seed):
     found = compare(tmp_path, tiny.llama(seed).bfloat16(), mixed_precision="bf16", seed=seed)
     assert any("inv_freq is off by" in note for note in found.notes)

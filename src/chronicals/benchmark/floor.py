@@ -128,16 +128,18 @@ class Job:
         return self.adapter_parameters if self.rank else self.shape.parameters
 
 
-def optimizer_bytes(precision: str, states: str, adapters: bool) -> int:
+def optimizer_bytes(precision: str, states: str, adapters: bool, master: bool = True) -> int:
     """Bytes that AdamW reads and writes for a parameter: gradient once, weight and two states twice.
 
     Args:
         precision: ``bf16`` (weights in two 16-bit halves of an exact fp32 value), ``fp16`` or ``fp32`` (fp32 weights).
         states: type of the optimizer states, ``fp32`` or ``bf16``.
         adapters: adapters are kept in fp32 under every precision.
+        master: whether ``bf16`` weights have the second half.
     """
-    gradient = 2 if precision == "bf16" and not adapters else 4
-    return gradient + 2 * 4 + 2 * 2 * (4 if states == "fp32" else 2)
+    narrow = precision == "bf16" and not adapters
+    gradient, weight = (2, 4 if master else 2) if narrow else (4, 4)
+    return gradient + 2 * weight + 2 * 2 * (4 if states == "fp32" else 2)
 
 
 def attention_flops(job: Job) -> float:

@@ -139,7 +139,9 @@ class Work:
             rank=config.lora_rank if config.use_lora else 0,
             adapted=_adapted(config.lora_target_modules),
             labelled=labelled / int(lengths.sum()),
-            optimizer_bytes=optimizer_bytes(config.mixed_precision, config.optimizer_state_dtype, config.use_lora),
+            optimizer_bytes=optimizer_bytes(
+                config.mixed_precision, config.optimizer_state_dtype, config.use_lora, config.master_weights
+            ),
         )
 
     def write(self) -> None:

@@ -143,6 +143,10 @@ class ChronicalsConfig:
     optimizer_state_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Type of the optimizer states; bf16 is rounded stochastically"
     )
+    master_weights: bool = Field(
+        default=True,
+        description="Keep trained bf16 weights as exact fp32 masters; false: matrices are rounded stochastically, 2 bytes less",
+    )
     activation_offload: bool = Field(default=False, description="Keep activations in host memory until they are needed")
     memory: list[MemoryPolicy] | None = Field(
         default=None, description="What saves memory, any of them together (default: recomputation where the card needs it)"
@@ -205,6 +209,9 @@ class ChronicalsConfig:
             if getattr(self, name) != accepted:
                 raise ConfigurationError(f"{name}={getattr(self, name)!r}: {remedy}")
         self._check_memory()
+        if not self.master_weights and (self.use_lora or self.mixed_precision != "bf16"):
+            other = "use_lora=True" if self.use_lora else f"mixed_precision={self.mixed_precision!r}"
+            raise ConfigurationError(f"master_weights=False: with {other} no bf16 weight is trained; leave it out")
         if self.early_stopping_patience is not None and self.eval_steps is None:
             raise ConfigurationError("early_stopping_patience needs eval_steps: without evaluations nothing can stop")
 

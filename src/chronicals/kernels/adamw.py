@@ -3,11 +3,12 @@
     g ← factor · g,   m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
 
-Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``); m and v are fp32, or bf16
+Weights are fp32, or bf16 with the lower half of their fp32 master in int16 (see ``master.py``). m and v are fp32, or bf16
 rounded stochastically (Gupta et al., 2015, section 3.1): up as often as the part cut off is of a spacing, so that what is
-too small for one step adds up over many. Gradients are fp32, bf16 or fp16. lr, ``factor`` and whether the step counts at all
-are read from the device, and a table of pointers leads to the tensors: a launch can be replayed as it is.
-Bytes an element: 24 and the gradient for bf16 weights as for fp32 ones; 16 with states in bf16.
+too small for one step adds up over many; so are bf16 weights without a master. Gradients are fp32, bf16 or fp16. lr, ``factor``
+and whether the step counts at all are read from the device, and a table of pointers leads to the tensors: a launch can be
+replayed as it is.
+Bytes an element: 24 and the gradient for bf16 weights as for fp32 ones; 16 with states in bf16, 12 without a master.
 """
 
 from __future__ import annotations
@@ -89,14 +90,16 @@ def _adamw_kernel(
             if HAS_LOW:
                 low_at = pointers(table_ptr + 4 * count, tensor, at, tl.int16, ALIGNED, BLOCK)
                 w = _joined(w, tl.load(low_at, mask=inside, other=0))
-            w = w * decay - rate * m / (tl.sqrt(v * of_square) + eps)
+            w = w.to(tl.float32) * decay - rate * m / (tl.sqrt(v * of_square) + eps)
+            dice = 0
+            if tl.bfloat16 == STATE or (tl.bfloat16 == W and not HAS_LOW):
+                dice = lowbias32(key ^ (offset + tl.arange(0, BLOCK)))
             if HAS_LOW:
                 w, low = _split(w)
                 tl.store(low_at, low, mask=inside)
+            elif tl.bfloat16 == W:
+                w = _rounded(tl.where(w == w, w, float("nan")), lowbias32(dice), W)  # of the NaN whose bits have no carry
             tl.store(w_at, w, mask=inside)
-            dice = 0
-            if tl.bfloat16 == STATE:
-                dice = lowbias32(key ^ (offset + tl.arange(0, BLOCK)))
             tl.store(m_at, _rounded(m, dice, STATE), mask=inside)
             tl.store(v_at, _rounded(v, dice >> 16, STATE), mask=inside)
 
@@ -106,7 +109,7 @@ class Tensors:
     """What one launch updates: lists of equal length, tensor by tensor of one size and all dense.
 
     Attributes:
-        lows: lower halves of the masters where the weights are bf16, else empty.
+        lows: lower halves of the masters of bf16 weights, or none.
         steps: fp32 scalars on the device, how often each was updated before.
     """
 
@@ -165,7 +168,7 @@ def _seed(step: Tensor) -> Tensor:
 
 def _runs_here(tensors: Tensors) -> bool:
     dense = all(x.is_contiguous() for row in _rows(tensors) for x in row)
-    return dense and runs_triton(*tensors.weights, *tensors.gradients) and not _needs_master(tensors)
+    return dense and runs_triton(*tensors.weights, *tensors.gradients) and tensors.weights[0].dtype != torch.float16
 
 
 def _rows(tensors: Tensors) -> list[list[Tensor]]:
@@ -179,11 +182,6 @@ def _table(tensors: Tensors) -> Table:
 def looked_up(tensors: Tensors) -> list[Tensor]:
     """What a launch reads beside ``tensors``; who replays it must hold these."""
     return _table(tensors).on_device
-
-
-def _needs_master(tensors: Tensors) -> bool:
-    """Whether 16-bit weights came without the lower halves of their masters."""
-    return tensors.weights[0].dtype != torch.float32 and not tensors.lows
 
 
 def _corrections(steps: list[Tensor], betas: tuple[float, float]) -> Tensor:
@@ -206,7 +204,7 @@ def fused_adamw_reference_(
         new_square = square.float() * betas[1] + g.square() * (1 - betas[1])
         root = (new_square / corrections[1, n]).sqrt_().add_(eps)
         new = value * (1 - lr * weight_decay) - lr * (new_mean / corrections[0, n]) / root
-        parts = split_master(new) if tensors.lows else (new.to(weight.dtype),)
+        parts = split_master(new) if tensors.lows else (_in_type(new, weight.dtype, tensors.steps[n], n, 2),)
         kept = (weight, tensors.lows[n]) if tensors.lows else (weight,)
         states = (_in_type(x, mean.dtype, tensors.steps[n], n, part) for part, x in enumerate((new_mean, new_square)))
         for old, updated in zip((*kept, mean, square), (*parts, *states)):
@@ -221,4 +219,4 @@ def _in_type(value: Tensor, kind: torch.dtype, step: Tensor, *place: int) -> Ten
     seed = hash((int(step), *place)) % 2**63
     dice = torch.randint(0, 2**16, value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
     cut = (value.float().contiguous().view(torch.int32) + dice.to(value.device)) & -(2**16)
-    return cut.view(torch.float32).bfloat16()
+    return torch.where(value.isnan(), value, cut.view(torch.float32)).bfloat16()

@@ -4,9 +4,9 @@
     w ← w − lr · λ · w − lr · (m / (1 − β₁ᵗ)) / (sqrt(v / (1 − β₂ᵗ)) + ε)
 
 States are fp32, or bf16 with stochastic rounding. A bf16 weight is the upper half of its fp32 master, the lower half is a
-state (see ``kernels/master.py``), so that small updates are not lost. The learning rate, clipping and the decision whether
-the step counts at all are tensors on the device: nothing waits for the host, a step can be captured in a CUDA graph, and one
-with ``apply`` at zero changes nothing, bit for bit.
+state (see ``kernels/master.py``), so that small updates are not lost; without a master it is rounded stochastically, too. The
+learning rate, clipping and the decision whether the step counts at all are tensors on the device: nothing waits for the host,
+a step can be captured in a CUDA graph, and one with ``apply`` at zero changes nothing, bit for bit.
 """
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from chronicals.kernels.master import split_master
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW whose bf16 weights train as fp32 weights do.
+    """AdamW whose bf16 weights train as fp32 weights do, with a master exactly so.
 
     Args:
         params: tensors or groups; a group may set ``lr`` and ``weight_decay``.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         state_dtype: of both moments, fp32 or bf16.
+        master: whether bf16 matrices have one; vectors, which are few and change little, do in any case.
 
     Raises:
         ValueError: a value is out of range.
@@ -41,18 +42,19 @@ class FusedAdamW(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         state_dtype: torch.dtype = torch.float32,
+        master: bool = True,
     ):
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype={state_dtype}: expected torch.float32 or torch.bfloat16")
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.state_dtype = state_dtype
+        self.state_dtype, self.master = state_dtype, master
         self._rates: dict[tuple[int, torch.device], Tensor] = {}
         self._versions: dict[Tensor, tuple[int, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "state_dtype": self.state_dtype}
+        return {**super().__getstate__(), "state_dtype": self.state_dtype, "master": self.master}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -124,14 +126,14 @@ class FusedAdamW(torch.optim.Optimizer):
         """The data of weights lies elsewhere but is the same: the lower halves of their masters stay valid."""
         self._versions = {parameter: _stamp(parameter) for parameter in self._versions}
 
-    def _by_type(self, parameters: list[Tensor]) -> dict[tuple[torch.dtype, torch.dtype], Tensors]:
-        """Those that have a gradient, by the types of weight and gradient."""
-        found: dict[tuple[torch.dtype, torch.dtype], Tensors] = {}
+    def _by_type(self, parameters: list[Tensor]) -> dict[tuple[torch.dtype, torch.dtype, bool], Tensors]:
+        """Those that have a gradient, by the types of weight and gradient and by whether there is a master."""
+        found: dict[tuple[torch.dtype, torch.dtype, bool], Tensors] = {}
         for parameter in parameters:
             if parameter.grad is None:
                 continue
             state = self.state_of(parameter)
-            tensors = found.setdefault((parameter.dtype, parameter.grad.dtype), Tensors())
+            tensors = found.setdefault((parameter.dtype, parameter.grad.dtype, "low" in state), Tensors())
             tensors.weights.append(parameter)
             tensors.gradients.append(parameter.grad)
             tensors.means.append(state["exp_avg"])
@@ -145,22 +147,22 @@ class FusedAdamW(torch.optim.Optimizer):
         return found
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The states of a weight, made at its first use: ``step``, ``exp_avg``, ``exp_avg_sq``, and ``low`` for bf16."""
+        """The states of a weight, made at its first use: ``step``, ``exp_avg``, ``exp_avg_sq``, and ``low`` of a master."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype, memory_format=torch.contiguous_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype, memory_format=torch.contiguous_format)
-            if parameter.dtype == torch.bfloat16:
+            if parameter.dtype == torch.bfloat16 and (self.master or parameter.ndim < 2):
                 state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
                 self._versions[parameter] = _stamp(parameter)
         return state
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
-        """Give a weight its fp32 value: exactly, also where the weight is bf16."""
+        """Give a weight its fp32 value: exactly, also where it is bf16 and has a master."""
         state = self.state_of(parameter)
-        if parameter.dtype != torch.bfloat16:
+        if "low" not in state:
             parameter.copy_(value)
             return
         high, low = split_master(value)

@@ -85,7 +85,8 @@ def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int) -> t
     states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
     gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
     kept = 1 if _leaves(config) else narrow + 2 * config.use_fp8
-    return narrow, kept, (2 + 2 if split else 4) + gradient + states
+    weight = (2 + 2 * config.master_weights) if split else 4
+    return narrow, kept, weight + gradient + states
 
 
 def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:

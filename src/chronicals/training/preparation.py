@@ -165,6 +165,7 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,
         "state_dtype": torch.bfloat16 if config.optimizer_state_dtype == "bf16" else torch.float32,
+        "master": config.master_weights,
     }
     if hasattr(model, "chronicals_lora") and config.use_lora_plus:
         optimizer = create_lora_plus_optimizer(

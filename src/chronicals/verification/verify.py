@@ -106,7 +106,9 @@ def verify(
     notes = without_dropout(model)
     if config.use_lora and config.lora_dropout:
         notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
-    config = config.replace(lora_dropout=0.0)
+    if not config.master_weights:
+        notes.append("master_weights=False is true here: the noise of the rounding is larger than an update")
+    config = config.replace(lora_dropout=0.0, master_weights=True)
     embedding_rows = model.get_input_embeddings().weight.shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
     stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=config.num_epochs, pin=device.type == "cuda")
