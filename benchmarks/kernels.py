@@ -321,8 +321,8 @@ def adapters():
             merged_linear(x, merged, weights, [None] * len(weights), of_layers, True, True).backward(upstream)
 
         def plain(x=x, upstream=upstream, frozen=frozen):
-            torch.mm(x.detach(), frozen.buffer.t())
-            torch.mm(upstream, frozen.buffer)
+            torch.mm(x.detach(), frozen.matrix.t())
+            torch.mm(upstream, frozen.matrix)
 
         yield Row(f"merged_linear {name}", {"ours": partial(adapted, 0.0)}, products=plain)
         yield Row(f"merged_linear {name} dropout 0.05", {"ours": partial(adapted, 0.05)}, products=plain)

@@ -126,3 +126,11 @@ def test_only_the_adapted_projections_are_counted():
     thin = {key: sizes for key, sizes in found.items() if key[0].endswith((" A", " B"))}
     a, b = (8, 4, 3), (4, 16, 3)
     assert thin == {("qkv A", "forward"): a, ("qkv A", "dW"): a, ("qkv B", "dX"): b, ("qkv B", "dW"): b}
+
+
+def test_one_layer_under_adapters_has_no_gradient_of_its_input():
+    """What does not occur is not among the products."""
+    job = Job(Shape(1, 64, 4, 2, 16, 128, 1024, 10**5), 1000, 500.0, rank=8)
+    found = products(job)
+    assert all(product.count == 1 for product in found)
+    assert ("qkv", "dX") not in {(product.name, product.kind) for product in found}

@@ -27,6 +27,7 @@ def bench(tmp_path, monkeypatch):
         def __init__(self):
             self.ran, self.started, self.ended, self.crash, self.changes, self.absent = [], [], [], set(), {}, set()
             self.processes, self.too_many = [], 99  # so many that wait make another one crash
+            self.crash_in_round = {}
 
         def measure(self, **options):
             work = made.work(tmp_path)
@@ -49,7 +50,8 @@ def bench(tmp_path, monkeypatch):
         def measure(self, timeout):
             bench.ran.append(self.name)
             waiting = sum(running.waits for running in bench.processes)
-            if self.name in bench.crash or waiting >= bench.too_many:
+            late = bench.crash_in_round.get(self.name) == self.rounds + 1
+            if self.name in bench.crash or waiting >= bench.too_many or late:
                 bench.ended.append(self.name)
                 raise ArmFailed("OutOfMemoryError: CUDA out of memory")
             self.rounds += 1
@@ -113,6 +115,27 @@ def test_an_arm_that_needs_the_card_for_itself_has_it(bench):
     row = bench.measure(against=["liger"], rounds=2)
     assert row.orders == [["ours", "liger"], ["liger", "ours"]] and not row.failed
     assert bench.ended.index("ours") < len(bench.ended) - 1 and bench.started.count("liger") == 3
+
+
+def test_a_waiting_arm_that_fails_in_its_round_runs_again_alone(bench):
+    bench.crash_in_round = {"ours": 2}
+    row = bench.measure(against=["liger"], rounds=1)
+    assert not row.failed and row.orders == [["ours", "liger"]]
+    assert bench.started.count("ours") == 2
+
+
+def test_an_arm_that_failed_is_not_begun_again(bench):
+    """By a reference of another arm's own documents, say."""
+    bench.crash = {"ours"}
+    bench.changes = {"liger": {"own_batches": [[[1, 2, 3]]]}}
+    bench.measure(against=["liger"], rounds=0)
+    assert bench.started.count("ours") == 1
+
+
+def test_what_was_measured_is_not_scouted(bench):
+    same = {"lora_dropout": 0.1}
+    row = bench.measure(variants=[same], scouted=[same, {"lora_dropout": 0.2}, {"lora_dropout": 0.2}], rounds=1)
+    assert [len(runs) for runs in row.runs.values()] == [2, 2, 1]
 
 
 def test_what_is_only_scouted_comes_last(bench):

@@ -307,6 +307,49 @@ class TestWeightsThatWait:
             assert p.device == weights[name].device and torch.equal(p, weights[name])
         assert not any(HOMES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
 
+    def test_what_did_not_fit_comes_back_later(self, device, monkeypatch):
+        """Say while a step that ran out of memory still holds its own; what stood for them has gone by then."""
+        model = self.waiting(device)
+        weights = {name: p.clone() for name, p in model.named_parameters()}
+        offload_frozen_weights(model)
+        found_in(model, batch(device))
+        made, usual = [], side_by_side.bring_back
+
+        def full(model):
+            assert not any(FP8 in vars(module) for module in model.modules())
+            down = model.get_decoder().layers[1].mlp.down_proj
+            base, down.base_layer = down.base_layer, None
+            made.append(base)
+            try:
+                usual(model)
+            finally:
+                down.base_layer = base
+
+        monkeypatch.setattr(side_by_side, "bring_back", full)
+        with pytest.raises(AttributeError):
+            lay_apart(model)
+        monkeypatch.undo()
+        assert made and any(HOMES in vars(module) for module in model.modules())
+        lay_apart(model)
+        for name, p in model.named_parameters():
+            assert p.device == weights[name].device and torch.equal(p, weights[name])
+        assert not any(HOMES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
+
+    def test_they_come_back_whatever_their_adapters_are(self, device):
+        """Two at a time run part by part."""
+        peft = pytest.importorskip("peft")
+        model = families.build("qwen2").to(device)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0)
+        wrapped = peft.get_peft_model(model, config)
+        patch_parts(wrapped, whole_layers=True)
+        run_in_fp8(wrapped)
+        assert offload_frozen_weights(wrapped)
+        wrapped.add_adapter("other", config)
+        wrapped.base_model.set_adapter(["default", "other"])
+        lay_apart(wrapped)
+        assert not any(isinstance(m, nn.Linear) and "forward" in vars(m) for m in wrapped.modules())
+        assert {p.device.type for p in wrapped.parameters()} == {device.type}
+
     def test_other_adapters_find_room_for_their_margins(self, device):
         """Such as come while the weights wait."""
         model = self.waiting(device)

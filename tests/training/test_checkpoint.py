@@ -162,6 +162,25 @@ def test_each_rank_has_its_random_numbers_back(tmp_path, caplog):
     assert "written by fewer processes, that of rank 2 draws its random numbers anew" in caplog.text
 
 
+def test_adapters_of_peft_come_back(tmp_path):
+    """Whatever a fresh wrapping had in their place."""
+    peft = pytest.importorskip("peft")
+
+    def model(seed):
+        made = tiny.llama()
+        torch.manual_seed(seed)
+        config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+        return peft.get_peft_model(made, config)
+
+    options = {"lr_scheduler": "constant", "warmup_steps": 0, "save_steps": 3}
+    runs.train(tmp_path / "whole", model=model(1), max_steps=6, **options)
+    runs.train(tmp_path / "parts", model=model(1), max_steps=3, **options)
+    runs.train(tmp_path / "parts", model=model(2), max_steps=6, resume=True, **options)
+    assert runs.trajectory(tmp_path / "whole") == runs.trajectory(tmp_path / "parts")
+    with pytest.raises(CheckpointError, match="does not belong to this model"):
+        runs.train(tmp_path / "parts", model=tiny.llama(), max_steps=9, resume=True, **options)
+
+
 def test_weights_of_several_types_come_back_bit_by_bit(tmp_path):
     """Frozen embeddings in fp16 before layers that fp16 would round."""
 

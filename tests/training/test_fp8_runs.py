@@ -11,7 +11,7 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.patching import fp8_layers, patch_parts
 from chronicals.patching.side_by_side import FP8, HOMES, MERGED
-from chronicals.training import decisions, preparation
+from chronicals.training import Callback, decisions, preparation
 
 
 @pytest.fixture
@@ -68,6 +68,18 @@ def test_weights_that_wait_come_back(tmp_path, fused_anywhere):
     after = {name.replace(".base_layer", ""): p for name, p in fused_anywhere.named_parameters() if "lora_" not in name}
     assert {p.device for p in after.values()} == {fused_anywhere.device}
     assert all(torch.equal(p, before[name].to(p)) for name, p in after.items())
+
+
+def test_weights_come_back_where_a_run_does_not_begin(tmp_path, fused_anywhere):
+    class Down(Callback):
+        def run_began(self, run):
+            raise ConnectionError("the tracker is down")
+
+    options = {"mixed_precision": "bf16", "use_fp8": True, "memory": ["offload_frozen_weights"], **ADAPTERS}
+    with pytest.raises(ConnectionError):
+        runs.train(tmp_path, model=fused_anywhere, callbacks=[Down()], **options)
+    assert not any(HOMES in vars(module) for module in fused_anywhere.modules())
+    assert not any(isinstance(m, torch.nn.Linear) and "forward" in vars(m) for m in fused_anywhere.modules())
 
 
 def test_with_nothing_frozen_there_is_nothing_to_move(tmp_path, fused_anywhere):

@@ -167,6 +167,32 @@ def test_released_they_are_captured_anew(arm, tmp_path):
         assert (weights[name].float() - weight.float()).norm() <= 2e-2 * weight.float().norm(), name
 
 
+class Moving(Callback):
+    """Gives frozen weights other memory, after which they are laid anew."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def step_done(self, metrics):
+        if metrics.step == 4:
+            for name, p in self.model.named_parameters():
+                if "q_proj.base_layer" in name:
+                    p.data = p.data.clone()
+
+
+@pytest.mark.gpu
+def test_weights_that_moved_are_followed(tmp_path):
+    model = tiny.llama()
+    usual, _, _ = run(tmp_path / "usual", True, **ARMS["adapters"])
+    torch.manual_seed(11)
+    run_options = {"mixed_precision": "bf16", "max_steps": STEPS, "gradient_accumulation_steps": 1, "save_steps": None}
+    runs.train(
+        tmp_path / "moved", model=model, callbacks=[Moving(model)], use_cuda_graphs=True, **run_options, **ARMS["adapters"]
+    )
+    for (_, loss, norm), (_, our_loss, our_norm) in zip(usual, runs.trajectory(tmp_path / "moved"), strict=True):
+        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+
+
 def test_targets_are_rounded_up():
     ids = torch.zeros(160, dtype=torch.int64)
     batch = Batch(ids, ids, ids, torch.tensor([0, 160], dtype=torch.int32), 160, 41)

@@ -218,7 +218,8 @@ def products(job: Job) -> list[Product]:
             found += [Product(f"{name} B", kind, T, ranks, outputs, s.layers) for kind in ("dX", "dW")]
     head = round(T * job.labelled)
     kinds: tuple[Literal["forward", "dX", "dW"], ...] = ("forward", "dX") if job.rank else ("forward", "dX", "dW")
-    return found + [Product("head", kind, head, s.width, s.vocabulary, 1) for kind in kinds]
+    found += [Product("head", kind, head, s.width, s.vocabulary, 1) for kind in kinds]
+    return [product for product in found if product.count]
 
 
 @dataclass(frozen=True)

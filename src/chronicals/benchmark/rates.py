@@ -1,8 +1,8 @@
 """Rates of this machine at the step's own shapes, on random data: what the floor counts, run as a step.
 
 A card regulates its power: products are slower in a step, which does little else, than by themselves, and faster than where
-there is nothing else at all. So the products, attention and copies that the floor counts run in the order and number of a step,
-a few steps long, and each is timed where it stands. No cache holds what it reads by then.
+there is nothing else at all. So the products, attention and copies that the floor counts run layer by layer, as often as in a
+step, a few steps long, and each is timed where it stands. No cache holds activations by then; one may hold a small weight.
 """
 
 from __future__ import annotations

@@ -193,7 +193,8 @@ class _Session:
     def survey(self) -> None:
         """Once each, when all is decided: what is only scouted."""
         self.end_all_but([])
-        self._run_once([Arm(OURS, changes) for changes in self.options.scouted], SURVEY)
+        arms = {arm.name: arm for arm in (Arm(OURS, changes) for changes in self.options.scouted)}
+        self._run_once([arm for name, arm in arms.items() if name not in self.row.runs], SURVEY)
 
     def _run_once(self, arms: Sequence[Arm], label: str) -> None:
         for number, arm in enumerate(arms):
@@ -203,7 +204,7 @@ class _Session:
 
     def _begin(self, arm: Arm, label: str) -> None:
         """Start the arm's process, unless it had its first round already."""
-        if arm.name not in self.begun and arm.name not in self.row.runs and not self._late(0.0):
+        if arm.name not in {*self.begun, *self.row.runs, *self.row.failed} and not self._late(0.0):
             self.begun[arm.name] = self._start(arm, label)
 
     def decide(self, arms: list[Arm]) -> None:
@@ -258,18 +259,20 @@ class _Session:
 
     def _measured(self, arm: Arm, label: str) -> Measurement:
         """A round of the arm: by its process that waits, or by a new one, alone if it does not fit beside those that wait."""
-        running = self.waiting.pop(arm.name, None)
-        if running is None:
-            if arm.name in self.row.runs and not self._is_room_for(self.row.runs[arm.name][-1].peak_gib):
-                self._end_waiting()
-            try:
-                return self._first_round(arm, label)
-            except ArmFailed:
-                if not self.waiting:
-                    raise
-                self.say(f"{arm.name}: failed while others waited in the card's memory; these are ended, it is run again")
-                self._end_waiting()
-                return self._first_round(arm, label)
+        peak = max((run.peak_gib for run in self.row.runs.get(arm.name, [])), default=0.0)
+        if arm.name not in self.waiting and not self._is_room_for(peak):
+            self._end_waiting()
+        try:
+            return self._next_round(arm) if arm.name in self.waiting else self._first_round(arm, label)
+        except ArmFailed:
+            if not self.waiting:
+                raise
+            self.say(f"{arm.name}: failed while others waited in the card's memory; these are ended, it is run again")
+            self._end_waiting()
+            return self._first_round(arm, label)
+
+    def _next_round(self, arm: Arm) -> Measurement:
+        running = self.waiting.pop(arm.name)
         measured = running.measure(self.options.arm_timeout)
         if running.waits:
             self.waiting[arm.name] = running

@@ -115,7 +115,7 @@ class FP8Weight:
         """For ``y = x Wᵀ``."""
         if self.frozen:
             return self._layouts()[0]
-        found, _ = fp8_quantize(self.weight)
+        found, _ = fp8_quantize(self._here())
         assert found is not None
         self._scale = found.scale
         return found
@@ -125,17 +125,17 @@ class FP8Weight:
         if self.frozen:
             rows, *columns = self._layouts()
             return columns[0] if columns else fp8_turned(rows)
-        _, found = fp8_quantize(self.weight, layout="columns", scale=self._scale)
+        _, found = fp8_quantize(self._here(), layout="columns", scale=self._scale)
         assert found is not None
         return found
+
+    def _here(self) -> Tensor:
+        return self.weight if self.device is None else self.weight.to(self.device)
 
     def _layouts(self) -> list[Scaled]:
         versions = tuple(part._version for part in self.parts)
         if self._known is None or self._known[0] != versions:
-            if self.device is None:
-                made = fp8_quantize(self.weight, layout="both")
-            else:
-                made = fp8_quantize(self.weight.to(self.device))
+            made = fp8_quantize(self._here(), layout="both" if self.device is None else "rows")
             layouts = [layout for layout in made if layout is not None]
             if self._known is not None:
                 for place, new in zip(self._known[1], layouts):

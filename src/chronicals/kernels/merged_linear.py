@@ -394,7 +394,8 @@ def merged_linear(
             row, which are written to here.
         remake: makes x again for the backward pass, in which case x is not kept.
         unread: nobody reads the outputs, which are left as they are found: only the backward pass is wanted.
-        fp8: the weights in ``merged`` for products in FP8; T must be a multiple of 16.
+        fp8: the weights in ``merged`` for products in FP8; T must be a multiple of 16. Without it, weights that lie ``apart``
+            are fetched, and kept until the backward pass.
         peaks: of x, and of the gradient of what is returned, which those who made them may have been told.
 
     Raises:

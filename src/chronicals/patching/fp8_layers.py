@@ -49,7 +49,7 @@ def run_in_fp8(model: Any) -> FP8Products:
 
 def offload_frozen_weights(model: Any) -> int:
     """Let the 16-bit weights of frozen products that run in FP8 wait in host memory, and keep only their rows in FP8; how many
-    bytes. Results stay as they are; ``forget_policies`` and ``lay_apart`` undo it.
+    bytes. What fused layers give stays as it is; ``forget_policies`` and ``lay_apart`` undo it.
     """
     moved = 0
     for found in groups_of_layers(model):

@@ -189,24 +189,32 @@ def _with_its_weight(linear: nn.Linear, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def bring_back(model: nn.Module) -> None:
-    """Weights that wait in host memory, to where they were."""
+    """Weights that wait in host memory, to where they were; what did not fit there then can be brought later."""
     for owner in model.modules():
-        homes: dict[tuple[str, ...], torch.device] = vars(owner).pop(HOMES, {})
-        for names, device in homes.items():
-            vars(owner).get(MERGED, {}).pop(names, None)
+        homes: dict[tuple[str, ...], torch.device] = vars(owner).get(HOMES, {})
+        for names, device in list(homes.items()):
             for name in names:
-                linear, _ = read_linear(getattr(owner, name))
-                vars(linear).pop("forward", None)
+                linear = getattr(getattr(owner, name), "base_layer", getattr(owner, name))
                 linear.weight.data = linear.weight.data.to(device, copy=True)
+                vars(linear).pop("forward", None)
+            vars(owner).get(MERGED, {}).pop(names, None)
+            del homes[names]
+        vars(owner).pop(HOMES, None)
+
+
+def forget_fp8(model: nn.Module) -> None:
+    """Let every product run in 16 bit again, and bring back what waits for it."""
+    for owner in model.modules():
+        vars(owner).pop(FP8, None)  # before there must be room for what it stands for
+    bring_back(model)
 
 
 @torch.no_grad()
 def lay_apart(model: nn.Module) -> None:
     """Give every weight that was laid into a storage with margins one of its own again, and forget the storages and what was
     made of them in FP8."""
-    bring_back(model)
+    forget_fp8(model)
     for owner in model.modules():
-        vars(owner).pop(FP8, None)
         if vars(owner).pop(MERGED, None) is not None:
             for linear in (child for child in owner.modules() if type(child) is nn.Linear):
                 if not linear.weight.is_contiguous():

@@ -12,7 +12,7 @@ from chronicals.memory import draws_numbers, tiled
 from chronicals.patching.decoder_layer import RECOMPUTES, TILES
 from chronicals.patching.forms import FORM, Forward, signature
 from chronicals.patching.plan import plan_for
-from chronicals.patching.side_by_side import FP8, bring_back
+from chronicals.patching.side_by_side import forget_fp8
 
 BY = "tiled_mlp"
 ROLE = "gated MLP"
@@ -52,10 +52,9 @@ def untile_mlps(model: Any) -> None:
 def forget_policies(model: Any) -> None:
     """What an earlier run's memory policies and FP8 left on the model."""
     untile_mlps(model)
-    bring_back(model)
+    forget_fp8(model)
     for module in model.modules():
         vars(module).pop(RECOMPUTES, None)
-        vars(module).pop(FP8, None)
 
 
 def has_gated_mlps(model: Any) -> bool:

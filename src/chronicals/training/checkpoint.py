@@ -155,6 +155,8 @@ def load_checkpoint(folder: Path, model: Any, optimizer: FusedAdamW, rank: int =
     try:
         if next(adapters(model), None) is not None:
             load_adapter(model, folder / MODEL)
+        elif hasattr(model, "get_base_model"):
+            _load_peft(folder / MODEL, model)
         else:
             _load_weights(folder / MODEL, model)
         stored = load_file(folder / OPTIMIZER)
@@ -178,6 +180,15 @@ def _load_weights(folder: Path, model: Any) -> None:
         raise ValueError(f"{len(missing)} tensors are missing, the first is {min(missing)}")
     for name, tensor in own.items():
         tensor.copy_(stored[name])
+
+
+def _load_peft(folder: Path, model: Any) -> None:
+    """What PEFT's wrapping of a model saved: its adapters."""
+    from peft import set_peft_model_state_dict
+
+    found = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    if found.unexpected_keys:
+        raise ValueError(f"the model has no {found.unexpected_keys[0]}")
 
 
 def _trained(model: Any) -> Iterator[tuple[str, Tensor]]:

@@ -71,10 +71,12 @@ class GraphedStep:
         self.gradients: list[Tensor | None] | None = None
         self.of_update: tuple[torch.cuda.CUDAGraph, dict[str, Tensor]] | None = None
         self.looked_up: list[Tensor] = []
+        self.addresses: tuple[int, ...] = ()
         self.failed = False
 
     def __call__(self, step: Step) -> dict[str, Tensor]:
         """One optimizer step; scalars on the device, as ``train_step`` returns them."""
+        self._look_where_weights_are()
         caller = torch.cuda.current_stream(self.precision.device)
         self.stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):
@@ -85,6 +87,14 @@ class GraphedStep:
             scalars = {"loss": self.total, **self._update()}
         caller.wait_stream(self.stream)
         return scalars
+
+    def _look_where_weights_are(self) -> None:
+        """Graphs read and write weights where they were; moved since, as adapters that are turned off and on again move what
+        they ride in, they need others."""
+        addresses = tuple(parameter.data_ptr() for parameter in self.model.model.parameters())
+        if self.micro and addresses != self.addresses:
+            self.release()
+        self.addresses = addresses
 
     def _bring_counts(self, counts: Mapping[str, int]) -> None:
         for name, count in counts.items():

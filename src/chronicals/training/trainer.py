@@ -111,6 +111,18 @@ class ChronicalsTrainer:
         presented, decisions = prepare_model(model, config, self.ranks.count)
         teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
         self.ranks.same_weights(model.parameters())
+        try:
+            result = self._run(presented, decisions, train_store, eval_store, resume)
+        finally:
+            self._leave_apart()
+        model.eval()
+        return result
+
+    def _run(
+        self, presented: PresentedModel, decisions: Mapping[str, Decision], train_store: TokenStore,
+        eval_store: TokenStore | None, resume: bool,
+    ) -> TrainingResult:  # fmt: skip
+        config, model = self.config, self.model
         precision = Precision(config.mixed_precision, self.device)
         several = config.gradient_accumulation_steps > 1 or self.ranks.count > 1 or decisions["tiled_mlp"].runs
         optimizer = build_optimizer(model, config, precision, sums_gradients=several)
@@ -124,9 +136,7 @@ class ChronicalsTrainer:
         with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run):
             with self._stepping(presented, optimizer, precision, decisions) as train_once:
                 self._loop(run, train_once, presented, precision, optimizer, stream, eval_store)
-            result = self._finish(run, train_store)
-        model.eval()
-        return result
+            return self._finish(run, train_store)
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
