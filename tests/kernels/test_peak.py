@@ -185,7 +185,7 @@ def test_planted_faults_are_found(fault, device):
     module, old, new = FAULTS[fault]
     wrong = mutant(module, old, new)
     with pytest.raises(AssertionError):
-        for _ in range(4):
+        for _ in range(16):  # the largest may lie in the last rows, which all find, of one draw in three
             if module is RMSNORM:  # more rows than a card has programs
                 rows = 700 if device.type == "cpu" else 70_000
                 check_norm(wrong.fused_add_rmsnorm, (rows, 64), torch.bfloat16, device, False, True)
