@@ -110,8 +110,8 @@ def randomise(model: Any) -> Any:
 
 
 def random_rows(count: int = 12, longest: int = 40) -> list[dict]:
-    """Documents of 2 tokens to ``longest``; both ends are among them. No token is 0, which fills packs up, and together they are
-    no multiple of 8: whatever the packs are, of a width that is, some are to be filled up."""
+    """Documents of 2 tokens to ``longest``; both ends are among them. No token is 0, which fills packs up, and together they
+    are no multiple of 8: whatever the packs are, of a width that is, some are to be filled up."""
     lengths = [2, longest, *torch.randint(2, longest + 1, (count - 2,)).tolist()]
     if sum(lengths) % 8 == 0:
         lengths[-1] += 1 if lengths[-1] < longest else -1
