@@ -185,9 +185,9 @@ def test_planted_faults_are_found(fault, device):
     module, old, new = FAULTS[fault]
     wrong = mutant(module, old, new)
     with pytest.raises(AssertionError):
-        for _ in range(16):  # the largest may lie in the last rows, which all find, of one draw in three
-            if module is RMSNORM:  # more rows than a card has programs
-                rows = 700 if device.type == "cpu" else 70_000
+        for _ in range(4):
+            if module is RMSNORM:  # many for each program, or its last ones often hold the largest
+                rows = 4000 if device.type == "cpu" else 70_000
                 check_norm(wrong.fused_add_rmsnorm, (rows, 64), torch.bfloat16, device, False, True)
             else:
                 check_unit(wrong.glu_of_both, 13, 37, torch.bfloat16, device, "silu")

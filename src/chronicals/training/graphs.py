@@ -71,6 +71,7 @@ class GraphedStep:
         self.gradients: list[Tensor | None] | None = None
         self.of_update: tuple[torch.cuda.CUDAGraph, dict[str, Tensor]] | None = None
         self.looked_up: list[Tensor] = []
+        self.weights = list(model.model.parameters())
         self.addresses: tuple[int, ...] = ()
         self.failed = False
 
@@ -91,7 +92,7 @@ class GraphedStep:
     def _look_where_weights_are(self) -> None:
         """Graphs read and write weights where they were; moved since, as adapters that are turned off and on again move what
         they ride in, they need others."""
-        addresses = tuple(parameter.data_ptr() for parameter in self.model.model.parameters())
+        addresses = tuple(weight.data_ptr() for weight in self.weights)
         if self.micro and addresses != self.addresses:
             self.release()
         self.addresses = addresses

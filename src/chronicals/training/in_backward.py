@@ -31,31 +31,36 @@ class UpdatesInBackward:
         self.inspect: Callable[[], None] | None = None
         self.squares = torch.zeros((), device=parameters[0].device)
         self.waiting: list[Tensor] = []
+        self.held = 0
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters]
 
     def begin(self, inspect: Callable[[], None] | None = None) -> None:
         """Before a backward pass; ``inspect`` is called while gradients are there, for each of them once."""
         self.inspect = inspect
-        self.waiting.clear()
+        self._forget()
         self.squares.zero_()
         self.optimizer.refresh_rates()
 
     def _collect(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
         self.waiting.append(parameter)
-        if sum(gradient.nbytes for gradient in self._gradients()) >= HELD:
+        self.held += parameter.grad.nbytes
+        if self.held >= HELD:
             self._update()
 
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.waiting if parameter.grad is not None]
-
     def _update(self) -> None:
-        self.squares += gradient_norm(self._gradients()).square()
+        gradients = [parameter.grad for parameter in self.waiting if parameter.grad is not None]
+        self.squares += gradient_norm(gradients).square()
         if self.inspect is not None:
             self.inspect()
         self.optimizer.step_of(self.waiting, apply=torch.isfinite(self.squares))
         for parameter in self.waiting:
             parameter.grad = None
+        self._forget()
+
+    def _forget(self) -> None:
         self.waiting.clear()
+        self.held = 0
 
     def finish(self) -> dict[str, Tensor]:
         """``grad_norm`` of all gradients of the step, and whether all were ``applied``; scalars on the device."""
@@ -70,4 +75,4 @@ class UpdatesInBackward:
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
-        self.waiting.clear()
+        self._forget()
