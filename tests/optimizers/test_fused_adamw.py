@@ -395,7 +395,7 @@ def test_looking_up_before_a_capture_leaves_nothing_to_do(monkeypatch):
     give_gradients([weight])
     with torch.no_grad():
         weight.add_(1)
-    optimizer.prepare_capture()
+    optimizer.looked_up([weight])
     low = optimizer.state[weight]["low"].fill_(3)
     optimizer._by_type([weight])
     assert (low == 3).all()

@@ -11,7 +11,7 @@ import tiny
 from chronicals.batch import Batch
 from chronicals.memory import offload, tiling
 from chronicals.patching import fp8_layers
-from chronicals.training import Callback, ChronicalsTrainer, enable_cuda_graphs
+from chronicals.training import Callback, ChronicalsTrainer, enable_cuda_graphs, in_backward
 from chronicals.training.graphs import SHARES, GraphedStep, _rounded
 
 STEPS = 8
@@ -29,6 +29,13 @@ ARMS = {
     "offloaded, recomputed, in tiles": {"memory": ["recompute_layers", "offload_activations", "tiled_mlp"], **ADAPTERS},
     "offloaded, recomputed in part": {"memory": ["recompute_elementwise", "offload_activations"], **ADAPTERS},
     "bf16 states": {"optimizer_state_dtype": "bf16"},
+    "updated in the backward pass": {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf")},
+    "in little memory": {
+        "memory": ["recompute_layers", "offload_activations", "optimizer_in_backward"],
+        "max_grad_norm": float("inf"),
+        "optimizer_state_dtype": "bf16",
+        "master_weights": False,
+    },
     "no masters": {"optimizer_state_dtype": "bf16", "master_weights": False},
     "fp8": {"use_fp8": True},
     "fp8 under adapters": {"use_fp8": True, **ADAPTERS, "gradient_accumulation_steps": 2},
@@ -51,6 +58,7 @@ def test_replayed_is_as_usual(arm, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(offload, "AT_A_TIME", 1000 if "nothing" in arm else 1)
     monkeypatch.setattr(tiling, "TILE", 48)
     monkeypatch.setattr(fp8_layers, "LEAST", 16)
+    monkeypatch.setattr(in_backward, "HELD", 1 << 12)
     with caplog.at_level(logging.WARNING):
         (usual, weights, first), (replayed, ours, second) = (
             run(tmp_path / name, graphed, **ARMS[arm]) for name, graphed in (("usual", False), ("graphs", True))
@@ -125,18 +133,22 @@ def test_a_capture_that_fails_midway_loses_no_gradient(tmp_path, monkeypatch):
 
 
 @pytest.mark.gpu
-def test_graphs_are_really_replayed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("arm", ["full", "updated in the backward pass"])
+def test_graphs_are_really_replayed(arm, tmp_path, monkeypatch):
+    monkeypatch.setattr(in_backward, "HELD", 1 << 12)
     seen = []
     release = GraphedStep.release
 
     def spy(self):
-        seen.append((len(self.micro), self.of_update is not None, self.failed))
+        looked_up = [len(captured.looked_up) for captured in self.micro.values()]
+        seen.append((len(self.micro), self.of_update is not None, bool(self.gradients), looked_up, self.failed))
         release(self)
 
     monkeypatch.setattr(GraphedStep, "release", spy)
-    run(tmp_path, True)
-    ((shapes, updated, failed),) = seen
-    assert shapes >= 1 and updated and not failed
+    run(tmp_path, True, **ARMS[arm])
+    ((shapes, updated, gradients, looked_up, failed),) = seen
+    apart = arm == "full"
+    assert shapes >= 1 and updated == gradients == apart and all(looked_up) != apart and not failed
 
 
 class Releasing(Callback):

@@ -38,10 +38,7 @@ def _square_sums_kernel(
 
 
 def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The norm of all elements of ``tensors``, an fp32 scalar on their device; 0 where there are none.
-
-    A captured call needs ``norm_tables`` to have been called for the same tensors before.
-    """
+    """The norm of all elements of ``tensors``, an fp32 scalar on their device; 0 where there are none."""
     if not tensors:
         return torch.zeros(())
     if not _runs_here(tensors):

@@ -63,8 +63,8 @@ def table_of(rows: Sequence[Sequence[Tensor]]) -> Table:
         if len(_tables) >= KEPT:
             _tables.pop(next(iter(_tables)))
         aligned = all(address % 16 == 0 for address in addresses) and all(size % 8 == 0 for size in sizes)
-        table = torch.tensor(addresses, dtype=torch.int64).view(len(rows), -1).to(device, non_blocking=True)
-        _tables[key] = Table(table, *_division(sizes, device), aligned)
+        table = torch.tensor(addresses, dtype=torch.int64).view(len(rows), -1)
+        _tables[key] = Table(_brought(table, device), *_division(sizes, device), aligned)
     return _tables[key]
 
 
@@ -76,8 +76,16 @@ def _division(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
         chunks = torch.tensor([-(-size // CHUNK) for size in sizes])
         tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), chunks)
         found = torch.tensor(sizes), tensors, chunks.cumsum(0) - chunks
-        _divisions[sizes, device] = tuple(x.to(device) for x in found)  # type: ignore[assignment]
+        _divisions[sizes, device] = tuple(_brought(x, device) for x in found)  # type: ignore[assignment]
     return _divisions[sizes, device]
+
+
+def _brought(values: Tensor, device: torch.device) -> Tensor:
+    """On the device; at once, on a stream of its own, where the copy would otherwise be captured."""
+    if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return values.to(device, non_blocking=True)
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        return values.to(device)
 
 
 def of_triton(kind: torch.dtype) -> object:

@@ -76,8 +76,7 @@ class FusedAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self.refresh_rates()
-        for number, group in enumerate(self.param_groups):
-            self._update(group["params"], number, group, factor, apply)
+        self._update([parameter for group in self.param_groups for parameter in group["params"]], factor, apply)
         return loss
 
     @torch.no_grad()
@@ -87,24 +86,27 @@ class FusedAdamW(torch.optim.Optimizer):
         Raises:
             ValueError: a weight is in no group.
         """
-        wanted = {id(parameter) for parameter in parameters}
-        for number, group in enumerate(self.param_groups):
-            own = [parameter for parameter in group["params"] if id(parameter) in wanted]
-            wanted -= {id(parameter) for parameter in own}
-            self._update(own, number, group, None, apply)
-        if wanted:
-            shape = next(tuple(parameter.shape) for parameter in parameters if id(parameter) in wanted)
-            raise ValueError(f"a weight {shape} is in no group of the optimizer")
+        held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for parameter in parameters:
+            if id(parameter) not in held:
+                raise ValueError(f"a weight {tuple(parameter.shape)} is in no group of the optimizer")
+        self._update(parameters, None, apply)
 
-    def _update(
-        self, parameters: list[Tensor], number: int, group: dict[str, Any], factor: Tensor | None, apply: Tensor | None
-    ) -> None:
-        for tensors in self._by_type(parameters).values():
+    def _update(self, parameters: Sequence[Tensor], factor: Tensor | None, apply: Tensor | None) -> None:
+        for number, group, tensors in self._launches(parameters):
             rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
             fused_adamw_(tensors, rate, group["betas"], group["eps"], group["weight_decay"], factor=factor, apply=apply)
         for parameter in parameters:
             if parameter in self._versions:
                 self._versions[parameter] = _stamp(parameter)
+
+    def _launches(self, parameters: Sequence[Tensor]) -> list[tuple[int, dict[str, Any], Tensors]]:
+        """What is updated at once, of those that have a gradient: number of its group, group and tensors."""
+        wanted, found = {id(parameter) for parameter in parameters}, []
+        for number, group in enumerate(self.param_groups):
+            own = [parameter for parameter in group["params"] if id(parameter) in wanted]
+            found += [(number, group, tensors) for tensors in self._by_type(own).values()]
+        return found
 
     def refresh_rates(self) -> None:
         """Bring every group's ``lr`` to where the device reads it; a captured step is replayed after this."""
@@ -117,10 +119,9 @@ class FusedAdamW(torch.optim.Optimizer):
                 held.copy_(rate, non_blocking=True)
 
     @torch.no_grad()
-    def prepare_capture(self) -> list[Tensor]:
-        """Make what a step looks up, for the gradients that are there now; it must live as long as the captured step."""
-        found = [tensors for group in self.param_groups for tensors in self._by_type(group["params"]).values()]
-        return [x for tensors in found if tensors.weights[0].is_cuda for x in looked_up(tensors)]
+    def looked_up(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """What an update of those that have a gradient now reads beside them; it must live as long as a captured one."""
+        return [x for _, _, tensors in self._launches(parameters) if tensors.weights[0].is_cuda for x in looked_up(tensors)]
 
     def weights_moved(self) -> None:
         """The data of weights lies elsewhere but is the same: the lower halves of their masters stay valid."""
@@ -140,9 +141,6 @@ class FusedAdamW(torch.optim.Optimizer):
             tensors.squares.append(state["exp_avg_sq"])
             tensors.steps.append(state["step"])
             if "low" in state:
-                if self._versions[parameter] != _stamp(parameter):  # somebody else wrote the weight
-                    state["low"].zero_()
-                    self._versions[parameter] = _stamp(parameter)
                 tensors.lows.append(state["low"])
         return found
 
@@ -156,6 +154,9 @@ class FusedAdamW(torch.optim.Optimizer):
             if parameter.dtype == torch.bfloat16 and (self.master or parameter.ndim < 2):
                 state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
                 self._versions[parameter] = _stamp(parameter)
+        elif "low" in state and self._versions[parameter] != _stamp(parameter):  # somebody else wrote the weight
+            state["low"].zero_()
+            self._versions[parameter] = _stamp(parameter)
         return state
 
     @torch.no_grad()

@@ -14,7 +14,10 @@ from chronicals.optimizers import FusedAdamW
 logger = logging.getLogger(__name__)
 
 SMALL = 1 << 16
-"""Tensors up to this many elements are compared whole, larger ones by the sum of their bit patterns."""
+"""Tensors up to this many elements are compared whole, larger ones by the sums of their bit patterns."""
+
+AT_A_TIME = 1 << 22
+"""Elements that are summed at a time: torch makes 8 bytes of each."""
 
 
 @dataclass(frozen=True)
@@ -106,13 +109,13 @@ class FirstStepAudit:
 
     def _mark(self, parameter: Tensor) -> Tensor:
         """What changes when the weight, or the lower half of its master, does."""
-        parts = [parameter.detach()]
-        if "low" in self.optimizer.state.get(parameter, {}):
-            parts.append(self.optimizer.state[parameter]["low"])
-        patterns = [part.reshape(-1).view(torch.int16).clone() for part in parts]
-        if parameter.numel() > SMALL:
-            patterns = [pattern.sum(dtype=torch.int64)[None] for pattern in patterns]
-        return torch.cat(patterns)
+        states = self.optimizer.state_of(parameter)
+        parts = [parameter.detach(), *([states["low"]] if "low" in states else [])]
+        patterns = [part.reshape(-1).view(torch.int16) for part in parts]
+        if parameter.numel() <= SMALL:
+            return torch.cat(patterns)
+        sums = [piece.sum(dtype=torch.int64) for pattern in patterns for piece in pattern.split(AT_A_TIME)]
+        return torch.stack(sums)
 
 
 def _count(parameters: Iterable[Tensor]) -> int:

@@ -109,7 +109,6 @@ def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str, r
         "the model's own logits are used": not presented.head_is_read,
         f"{ranks} processes share a step": ranks > 1,
         f"attention by {backend} asks the host": backend not in FLASH,
-        "weights are updated in the backward pass": "optimizer_in_backward" in config.memory_policies,
         "fp16 runs under autocast": config.mixed_precision == "fp16",
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)

@@ -5,7 +5,8 @@ usual when it is first met, for kernels are compiled then, and captured when it 
 lives on the device: the batch, the counts, the learning rate, the random state of dropout, which torch keeps for graphs.
 
 The first graph's gradients stay and are everybody's: the first micro-step of an optimizer step lays them there, by itself
-in that graph and by a copy in the others; later ones add to them. All graphs share one pool of memory.
+in that graph and by a copy in the others; later ones add to them. Where weights are updated in the backward pass, a
+micro-step is the whole step and leaves none. All graphs share one pool of memory.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from chronicals.kernels.gradient_norm import norm_tables
 from chronicals.models import PresentedModel
 from chronicals.objectives import Objective
 from chronicals.optimizers import FusedAdamW
+from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 from chronicals.training.step import gradients_of, micro_step, update
 
@@ -42,26 +44,28 @@ Shape = tuple[int, int, int, int | None, tuple[str, ...], bool]
 
 @dataclass
 class _Captured:
-    """A micro-step's graph, the batch that it reads and the loss that it leaves."""
+    """A micro-step's graph, the batch that it reads, the loss that it leaves, and what its updates look up."""
 
     graph: torch.cuda.CUDAGraph
     batch: Batch
     loss: Tensor
+    looked_up: list[Tensor]
 
 
 class GraphedStep:
     """In place of ``train_step``, on one card.
 
     Args:
-        model, objective, parameters, optimizer, precision, max_grad_norm: as of ``train_step``.
+        model, objective, parameters, optimizer, precision, max_grad_norm, in_backward: as of ``train_step``.
     """
 
     def __init__(
         self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW,
-        precision: Precision, max_grad_norm: float | None,
+        precision: Precision, max_grad_norm: float | None, in_backward: UpdatesInBackward | None = None,
     ):  # fmt: skip
         self.model, self.objective, self.precision = model, objective, precision
         self.parameters, self.optimizer, self.max_grad_norm = parameters, optimizer, max_grad_norm
+        self.in_backward = in_backward
         self.stream = torch.cuda.Stream(precision.device)
         self.pool = torch.cuda.graph_pool_handle()
         self.met: set[Shape] = set()
@@ -82,6 +86,7 @@ class GraphedStep:
         self.stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):
             self._bring_counts(self.objective.counts(step.counts))
+            self.optimizer.refresh_rates()
             self.total.zero_()
             for number, batch in enumerate(step.batches):
                 self.total += self._micro_step(_rounded(batch), first=number == 0)
@@ -120,9 +125,17 @@ class GraphedStep:
             torch._foreach_zero_(_there(self.gradients))
             self._set_gradients(self.gradients)
         moved = batch.to(self.precision.device, non_blocking=True)
-        loss = micro_step(self.model, self.objective, moved, self.counts, self.precision)
+        loss = self._train(moved)
         if self.gradients is not None and any(p.grad is not kept for p, kept in zip(self.parameters, self.gradients)):
             self._give_up("a weight that had no gradient before has one now")
+        return loss
+
+    def _train(self, batch: Batch) -> Tensor:
+        if self.in_backward is None:
+            return micro_step(self.model, self.objective, batch, self.counts, self.precision)
+        self.in_backward.begin()
+        loss = micro_step(self.model, self.objective, batch, self.counts, self.precision)
+        self.in_backward.end()
         return loss
 
     def _give_up(self, reason: str) -> None:
@@ -136,17 +149,21 @@ class GraphedStep:
         held = [p.grad for p in self.parameters]
         if first:
             self._set_gradients(None)
+        for parameter in self.parameters if self.in_backward is not None else ():
+            self.optimizer.state_of(parameter)  # what is made or mended once must not be so in every replay
 
         def run() -> Tensor:
-            loss = micro_step(self.model, self.objective, static, self.counts, self.precision)
+            loss = self._train(static)
             if first and self.gradients is not None:
                 _lay(self.gradients, [p.grad for p in self.parameters])
             return loss
 
         captured = self._captured(run)
         if captured is not None:
-            self.micro[shape] = _Captured(captured[0], static, captured[1])
-            self.gradients = self.gradients or [p.grad for p in self.parameters]
+            looked_up = [] if self.in_backward is None else self.in_backward.looked_up
+            self.micro[shape] = _Captured(captured[0], static, captured[1], looked_up)
+            if self.in_backward is None:
+                self.gradients = self.gradients or [p.grad for p in self.parameters]
         if captured is None:
             self._set_gradients(self.gradients if first else held)
         elif first:
@@ -157,10 +174,11 @@ class GraphedStep:
             parameter.grad = None if gradients is None else gradients[number]
 
     def _update(self) -> dict[str, Tensor]:
-        self.optimizer.refresh_rates()
+        if self.in_backward is not None:
+            return self.in_backward.scalars()
         given = self.parameters, self.optimizer, self.precision, self.max_grad_norm
         if self.gradients is not None and self.of_update is None and not self.failed:
-            self.looked_up = [*self.optimizer.prepare_capture(), *norm_tables(gradients_of(self.parameters))]
+            self.looked_up = [*self.optimizer.looked_up(self.parameters), *norm_tables(gradients_of(self.parameters))]
             self.of_update = self._captured(lambda: update(*given))
         if self.of_update is not None:
             graph, scalars = self.of_update

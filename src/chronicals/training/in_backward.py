@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from chronicals.kernels.gradient_norm import gradient_norm
+from chronicals.kernels.gradient_norm import gradient_norm, norm_tables
 from chronicals.optimizers import FusedAdamW
 
 HELD = 1 << 26
@@ -24,6 +24,10 @@ class UpdatesInBackward:
     """Of ``parameters``, from ``begin`` to ``finish`` of every step, until the end of ``with``.
 
     Gradients of which one is not finite, and all that come after them in this step, change nothing.
+
+    Attributes:
+        looked_up: what captured updates since ``begin`` read beside weights, states and gradients; who replays them must
+            hold it.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: FusedAdamW):
@@ -32,11 +36,13 @@ class UpdatesInBackward:
         self.squares = torch.zeros((), device=parameters[0].device)
         self.waiting: list[Tensor] = []
         self.held = 0
+        self.looked_up: list[Tensor] = []
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters]
 
     def begin(self, inspect: Callable[[], None] | None = None) -> None:
         """Before a backward pass; ``inspect`` is called while gradients are there, for each of them once."""
         self.inspect = inspect
+        self.looked_up = []
         self._forget()
         self.squares.zero_()
         self.optimizer.refresh_rates()
@@ -53,6 +59,8 @@ class UpdatesInBackward:
         self.squares += gradient_norm(gradients).square()
         if self.inspect is not None:
             self.inspect()
+        if gradients[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            self.looked_up += [*self.optimizer.looked_up(self.waiting), *norm_tables(gradients)]
         self.optimizer.step_of(self.waiting, apply=torch.isfinite(self.squares))
         for parameter in self.waiting:
             parameter.grad = None
@@ -62,10 +70,13 @@ class UpdatesInBackward:
         self.waiting.clear()
         self.held = 0
 
-    def finish(self) -> dict[str, Tensor]:
-        """``grad_norm`` of all gradients of the step, and whether all were ``applied``; scalars on the device."""
+    def end(self) -> None:
+        """After a backward pass."""
         if self.waiting:
             self._update()
+
+    def scalars(self) -> dict[str, Tensor]:
+        """``grad_norm`` of all gradients of the step, and whether all were ``applied``, on the device."""
         grad_norm = self.squares.sqrt()
         return {"grad_norm": grad_norm, "applied": torch.isfinite(grad_norm)}
 

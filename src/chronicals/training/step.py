@@ -45,7 +45,8 @@ def train_step(
     for batch in step.batches:
         total += micro_step(model, objective, batch.to(precision.device, non_blocking=True), counts, precision)
     if in_backward is not None:
-        return {"loss": total, **in_backward.finish()}
+        in_backward.end()
+        return {"loss": total, **in_backward.scalars()}
     ranks.sum_gradients(parameters)
     ranks.sum(total)
     if inspect_gradients is not None:

@@ -154,7 +154,7 @@ class ChronicalsTrainer:
             if decisions["optimizer_in_backward"].runs:
                 in_backward = around.enter_context(UpdatesInBackward(parameters, optimizer))
             if decisions["use_cuda_graphs"].runs:
-                self._replayed = GraphedStep(*given, clip)
+                self._replayed = GraphedStep(*given, clip, in_backward)
 
             def train_once(step: Step, inspect: Callable[[], None] | None) -> dict[str, torch.Tensor]:
                 if self._replayed is not None and inspect is None:
