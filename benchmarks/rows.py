@@ -39,9 +39,9 @@ POLICIES = scouted(
 )
 
 LEANEST = scouted(
-    "memory=[recompute_layers,offload_activations,optimizer_in_backward],logits_chunk_size=1024,optimizer_state_dtype=bf16,"
+    "memory=[recompute_layers,offload_activations,optimizer_in_backward],logits_chunk_size=2816,optimizer_state_dtype=bf16,"
     "max_grad_norm=inf",
-    "memory=[recompute_layers,offload_activations,optimizer_in_backward],logits_chunk_size=1024,optimizer_state_dtype=bf16,"
+    "memory=[recompute_layers,offload_activations,optimizer_in_backward],logits_chunk_size=2816,optimizer_state_dtype=bf16,"
     "max_grad_norm=inf,master_weights=false",
 )
 """8 bytes a weight, or 6, a few gradients at a time, and of the activations what is on its way."""

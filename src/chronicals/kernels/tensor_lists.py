@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,11 +82,17 @@ def _division(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Ten
 
 
 def _brought(values: Tensor, device: torch.device) -> Tensor:
-    """On the device; at once, on a stream of its own, where the copy would otherwise be captured."""
+    """On the device; at once, on another stream, where the copy would otherwise be captured."""
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return values.to(device, non_blocking=True)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(_beside(device)):
         return values.to(device)
+
+
+@functools.cache
+def _beside(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody captures: torch has few, and hands out those of usual priority again and again."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def of_triton(kind: torch.dtype) -> object:
