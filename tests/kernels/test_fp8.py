@@ -157,16 +157,21 @@ def test_compiled(device):
 
 FAULTS = {
     "a scale that is not inverted": ("(x * _inverse(of_rows)[:, None])", "(x * of_rows[:, None])"),
-    "columns scaled as rows": ("_inverse(of_columns)[:, None]", "_inverse(of_columns)[None, :]"),
-    "columns not turned": ("(tl.trans(given).to(tl.float32)", "(given.to(tl.float32)"),
-    "the maximum with its sign": ("x, magnitude(x)", "x, tl.where(x == x, x, 0.0)"),
+    "scales of the first blocks of columns": ("top.to(tl.int64) * width + there", "there"),
+    "columns upside down": (
+        "there.to(tl.int64)[:, None] * rows + row[",
+        "there.to(tl.int64)[:, None] * rows + (rows - 1 - row)[",
+    ),
+    "the maximum with its sign": ("sizes = magnitude(given.to(tl.float32))", "sizes = given.to(tl.float32)"),
+    "the first rows of a square alone": ("most = tl.maximum(most, ", "most = tl.where(part > 0, most, "),
+    "the first part of a tile alone": ("here = top * BLOCK + part + of_part", "here = top * BLOCK + of_part"),
     "the first rows of a tile alone": (
         "raise_peak(of_rows_ptr, tl.max(sizes, 1))",
         "raise_peak(of_rows_ptr, tl.where(row < 8, tl.max(sizes, 1), 0.0))",
     ),
     "scales of rows for columns": (
-        "of_columns_ptr + column, mask=column < width, other",
-        "of_rows_ptr + column, mask=column < width, other",
+        "tl.load(of_columns_ptr + there, mask=there < width",
+        "tl.load(of_rows_ptr + there, mask=there < width",
     ),
 }
 

@@ -26,7 +26,7 @@ from chronicals.kernels.peak import magnitude, new_peak, raise_peak
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-WARPS = 8
+WARPS, PART = 8, 32
 SMALLEST = 2.0**-126
 """Of scales: the inverse of a smaller one is infinite."""
 
@@ -66,15 +66,10 @@ def _inverse(scale):
 
 
 @triton.jit
-def _tile(x_ptr, rows, width, stride, BLOCK: tl.constexpr):
-    """Where this program's rows and columns lie, and their values, as they are and in fp32, and sizes for the maximum."""
-    across = tl.cdiv(width, BLOCK)
-    row = (tl.program_id(0) // across) * BLOCK + tl.arange(0, BLOCK)
-    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+def _values(x_ptr, row, column, rows, width, stride):
+    """Of these rows and columns, as they are, and which of them there are."""
     inside = (row < rows)[:, None] & (column < width)[None, :]
-    given = tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
-    x = given.to(tl.float32)
-    return row, column, inside, given, x, magnitude(x)
+    return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0), inside
 
 
 @triton.jit
@@ -82,7 +77,11 @@ def _extremes_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """max |x| of all, or of each row and each column, as the integers of their bits."""
-    row, column, _, _, _, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
+    across = tl.cdiv(width, BLOCK)
+    row = (tl.program_id(0) // across) * BLOCK + tl.arange(0, BLOCK)
+    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
+    given, _ = _values(x_ptr, row, column, rows, width, stride)
+    sizes = magnitude(given.to(tl.float32))
     if SCALING == "tensor":
         raise_peak(of_rows_ptr, tl.max(sizes, 1))
     else:
@@ -95,55 +94,64 @@ def _extremes_kernel(
 def _tiles_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride,
     SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """The maxima of tensors and rows are there, or the scale of a tensor is; those of blocks and squares are found here.
+    """A tile, so many of its rows, then of its columns at a time: what is read again is near, and few registers are needed.
 
-    What the columns take is turned in 16 bit, as it came, by matrix loads; 8-bit values would be turned one by one.
+    The maxima of tensors and rows are there, or the scale of a tensor is; those of blocks and squares are found here. What the
+    columns take is turned in 16 bit, as it came, by matrix loads; 8-bit values would be turned one by one.
     """
-    row, column, inside, given, x, sizes = _tile(x_ptr, rows, width, stride, BLOCK)
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     left, top = tl.program_id(0) % across, tl.program_id(0) // across
-    first, zeros = tl.arange(0, BLOCK) == 0, tl.zeros((BLOCK,), tl.int32)
-    of_rows = tl.full((BLOCK,), 1.0, tl.float32)
-    of_columns = tl.full((BLOCK,), 1.0, tl.float32)
+    row, column = top * BLOCK + tl.arange(0, BLOCK), left * BLOCK + tl.arange(0, BLOCK)
+    of_part, zeros = tl.arange(0, PART), tl.zeros((PART,), tl.float32)
+    common = zeros + 1.0
     if SCALING == "tensor":
-        most = tl.zeros((BLOCK,), tl.float32) + tl.load(of_rows_ptr)
-        of_rows = most if KNOWN else _scale_of(most, LIMIT)
-        of_columns = of_rows
-        here = tl.program_id(0) + tl.arange(0, BLOCK) == 0
+        most = zeros + tl.load(of_rows_ptr)
+        common = most if KNOWN else _scale_of(most, LIMIT)
         if ROWS:
-            tl.store(rows_scale_ptr + tl.arange(0, BLOCK), of_rows, mask=here)
+            tl.store(rows_scale_ptr + of_part, common, mask=tl.program_id(0) + of_part == 0)
         if COLUMNS:
-            tl.store(columns_scale_ptr + tl.arange(0, BLOCK), of_columns, mask=here)
+            tl.store(columns_scale_ptr + of_part, common, mask=tl.program_id(0) + of_part == 0)
     elif SCALING == "square":
-        of_rows = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.max(sizes, 1), 0), LIMIT)
-        of_columns = of_rows
+        most = zeros
+        for part in range(0, BLOCK, PART):
+            given, _ = _values(x_ptr, top * BLOCK + part + of_part, column, rows, width, stride)
+            most = tl.maximum(most, tl.max(magnitude(given.to(tl.float32)), 1))
+        common = _scale_of(zeros + tl.max(most, 0), LIMIT)
         if ROWS:
-            tl.store(rows_scale_ptr + top * across + left + tl.arange(0, BLOCK), of_rows, mask=first)
+            tl.store(rows_scale_ptr + top * across + left + of_part, common, mask=of_part == 0)
         if COLUMNS:
-            tl.store(columns_scale_ptr + left * down + top + tl.arange(0, BLOCK), of_columns, mask=first)
-    elif SCALING == "row":
-        if ROWS:
-            of_rows = _scale_of(tl.load(of_rows_ptr + row, mask=row < rows, other=0.0), LIMIT)
-            tl.store(rows_scale_ptr + row, of_rows, mask=(row < rows) & (left + zeros == 0))
-        if COLUMNS:
-            of_columns = _scale_of(tl.load(of_columns_ptr + column, mask=column < width, other=0.0), LIMIT)
-            tl.store(columns_scale_ptr + column, of_columns, mask=(column < width) & (top + zeros == 0))
-    else:
-        if ROWS:
-            of_rows = _scale_of(tl.max(sizes, 1), LIMIT)
-            tl.store(rows_scale_ptr + left.to(tl.int64) * rows + row, of_rows, mask=row < rows)
-        if COLUMNS:
-            of_columns = _scale_of(tl.max(sizes, 0), LIMIT)
-            tl.store(columns_scale_ptr + top.to(tl.int64) * width + column, of_columns, mask=column < width)
+            tl.store(columns_scale_ptr + left * down + top + of_part, common, mask=of_part == 0)
     if ROWS:
-        values = (x * _inverse(of_rows)[:, None]).to(rows_ptr.dtype.element_ty)
-        tl.store(rows_ptr + row.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
+        for part in range(0, BLOCK, PART):
+            here = top * BLOCK + part + of_part
+            given, inside = _values(x_ptr, here, column, rows, width, stride)
+            x, of_rows = given.to(tl.float32), common
+            if SCALING == "row":
+                of_rows = _scale_of(tl.load(of_rows_ptr + here, mask=here < rows, other=0.0), LIMIT)
+                tl.store(rows_scale_ptr + here, of_rows, mask=(here < rows) & (left + zeros == 0))
+            elif SCALING == "block":
+                of_rows = _scale_of(tl.max(magnitude(x), 1), LIMIT)
+                tl.store(rows_scale_ptr + left.to(tl.int64) * rows + here, of_rows, mask=here < rows)
+            values = (x * _inverse(of_rows)[:, None]).to(rows_ptr.dtype.element_ty)
+            tl.store(rows_ptr + here.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
     if COLUMNS:
-        values = (tl.trans(given).to(tl.float32) * _inverse(of_columns)[:, None]).to(columns_ptr.dtype.element_ty)
-        place = column.to(tl.int64)[:, None] * rows + row[None, :]
-        tl.store(columns_ptr + place, values, mask=(column < width)[:, None] & (row < rows)[None, :])
+        for part in range(0, BLOCK, PART):
+            there = left * BLOCK + part + of_part
+            given, inside = _values(x_ptr, row, there, rows, width, stride)
+            of_columns = common
+            if SCALING == "row":
+                of_columns = _scale_of(tl.load(of_columns_ptr + there, mask=there < width, other=0.0), LIMIT)
+                tl.store(columns_scale_ptr + there, of_columns, mask=(there < width) & (top + zeros == 0))
+            elif SCALING == "block":
+                scales = columns_scale_ptr + top.to(tl.int64) * width + there
+                tl.store(scales, _scale_of(tl.max(magnitude(given.to(tl.float32)), 0), LIMIT), mask=there < width)
+                tl.debug_barrier()
+                of_columns = tl.load(scales, mask=there < width, other=1.0)  # else what follows lies as the maximum wants it
+            turned = tl.trans(given).to(tl.float32)
+            values = (turned * _inverse(of_columns)[:, None]).to(columns_ptr.dtype.element_ty)
+            tl.store(columns_ptr + there.to(tl.int64)[:, None] * rows + row[None, :], values, mask=tl.trans(inside))
 
 
 @triton.jit
@@ -195,7 +203,7 @@ def _quantize(
     for of_rows, of_columns in _turns(x, layout):  # of the layout that is not asked for nothing is read or written
         _tiles_kernel[_grid(x)](
             x, *extremes, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, of_rows, of_columns, limit,
-            BLOCK, num_warps=WARPS,
+            BLOCK, PART, num_warps=WARPS,
         )  # fmt: skip
     return made
 
