@@ -163,7 +163,7 @@ FAULTS = {
         "there.to(tl.int64)[:, None] * rows + (rows - 1 - row)[",
     ),
     "the maximum with its sign": ("sizes = magnitude(given.to(tl.float32))", "sizes = given.to(tl.float32)"),
-    "the first rows of a square alone": ("most = tl.maximum(most, ", "most = tl.where(part > 0, most, "),
+    "the first rows of a square alone": ("tl.max(most, 0)", "tl.max(tl.where(of_part < 8, most, 0.0), 0)"),
     "the first part of a tile alone": ("here = top * BLOCK + part + of_part", "here = top * BLOCK + of_part"),
     "the first rows of a tile alone": (
         "raise_peak(of_rows_ptr, tl.max(sizes, 1))",

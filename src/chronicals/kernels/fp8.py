@@ -26,7 +26,9 @@ from chronicals.kernels.peak import magnitude, new_peak, raise_peak
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-WARPS, PART = 8, 32
+PARTS = {"tensor": (128, 8), "row": (64, 4), "block": (32, 4), "square": (128, 8)}
+"""Rows or columns of a tile at a time, and warps: on an H200 the fastest of those tried."""
+
 SMALLEST = 2.0**-126
 """Of scales: the inverse of a smaller one is infinite."""
 
@@ -94,9 +96,10 @@ def _extremes_kernel(
 def _tiles_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride,
     SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr,
+    BLOCK: tl.constexpr, PART: tl.constexpr, ONCE: tl.constexpr,
 ):  # fmt: skip
     """A tile, so many of its rows, then of its columns at a time: what is read again is near, and few registers are needed.
+    ``ONCE`` reads it whole, and once.
 
     The maxima of tensors and rows are there, or the scale of a tensor is; those of blocks and squares are found here. What the
     columns take is turned in 16 bit, as it came, by matrix loads; 8-bit values would be turned one by one.
@@ -106,6 +109,8 @@ def _tiles_kernel(
     row, column = top * BLOCK + tl.arange(0, BLOCK), left * BLOCK + tl.arange(0, BLOCK)
     of_part, zeros = tl.arange(0, PART), tl.zeros((PART,), tl.float32)
     common = zeros + 1.0
+    if ONCE:
+        given, inside = _values(x_ptr, row, column, rows, width, stride)
     if SCALING == "tensor":
         most = zeros + tl.load(of_rows_ptr)
         common = most if KNOWN else _scale_of(most, LIMIT)
@@ -116,7 +121,8 @@ def _tiles_kernel(
     elif SCALING == "square":
         most = zeros
         for part in range(0, BLOCK, PART):
-            given, _ = _values(x_ptr, top * BLOCK + part + of_part, column, rows, width, stride)
+            if not ONCE:
+                given, inside = _values(x_ptr, top * BLOCK + part + of_part, column, rows, width, stride)
             most = tl.maximum(most, tl.max(magnitude(given.to(tl.float32)), 1))
         common = _scale_of(zeros + tl.max(most, 0), LIMIT)
         if ROWS:
@@ -126,7 +132,8 @@ def _tiles_kernel(
     if ROWS:
         for part in range(0, BLOCK, PART):
             here = top * BLOCK + part + of_part
-            given, inside = _values(x_ptr, here, column, rows, width, stride)
+            if not ONCE:
+                given, inside = _values(x_ptr, here, column, rows, width, stride)
             x, of_rows = given.to(tl.float32), common
             if SCALING == "row":
                 of_rows = _scale_of(tl.load(of_rows_ptr + here, mask=here < rows, other=0.0), LIMIT)
@@ -139,7 +146,8 @@ def _tiles_kernel(
     if COLUMNS:
         for part in range(0, BLOCK, PART):
             there = left * BLOCK + part + of_part
-            given, inside = _values(x_ptr, row, there, rows, width, stride)
+            if not ONCE:
+                given, inside = _values(x_ptr, row, there, rows, width, stride)
             of_columns = common
             if SCALING == "row":
                 of_columns = _scale_of(tl.load(of_columns_ptr + there, mask=there < width, other=0.0), LIMIT)
@@ -200,20 +208,19 @@ def _quantize(
         return made
     known = most if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
-    for of_rows, of_columns in _turns(x, layout):  # of the layout that is not asked for nothing is read or written
-        _tiles_kernel[_grid(x)](
-            x, *extremes, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, of_rows, of_columns, limit,
-            BLOCK, PART, num_warps=WARPS,
-        )  # fmt: skip
+    part, warps = PARTS[scaling]
+    # of the layout that is not asked for nothing is read or written
+    _tiles_kernel[_grid(x)](
+        x, *extremes, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, layout != "columns",
+        layout != "rows", limit, BLOCK, part, _reads_once(x, scaling, layout), num_warps=warps,
+    )  # fmt: skip
     return made
 
 
-def _turns(x: Tensor, layout: str) -> list[tuple[bool, bool]]:
-    """Which layouts one launch writes. Both of fp32 values it does not: where they share a scale, Triton 3.6 compiles the
-    turned store of what it has in common with the other wrongly for a card."""
-    if layout == "both" and x.dtype == torch.float32:
-        return [(True, False), (False, True)]
-    return [(layout != "columns", layout != "rows")]
+def _reads_once(x: Tensor, scaling: str, layout: str) -> bool:
+    """Where both layouts are the same numbers. Not of fp32: Triton 3.6 compiles the turned store of what it has in common
+    with the other wrongly for a card."""
+    return layout == "both" and scaling in ("tensor", "square") and x.dtype != torch.float32
 
 
 def _grid(x: Tensor) -> tuple[int]:
@@ -227,7 +234,7 @@ def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
         return x, x
     bits = new_peak(x) if whole else x.new_zeros(rows + width, dtype=torch.int32)
     of_rows, of_columns = (bits, bits) if whole else bits.split((rows, width))
-    _extremes_kernel[_grid(x)](x, of_rows, of_columns, rows, width, x.stride(0), scaling, BLOCK, num_warps=WARPS)
+    _extremes_kernel[_grid(x)](x, of_rows, of_columns, rows, width, x.stride(0), scaling, BLOCK, num_warps=PARTS[scaling][1])
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
@@ -304,7 +311,7 @@ def fp8_turned(scaled: Scaled) -> Scaled:
     if not runs_triton(scale) or not values.numel():
         return Scaled(values.t().contiguous(), scale)
     (rows, width), turned = values.shape, values.new_empty(values.shape[::-1])
-    _turn_kernel[_grid(values)](values.view(torch.uint8), turned.view(torch.uint8), rows, width, BLOCK, num_warps=WARPS)
+    _turn_kernel[_grid(values)](values.view(torch.uint8), turned.view(torch.uint8), rows, width, BLOCK, num_warps=8)
     return Scaled(turned, scale)
 
 
