@@ -12,7 +12,8 @@ import torch
 import runs
 import tiny
 from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
-from chronicals.training import ChronicalsTrainer, decisions, in_backward
+from chronicals.patching import decoder_layer, patch_parts
+from chronicals.training import ChronicalsTrainer, decisions, in_backward, preparation
 
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6
@@ -99,10 +100,29 @@ def test_logits_in_chunks_and_at_once(tmp_path):
     assert_one_trajectory(runs.trajectory(tmp_path / "in chunks"), runs.trajectory(tmp_path / "at once"))
 
 
-def test_recomputed_and_kept(tmp_path):
-    runs.train(tmp_path / "kept")
-    runs.train(tmp_path / "recomputed", use_gradient_checkpointing=True)
+@pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
+def test_recomputed_and_kept(tmp_path, changes):
+    runs.train(tmp_path / "kept", **changes)
+    runs.train(tmp_path / "recomputed", **changes, use_gradient_checkpointing=True)
     assert runs.trajectory(tmp_path / "kept") == runs.trajectory(tmp_path / "recomputed")
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
+def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
+    """Such layers, which a run has on a card only."""
+    for module in (decisions, preparation):
+        monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
+    remakes, remake, found = [], decoder_layer.Remake, []
+    monkeypatch.setattr(decoder_layer, "Remake", lambda *given: remakes.append(given) or remake(*given))
+    for memory in ([], ["recompute_elementwise"], ["recompute_layers"]):
+        model = tiny.llama()
+        patch_parts(model, whole_layers=True)  # which proves them, once
+        before = len(remakes)
+        runs.train(tmp_path / str(memory), model=model, mixed_precision="bf16", memory=memory, **changes)
+        found.append((runs.trajectory(tmp_path / str(memory)), len(remakes) - before))
+    (kept, units), (elementwise, with_norms), (layers, again) = found
+    assert kept == elementwise == layers
+    assert with_norms == 3 * units > 0 and again == 2 * units
 
 
 def test_recomputed_as_far_as_memory_needs_it(tmp_path, monkeypatch):
