@@ -24,8 +24,8 @@ INTRODUCTION = """\
 
 Written by `python benchmarks/planted_faults.py`. Before anything is trained, every row is looked at, and what was found is
 logged as a table and written to `train_dataset.json` and `eval_dataset.json` in `output_dir`: each rule that was broken, how
-often, in which rows, and what to do. `chronicals train --check` stops there; `chronicals data show FILE --model M` shows
-rows as the model will see them.
+often, in which rows, and what to do. `chronicals train --check` stops there; `chronicals data show recipe.yaml`, or
+`FILE --model M`, shows rows as the model will see them.
 
 A rule is an error where it touches a larger share of the rows than it may, else a warning. All errors are told at once.
 Rows that cannot be used are left out. Other shares are set by name, in a recipe or as `--gate duplicate_row=0.1`:

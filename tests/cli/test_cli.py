@@ -178,6 +178,22 @@ def test_data_show_takes_what_a_run_takes(place, within):
     assert "row 50:" in done.stdout and "pack 50 " in done.stdout
 
 
+def test_data_show_takes_a_recipe(place, within):
+    (place / "asked.csv").write_text("question,answer\nwhat is 3?,three\nwhat is 4?,four\n")
+    recipe = "model: base\ndata: [{path: asked.csv, columns: {prompt: question, completion: answer}}]\nmax_seq_length: 64\n"
+    (place / "asked.yaml").write_text(recipe)
+    done = within("data", "show", "asked.yaml")
+    assert done.code == 0, done.stderr
+    assert "what is 3?⟦three<|endoftext|>⟧" in done.stdout and done.stdout.rstrip().endswith("of 64")
+    wider = within("data", "show", "asked.yaml", "--max-seq-length", 128)
+    assert wider.code == 0 and wider.stdout.rstrip().endswith("of 128")
+
+
+def test_data_show_needs_a_model(within):
+    done = within("data", "show", "data.jsonl")
+    assert done.code != 0 and "model" in done.stderr
+
+
 def test_data_show_draws_what_is_trained_and_the_packs(place, within):
     rows = [*tiny.chat_rows(3), {"conversations": [{"from": "human", "value": "née?"}, {"from": "gpt", "value": "forty ✓"}]}]
     (place / "show.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -29,22 +29,29 @@ def data() -> None:
 
 @app.command()
 def show(
-    file: Annotated[str, typer.Argument(help="What `train --data` takes: a file, a folder, a pattern or a hub name; path=2")],
-    model: Annotated[str, typer.Option(help="Folder or hub name of the model whose tokenizer and template are used")],
+    file: Annotated[
+        str, typer.Argument(help="What `train --data` takes: a file, a folder, a pattern, a hub name; or a recipe")
+    ],
+    model: Annotated[
+        str | None, typer.Option(help="Folder or hub name of the model whose tokenizer and template are used")
+    ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to show")] = 3,
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out before them")] = 0,
-    max_seq_length: Annotated[int, typer.Option(min=2, help="Tokens in a pack")] = 2048,
-    objective: Annotated[str, typer.Option(help="sft or pretraining")] = "sft",
+    max_seq_length: Annotated[int | None, typer.Option(min=2, help="Tokens in a pack (2048)")] = None,
+    objective: Annotated[str | None, typer.Option(help="sft (unless said otherwise) or pretraining")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages are trained; may be repeated")] = None,
-    train_on_turns: Annotated[str, typer.Option(help="all, or last")] = "all",
+    train_on_turns: Annotated[str | None, typer.Option(help="all (unless said otherwise), or last")] = None,
     overlong: Annotated[str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")] = None,
-    packing_strategy: Annotated[str, typer.Option(help="best-fit, first-fit or in-order")] = "best-fit",
+    packing_strategy: Annotated[
+        str | None, typer.Option(help="best-fit (unless said otherwise), first-fit or in-order")
+    ] = None,
     max_documents: Annotated[int | None, typer.Option(min=1, help="Most documents in a pack")] = None,
-    trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
+    trust_remote_code: Annotated[bool | None, typer.Option(help="Run Python code that comes with the model")] = None,
 ) -> None:
     """Show rows as the model will see them: every token, what is trained, and how documents share packs.
 
-    On a terminal trained tokens are green and the others dim; elsewhere trained spans stand between ⟦ and ⟧.
+    Of a recipe its data, model and fields are taken; a flag overrides them. On a terminal trained tokens are green and the
+    others dim; elsewhere trained spans stand between ⟦ and ⟧.
     """
     from rich.console import Console
 
@@ -53,11 +60,15 @@ def show(
     from chronicals.data.building import log_report
     from chronicals.models import load_tokenizer
 
-    fields: dict[str, Any] = {"max_seq_length": max_seq_length, "objective": objective, "train_on_turns": train_on_turns}
-    fields |= {"overlong": overlong, "packing_strategy": packing_strategy, "max_documents": max_documents}
-    fields |= {"train_on_roles": train_on_roles} if train_on_roles else {}
-    config = Recipe(model=model, data=file, **fields)
-    tokenizer, console = load_tokenizer(model, trust_remote_code), Console(highlight=False)
+    flags: dict[str, Any] = {
+        "model": model, "max_seq_length": max_seq_length, "objective": objective, "train_on_turns": train_on_turns,
+        "train_on_roles": train_on_roles, "overlong": overlong, "packing_strategy": packing_strategy,
+        "max_documents": max_documents, "trust_remote_code": trust_remote_code,
+    }  # fmt: skip
+    given = {name: value for name, value in flags.items() if value not in (None, [])}
+    is_recipe = Path(file).suffix in (".yaml", ".yml")
+    config = Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
+    tokenizer, console = load_tokenizer(config.model, config.trust_remote_code), Console(highlight=False)
     read = list(itertools.islice(read_records(config.data), skip, skip + rows))
     for where, record in read:
         if isinstance(record, BadRow):
@@ -65,7 +76,7 @@ def show(
     records = [record for _, record in read if not isinstance(record, BadRow)]
     with TemporaryDirectory() as folder:
         store = build_store(
-            records, Tokenizer.configured(tokenizer, config), max_seq_length, Path(folder), overlong=config.overlong
+            records, Tokenizer.configured(tokenizer, config), config.max_seq_length, Path(folder), overlong=config.overlong
         )
         log_report(f"{file}, rows {skip + 1} to {skip + len(records)}", store.report, {})
         for number in range(len(store)):
@@ -75,7 +86,8 @@ def show(
             )
             console.print(drawn(*store.document(number), tokenizer, marks=not console.is_terminal), soft_wrap=True)
         console.print()
-        for line in packs(plan_packs(store.lengths, max_seq_length, max_documents, packing_strategy), store):
+        plan = plan_packs(store.lengths, config.max_seq_length, config.max_documents, config.packing_strategy)
+        for line in packs(plan, store):
             console.print(line, soft_wrap=True)
 
 
