@@ -1,10 +1,12 @@
 """Tables of many tensors: what they say of where things lie, and when they are made anew."""
 
+import threading
+
 import pytest
 import torch
 
 from chronicals.kernels import tensor_lists
-from chronicals.kernels.tensor_lists import CHUNK, KEPT, table_of
+from chronicals.kernels.tensor_lists import CHUNK, KEPT, table_of, tables_looked_up
 
 
 def test_a_table_leads_to_the_tensors(device):
@@ -33,3 +35,18 @@ def test_few_tables_are_kept_and_the_last_ones(device):
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16, torch.float16])
 def test_types_have_their_names(kind):
     assert str(tensor_lists.of_triton(kind)) == {4: "fp32"}.get(kind.itemsize, "bf16" if kind == torch.bfloat16 else "fp16")
+
+
+def test_what_is_looked_up_is_told_whether_it_was_there_or_not(device):
+    """In full, also what is no longer kept at the end; by whatever thread."""
+    block = torch.zeros(3 * KEPT, device=device)
+    there = table_of([[block[:3]]])
+    with tables_looked_up() as found, tables_looked_up() as as_well:
+        again = table_of([[block[:3]]])
+        others = [table_of([[block[n : n + 1]]]) for n in range(2 * KEPT)]
+        thread = threading.Thread(target=table_of, args=([[block[5:9]]],))
+        thread.start()
+        thread.join()
+    assert again is there and table_of([[block[:3]]]) is not there
+    expected = [x for table in (there, *others, table_of([[block[5:9]]])) for x in table.on_device]
+    assert [id(x) for x in found] == [id(x) for x in as_well] == [id(x) for x in expected]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.master import join_master, split_master
-from chronicals.optimizers import FusedAdamW
+from chronicals.optimizers import FusedAdamW, adamw
 from comparison import FROBENIUS, LARGEST
 
 STEPS = 40
@@ -399,3 +399,37 @@ def test_looking_up_before_a_capture_leaves_nothing_to_do(monkeypatch):
     low = optimizer.state[weight]["low"].fill_(3)
     optimizer._by_type([weight])
     assert (low == 3).all()
+
+
+def test_a_weight_that_was_written_begins_anew_whatever_comes_first():
+    """A step in which it has no gradient, a copy, a saved state."""
+    own, other = weights(torch.bfloat16, shapes=((17, 5), (5, 3)))
+    optimizer = FusedAdamW([own, other], lr=1e-3)
+    for follows in (lambda: None, lambda: copy.deepcopy(optimizer), optimizer.state_dict):
+        optimizer.set_master(own, torch.randn(17, 5))
+        assert optimizer.state[own]["low"].any()
+        with torch.no_grad():
+            own.add_(1)
+        give_gradients([other])
+        own.grad = None
+        optimizer.step()
+        follows()
+        assert not optimizer.state_of(own)["low"].any()
+
+
+def test_a_launch_that_fails_takes_nothing_from_those_before(monkeypatch):
+    own, other = weights(torch.bfloat16, shapes=((17, 5),)), weights(torch.float32, shapes=((17, 5),))
+    optimizer = FusedAdamW([*own, *other], lr=1e-3)
+    give_gradients([*own, *other])
+    usual = adamw.fused_adamw_
+
+    def fails(tensors, *given, **options):
+        if tensors.weights[0].dtype == torch.float32:
+            raise RuntimeError("planted")
+        usual(tensors, *given, **options)
+
+    monkeypatch.setattr(adamw, "fused_adamw_", fails)
+    with pytest.raises(RuntimeError, match="planted"):
+        optimizer.step()
+    low = optimizer.state[own[0]]["low"].clone()
+    assert low.any() and torch.equal(optimizer.state_of(own[0])["low"], low)

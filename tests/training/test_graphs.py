@@ -140,7 +140,7 @@ def test_graphs_are_really_replayed(arm, tmp_path, monkeypatch):
     release = GraphedStep.release
 
     def spy(self):
-        looked_up = [len(captured.looked_up) for captured in self.micro.values()]
+        looked_up = [len(captured.graph.looked_up) for captured in self.micro.values()]
         seen.append((len(self.micro), self.of_update is not None, bool(self.gradients), looked_up, self.failed))
         release(self)
 

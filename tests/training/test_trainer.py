@@ -12,7 +12,8 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import DataError
 from chronicals.objectives import NextToken
 from chronicals.objectives.terms import Term
-from chronicals.training import Callback, ChronicalsTrainer, TrainingError, in_backward
+from chronicals.optimizers import FusedAdamW
+from chronicals.training import Callback, ChronicalsTrainer, TrainingError, audit, in_backward
 
 
 def test_loss_falls_and_everything_is_written(tmp_path):
@@ -335,3 +336,17 @@ def test_kernels_train_as_their_references_do(tmp_path, lora):
     plain, ours = (runs.trajectory(tmp_path / str(fused)) for fused in (False, True))
     for (_, loss, norm), (_, our_loss, our_norm) in zip(plain, ours, strict=True):
         assert our_loss == pytest.approx(loss, rel=1e-3) and our_norm == pytest.approx(norm, rel=1e-2)
+
+
+@pytest.mark.parametrize("where", ["weight", "low"])
+def test_large_weights_are_watched_to_their_last_bit(where, monkeypatch):
+    monkeypatch.setattr(audit, "SMALL", 8)
+    monkeypatch.setattr(audit, "AT_A_TIME", 7)
+    model = torch.nn.Linear(5, 6, bias=False).bfloat16()
+    optimizer = FusedAdamW(model.parameters(), lr=0.0)
+    optimizer.set_master(model.weight, torch.randn(6, 5))
+    watching = audit.FirstStepAudit(model, optimizer)
+    assert watching.coverage().moved == 0
+    changed = model.weight.data if where == "weight" else optimizer.state[model.weight]["low"]
+    changed.view(torch.int16).view(-1)[-1] += 1
+    assert watching.coverage().moved == 30

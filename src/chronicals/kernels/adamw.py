@@ -180,7 +180,7 @@ def _table(tensors: Tensors) -> Table:
 
 
 def looked_up(tensors: Tensors) -> list[Tensor]:
-    """What a launch reads beside ``tensors``; who replays it must hold these."""
+    """What a launch for ``tensors`` looks up, made now."""
     return _table(tensors).on_device
 
 

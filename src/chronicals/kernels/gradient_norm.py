@@ -48,7 +48,7 @@ def gradient_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def norm_tables(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What a launch for ``tensors`` reads beside them; who replays it must hold these."""
+    """What a launch for ``tensors`` looks up, made now."""
     return [x for _, table in _by_type(tensors) for x in table.on_device] if tensors and _runs_here(tensors) else []
 
 

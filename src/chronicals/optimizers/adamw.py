@@ -54,6 +54,7 @@ class FusedAdamW(torch.optim.Optimizer):
         self._versions: dict[Tensor, tuple[int, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
+        self.settle()
         return {**super().__getstate__(), "state_dtype": self.state_dtype, "master": self.master}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -96,9 +97,8 @@ class FusedAdamW(torch.optim.Optimizer):
         for number, group, tensors in self._launches(parameters):
             rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
             fused_adamw_(tensors, rate, group["betas"], group["eps"], group["weight_decay"], factor=factor, apply=apply)
-        for parameter in parameters:
-            if parameter in self._versions:
-                self._versions[parameter] = _stamp(parameter)
+            if tensors.lows:
+                self._versions |= {weight: _stamp(weight) for weight in tensors.weights}
 
     def _launches(self, parameters: Sequence[Tensor]) -> list[tuple[int, dict[str, Any], Tensors]]:
         """What is updated at once, of those that have a gradient: number of its group, group and tensors."""
@@ -120,8 +120,17 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def looked_up(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """What an update of those that have a gradient now reads beside them; it must live as long as a captured one."""
+        """What an update of those that have a gradient looks up, made now."""
         return [x for _, _, tensors in self._launches(parameters) if tensors.weights[0].is_cuda for x in looked_up(tensors)]
+
+    def state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return super().state_dict()
+
+    def settle(self) -> None:
+        """Lower halves of masters begin anew where somebody else wrote the weight, which a replayed step would not notice."""
+        for parameter in self._versions:
+            self.state_of(parameter)
 
     def weights_moved(self) -> None:
         """The data of weights lies elsewhere but is the same: the lower halves of their masters stay valid."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from chronicals.batch import Batch
 from chronicals.data.loader import Step
 from chronicals.kernels.gradient_norm import norm_tables
+from chronicals.kernels.tensor_lists import tables_looked_up
 from chronicals.models import PresentedModel
 from chronicals.objectives import Objective
 from chronicals.optimizers import FusedAdamW
@@ -43,13 +44,23 @@ Shape = tuple[int, int, int, int | None, tuple[str, ...], bool]
 
 
 @dataclass
-class _Captured:
-    """A micro-step's graph, the batch that it reads, the loss that it leaves, and what its updates look up."""
+class _Graph:
+    """A graph with the tables that its launches look up."""
 
     graph: torch.cuda.CUDAGraph
+    looked_up: list[Tensor]
+
+    def replay(self) -> None:
+        self.graph.replay()
+
+
+@dataclass
+class _Captured:
+    """A micro-step's graph, the batch that it reads and the loss that it leaves."""
+
+    graph: _Graph
     batch: Batch
     loss: Tensor
-    looked_up: list[Tensor]
 
 
 class GraphedStep:
@@ -73,8 +84,7 @@ class GraphedStep:
         self.counts: dict[str, Tensor] = {}
         self.total = torch.zeros((), device=precision.device)
         self.gradients: list[Tensor | None] | None = None
-        self.of_update: tuple[torch.cuda.CUDAGraph, dict[str, Tensor]] | None = None
-        self.looked_up: list[Tensor] = []
+        self.of_update: tuple[_Graph, dict[str, Tensor]] | None = None
         self.weights = list(model.model.parameters())
         self.addresses: tuple[int, ...] = ()
         self.failed = False
@@ -87,6 +97,7 @@ class GraphedStep:
         with torch.cuda.stream(self.stream):
             self._bring_counts(self.objective.counts(step.counts))
             self.optimizer.refresh_rates()
+            self.optimizer.settle()
             self.total.zero_()
             for number, batch in enumerate(step.batches):
                 self.total += self._micro_step(_rounded(batch), first=number == 0)
@@ -150,7 +161,7 @@ class GraphedStep:
         if first:
             self._set_gradients(None)
         for parameter in self.parameters if self.in_backward is not None else ():
-            self.optimizer.state_of(parameter)  # what is made or mended once must not be so in every replay
+            self.optimizer.state_of(parameter)  # what is made once must not be made in every replay
 
         def run() -> Tensor:
             loss = self._train(static)
@@ -160,8 +171,7 @@ class GraphedStep:
 
         captured = self._captured(run)
         if captured is not None:
-            looked_up = [] if self.in_backward is None else self.in_backward.looked_up
-            self.micro[shape] = _Captured(captured[0], static, captured[1], looked_up)
+            self.micro[shape] = _Captured(captured[0], static, captured[1])
             if self.in_backward is None:
                 self.gradients = self.gradients or [p.grad for p in self.parameters]
         if captured is None:
@@ -178,7 +188,8 @@ class GraphedStep:
             return self.in_backward.scalars()
         given = self.parameters, self.optimizer, self.precision, self.max_grad_norm
         if self.gradients is not None and self.of_update is None and not self.failed:
-            self.looked_up = [*self.optimizer.looked_up(self.parameters), *norm_tables(gradients_of(self.parameters))]
+            self.optimizer.looked_up(self.parameters)
+            norm_tables(gradients_of(self.parameters))
             self.of_update = self._captured(lambda: update(*given))
         if self.of_update is not None:
             graph, scalars = self.of_update
@@ -189,14 +200,16 @@ class GraphedStep:
             self.optimizer.zero_grad()
         return scalars
 
-    def _captured(self, run: Callable[[], Result]) -> tuple[torch.cuda.CUDAGraph, Result] | None:
+    def _captured(self, run: Callable[[], Result]) -> tuple[_Graph, Result] | None:
         """The graph of ``run`` and what it returns, not yet filled; None, said once, where it cannot be captured."""
         graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.precision.device.index or 0]
         before = generator.clone_state()
         try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
-                return graph, run()
+            capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+            with tables_looked_up() as tables, capture:
+                return _Graph(graph, tables), run()
         except RuntimeError as error:
+            self.optimizer.weights_moved()  # which were not written, though their versions say so
             generator.graphsafe_set_state(before)  # the one that took part would go on waiting for the capture
             self.failed = True
             first = error.__context__ or error

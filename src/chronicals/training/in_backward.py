@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from chronicals.kernels.gradient_norm import gradient_norm, norm_tables
+from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.optimizers import FusedAdamW
 
 HELD = 1 << 26
@@ -21,13 +21,9 @@ longer than the card."""
 
 
 class UpdatesInBackward:
-    """Of ``parameters``, from ``begin`` to ``finish`` of every step, until the end of ``with``.
+    """Of ``parameters``, from ``begin`` to ``end`` of every step, until the end of ``with``.
 
     Gradients of which one is not finite, and all that come after them in this step, change nothing.
-
-    Attributes:
-        looked_up: what captured updates since ``begin`` read beside weights, states and gradients; who replays them must
-            hold it.
     """
 
     def __init__(self, parameters: Sequence[Tensor], optimizer: FusedAdamW):
@@ -36,13 +32,11 @@ class UpdatesInBackward:
         self.squares = torch.zeros((), device=parameters[0].device)
         self.waiting: list[Tensor] = []
         self.held = 0
-        self.looked_up: list[Tensor] = []
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters]
 
     def begin(self, inspect: Callable[[], None] | None = None) -> None:
         """Before a backward pass; ``inspect`` is called while gradients are there, for each of them once."""
         self.inspect = inspect
-        self.looked_up = []
         self._forget()
         self.squares.zero_()
         self.optimizer.refresh_rates()
@@ -59,8 +53,6 @@ class UpdatesInBackward:
         self.squares += gradient_norm(gradients).square()
         if self.inspect is not None:
             self.inspect()
-        if gradients[0].is_cuda and torch.cuda.is_current_stream_capturing():
-            self.looked_up += [*self.optimizer.looked_up(self.waiting), *norm_tables(gradients)]
         self.optimizer.step_of(self.waiting, apply=torch.isfinite(self.squares))
         for parameter in self.waiting:
             parameter.grad = None
