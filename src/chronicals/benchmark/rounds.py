@@ -3,7 +3,8 @@ is only scouted.
 
 In the decisive rounds stand our arms and the two fastest peers, in turning order (A B C, C B A, A B C …), so that a drift of
 the card's clocks falls on all alike. Each goes on in the process of its scouting round where the card holds what the others
-keep beside it, else in a fresh one over the same prepared files. While one runs the next one imports what it needs.
+keep beside it, else in a fresh one over the same prepared files; the last of a round is the first of the next, and goes on in
+any case. While one runs the next one imports what it needs.
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ class _Session:
     took: dict[str, float] = field(default_factory=dict)
     begun: dict[str, RunningArm] = field(default_factory=dict)
     waiting: dict[str, RunningArm] = field(default_factory=dict)
+    runs_next: str | None = None
     own_references: dict[str, Measurement] = field(default_factory=dict)
 
     def measure_reference(self) -> None:
@@ -222,6 +224,7 @@ class _Session:
                 if left and self._able(left[0]) and left[0].name not in {*self.waiting, *self.begun}:
                     self.begun[left[0].name] = self._start(left[0], f"round{number + 1}")
                 if self._able(arm):
+                    self.runs_next = arm.name if not left and number + 1 < self.options.rounds else None
                     self.run(arm, f"round {number + 1} of {self.options.rounds}", f"round{number + 1}")
                     ran.append(arm.name)
             self.row.orders.append(ran)
@@ -279,15 +282,15 @@ class _Session:
         return measured
 
     def _start(self, arm: Arm, label: str) -> RunningArm:
-        """Its process; in the scouting round ours is traced, and all may be asked for more."""
+        """Its process, which may be asked for more unless it is only scouted; in the scouting round ours is traced."""
         work, scouting = self.row.work, label == SCOUTING
         trace = (self.options.trace or work.folder / "results" / "trace.json") if scouting and arm == Arm(OURS) else None
-        return RunningArm(work, arm, work.steps, trace, label=label, further=self.options.rounds if scouting else 0)
+        return RunningArm(work, arm, work.steps, trace, label=label, further=0 if label == SURVEY else self.options.rounds)
 
     def _first_round(self, arm: Arm, label: str) -> Measurement:
         running = self.begun.pop(arm.name, None) or self._start(arm, label)
         measured = running.measure(self.options.arm_timeout)
-        if running.waits and self._fits_beside_others(measured):
+        if running.waits and (arm.name == self.runs_next or self._fits_beside_others(measured)):
             self.waiting[arm.name] = running
         else:
             running.end()
