@@ -215,13 +215,16 @@ def test_tiled_and_whole(tmp_path, recomputed, mixed_precision, monkeypatch):
 UNCLIPPED = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "max_steps": 6}
 
 
-@pytest.mark.parametrize("memory", [[], ["recompute_layers", "tiled_mlp"]], ids=["alone", "recomputed in tiles"])
+@pytest.mark.parametrize(
+    ("held", "memory"),
+    [(1, []), (40_000, []), (1 << 26, []), (40_000, ["recompute_layers", "tiled_mlp"])],
+    ids=["one by one", "some", "all", "recomputed in tiles"],
+)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"mixed_precision": "bf16"}, {"optimizer_state_dtype": "bf16"}, {"use_lora": True, "lora_rank": 4}],
     ids=["fp32", "bf16", "bf16 states", "adapters"],
 )
-@pytest.mark.parametrize("held", [1, 40_000, 1 << 26], ids=["one by one", "some", "all"])
 def test_updated_in_the_backward_pass_and_after_it(tmp_path, changes, memory, held, monkeypatch):
     monkeypatch.setattr(tiling, "TILE", 48)
     monkeypatch.setattr(in_backward, "HELD", held)
