@@ -42,6 +42,8 @@ def test_what_is_looked_up_is_told_whether_it_was_there_or_not(device):
     block = torch.zeros(3 * KEPT, device=device)
     there = table_of([[block[:3]]])
     with tables_looked_up() as found, tables_looked_up() as as_well:
+        with tables_looked_up() as ended:
+            pass
         again = table_of([[block[:3]]])
         others = [table_of([[block[n : n + 1]]]) for n in range(2 * KEPT)]
         thread = threading.Thread(target=table_of, args=([[block[5:9]]],))
@@ -49,4 +51,4 @@ def test_what_is_looked_up_is_told_whether_it_was_there_or_not(device):
         thread.join()
     assert again is there and table_of([[block[:3]]]) is not there
     expected = [x for table in (there, *others, table_of([[block[5:9]]])) for x in table.on_device]
-    assert [id(x) for x in found] == [id(x) for x in as_well] == [id(x) for x in expected]
+    assert [id(x) for x in found] == [id(x) for x in as_well] == [id(x) for x in expected] and not ended

@@ -66,7 +66,7 @@ def tables_looked_up() -> Iterator[list[Tensor]]:
     try:
         yield found
     finally:
-        _looked_up.remove(found)
+        _looked_up[:] = [other for other in _looked_up if other is not found]
 
 
 def table_of(rows: Sequence[Sequence[Tensor]]) -> Table:
