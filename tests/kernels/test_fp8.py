@@ -8,7 +8,7 @@ from chronicals.kernels.fp8 import LIMITS, SCALINGS, dequantize, fp8_quantize, f
 from mutants import mutant
 
 LAYOUTS = ["rows", "columns", "both"]
-SHAPES = [(1, 1), (1, 300), (131, 1), (128, 128), (130, 257), (16, 512), (257, 97)]
+SHAPES = [(1, 1), (1, 300), (131, 1), (128, 128), (130, 257), (16, 512), (530, 97)]
 STEP = 2.0**-9
 """The smallest number of e4m3."""
 
@@ -156,29 +156,28 @@ def test_compiled(device):
 
 
 FAULTS = {
-    "a scale that is not inverted": ("(x * _inverse(of_rows)[:, None])", "(x * of_rows[:, None])"),
-    "scales of the first blocks of columns": ("top.to(tl.int64) * width + there", "there"),
+    "a scale that is not inverted": ("(given.to(tl.float32) * _inverse(scale)[", "(given.to(tl.float32) * scale["),
+    "scales of the first blocks of columns": ("top.to(tl.int64) * width + column", "column"),
     "columns upside down": (
-        "there.to(tl.int64)[:, None] * rows + row[",
-        "there.to(tl.int64)[:, None] * rows + (rows - 1 - row)[",
+        "column.to(tl.int64)[:, None] * rows + row[None, :], values, mask=tl.trans(inside)",
+        "column.to(tl.int64)[:, None] * rows + (rows - 1 - row)[None, :], values, mask=tl.trans(inside)",
     ),
-    "the maximum with its sign": ("sizes = magnitude(given.to(tl.float32))", "sizes = given.to(tl.float32)"),
-    "the first rows of a square alone": ("tl.max(most, 0)", "tl.max(tl.where(of_part < 8, most, 0.0), 0)"),
-    "the first part of a tile alone": ("here = top * BLOCK + part + of_part", "here = top * BLOCK + of_part"),
-    "the first rows of a tile alone": (
-        "raise_peak(of_rows_ptr, tl.max(sizes, 1))",
-        "raise_peak(of_rows_ptr, tl.where(row < 8, tl.max(sizes, 1), 0.0))",
+    "the maximum with its sign": ("sizes = tl.abs(given.to(tl.float32))", "sizes = given.to(tl.float32)"),
+    "the first rows of a square alone": (
+        "tl.max(tl.max(tl.abs(given.to(tl.float32)), 1), 0)",
+        "tl.max(tl.where(row % 128 < 8, tl.max(tl.abs(given.to(tl.float32)), 1), 0.0), 0)",
     ),
-    "scales of rows for columns": (
-        "tl.load(of_columns_ptr + there, mask=there < width",
-        "tl.load(of_rows_ptr + there, mask=there < width",
-    ),
+    "the first rows of a tile alone": ("turn * HIGH", "0 * HIGH"),
+    "the first columns of a tile alone": ("(turn - of_rows) * WIDE", "0 * WIDE"),
+    "the first strip alone": ("top = tl.program_id(0) // across * HIGH", "top = 0"),
+    "the last rows of a strip alone": ("tl.maximum(most, sizes)", "sizes"),
+    "scales of rows for columns": ("_scales(common, of_columns_ptr", "_scales(common, of_rows_ptr"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device):
-    wrong, x = mutant(fp8, *FAULTS[fault]), draw((257, 300), torch.float32, device)
+    wrong, x = mutant(fp8, *FAULTS[fault]), draw((530, 300), torch.float32, device)
     x[-1, -1] = -1e4
     with pytest.raises(AssertionError):
         for scaling in SCALINGS:

@@ -46,7 +46,7 @@ def test_equals_the_formula(ours, shape, dtype, device):
 @pytest.mark.parametrize("width", [WIDEST, WIDEST + 1, WIDE[1]])
 def test_wide_rows(width, dtype, device):
     """The widest that a program holds, and those that are read twice. A few entries count, as in a model's."""
-    compare(inputs((2, width), dtype, device, scale=4.0))
+    compare(inputs((16, width), dtype, device, scale=4.0))
 
 
 @pytest.mark.parametrize("shape", [(5, 37), WIDE], ids=str)

@@ -1,6 +1,6 @@
 """Numbers of 8 bits with scales of fp32: ``x ≈ scale · values`` (Micikevicius et al., 2022, sections 3 and 4).
 
-    scale = max |x| / L,   values = fp8(x · (1 / scale))     L = 448 (e4m3) or 57344 (e5m2)
+    scale = max |x| · (1 / L),   values = fp8(x · (1 / scale))     L = 448 (e4m3) or 57344 (e5m2)
 
 The maximum is that of the whole tensor (``tensor``), of each row (``row``), of 128 values of a row (``block``) or of 128 × 128
 values (``square``). A tensor-core product of FP8 runs along the last dimension of both operands, so a backward pass needs the
@@ -21,13 +21,19 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
-from chronicals.kernels.peak import magnitude, new_peak, raise_peak
+from chronicals.kernels.peak import new_peak, raise_peak
 
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-PARTS = {"tensor": (128, 8), "row": (64, 4), "block": (32, 4), "square": (128, 8)}
-"""Rows or columns of a tile at a time, and warps: on an H200 the fastest of those tried."""
+PART = (32, 64)
+"""Rows and columns of a tile that a program takes where each has a scale of its own."""
+
+REGISTERS = 128
+"""Of a thread that takes its share of a whole tile: two programs a multiprocessor."""
+
+STRIP = (512, 32)
+"""Rows of a strip, and of them at a time."""
 
 SMALLEST = 2.0**-126
 """Of scales: the inverse of a smaller one is infinite."""
@@ -58,8 +64,7 @@ class Scaled(NamedTuple):
 
 @triton.jit
 def _scale_of(most, LIMIT: tl.constexpr):
-    scale = tl.div_rn(most, tl.full(most.shape, LIMIT, tl.float32))
-    return tl.where(most > 0.0, tl.maximum(scale, 1.1754943508222875e-38), 1.0)
+    return tl.where(most > 0.0, tl.maximum(most * (1.0 / LIMIT), 1.1754943508222875e-38), 1.0)
 
 
 @triton.jit
@@ -75,91 +80,131 @@ def _values(x_ptr, row, column, rows, width, stride):
 
 
 @triton.jit
+def _raise(most_ptr, most, inside):
+    """The integers of their bits, which have the same order; what is no number has none."""
+    bits = tl.where(most == most, most, 0.0).to(tl.int32, bitcast=True)
+    tl.atomic_max(most_ptr, bits, mask=inside, sem="relaxed")
+
+
+@triton.jit
 def _extremes_kernel(
-    x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, BLOCK: tl.constexpr,
+    HIGH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """max |x| of all, or of each row and each column, as the integers of their bits."""
+    """max |x| of all, or of each row and each column: down a strip, some rows at a time while the next are on their way."""
     across = tl.cdiv(width, BLOCK)
-    row = (tl.program_id(0) // across) * BLOCK + tl.arange(0, BLOCK)
-    column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
-    given, _ = _values(x_ptr, row, column, rows, width, stride)
-    sizes = magnitude(given.to(tl.float32))
+    top = tl.program_id(0) // across * HIGH
+    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+    most = tl.zeros((PART, BLOCK), tl.float32)
+    for part in tl.range(0, HIGH, PART, num_stages=3):
+        row = top + part + tl.arange(0, PART)
+        given, _ = _values(x_ptr, row, column, rows, width, stride)
+        sizes = tl.abs(given.to(tl.float32))
+        most = tl.maximum(most, sizes)
+        if SCALING == "row":
+            _raise(of_rows_ptr + row, tl.max(sizes, 1), row < rows)
     if SCALING == "tensor":
-        raise_peak(of_rows_ptr, tl.max(sizes, 1))
+        raise_peak(of_rows_ptr, tl.max(most, 1))
     else:
-        tl.atomic_max(of_rows_ptr + row, tl.max(sizes, 1).to(tl.int32, bitcast=True), mask=row < rows, sem="relaxed")
-        of_columns = tl.max(sizes, 0).to(tl.int32, bitcast=True)
-        tl.atomic_max(of_columns_ptr + column, of_columns, mask=column < width, sem="relaxed")
+        _raise(of_columns_ptr + column, tl.max(most, 0), column < width)
+
+
+@triton.jit
+def _put_rows(rows_ptr, given, scale, row, column, inside, width):
+    values = (given.to(tl.float32) * _inverse(scale)[:, None]).to(rows_ptr.dtype.element_ty)
+    tl.store(rows_ptr + row.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
+
+
+@triton.jit
+def _put_columns(columns_ptr, given, scale, row, column, inside, rows):
+    """Turned in 16 bit, as it came, by matrix loads; 8-bit values would be turned one by one."""
+    values = (tl.trans(given).to(tl.float32) * _inverse(scale)[:, None]).to(columns_ptr.dtype.element_ty)
+    tl.store(columns_ptr + column.to(tl.int64)[:, None] * rows + row[None, :], values, mask=tl.trans(inside))
+
+
+@triton.jit
+def _scales(
+    common, most_ptr, scale_ptr, here, size, before, tile, SCALING: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Those of a tile's rows or columns, written by the first tile that has them; ``before`` are the tiles in front of it."""
+    if SCALING == "row":
+        common = _scale_of(tl.load(most_ptr + here, mask=here < size, other=0.0), LIMIT)
+        tl.store(scale_ptr + here, common, mask=here < tl.where(before == 0, size, 0))
+    elif SCALING == "tensor":
+        tl.store(scale_ptr + tl.arange(0, BLOCK), common, mask=tile + tl.arange(0, BLOCK) == 0)
+    else:
+        tl.store(scale_ptr + tile + tl.arange(0, BLOCK), common, mask=tl.arange(0, BLOCK) == 0)
+    return common
 
 
 @triton.jit
 def _tiles_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride,
     SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr, PART: tl.constexpr, ONCE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile, so many of its rows, then of its columns at a time: what is read again is near, and few registers are needed.
-    ``ONCE`` reads it whole, and once.
-
-    The maxima of tensors and rows are there, or the scale of a tensor is; those of blocks and squares are found here. What the
-    columns take is turned in 16 bit, as it came, by matrix loads; 8-bit values would be turned one by one.
-    """
+    """A tile, read once. Maxima of tensors and rows are there, or a tensor's scale is; that of a square is found here."""
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     left, top = tl.program_id(0) % across, tl.program_id(0) // across
     row, column = top * BLOCK + tl.arange(0, BLOCK), left * BLOCK + tl.arange(0, BLOCK)
-    of_part, zeros = tl.arange(0, PART), tl.zeros((PART,), tl.float32)
-    common = zeros + 1.0
-    if ONCE:
-        given, inside = _values(x_ptr, row, column, rows, width, stride)
+    given, inside = _values(x_ptr, row, column, rows, width, stride)
+    common = tl.zeros((BLOCK,), tl.float32)
     if SCALING == "tensor":
-        most = zeros + tl.load(of_rows_ptr)
-        common = most if KNOWN else _scale_of(most, LIMIT)
-        if ROWS:
-            tl.store(rows_scale_ptr + of_part, common, mask=tl.program_id(0) + of_part == 0)
-        if COLUMNS:
-            tl.store(columns_scale_ptr + of_part, common, mask=tl.program_id(0) + of_part == 0)
+        common += tl.load(of_rows_ptr)
+        if not KNOWN:
+            common = _scale_of(common, LIMIT)
     elif SCALING == "square":
-        most = zeros
-        for part in range(0, BLOCK, PART):
-            if not ONCE:
-                given, inside = _values(x_ptr, top * BLOCK + part + of_part, column, rows, width, stride)
-            most = tl.maximum(most, tl.max(magnitude(given.to(tl.float32)), 1))
-        common = _scale_of(zeros + tl.max(most, 0), LIMIT)
-        if ROWS:
-            tl.store(rows_scale_ptr + top * across + left + of_part, common, mask=of_part == 0)
-        if COLUMNS:
-            tl.store(columns_scale_ptr + left * down + top + of_part, common, mask=of_part == 0)
+        common = _scale_of(common + tl.max(tl.max(tl.abs(given.to(tl.float32)), 1), 0), LIMIT)
     if ROWS:
-        for part in range(0, BLOCK, PART):
-            here = top * BLOCK + part + of_part
-            if not ONCE:
-                given, inside = _values(x_ptr, here, column, rows, width, stride)
-            x, of_rows = given.to(tl.float32), common
-            if SCALING == "row":
-                of_rows = _scale_of(tl.load(of_rows_ptr + here, mask=here < rows, other=0.0), LIMIT)
-                tl.store(rows_scale_ptr + here, of_rows, mask=(here < rows) & (left + zeros == 0))
-            elif SCALING == "block":
-                of_rows = _scale_of(tl.max(magnitude(x), 1), LIMIT)
-                tl.store(rows_scale_ptr + left.to(tl.int64) * rows + here, of_rows, mask=here < rows)
-            values = (x * _inverse(of_rows)[:, None]).to(rows_ptr.dtype.element_ty)
-            tl.store(rows_ptr + here.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
+        tile = top * across + left
+        scale = _scales(common, of_rows_ptr, rows_scale_ptr, row, rows, left, tile, SCALING, LIMIT, BLOCK)
+        _put_rows(rows_ptr, given, scale, row, column, inside, width)
     if COLUMNS:
-        for part in range(0, BLOCK, PART):
-            there = left * BLOCK + part + of_part
-            if not ONCE:
-                given, inside = _values(x_ptr, row, there, rows, width, stride)
-            of_columns = common
-            if SCALING == "row":
-                of_columns = _scale_of(tl.load(of_columns_ptr + there, mask=there < width, other=0.0), LIMIT)
-                tl.store(columns_scale_ptr + there, of_columns, mask=(there < width) & (top + zeros == 0))
-            elif SCALING == "block":
-                scales = columns_scale_ptr + top.to(tl.int64) * width + there
-                tl.store(scales, _scale_of(tl.max(magnitude(given.to(tl.float32)), 0), LIMIT), mask=there < width)
-                tl.debug_barrier()
-                of_columns = tl.load(scales, mask=there < width, other=1.0)  # else what follows lies as the maximum wants it
-            turned = tl.trans(given).to(tl.float32)
-            values = (turned * _inverse(of_columns)[:, None]).to(columns_ptr.dtype.element_ty)
-            tl.store(columns_ptr + there.to(tl.int64)[:, None] * rows + row[None, :], values, mask=tl.trans(inside))
+        tile = left * down + top
+        scale = _scales(common, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, LIMIT, BLOCK)
+        _put_columns(columns_ptr, given, scale, row, column, inside, rows)
+
+
+@triton.jit
+def _block_rows(x_ptr, rows_ptr, scale_ptr, row, column, left, rows, width, stride, LIMIT: tl.constexpr):
+    given, inside = _values(x_ptr, row, column, rows, width, stride)
+    scale = _scale_of(tl.max(tl.abs(given.to(tl.float32)), 1), LIMIT)
+    tl.store(scale_ptr + left.to(tl.int64) * rows + row, scale, mask=row < rows)
+    _put_rows(rows_ptr, given, scale, row, column, inside, width)
+
+
+@triton.jit
+def _block_columns(x_ptr, columns_ptr, scale_ptr, row, column, top, rows, width, stride, LIMIT: tl.constexpr):
+    given, inside = _values(x_ptr, row, column, rows, width, stride)
+    scales = scale_ptr + top.to(tl.int64) * width + column
+    tl.store(scales, _scale_of(tl.max(tl.abs(given.to(tl.float32)), 0), LIMIT), mask=column < width)
+    tl.debug_barrier()
+    scale = tl.load(scales, mask=column < width, other=1.0)  # else what follows lies as the maximum wants it
+    _put_columns(columns_ptr, given, scale, row, column, inside, rows)
+
+
+@triton.jit
+def _blocks_kernel(
+    x_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride, LIMIT: tl.constexpr,
+    BLOCK: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """``HIGH`` rows of a tile or ``WIDE`` of its columns, 0 of a layout that is not asked for. Programs that follow each other
+    find the tile near; one that did all of it would need the registers of two.
+    """
+    of_rows: tl.constexpr = BLOCK // HIGH if HIGH else 0
+    of_tile: tl.constexpr = of_rows + (BLOCK // WIDE if WIDE else 0)
+    across = tl.cdiv(width, BLOCK)
+    tile, turn = tl.program_id(0) // of_tile, tl.program_id(0) % of_tile
+    left, top = tile % across, tile // across
+    row, column = top * BLOCK + tl.arange(0, BLOCK), left * BLOCK + tl.arange(0, BLOCK)
+    if turn < of_rows:
+        if HIGH:
+            row_of_part = top * BLOCK + turn * HIGH + tl.arange(0, HIGH)
+            _block_rows(x_ptr, rows_ptr, rows_scale_ptr, row_of_part, column, left, rows, width, stride, LIMIT)
+    else:
+        if WIDE:
+            column_of_part = left * BLOCK + (turn - of_rows) * WIDE + tl.arange(0, WIDE)
+            _block_columns(x_ptr, columns_ptr, columns_scale_ptr, row, column_of_part, top, rows, width, stride, LIMIT)
 
 
 @triton.jit
@@ -168,7 +213,7 @@ def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr,
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
-    scale = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(magnitude(x), 0), LIMIT)
+    scale = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.abs(x), 0), LIMIT)
     tl.store(scale_ptr + row + column, scale, mask=column == 0)
     values = (x * _inverse(scale)).to(rows_ptr.dtype.element_ty)
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
@@ -206,41 +251,49 @@ def _quantize(
         block = next_power_of_2(width)
         _rows_kernel[(rows,)](x, *made, width, stride, limit, block, num_warps=min(max(block // 1024, 1), 16))
         return made
+    # of the layout that is not asked for nothing is read or written
+    if scaling == "block":
+        high, wide = PART[0] if layout != "columns" else 0, PART[1] if layout != "rows" else 0
+        programs = _tiles(x) * sum(BLOCK // part for part in (high, wide) if part)
+        _blocks_kernel[(programs,)](x, *made[:2], *made[-2:], rows, width, stride, limit, BLOCK, high, wide, num_warps=2)
+        return made
     known = most if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
-    part, warps = PARTS[scaling]
-    # of the layout that is not asked for nothing is read or written
-    _tiles_kernel[_grid(x)](
-        x, *extremes, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, layout != "columns",
-        layout != "rows", limit, BLOCK, part, _reads_once(x, scaling, layout), num_warps=warps,
-    )  # fmt: skip
+    for wanted in _turns(x, layout):
+        _tiles_kernel[(_tiles(x),)](
+            x, *extremes, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, *wanted, limit, BLOCK,
+            num_warps=8, maxnreg=REGISTERS,
+        )  # fmt: skip
     return made
 
 
-def _reads_once(x: Tensor, scaling: str, layout: str) -> bool:
-    """Where both layouts are the same numbers. Not of fp32: Triton 3.6 compiles the turned store of what it has in common
-    with the other wrongly for a card."""
-    return layout == "both" and scaling in ("tensor", "square") and x.dtype != torch.float32
+def _turns(x: Tensor, layout: str) -> list[tuple[bool, bool]]:
+    """Rows and columns of each launch. Not both of fp32: Triton 3.6 compiles the turned store of what it has in common with
+    the other wrongly for a card."""
+    if layout == "both" and x.dtype == torch.float32:
+        return [(True, False), (False, True)]
+    return [(layout != "columns", layout != "rows")]
 
 
-def _grid(x: Tensor) -> tuple[int]:
-    return (triton.cdiv(x.shape[0], BLOCK) * triton.cdiv(x.shape[1], BLOCK),)
+def _tiles(x: Tensor) -> int:
+    return triton.cdiv(x.shape[0], BLOCK) * triton.cdiv(x.shape[1], BLOCK)
 
 
 def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
-    """max |x| of all, twice, or of rows and of columns; nothing for the scalings that need none."""
+    """max |x| of all, twice, or of rows and of columns; nothing for squares, which find their own."""
     (rows, width), whole = x.shape, scaling == "tensor"
-    if scaling not in ("tensor", "row"):
+    if scaling == "square":
         return x, x
     bits = new_peak(x) if whole else x.new_zeros(rows + width, dtype=torch.int32)
     of_rows, of_columns = (bits, bits) if whole else bits.split((rows, width))
-    _extremes_kernel[_grid(x)](x, of_rows, of_columns, rows, width, x.stride(0), scaling, BLOCK, num_warps=PARTS[scaling][1])
+    high, part = STRIP
+    programs = triton.cdiv(rows, high) * triton.cdiv(width, BLOCK)
+    _extremes_kernel[(programs,)](x, of_rows, of_columns, rows, width, x.stride(0), scaling, BLOCK, high, part, num_warps=4)
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
 def _scale(most: Tensor, limit: float) -> Tensor:
-    quotient = most / most.new_full((), limit)  # by a number a card would multiply by its inverse
-    return torch.where(most > 0.0, quotient.clamp(min=SMALLEST), 1.0)
+    return torch.where(most > 0.0, (most * (1.0 / limit)).clamp(min=SMALLEST), 1.0)
 
 
 @_quantize.register_fake
@@ -311,7 +364,7 @@ def fp8_turned(scaled: Scaled) -> Scaled:
     if not runs_triton(scale) or not values.numel():
         return Scaled(values.t().contiguous(), scale)
     (rows, width), turned = values.shape, values.new_empty(values.shape[::-1])
-    _turn_kernel[_grid(values)](values.view(torch.uint8), turned.view(torch.uint8), rows, width, BLOCK, num_warps=8)
+    _turn_kernel[(_tiles(values),)](values.view(torch.uint8), turned.view(torch.uint8), rows, width, BLOCK, num_warps=8)
     return Scaled(turned, scale)
 
 
