@@ -138,6 +138,14 @@ def test_what_is_frozen_gets_no_gradient(device):
     assert x.grad is None and w1.grad is None and all(leaf.grad is not None for leaf in leaves)
 
 
+def test_gradients_of_adapters_are_dense(device):
+    """Else autograd would copy each of them by itself."""
+    ours, _ = functions((3, 5, 2), False, True)
+    leaves = [tensor.requires_grad_() for tensor in draw((3, 5, 2), False, torch.bfloat16, device)()]
+    for gradient in torch.autograd.grad(ours(*leaves).sum(), leaves):
+        assert gradient.is_contiguous()
+
+
 def test_dropout_is_that_of_the_mean(device):
     """The mean over draws is what is computed without dropout, of outputs and of gradients; a draw is something else."""
     ranks = (4, 4)
@@ -186,7 +194,9 @@ def test_layers_must_fit_each_other():
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("up if scale == common else up * scale", "up"),
+        (".to(tl.float32) * factor", ".to(tl.float32)"),
+        ("row, column, first = size1, rank1, factor1, size0", "row, column, first = size1, rank1, factor1, 0"),
+        ("rank1, factor1, size0, rank0, size0 * rank0", "rank1, factor1, size0, 0, size0 * rank0"),
         (", dy, merged.up)", ", -dy, merged.up)"),
         ("product(dy.t(), x, x.dtype)", "product(dy.t(), 1.1 * x, x.dtype)"),
     ],

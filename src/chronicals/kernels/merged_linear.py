@@ -163,6 +163,25 @@ LAID = 3
 """Layers whose adapters one launch lays; more take the plain way."""
 
 
+@triton.jit
+def _apart_kernel(
+    of_ups_ptr, apart_ptr, size0, size1, size2, rank0, rank1, rank2, factor0, factor1, factor2, stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    """The blocks of three layers, along the second axis of programs, one behind the other."""
+    layer = tl.program_id(1)
+    size, rank, factor, row, column, first = size0, rank0, factor0, 0, 0, 0
+    if layer == 1:
+        size, rank, factor, row, column, first = size1, rank1, factor1, size0, rank0, size0 * rank0
+    if layer == 2:
+        size, rank, factor, row, column = size2, rank2, factor2, size0 + size1, rank0 + rank1
+        first = size0 * rank0 + size1 * rank1
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if rank > 0:
+        place = (row + at // rank).to(tl.int64) * stride + column + at % rank
+        value = tl.load(of_ups_ptr + place, mask=at < size * rank).to(tl.float32) * factor
+        tl.store(apart_ptr + first + at, value.to(apart_ptr.dtype.element_ty), mask=at < size * rank)
+
+
 def _lay_adapters(merged: Merged, downs: Sequence[Tensor | None], ups: Sequence[Tensor | None], scales: list[float]) -> None:
     there = [x for x in (*downs, *ups) if x is not None]
     merged.laid[:] = [_identity(there, scales)]
@@ -358,15 +377,25 @@ def _of_adapters(ctx: Any, dy: Tensor, extended: Tensor, rows: Tensor, seed: Ten
     of_downs = product(g.t(), x, kind) if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout).to(kind)
     common = ctx.scales[0] if len(set(ctx.scales)) == 1 else 1.0
     of_ups = product(dy.t(), u, kind, common)
-    downs: list[Tensor | None] = []
-    ups: list[Tensor | None] = []
-    row = column = 0
-    for size, rank, scale in zip(merged.sizes, merged.ranks, ctx.scales):
-        downs.append(of_downs[column : column + rank])
-        up = of_ups[row : row + size, column : column + rank]
-        ups.append(up if scale == common else up * scale)
-        row, column = row + size, column + rank
-    return [*downs, *ups]
+    factors = [scale if scale != common else 1.0 for scale in ctx.scales]
+    downs = of_downs[: sum(merged.ranks)].split(merged.ranks)
+    return [*downs, *_apart(of_ups, merged, factors)]
+
+
+def _apart(of_ups: Tensor, merged: Merged, factors: list[float]) -> list[Tensor]:
+    """Each layer's own block of ``[out, R]``, times its factor; dense on a card, where autograd would copy each by itself."""
+    sizes, ranks = merged.sizes, merged.ranks
+    if of_ups.shape == (sizes[0], ranks[0]) or len(sizes) > LAID or not runs_triton(of_ups):
+        rows = of_ups.split(sizes)
+        starts = (sum(ranks[:i]) for i in range(len(ranks)))
+        parts = [part[:, start : start + rank] for part, start, rank in zip(rows, starts, ranks)]
+        return [part if factor == 1.0 else part * factor for part, factor in zip(parts, factors)]
+    elements, missing = [size * rank for size, rank in zip(sizes, ranks)], LAID - len(sizes)
+    apart = of_ups.new_empty(sum(elements))
+    _apart_kernel[(triton.cdiv(max(elements), 1024), len(sizes))](
+        of_ups, apart, *sizes, *[0] * missing, *ranks, *[0] * missing, *factors, *[1.0] * missing, of_ups.stride(0), 1024
+    )
+    return [part.view(size, rank) for part, size, rank in zip(apart.split(elements), sizes, ranks)]
 
 
 def merged_linear(

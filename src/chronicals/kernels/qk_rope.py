@@ -99,28 +99,48 @@ def _rotate_heads(
 
 
 @triton.jit
-def _qk_rope_kernel(
-    q_ptr, k_ptr, q_out_ptr, k_out_ptr, cos_ptr, sin_ptr, positions, length,
-    q_batch, q_token, q_head, k_batch, k_token, k_head, q_out_batch, q_out_token, q_out_head,
-    k_out_batch, k_out_token, k_out_head, table_batch, table_token,
-    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+def _copy_heads(
+    x_ptr, out_ptr, first, positions, length, x_batch, x_token, x_head, out_batch, out_token, out_head,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of ``Q_HEADS + K_HEADS`` programs in a row each takes ``ROWS`` heads of the same ``ROWS`` positions."""
-    group = tl.program_id(0) // (Q_HEADS + K_HEADS)
-    member = tl.program_id(0) - group * (Q_HEADS + K_HEADS)
+    inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside &= column < WIDTH
+    x = tl.load(x_ptr + batch * x_batch + token * x_token + head * x_head + column, mask=inside)
+    tl.store(out_ptr + batch * out_batch + token * out_token + head * out_head + column, x, mask=inside)
+
+
+@triton.jit
+def _qk_rope_kernel(
+    q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, v_out_ptr, cos_ptr, sin_ptr, positions, length,
+    q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, q_out_batch, q_out_token, q_out_head,
+    k_out_batch, k_out_token, k_out_head, v_out_batch, v_out_token, v_out_head, table_batch, table_token,
+    Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr,
+    INVERSE: tl.constexpr,
+):  # fmt: skip
+    """Of ``Q_HEADS + K_HEADS + V_HEADS`` programs in a row each takes ``ROWS`` heads of the same ``ROWS`` positions; those of
+    values are copied."""
+    group = tl.program_id(0) // (Q_HEADS + K_HEADS + V_HEADS)
+    member = tl.program_id(0) - group * (Q_HEADS + K_HEADS + V_HEADS)
     if member < Q_HEADS:
         _rotate_heads(
             q_ptr, q_out_ptr, cos_ptr, sin_ptr, (group * Q_HEADS + member) * ROWS, positions, length,
             q_batch, q_token, q_head, q_out_batch, q_out_token, q_out_head, table_batch, table_token,
             Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE,
         )  # fmt: skip
-    else:
+    elif member < Q_HEADS + K_HEADS:
         _rotate_heads(
             k_ptr, k_out_ptr, cos_ptr, sin_ptr, (group * K_HEADS + member - Q_HEADS) * ROWS, positions, length,
             k_batch, k_token, k_head, k_out_batch, k_out_token, k_out_head, table_batch, table_token,
             K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE,
         )  # fmt: skip
+    else:
+        if V_HEADS:
+            _copy_heads(
+                v_ptr, v_out_ptr, (group * V_HEADS + member - Q_HEADS - K_HEADS) * ROWS, positions, length,
+                v_batch, v_token, v_head, v_out_batch, v_out_token, v_out_head, V_HEADS, ROWS, WIDTH, WHOLE,
+            )  # fmt: skip
 
 
 def strides_of_heads(*tensors: Tensor) -> list[int]:
@@ -133,19 +153,23 @@ def strides_of_tables(cos: Tensor) -> tuple[int, int]:
 
 
 def _launch(
-    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool
-) -> None:
-    """All tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``."""
+    q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool,
+    copied: tuple[Tensor, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """All tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``; ``copied`` are values and their place."""
     batch, q_heads, length, width = q.shape
     if not q.numel():
         return
     half, k_heads, positions = cos.shape[-1] // 2, k.shape[1], batch * length
-    copied = 0 if q.data_ptr() == q_out.data_ptr() else width - 2 * half
-    rest = next_power_of_2(copied) if copied else 0
+    v, v_out = copied or (k, k_out)
+    v_heads = v.shape[1] if copied else 0
+    beside = 0 if q.data_ptr() == q_out.data_ptr() else width - 2 * half
+    rest = next_power_of_2(beside) if beside else 0
     tile = _tile(half, rest)
-    _qk_rope_kernel[(triton.cdiv(positions, tile.rows) * (q_heads + k_heads),)](
-        q, k, q_out, k_out, cos, sin, positions, length, *strides_of_heads(q, k, q_out, k_out), *strides_of_tables(cos),
-        q_heads, k_heads, tile.rows, width, half, tile.block, rest, interleaved, inverse, num_warps=tile.warps,
+    _qk_rope_kernel[(triton.cdiv(positions, tile.rows) * (q_heads + k_heads + v_heads),)](
+        q, k, v, q_out, k_out, v_out, cos, sin, positions, length, *strides_of_heads(q, k, v, q_out, k_out, v_out),
+        *strides_of_tables(cos), q_heads, k_heads, v_heads, tile.rows, width, half, tile.block, rest, next_power_of_2(width),
+        interleaved, inverse, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -205,10 +229,9 @@ def _merged_gradient(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int
 ) -> Tensor:  # fmt: skip
     d_qkv = _gradient_like(d_q, d_k, d_v, room)
-    of_q, of_k, of_v = _heads(d_qkv, d_q.shape[1], d_k.shape[1])
-    q, k, of_q, of_k = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, of_q, of_k))
-    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True)
-    of_v.copy_(d_v)
+    of_qkv = _heads(d_qkv, d_q.shape[1], d_k.shape[1])
+    q, k, v, of_q, of_k, of_v = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, d_v, *of_qkv))
+    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, copied=(v, of_v))
     return d_qkv
 
 
