@@ -59,7 +59,8 @@ ROWS = {
     "row-0.5b-lora-ragged": [*SMALL, *LORA, *RAGGED, *against("liger", "unsloth")],
     "row-0.5b-full-2k": [*SMALL, "--batch-size", "1", *variants("use_cuda_graphs=false")],
     "row-0.5b-full-64k": [*SMALL, "--batch-size", "32", "--steps", "10"],
-    "row-8b-full-fixed": [*LARGE, *BF16_STATES, *variants("use_fp8=true"), *against("liger", "unsloth")],
+    "row-8b-full-fixed": [*LARGE, *BF16_STATES, *against("liger", "unsloth")],
+    "row-8b-full-fp8-fixed": [*LARGE, *BF16_STATES, "--use-fp8", *against("liger")],
     "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *IN_FP8, *POLICIES, *against("liger", "unsloth")],
 }
 

@@ -93,19 +93,34 @@ def test_arms_go_on_in_the_process_of_their_scouting_round(bench):
 
 
 @pytest.mark.parametrize(
-    ("memory", "held", "processes"),
+    ("memory", "held", "processes", "first"),
     [
-        (4.0, 1.0, {"ours": 1, "liger": 2}),  # one that waits and another one at work, which keep what they have
-        (4.0, 0.1, {"ours": 1, "liger": 1}),  # the same, which keep little
-        (1.5, 0.1, {"ours": 3, "liger": 2}),  # the last of the first round is the first of the second
+        (4.0, 1.0, {"ours": 1, "liger": 2}, "ours"),  # one that waits and another one at work, which keep what they have
+        (4.0, 0.1, {"ours": 1, "liger": 1}, "ours"),  # the same, which keep little
+        (1.5, 0.1, {"ours": 2, "liger": 2}, "liger"),  # the last of a round is the first of the next
     ],
 )
-def test_arms_that_do_not_fit_together_have_a_process_for_each_round(memory, held, processes, bench):
+def test_arms_that_do_not_fit_together_have_a_process_for_each_round(memory, held, processes, first, bench):
     bench.machine["memory_gib"] = memory  # an arm at work takes 1, and 0.7 beside it as every process does
     bench.changes = {name: {"held_gib": held} for name in ("ours", "liger")}
     row = bench.measure(against=["liger"], rounds=2)
     assert {name: bench.started.count(name) for name in processes} == processes
-    assert row.orders == [["ours", "liger"], ["liger", "ours"]] and set(bench.started) == set(bench.ended)
+    order = ["ours", "liger"] if first == "ours" else ["liger", "ours"]
+    assert row.orders == [order, order[::-1]] and set(bench.started) == set(bench.ended)
+
+
+def test_the_last_that_was_scouted_begins_the_rounds_where_it_stays(bench):
+    bench.machine["memory_gib"] = 1.5
+    row = bench.measure(against=PEERS, rounds=3)
+    first = ["liger", "torch-compile", "ours"]
+    assert row.orders == [first, first[::-1], first]
+    assert {name: bench.started.count(name) for name in first} == {"ours": 3, "torch-compile": 4, "liger": 2}
+
+
+def test_the_last_that_was_scouted_is_ended_where_it_does_not_stay(bench):
+    bench.machine["memory_gib"] = 1.5
+    row = bench.measure(against=["liger", "torch-compile", "transformers"], rounds=1)
+    assert row.orders == [["ours", "liger", "torch-compile"]] and set(bench.started) == set(bench.ended)
 
 
 def test_an_arm_that_needs_the_card_for_itself_has_it(bench):

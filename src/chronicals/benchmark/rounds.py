@@ -3,8 +3,8 @@ is only scouted.
 
 In the decisive rounds stand our arms and the two fastest peers, in turning order (A B C, C B A, A B C …), so that a drift of
 the card's clocks falls on all alike. Each goes on in the process of its scouting round where the card holds what the others
-keep beside it, else in a fresh one over the same prepared files; the last of a round is the first of the next, and goes on in
-any case. While one runs the next one imports what it needs.
+keep beside it, else in a fresh one over the same prepared files; the last of a round, and of the scouting round where it stays,
+is the first of the next, and goes on in any case. While one runs the next one imports what it needs.
 """
 
 from __future__ import annotations
@@ -188,6 +188,7 @@ class _Session:
         self._run_once([*ours, *peers], SCOUTING)
         able = [arm for arm in peers if arm.name in row.runs and arm.name not in row.refused]
         best = sorted(able, key=lambda arm: -_median(row.runs[arm.name][0].rates))[:BEST_PEERS]
+        best.sort(key=lambda arm: arm.name in self.waiting)
         chosen = [arm for arm in ours if arm.name in row.runs and arm.name not in row.refused] + best
         self.end_all_but(chosen)
         return chosen
@@ -202,6 +203,7 @@ class _Session:
         for number, arm in enumerate(arms):
             for soon in arms[number : number + 2]:
                 self._begin(soon, label)
+            self.runs_next = arm.name if arm is arms[-1] and not self.waiting else None
             self.run(arm, "scouting", label)
 
     def _begin(self, arm: Arm, label: str) -> None:
@@ -213,12 +215,13 @@ class _Session:
         if self.options.rounds and Arm(OURS) not in arms:
             self.row.notes.append("no decisive rounds: our own arm has no speed")
             return
+        last_goes_on = arms[-1].name in self.waiting and arms[0].name not in self.waiting
         for number in range(self.options.rounds):
             if self._late(sum(self._expected(arm) for arm in arms)):
                 self.row.notes.append(f"stopped by the time limit after {number} of {self.options.rounds} decisive rounds")
                 self.say(self.row.notes[-1])
                 return
-            ran, left = [], [arm for arm in order_of(arms, number) if self._able(arm)]
+            ran, left = [], [arm for arm in order_of(arms, number + last_goes_on) if self._able(arm)]
             while left:
                 arm = left.pop(0)
                 if left and self._able(left[0]) and left[0].name not in {*self.waiting, *self.begun}:

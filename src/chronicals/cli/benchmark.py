@@ -127,7 +127,7 @@ def _peers(against: str, data: str) -> list[str]:
     for name in asked:
         if name not in PEERS:
             raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
-    ways = ["unsloth", "unsloth-recompute", *(["unsloth-padded"] if data != "fixed" else [])]
+    ways = ["unsloth-recompute", *(["unsloth-padded"] if data != "fixed" else []), "unsloth"]
     return list(dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name])))
 
 
