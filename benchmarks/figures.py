@@ -260,9 +260,14 @@ def kernels() -> list[str]:
         times = {arm: statistics.median(samples) for arm, samples in rows["rows"][name]["milliseconds"].items()}
         beside = f"{times['liger'] / times['ours']:.2f} (Liger)" if "liger" in times else "-"
         lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products | {beside} |")
-    for name, row in load("fp8-h200.json")["rows"].items():
-        if name in FP8_LAYERS:
-            times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+    fp8 = load("fp8-h200.json")
+    for name, row in fp8["rows"].items():
+        times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+        if name.startswith("fp8 "):
+            share = row["bytes"] / (times["ours"] * 1e-3) / fp8["copy_bytes_per_second"]
+            beside = f"{times['compile'] / times['ours']:.2f} (torch.compile)"
+            lines.append(f"| quantising to {name} | {share:.0%} of the copy rate | {beside} |")
+        elif name in FP8_LAYERS:
             lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products in bf16 | - |")
     return lines
 
