@@ -368,3 +368,57 @@ def test_planted_faults_are_found(name, device):
     draw = packed_layout(tokens, 3, 2, width, torch.float32, device)
     with pytest.raises(AssertionError, match="error"):
         compare(draw, cos, sin, broken.fused_qk_norm_rope, eps=0.1)
+
+
+# --- merged ------------------------------------------------------------------------------------------------------------
+
+
+def in_parts(function=None, heads=(4, 2), width=64):
+    """``fused_qkv_norm_rope`` as a function of queries, keys and values, which are merged before; or the parts themselves."""
+
+    def ours(cos, sin, eps, offset, interleaved, room):
+        def run(q, k, v, q_weight, k_weight):
+            qkv = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
+            return function(qkv, q_weight, k_weight, cos, sin, heads, eps, offset, interleaved, room)
+
+        return run
+
+    def plain(cos, sin, eps, offset, interleaved, room):
+        both = definition(cos, sin, -2, eps, offset, interleaved)
+        return lambda q, k, v, q_weight, k_weight: (*both(q, k, q_weight, k_weight), v)
+
+    def draw(dtype, device):
+        (h, k), of_weights = heads, weights(width, dtype, device)
+        return lambda: (*(torch.randn(13, n, width, device=device).to(dtype) for n in (h, k, k)), *of_weights)
+
+    return ours if function else plain, draw
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize(
+    ("heads", "width", "rotated", "offset", "interleaved", "room"),
+    [((4, 2), 64, 64, 0.0, False, 0), ((3, 1), 96, 32, 1.0, True, 16), ((2, 2), 80, 80, 0.0, False, 32)],
+)
+def test_merged(heads, width, rotated, offset, interleaved, room, dtype, device):
+    of, draw = in_parts(module.fused_qkv_norm_rope, heads, width)
+    options = *tables(13, rotated, device=device), 1e-6, offset, interleaved, room
+    plain, _ = in_parts(None, heads, width)
+    assert_as_exact_as_plain(of(*options), plain(*options), draw(dtype, device))
+
+
+def test_the_gradient_of_what_is_merged_has_room(device):
+    cos, sin = tables(13, 64, device=device)
+    qkv = torch.randn(13, 8 * 64, device=device, requires_grad=True)
+    given = [torch.randn(n, 13, 64, device=device).transpose(0, 1) for n in (4, 2, 2)]  # which lie anyhow
+    outs = module.fused_qkv_norm_rope(qkv, *weights(64, torch.float32, device), cos, sin, (4, 2), gradient_room=16)
+    (found,) = torch.autograd.grad(outs, qkv, given)
+    assert found.shape == qkv.shape and found.stride() == (8 * 64 + 16, 1)
+    assert torch.equal(found[:, 6 * 64 :], given[2].flatten(1))
+
+
+def test_values_that_are_merged_wrongly_are_noticed(device):
+    broken = mutant(module, "(program - of_q - of_k) * ROWS, positions", "0 * ROWS, positions")
+    of, draw = in_parts(broken.fused_qkv_norm_rope, (2, 2), 256)
+    options = *tables(13, 64, device=device), 1e-6, 0.0, False, 0
+    with pytest.raises(AssertionError):
+        assert_as_exact_as_plain(of(*options), in_parts(None, (2, 2), 256)[0](*options), draw(torch.float32, device))

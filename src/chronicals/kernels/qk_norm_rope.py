@@ -19,12 +19,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from chronicals.kernels.launch import WIDEST, Tile, multiprocessors, next_power_of_2, runs_triton, tl, triton
 from chronicals.kernels.qk_rope import (
     check_rope,
+    copy_heads,
     dense,
+    gradient_like,
     heads_after,
+    heads_of,
     load_pairs,
     load_turn,
     qk_rope_reference,
@@ -193,15 +197,17 @@ def _backward_of_heads(
 
 @triton.jit
 def _qk_norm_rope_backward_kernel(
-    dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_rstd_ptr, k_rstd_ptr,
-    dq_ptr, dk_ptr, shares_ptr, of_q, positions, length,
-    dq_out_batch, dq_out_token, dq_out_head, dk_out_batch, dk_out_token, dk_out_head,
+    dq_out_ptr, dk_out_ptr, dv_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_rstd_ptr, k_rstd_ptr,
+    dq_ptr, dk_ptr, dv_place_ptr, shares_ptr, of_q, of_k, positions, length,
+    dq_out_batch, dq_out_token, dq_out_head, dk_out_batch, dk_out_token, dk_out_head, dv_batch, dv_token, dv_head,
     q_batch, q_token, q_head, k_batch, k_token, k_head, dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head,
-    table_batch, table_token, offset,
+    place_batch, place_token, place_head, table_batch, table_token, offset,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, WANTS_WEIGHTS: tl.constexpr,
+    BLOCK: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, V_HEADS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The first ``of_q`` programs share the queries, the others the keys; sums for the weights stay in registers."""
+    """The first ``of_q`` programs share the queries, ``of_k`` the keys; sums for the weights stay in registers. Others copy
+    the gradient of values to its place."""
     program = tl.program_id(0)
     share_ptr = shares_ptr + program.to(tl.int64) * WIDTH
     if program < of_q:
@@ -210,13 +216,19 @@ def _qk_norm_rope_backward_kernel(
             length, dq_out_batch, dq_out_token, dq_out_head, q_batch, q_token, q_head, dq_batch, dq_token, dq_head,
             table_batch, table_token, offset, Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, WANTS_WEIGHTS,
         )  # fmt: skip
-    else:
+    elif program < of_q + of_k:
         _backward_of_heads(
             dk_out_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_rstd_ptr, dk_ptr, share_ptr, program - of_q,
-            tl.num_programs(0) - of_q, positions, length, dk_out_batch, dk_out_token, dk_out_head, k_batch, k_token, k_head,
+            of_k, positions, length, dk_out_batch, dk_out_token, dk_out_head, k_batch, k_token, k_head,
             dk_batch, dk_token, dk_head, table_batch, table_token, offset,
             K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, WANTS_WEIGHTS,
         )  # fmt: skip
+    else:
+        if V_HEADS:
+            copy_heads(
+                dv_ptr, dv_place_ptr, (program - of_q - of_k) * ROWS, positions, length, dv_batch, dv_token, dv_head,
+                place_batch, place_token, place_head, V_HEADS, ROWS, WIDTH, WHOLE,
+            )  # fmt: skip
 
 
 def _constants(q: Tensor, k: Tensor, cos: Tensor, interleaved: bool, backward: bool) -> tuple[Tile, tuple[int | bool, ...]]:
@@ -263,6 +275,22 @@ def _backward(
     q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, and in fp32 the gradients of both weights ``[2, D]``, or ``[2, 0]`` where they are not wanted."""
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    return (
+        dq,
+        dk,
+        _launch_backward(
+            dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, dq, dk, offset, interleaved, wants_weights
+        ),
+    )
+
+
+def _launch_backward(
+    dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
+    q_rstd: Tensor, k_rstd: Tensor, dq: Tensor, dk: Tensor, offset: float, interleaved: bool, wants_weights: bool,
+    copied: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """Fills dq and dk, and the second of ``copied`` with the first; returns the gradients of both weights."""
     (batch, q_heads, length, width), k_heads = q.shape, k.shape[1]
     positions = batch * length
     tile, constants = _constants(q, k, cos, interleaved, backward=True)
@@ -271,15 +299,16 @@ def _backward(
         min(triton.cdiv(positions * heads, tile.rows), max(1, programs * heads // (q_heads + k_heads)))
         for heads in (q_heads, k_heads)
     )
-    dq, dk = torch.empty_like(q), torch.empty_like(k)
     shares = q.new_empty((of_q + of_k, width if wants_weights else 0), dtype=torch.float32)
+    dv, place = copied or (dk_out, dk)
+    v_heads = dv.shape[1] if copied else 0
     if positions:
-        _qk_norm_rope_backward_kernel[(of_q + of_k,)](
-            dq_out, dk_out, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, dq, dk, shares, of_q, positions, length,
-            *strides_of_heads(dq_out, dk_out, q, k, dq, dk), *strides_of_tables(cos), offset, *constants, wants_weights,
-            num_warps=tile.warps,
+        _qk_norm_rope_backward_kernel[(of_q + of_k + triton.cdiv(positions * v_heads, tile.rows),)](
+            dq_out, dk_out, dv, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, dq, dk, place, shares, of_q, of_k,
+            positions, length, *strides_of_heads(dq_out, dk_out, dv, q, k, dq, dk, place), *strides_of_tables(cos), offset,
+            *constants, wants_weights, v_heads, next_power_of_2(width), num_warps=tile.warps,
         )  # fmt: skip
-    return dq, dk, torch.stack((shares[:of_q].sum(0), shares[of_q:].sum(0)))
+    return torch.stack((shares[:of_q].sum(0), shares[of_q:].sum(0)))
 
 
 @_backward.register_fake
@@ -288,6 +317,53 @@ def _(
     q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     return torch.empty_like(q), torch.empty_like(k), q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32)
+
+
+@torch.library.custom_op("chronicals::qkv_norm_rope_backward", mutates_args=())
+def _merged_backward(
+    dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
+    sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, room: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of ``[T, (H + 2K) · D]``, and those of both weights; all but the weights and rstd ``[T, H or K, D]``."""
+    d_qkv = gradient_like(dq_out, dk_out, dv, room)
+    packed = (dense(dq_out), dense(dk_out), q, k, *heads_of(d_qkv, q.shape[1], k.shape[1]), dense(dv))
+    dq_out, dk_out, q, k, dq, dk, place, dv = (x.transpose(0, 1)[None] for x in packed)
+    return d_qkv, _launch_backward(
+        dq_out, dk_out, q, k, q_weight, k_weight, cos[None], sin[None], q_rstd, k_rstd, dq, dk, offset, interleaved,
+        wants_weights, copied=(dv, place),
+    )  # fmt: skip
+
+
+@_merged_backward.register_fake
+def _(
+    dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
+    sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, room: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    sums = q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32)
+    return gradient_like(dq_out, dk_out, dv, room), sums
+
+
+class _MergedQKNormRope(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int],
+        eps: float, offset: float, interleaved: bool, room: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        q, k, v = heads_of(qkv, *heads)
+        weights = q_weight.contiguous(), k_weight.contiguous()
+        of_both = (x.transpose(0, 1)[None] for x in (q, k))
+        q_out, k_out, *rstd = _forward(*of_both, *weights, cos[None], sin[None], eps, offset, interleaved)
+        ctx.save_for_backward(q, k, *weights, cos, sin, *rstd)
+        ctx.options = offset, interleaved, room
+        return q_out.squeeze(0).transpose(0, 1), k_out.squeeze(0).transpose(0, 1), v.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        weights, wanted, (offset, interleaved, room) = ctx.saved_tensors[2:4], ctx.needs_input_grad[1:3], ctx.options
+        d_qkv, sums = _merged_backward(*gradients, *ctx.saved_tensors, offset, interleaved, any(wanted), room)
+        of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), weights)) if any(wanted) else (None, None)
+        return d_qkv, *of_weights, *(None,) * 7
 
 
 class _QKNormRope(torch.autograd.Function):
@@ -330,10 +406,7 @@ def fused_qk_norm_rope(
     Raises:
         ValueError: shapes do not fit each other.
     """
-    check_rope(q, k, cos, sin)
-    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
-        if weight.shape != q.shape[-1:]:
-            raise ValueError(f"{name} has shape {tuple(weight.shape)}, q {tuple(q.shape)}: it must be [{q.shape[-1]}]")
+    _check(q, k, q_weight, k_weight, cos, sin)
     cos, sin = cos.detach(), sin.detach()
     if not runs_triton(q, k, q_weight, k_weight, cos, sin) or q.shape[-1] > WIDEST:
         return qk_norm_rope_reference(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved)
@@ -345,6 +418,42 @@ def fused_qk_norm_rope(
     of_q, of_k = _QKNormRope.apply(of_q, of_k, q_weight, k_weight, cos, sin, eps, offset, interleaved)
     # squeeze, since an index would copy the gradient
     return (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1)) if packed else (of_q, of_k)
+
+
+def fused_qkv_norm_rope(
+    qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], eps: float = 1e-6,
+    offset: float = 0.0, interleaved: bool = False, gradient_room: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """``fused_qk_norm_rope`` of a merged product, which gets one gradient; values are those of the product.
+
+    Args:
+        qkv: ``[T, (H + 2K) · D]``.
+        cos, sin: ``[T, R]``.
+        heads: H and K.
+        gradient_room: columns left free behind each row of the gradient.
+
+    Returns:
+        ``[T, H, D]``, ``[T, K, D]`` and ``[T, K, D]``.
+
+    Raises:
+        ValueError: shapes do not fit each other.
+    """
+    q, k, v = heads_of(qkv, *heads)
+    if not runs_triton(qkv, q_weight, k_weight, cos, sin) or q.shape[-1] > WIDEST:
+        return *fused_qk_norm_rope(q, k, q_weight, k_weight, cos, sin, eps, offset, interleaved), v
+    _check(q, k, q_weight, k_weight, cos, sin)
+    cos, sin = cos.detach(), sin.detach()
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return _MergedQKNormRope.apply(qkv, q_weight, k_weight, cos, sin, heads, eps, offset, interleaved, gradient_room)
+
+
+def _check(q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Raises ValueError unless the shapes fit each other."""
+    check_rope(q, k, cos, sin)
+    for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
+        if weight.shape != q.shape[-1:]:
+            raise ValueError(f"{name} has shape {tuple(weight.shape)}, q {tuple(q.shape)}: it must be [{q.shape[-1]}]")
 
 
 def qk_norm_rope_reference(

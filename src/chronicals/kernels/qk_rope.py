@@ -99,7 +99,7 @@ def _rotate_heads(
 
 
 @triton.jit
-def _copy_heads(
+def copy_heads(
     x_ptr, out_ptr, first, positions, length, x_batch, x_token, x_head, out_batch, out_token, out_head,
     HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -137,7 +137,7 @@ def _qk_rope_kernel(
         )  # fmt: skip
     else:
         if V_HEADS:
-            _copy_heads(
+            copy_heads(
                 v_ptr, v_out_ptr, (group * V_HEADS + member - Q_HEADS - K_HEADS) * ROWS, positions, length,
                 v_batch, v_token, v_head, v_out_batch, v_out_token, v_out_head, V_HEADS, ROWS, WIDTH, WHOLE,
             )  # fmt: skip
@@ -228,14 +228,15 @@ class _Rotation(torch.autograd.Function):
 def _merged_gradient(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int
 ) -> Tensor:  # fmt: skip
-    d_qkv = _gradient_like(d_q, d_k, d_v, room)
-    of_qkv = _heads(d_qkv, d_q.shape[1], d_k.shape[1])
+    d_qkv = gradient_like(d_q, d_k, d_v, room)
+    of_qkv = heads_of(d_qkv, d_q.shape[1], d_k.shape[1])
     q, k, v, of_q, of_k, of_v = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, d_v, *of_qkv))
     _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, copied=(v, of_v))
     return d_qkv
 
 
-def _gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
+def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
+    """Rows for all three side by side, with room behind; unwritten."""
     return with_room(d_q, (len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2]), room)
 
 
@@ -243,10 +244,10 @@ def _gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
 def _(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int
 ) -> Tensor:  # fmt: skip
-    return _gradient_like(d_q, d_k, d_v, room)
+    return gradient_like(d_q, d_k, d_v, room)
 
 
-def _heads(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views ``[T, H or K, D]`` of ``[T, (H + 2K) · D]``."""
     return qkv.unflatten(1, (q_heads + 2 * k_heads, -1)).split((q_heads, k_heads, k_heads), 1)  # type: ignore[return-value]
 
@@ -258,7 +259,7 @@ class _MergedRotation(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
         ctx.options = interleaved, room
-        q, k, v = _heads(qkv, *heads)
+        q, k, v = heads_of(qkv, *heads)
         _rotate_in_place(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None], interleaved)
         return q.detach(), k.detach(), v.detach()
 
@@ -323,7 +324,7 @@ def fused_qkv_rope(
     Raises:
         ValueError: shapes do not fit each other.
     """
-    q, k, v = _heads(qkv, *heads)
+    q, k, v = heads_of(qkv, *heads)
     check_rope(q, k, cos, sin)
     if not runs_triton(qkv, cos, sin):
         return *qk_rope_reference(q, k, cos, sin, interleaved), v

@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from chronicals.attention import document_attention
-from chronicals.kernels import fused_add_rmsnorm, fused_qk_norm_rope, fused_qk_rope, fused_rmsnorm
+from chronicals.kernels import fused_add_rmsnorm, fused_qk_rope, fused_rmsnorm
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.merged_linear import Remake
 from chronicals.kernels.peak import Peak
-from chronicals.kernels.qk_rope import fused_qkv_rope
+from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
+from chronicals.kernels.qk_rope import fused_qkv_rope, heads_of
 from chronicals.memory import draws_numbers, runs_again, tiled
 from chronicals.patching.forms import FORM, Form, signature
 from chronicals.patching.gated_mlps import GatedMLPReads
@@ -294,14 +295,14 @@ class _Layer:
         heads = config.num_attention_heads, config.num_key_value_heads
         if self.anatomy.heads is None and getattr(self.attention, "use_rope", True):
             return fused_qkv_rope(qkv, cos, sin, heads, interleaved, self.qkv.room)
-        q, k, v = qkv.split((heads[0] * width, heads[1] * width, heads[1] * width), 1)
         if self.anatomy.heads is None:
-            return tuple(x.unflatten(1, (-1, width)) for x in (q, k, v))  # type: ignore[return-value]
+            return heads_of(qkv, *heads)
         of_q, of_k = (
             reads.of(norm, qkv) for reads, norm in zip(self.anatomy.heads, (self.attention.q_norm, self.attention.k_norm))
         )
         if of_q[0] is not None and of_k[0] is not None and len(of_q[0]) == width and of_q[1:] == of_k[1:]:
-            q, k, v = (x.unflatten(1, (-1, width)) for x in (q, k, v))
-            return *fused_qk_norm_rope(q, k, of_q[0], of_k[0], cos, sin, of_q[1], of_q[2], interleaved), v
+            norms = of_q[0], of_k[0]
+            return fused_qkv_norm_rope(qkv, *norms, cos, sin, heads, of_q[1], of_q[2], interleaved, self.qkv.room)
+        q, k, v = qkv.split((heads[0] * width, heads[1] * width, heads[1] * width), 1)
         q, k = (fused_rmsnorm(x, *of).unflatten(1, (-1, width)) for x, of in ((q, of_q), (k, of_k)))
         return *fused_qk_rope(q, k, cos, sin, interleaved=interleaved), v.unflatten(1, (-1, width))
