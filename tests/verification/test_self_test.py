@@ -21,6 +21,7 @@ def test_every_kernel_passes_here():
         "token_log_probability",
         "qk_rope",
         "qk_norm_rope",
+        "qkv_norm_rope",
         "linear_cross_entropy",
         "attention",
         "fp8_linear",

@@ -35,7 +35,7 @@ from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
 from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.merged_linear import merged_linear, merged_linear_reference, side_by_side
-from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
+from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
@@ -89,15 +89,18 @@ def self_test() -> list[SelfTest]:
     def together(function: Callable[..., tuple[Tensor, ...]]) -> Function:
         return lambda *given: torch.cat([x.flatten() for x in function(*given)])
 
-    def rope(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
+    def rope(function: Callable[..., tuple[Tensor, ...]]) -> Function:
         return together(lambda *given: function(*given, *(table.to(given[0].dtype) for table in (cos, sin))))
 
-    def merged_rope(x: Tensor) -> tuple[Tensor, ...]:
-        return fused_qkv_rope(x * 1, cos.to(x.dtype), sin.to(x.dtype), (heads, 2))
+    def merged(function: Callable[..., tuple[Tensor, ...]]) -> Function:
+        return rope(lambda x, *given: function(x * 1, *given, (heads, 2)))
 
-    def plain_merged_rope(x: Tensor) -> tuple[Tensor, ...]:
-        q, k, v = x.unflatten(1, (-1, 16)).split((heads, 2, 2), 1)
-        return *qk_rope_reference(q, k, cos.to(x.dtype), sin.to(x.dtype)), v
+    def in_parts(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
+        def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+            q, k, v = x.unflatten(1, (-1, 16)).split((heads, 2, 2), 1)
+            return *function(q, k, *given), v
+
+        return rope(run)
 
     qkv = random(tokens, heads, 16), random(tokens, 2, 16), random(tokens, 2, 16)
     gate, up = random(tokens, width), random(tokens, width)
@@ -124,7 +127,13 @@ def self_test() -> list[SelfTest]:
             (hidden, weight),
         ),
         ("glu_of_both", lambda x: glu_of_both(x, "silu"), lambda x: swiglu_reference(*x.chunk(2, -1)), (random(tokens, 74),)),
-        ("qkv_rope", together(merged_rope), together(plain_merged_rope), (random(tokens, 8 * 16),)),
+        ("qkv_rope", merged(fused_qkv_rope), in_parts(qk_rope_reference), (random(tokens, 8 * 16),)),
+        (
+            "qkv_norm_rope",
+            merged(fused_qkv_norm_rope),
+            in_parts(qk_norm_rope_reference),
+            (random(tokens, 8 * 16), random(16), random(16)),
+        ),
         (
             "merged_linear",
             lambda x, w, a, b: merged_linear(
