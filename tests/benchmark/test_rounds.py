@@ -27,7 +27,7 @@ def bench(tmp_path, monkeypatch):
         def __init__(self):
             self.ran, self.started, self.ended, self.crash, self.changes, self.absent = [], [], [], set(), {}, set()
             self.processes, self.too_many = [], 99  # so many that wait make another one crash
-            self.crash_in_round = {}
+            self.crash_in_round, self.too_many_for = {}, {}
 
         def measure(self, **options):
             work = made.work(tmp_path)
@@ -51,7 +51,7 @@ def bench(tmp_path, monkeypatch):
             bench.ran.append(self.name)
             waiting = sum(running.waits for running in bench.processes)
             late = bench.crash_in_round.get(self.name) == self.rounds + 1
-            if self.name in bench.crash or waiting >= bench.too_many or late:
+            if self.name in bench.crash or waiting >= bench.too_many_for.get(self.name, bench.too_many) or late:
                 bench.ended.append(self.name)
                 raise ArmFailed("OutOfMemoryError: CUDA out of memory")
             self.rounds += 1
@@ -121,6 +121,22 @@ def test_the_last_that_was_scouted_is_ended_where_it_does_not_stay(bench):
     bench.machine["memory_gib"] = 1.5
     row = bench.measure(against=["liger", "torch-compile", "transformers"], rounds=1)
     assert row.orders == [["ours", "liger", "torch-compile"]] and set(bench.started) == set(bench.ended)
+
+
+def test_a_reference_has_the_card_for_itself_where_it_needs_it(bench):
+    """Also beside the last that was scouted, which would go on in any case."""
+    bench.machine["memory_gib"] = 1.5
+    bench.changes = {"liger": {"own_batches": [[[1, 2, 3]]]}}
+    bench.too_many_for = {"reference": 1}
+    row = bench.measure(against=["transformers", "liger"], rounds=1)
+    assert not row.refused and not row.notes
+    assert row.orders == [["ours", "liger", "transformers"]]
+
+
+@pytest.mark.parametrize("crash", [{"ours"}, {"ours", "liger"}])
+def test_without_any_arm_there_is_no_round(crash, bench):
+    bench.crash = crash
+    assert set(bench.measure(against=["liger"], rounds=0).failed) == crash
 
 
 def test_an_arm_that_needs_the_card_for_itself_has_it(bench):

@@ -97,6 +97,15 @@ def test_zeros_and_what_is_no_number(scaling, device):
             assert float(meant[exact == 2.0]) == 2.0
 
 
+def test_a_part_of_a_row_without_numbers_has_no_part_in_its_scale(device):
+    x = torch.ones(130, 260, device=device)
+    x[3, 128:256] = float("nan")
+    assert_both_equal(fp8_quantize, x, "row", device)
+    unfiltered = mutant(fp8, "tl.where(most == most, most, 0.0).to(tl.int32, bitcast=True)", "most.to(tl.int32, bitcast=True)")
+    with pytest.raises(AssertionError):
+        assert_both_equal(unfiltered.fp8_quantize, x, "row", device)
+
+
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_what_is_too_small_for_an_inverse(scaling, device):
     """Zeros beside it stay zeros, and what is no number is alone with it."""

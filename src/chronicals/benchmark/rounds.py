@@ -160,7 +160,8 @@ class _Session:
             self.row.notes.append(f"no reference: {error}")
 
     def _reference(self, documents: Path | None, label: str) -> Measurement:
-        """The fp32 steps; where they fail for want of memory, the first alone, which needs no optimizer states."""
+        """The fp32 steps; where they fail for want of memory, once more when nobody waits beside them, and then the first
+        alone, which needs no optimizer states."""
 
         def run(steps: int) -> Measurement:
             reference = RunningArm(self.row.work, "reference", steps, documents=documents, label=label, warm_up=0)
@@ -170,6 +171,9 @@ class _Session:
         try:
             return run(COMPARED)
         except ArmFailed as error:
+            if self.waiting:
+                self._end_waiting()
+                return self._reference(documents, label)
             self.row.notes.append(f"the reference has one step, more failed: {error}")
             return run(1)
 
@@ -215,7 +219,7 @@ class _Session:
         if self.options.rounds and Arm(OURS) not in arms:
             self.row.notes.append("no decisive rounds: our own arm has no speed")
             return
-        last_goes_on = arms[-1].name in self.waiting and arms[0].name not in self.waiting
+        last_goes_on = len(arms) > 1 and arms[-1].name in self.waiting and arms[0].name not in self.waiting
         for number in range(self.options.rounds):
             if self._late(sum(self._expected(arm) for arm in arms)):
                 self.row.notes.append(f"stopped by the time limit after {number} of {self.options.rounds} decisive rounds")
