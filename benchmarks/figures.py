@@ -57,8 +57,8 @@ def rows() -> list[str]:
     lines = [
         "`chronicals benchmark` on one H200, random weights, whole steps, every arm on the same weights, documents, order and "
         "labels; only documents' tokens count. Rounds: decisive ones, in turning order; an arm without one ran in the scouting "
-        "round alone. A floor is measured by its own steps, at the clocks that those leave, so that a share may pass 100 %; "
-        "that of `0.5b lora ragged` is of a floor of the former kind ([notes](benchmarks/NOTES.md)).",
+        "round alone. A floor is measured by its own steps, at the clocks that those leave, so that a share may pass 100 % "
+        "([notes](benchmarks/NOTES.md)).",
         "",
         f"![real tokens per second by row and arm]({BARS.relative_to(ROOT)})",
         "",
