@@ -29,10 +29,10 @@ LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 PART = (32, 64)
 """Rows and columns of a tile that a program takes where each has a scale of its own."""
 
-REGISTERS = 128
-"""Of a thread that takes its share of a whole tile: two programs a multiprocessor."""
+REGISTERS, OF_PART = 128, 96
+"""Of a thread that takes its share of a whole tile, which leaves a multiprocessor two programs, or of a part of one: ten."""
 
-STRIP = (512, 32)
+STRIP = (512, 64)
 """Rows of a strip, and of them at a time."""
 
 SMALLEST = 2.0**-126
@@ -73,9 +73,9 @@ def _inverse(scale):
 
 
 @triton.jit
-def _values(x_ptr, row, column, rows, width, stride):
-    """Of these rows and columns, as they are, and which of them there are."""
-    inside = (row < rows)[:, None] & (column < width)[None, :]
+def _values(x_ptr, row, column, rows, width, stride, WHOLE: tl.constexpr):
+    """Of these rows and columns, as they are, and which of them there are: all, where every tile is ``WHOLE``."""
+    inside = ((row < rows) | WHOLE)[:, None] & ((column < width) | WHOLE)[None, :]
     return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0), inside
 
 
@@ -88,8 +88,8 @@ def _raise(most_ptr, most, inside):
 
 @triton.jit
 def _extremes_kernel(
-    x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, BLOCK: tl.constexpr,
-    HIGH: tl.constexpr, PART: tl.constexpr,
+    x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, HIGH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """max |x| of all, or of each row and each column: down a strip, some rows at a time while the next are on their way."""
     across = tl.cdiv(width, BLOCK)
@@ -98,7 +98,7 @@ def _extremes_kernel(
     most = tl.zeros((PART, BLOCK), tl.float32)
     for part in tl.range(0, HIGH, PART, num_stages=3):
         row = top + part + tl.arange(0, PART)
-        given, _ = _values(x_ptr, row, column, rows, width, stride)
+        given, _ = _values(x_ptr, row, column, rows, width, stride, WHOLE)
         sizes = tl.abs(given.to(tl.float32))
         most = tl.maximum(most, sizes)
         if SCALING == "row":
@@ -110,15 +110,15 @@ def _extremes_kernel(
 
 
 @triton.jit
-def _put_rows(rows_ptr, given, scale, row, column, inside, width):
-    values = (given.to(tl.float32) * _inverse(scale)[:, None]).to(rows_ptr.dtype.element_ty)
+def _put_rows(rows_ptr, given, inverse, row, column, inside, width):
+    values = (given.to(tl.float32) * inverse[:, None]).to(rows_ptr.dtype.element_ty)
     tl.store(rows_ptr + row.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
 
 
 @triton.jit
-def _put_columns(columns_ptr, given, scale, row, column, inside, rows):
+def _put_columns(columns_ptr, given, inverse, row, column, inside, rows):
     """Turned in 16 bit, as it came, by matrix loads; 8-bit values would be turned one by one."""
-    values = (tl.trans(given).to(tl.float32) * _inverse(scale)[:, None]).to(columns_ptr.dtype.element_ty)
+    values = (tl.trans(given).to(tl.float32) * inverse[:, None]).to(columns_ptr.dtype.element_ty)
     tl.store(columns_ptr + column.to(tl.int64)[:, None] * rows + row[None, :], values, mask=tl.trans(inside))
 
 
@@ -141,13 +141,13 @@ def _scales(
 def _tiles_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride,
     SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile, read once. Maxima of tensors and rows are there, or a tensor's scale is; that of a square is found here."""
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     left, top = tl.program_id(0) % across, tl.program_id(0) // across
     row, column = top * BLOCK + tl.arange(0, BLOCK), left * BLOCK + tl.arange(0, BLOCK)
-    given, inside = _values(x_ptr, row, column, rows, width, stride)
+    given, inside = _values(x_ptr, row, column, rows, width, stride, WHOLE)
     common = tl.zeros((BLOCK,), tl.float32)
     if SCALING == "tensor":
         common += tl.load(of_rows_ptr)
@@ -158,29 +158,30 @@ def _tiles_kernel(
     if ROWS:
         tile = top * across + left
         scale = _scales(common, of_rows_ptr, rows_scale_ptr, row, rows, left, tile, SCALING, LIMIT, BLOCK)
-        _put_rows(rows_ptr, given, scale, row, column, inside, width)
+        _put_rows(rows_ptr, given, _inverse(scale), row, column, inside, width)
     if COLUMNS:
         tile = left * down + top
         scale = _scales(common, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, LIMIT, BLOCK)
-        _put_columns(columns_ptr, given, scale, row, column, inside, rows)
+        _put_columns(columns_ptr, given, _inverse(scale), row, column, inside, rows)
 
 
 @triton.jit
 def _block_rows(x_ptr, rows_ptr, scale_ptr, row, column, left, rows, width, stride, LIMIT: tl.constexpr):
-    given, inside = _values(x_ptr, row, column, rows, width, stride)
+    given, inside = _values(x_ptr, row, column, rows, width, stride, False)
     scale = _scale_of(tl.max(tl.abs(given.to(tl.float32)), 1), LIMIT)
     tl.store(scale_ptr + left.to(tl.int64) * rows + row, scale, mask=row < rows)
-    _put_rows(rows_ptr, given, scale, row, column, inside, width)
+    _put_rows(rows_ptr, given, _inverse(scale), row, column, inside, width)
 
 
 @triton.jit
-def _block_columns(x_ptr, columns_ptr, scale_ptr, row, column, top, rows, width, stride, LIMIT: tl.constexpr):
-    given, inside = _values(x_ptr, row, column, rows, width, stride)
-    scales = scale_ptr + top.to(tl.int64) * width + column
-    tl.store(scales, _scale_of(tl.max(tl.abs(given.to(tl.float32)), 0), LIMIT), mask=column < width)
-    tl.debug_barrier()
-    scale = tl.load(scales, mask=column < width, other=1.0)  # else what follows lies as the maximum wants it
-    _put_columns(columns_ptr, given, scale, row, column, inside, rows)
+def _block_columns(
+    x_ptr, columns_ptr, scale_ptr, row, column, top, rows, width, stride, LIMIT: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    given, inside = _values(x_ptr, row, column, rows, width, stride, False)
+    scale = _scale_of(tl.max(tl.abs(given.to(tl.float32)), 0), LIMIT)
+    tl.store(scale_ptr + top.to(tl.int64) * width + column, scale, mask=column < width)
+    inverse = tl.gather(_inverse(scale), tl.arange(0, WIDE), 0)  # itself; else what follows lies as the maximum wants it
+    _put_columns(columns_ptr, given, inverse, row, column, inside, rows)
 
 
 @triton.jit
@@ -189,7 +190,8 @@ def _blocks_kernel(
     BLOCK: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """``HIGH`` rows of a tile or ``WIDE`` of its columns, 0 of a layout that is not asked for. Programs that follow each other
-    find the tile near; one that did all of it would need the registers of two.
+    find the tile near; one that did all of it would need the registers of two. Without masks a program loads more at once, and
+    needs more registers, than pays.
     """
     of_rows: tl.constexpr = BLOCK // HIGH if HIGH else 0
     of_tile: tl.constexpr = of_rows + (BLOCK // WIDE if WIDE else 0)
@@ -204,7 +206,7 @@ def _blocks_kernel(
     else:
         if WIDE:
             column_of_part = left * BLOCK + (turn - of_rows) * WIDE + tl.arange(0, WIDE)
-            _block_columns(x_ptr, columns_ptr, columns_scale_ptr, row, column_of_part, top, rows, width, stride, LIMIT)
+            _block_columns(x_ptr, columns_ptr, columns_scale_ptr, row, column_of_part, top, rows, width, stride, LIMIT, WIDE)
 
 
 @triton.jit
@@ -255,13 +257,16 @@ def _quantize(
     if scaling == "block":
         high, wide = PART[0] if layout != "columns" else 0, PART[1] if layout != "rows" else 0
         programs = _tiles(x) * sum(BLOCK // part for part in (high, wide) if part)
-        _blocks_kernel[(programs,)](x, *made[:2], *made[-2:], rows, width, stride, limit, BLOCK, high, wide, num_warps=2)
+        _blocks_kernel[(programs,)](
+            x, *made[:2], *made[-2:], rows, width, stride, limit, BLOCK, high, wide, num_warps=2, maxnreg=OF_PART
+        )
         return made
     known = most if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
+    whole = rows % BLOCK == width % BLOCK == 0
     for wanted in _turns(x, layout):
         _tiles_kernel[(_tiles(x),)](
-            x, *extremes, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, *wanted, limit, BLOCK,
+            x, *extremes, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, *wanted, limit, whole, BLOCK,
             num_warps=8, maxnreg=REGISTERS,
         )  # fmt: skip
     return made
@@ -281,14 +286,15 @@ def _tiles(x: Tensor) -> int:
 
 def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
     """max |x| of all, twice, or of rows and of columns; nothing for squares, which find their own."""
-    (rows, width), whole = x.shape, scaling == "tensor"
+    (rows, width), of_all = x.shape, scaling == "tensor"
     if scaling == "square":
         return x, x
-    bits = new_peak(x) if whole else x.new_zeros(rows + width, dtype=torch.int32)
-    of_rows, of_columns = (bits, bits) if whole else bits.split((rows, width))
-    high, part = STRIP
+    bits = new_peak(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
+    of_rows, of_columns = (bits, bits) if of_all else bits.split((rows, width))
+    (high, part), stride = STRIP, x.stride(0)
+    whole = rows % high == width % BLOCK == 0
     programs = triton.cdiv(rows, high) * triton.cdiv(width, BLOCK)
-    _extremes_kernel[(programs,)](x, of_rows, of_columns, rows, width, x.stride(0), scaling, BLOCK, high, part, num_warps=4)
+    _extremes_kernel[(programs,)](x, of_rows, of_columns, rows, width, stride, scaling, whole, BLOCK, high, part, num_warps=4)
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
