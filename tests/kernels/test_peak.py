@@ -185,7 +185,7 @@ def test_planted_faults_are_found(fault, device):
     module, old, new = FAULTS[fault]
     wrong = mutant(module, old, new)
     with pytest.raises(AssertionError):
-        for _ in range(4):
+        for _ in range(20):  # each may miss a fault, by where the largest lies
             if module is RMSNORM:  # many for each program, or its last ones often hold the largest
                 rows = 4000 if device.type == "cpu" else 70_000
                 check_norm(wrong.fused_add_rmsnorm, (rows, 64), torch.bfloat16, device, False, True)
