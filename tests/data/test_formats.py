@@ -292,6 +292,36 @@ def test_compressed_members_one_after_the_other(tmp_path):
     assert records(tmp_path / "a.jsonl.gz") == [{"a": n} for n in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a b\n\nc d\ne", [("", "a b\n\nc d\ne")]),
+        ("123456789\n\nabc\nd", [(":1", "123456789\n\n"), (":3", "abc\nd")]),
+        ("123456789\nabc\nde", [(":1", "123456789\n"), (":2", "abc\nde")]),
+        ("1234567\n9 bc d f", [(":1", "1234567\n"), (":2", "9 bc d f")]),
+        ("1234567 9abcdef", [(":1", "1234567 "), (":1", "9abcdef")]),
+        ("123456789abc" * 2 + "\n", [(":1", "123456789abc"), (":1", "123456789abc"), (":1", "\n")]),
+    ],
+    ids=["short", "paragraph", "line", "line before word", "word", "nowhere"],
+)
+def test_a_long_text_is_several_rows(tmp_path, monkeypatch, text, parts):
+    monkeypatch.setattr(of_formats, "LONGEST_TEXT", 12)
+    path = tmp_path / "a.txt"
+    path.write_text(text)
+    assert list(read_file(path)) == [(f"{path}{place}", {"text": part}) for place, part in parts]
+
+
+def test_no_letter_of_a_long_text_is_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(of_formats, "LONGEST_TEXT", 50)
+    path = tmp_path / "a.txt"
+    path.write_text("".join(random.choices("ab \né", k=5000)), encoding="utf-8")
+    rows = list(read_file(path))
+    assert "".join(record["text"] for _, record in rows) == path.read_text(encoding="utf-8") and len(rows) >= 100
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for place, record in rows:
+        assert lines[int(place.rpartition(":")[2]) - 1].find(record["text"].partition("\n")[0]) >= 0
+
+
 def test_endings():
     from pathlib import Path
 
@@ -317,6 +347,13 @@ def test_memory_does_not_grow_with_the_file(tmp_path, name):
     count, size = peak(path)
     assert count == 1200 and sum(len(row["text"]) for row in rows) > 50e6
     assert size < 10e6
+
+
+def test_memory_does_not_grow_with_a_text(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("one line of many\n" * 3_000_000)
+    count, size = peak(path)
+    assert 51e6 / of_formats.LONGEST_TEXT < count < 20 and size < 8 * of_formats.LONGEST_TEXT
 
 
 def test_arrow_memory_does_not_grow_with_the_file(tmp_path):

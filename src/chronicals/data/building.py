@@ -36,7 +36,7 @@ from chronicals.data.template import TokenArrays, Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 5
+FORMAT = 6
 CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
 """A chunk ends at so many rows, or at so many letters or given ids."""
 FIRST_ROWS = 512

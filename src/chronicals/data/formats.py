@@ -28,6 +28,9 @@ ROWS_AT_ONCE = 1024
 CHARACTERS_AT_ONCE = 1 << 20
 """Of a JSON text; more where a single row is longer."""
 
+LONGEST_TEXT = 1 << 22
+"""Characters of a text file that are one row, more than most books have; a longer file is several."""
+
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
 
@@ -78,7 +81,7 @@ def reader_of(path: Path) -> Reader | None:
 
 
 def is_text(path: Path) -> bool:
-    """Whether the file is one record, not rows."""
+    """Whether the file is one text, not rows."""
     return reader_of(path) is _read_text
 
 
@@ -108,8 +111,23 @@ def _undecodable(path: Path) -> str:
 
 
 def _read_text(path: Path) -> Iterator[Row]:
+    """The whole of it, or of a long one parts that end with a paragraph, a line or a word."""
     with _open_text(path, newline=None) as stream:
-        yield f"{path}", {"text": stream.read()}
+        text, where, lines = stream.read(LONGEST_TEXT + 1), f"{path}", 0
+        while len(text) > LONGEST_TEXT:
+            end = _end_of_part(text)
+            yield f"{path}:{lines + 1}", {"text": text[:end]}
+            lines += text.count("\n", 0, end)
+            text, where = text[end:] + stream.read(end), f"{path}:{lines + 1}"
+        yield where, {"text": text}
+
+
+def _end_of_part(text: str) -> int:
+    for last in ("\n\n", "\n", " "):
+        place = text.rfind(last, LONGEST_TEXT // 2, LONGEST_TEXT)
+        if place >= 0:
+            return place + len(last)
+    return LONGEST_TEXT
 
 
 def _read_json_lines(path: Path) -> Iterator[Row]:
