@@ -298,7 +298,7 @@ class _MergedLinear(torch.autograd.Function):
         if trained and x is not None:
             of_weights[:count] = _of_weights(ctx, dy if dy_columns is None else dy_columns, x).split(merged.sizes)
         if any(needs[OPTIONS + count : OPTIONS + 2 * count]):
-            of_weights[count:] = dy.sum(0).split(merged.sizes)
+            of_weights[count:] = _of_biases(dy).split(merged.sizes)
         of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
         if any(needs[OPTIONS + 2 * count :]) and rows is not None:
             of_adapters = _of_adapters(ctx, dy, extended, rows, seed)
@@ -368,6 +368,11 @@ def _of_weights(ctx: Any, dy: Tensor | Scaled, x: Tensor) -> Tensor:
     _, columns = fp8_quantize(x, layout="columns", scale=ctx.scale_of_x)
     assert columns is not None
     return scaled_product(dy, columns, x.dtype)
+
+
+def _of_biases(dy: Tensor) -> Tensor:
+    """The sum of its rows, as a product: half the time of torch's sum on a card."""
+    return product(dy.new_ones(1, len(dy)), dy, dy.dtype)[0]
 
 
 def _of_adapters(ctx: Any, dy: Tensor, extended: Tensor, rows: Tensor, seed: Tensor | None) -> list[Tensor | None]:
