@@ -67,6 +67,12 @@ def test_each_part_is_timed_where_it_stands(monkeypatch):
     assert rates.seconds_of({"a": takes(1.0), "b": takes(4.0)}, ["a", "b", "b", "a"]) == {"a": 1.0, "b": 4.0}
 
 
+def test_a_slow_host_is_given_a_longer_lead():
+    assert rates._leading(queued=0.01, step=0.1, square=0.0015) == rates.LEAD
+    assert rates._leading(queued=0.04, step=0.041, square=0.0015) * 0.0015 >= 0.04
+    assert rates._leading(queued=0.001, step=0.0015, square=0.0015) == rates.LEAD
+
+
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_of_a_whole_row(mode, tmp_path):
     work = made.work(tmp_path, mode=mode)

@@ -7,7 +7,9 @@ step, a few steps long, and each is timed where it stands. No cache holds activa
 
 from __future__ import annotations
 
+import math
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +25,8 @@ WARM_UP, MEASURED = 4, 3
 """Steps on a card; elsewhere, where nothing is regulated in so short a time, one of each, of a single layer."""
 
 LEAD, SIDE = 8, 8192
-"""Before a step the card multiplies squares of this side so many times, some 12 ms: the host is ahead of it from then on."""
+"""Before a step the card multiplies squares of this side so many times, some 12 ms, or more often for a slow host: it is ahead
+of the card from then on."""
 
 SMALLEST_COPY, LARGEST_COPY = 2**24, 2**31
 
@@ -95,21 +98,32 @@ def order_of_a_step(job: Job, copied: int) -> list[str]:
 def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
     """Of each part in the steps measured, the median."""
     found, on_card = defaultdict[str, list[float]](list), device().type == "cuda"
-    square = torch.randn(SIDE, SIDE, device=device(), dtype=torch.float16) if on_card else None
+    square = torch.randn(SIDE if on_card else 0, SIDE, device=device(), dtype=torch.float16)
     warm_up, measured = (WARM_UP, MEASURED) if on_card else (1, 1)
+    leading = LEAD if on_card else 0
     for number in range(warm_up + measured):
-        if square is not None:
-            for _ in range(LEAD):
-                torch.mm(square, square)
         clock = Clock()
         clock.mark()
+        for _ in range(leading):
+            square @ square
+        clock.mark()
+        begun = time.perf_counter()
         for name in order:
             parts[name]()
             clock.mark()
-        for name, span in zip(order, clock.seconds()):
+        queued = time.perf_counter() - begun
+        lead, *spans = clock.seconds()
+        if on_card and number == 1:  # the first step compiles
+            leading = _leading(queued, sum(spans), lead / leading)
+        for name, span in zip(order, spans):
             if number >= warm_up:
                 found[name].append(span)
     return {name: statistics.median(spans) for name, spans in found.items()}
+
+
+def _leading(queued: float, step: float, square: float) -> int:
+    """Squares before a step, of so many seconds each: a host that needs half its time or more queues all of it meanwhile."""
+    return LEAD if queued < step / 2 else max(LEAD, math.ceil(queued / square))
 
 
 def aligned(rows: int) -> int:
