@@ -298,6 +298,17 @@ def test_the_record_holds_everything_with_the_raw_samples(bench, tmp_path):
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(("rate", "fp8"), [(1850.0, False), (1700.0, False), (1700.0, True)])
+def test_a_floor_that_an_arm_passes_by_far_is_none(bench, monkeypatch, rate, fp8):
+    monkeypatch.setitem(FLOOR, "tokens_per_second", rate)
+    bench.changes = {"ours": {"extra": {"fp8": fp8}}}
+    result = to_dict(bench.measure(against=["liger"], rounds=1))
+    believed = rate == 1850.0 or fp8
+    assert (result["floor"] is not None) == believed
+    assert any("no floor: ours ran at 11" in note for note in result["notes"]) == (not believed)
+    assert (result["arms"]["liger"]["share_of_floor"] is not None) == believed
+
+
 def test_a_real_process_that_fails_says_its_last_words(tmp_path):
     with pytest.raises(ArmFailed, match="invalid choice"):
         processes.run_process(made.work(tmp_path), "nonsense", [], 60, "nonsense")

@@ -18,6 +18,9 @@ PACKAGES = (
     "chronicals", "torch", "triton", "transformers", "peft", "flash-attn-4", "liger-kernel", "unsloth", "unsloth-zoo", "trl",
 )  # fmt: skip
 
+BELIEVED = 1.1
+"""Of a floor, the most that an arm may reach: a step's clocks differ by less from those of its parts."""
+
 
 def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
     """Everything about the row, raw samples included; an arm that was refused has its losses and no speed."""
@@ -43,17 +46,34 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "arms": arms,
         "ratios": _ratios(row),
         "orders": row.orders,
-        "notes": row.notes,
+        "notes": [*row.notes, *_doubts(row)],
         "seconds": row.seconds,
     }  # fmt: skip
 
 
 def _floor(row: Row) -> dict[str, Any] | None:
-    return None if row.job.shape.routed else row.rates.get("floor")
+    return None if row.job.shape.routed or _doubts(row) else row.rates.get("floor")
+
+
+def _doubts(row: Row) -> list[str]:
+    """Why the floor that was measured is none: an arm passed it by far, with products in 16 bit as the floor has them."""
+    floor, doubts = row.rates.get("floor"), []
+    for name, runs in row.runs.items():
+        if floor is None or name in row.refused or runs[0].extra.get("fp8"):
+            continue
+        share = statistics.median(_rates(row, name)) / floor["tokens_per_second"]
+        if share > BELIEVED:
+            doubts.append(f"no floor: {name} ran at {share:.0%} of it, so its parts were too slow; measure the row again")
+    return doubts[:1]
+
+
+def _rates(row: Row, name: str) -> list[float]:
+    """Tokens a second, a sample each step."""
+    return [rate for run in row.decisive(name) for rate in run.rates]
 
 
 def _arm(row: Row, name: str) -> dict[str, Any]:
-    runs, first = row.decisive(name), row.runs[name][0]
+    first = row.runs[name][0]
     reference = first.extra.get("reference")
     beside = Measurement(**{**first.__dict__, **reference}) if reference else row.reference
     status = "refused" if name in row.refused else "failed" if name in row.failed else "measured"
@@ -74,9 +94,9 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
     }
     if status == "refused":
         return found
-    samples = [rate for run in runs for rate in run.rates]
+    samples = _rates(row, name)
     rate = statistics.median(samples)
-    floor = None if first.extra.get("fp8") else _floor(row)  # which is that of products in 16 bit
+    floor = None if first.extra.get("fp8") else _floor(row)
     card = str(row.rates.get("machine", {}).get("card", ""))
     quarters = statistics.quantiles(samples, n=4) if len(samples) > 1 else [rate] * 3
     return found | {
@@ -86,7 +106,7 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         "mfu": None if row.work.config().mixed_precision == "fp32" else mfu(row.job, rate, card),
         "share_of_floor": rate / floor["tokens_per_second"] if floor else None,
         "rounds": len(row.runs[name]) - 1,
-        "round_medians": [statistics.median(run.rates) for run in runs],
+        "round_medians": [statistics.median(run.rates) for run in row.decisive(name)],
         "load_seconds": first.load_seconds,
         "first_step_seconds": first.seconds[0],
         "warm_up_seconds": sum(first.seconds[: first.warm_up]),
