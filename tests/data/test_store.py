@@ -424,6 +424,27 @@ def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch)
     assert documents(store) == expected(rows)
 
 
+def test_who_waits_gives_up_when_nothing_is_written(tmp_path, monkeypatch):
+    rows, waited = token_rows(3), 0
+    path = build_store(rows, tokenizer(), WIDTH, tmp_path).path
+    path.unlink()
+    aside = path.with_name(f".{path.stem}.1.a")
+
+    def sleep(seconds):
+        nonlocal waited
+        waited += seconds
+        if waited < 40 * building.MINUTE:  # longer than patience lasts
+            aside.write_bytes(bytes(int(waited)))
+        else:
+            aside.unlink(missing_ok=True)
+
+    monkeypatch.setattr(building.time, "sleep", sleep)
+    monkeypatch.setattr(building, "PATIENCE", 5)
+    with pytest.raises(DataError, match="has written nothing for 5 minutes"):
+        build_store(rows, tokenizer(), WIDTH, tmp_path, builder=False)
+    assert 45 * building.MINUTE <= round(waited) < 48 * building.MINUTE
+
+
 def test_a_store_without_its_description_is_built_again(tmp_path):
     rows = token_rows(9)
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,8 @@ CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
 """A chunk ends at so many rows, or at so many letters or given ids."""
 FIRST_ROWS = 512
 """Rows of the first chunk; each holds twice as many as the one before, for tokenising waits until the first is read."""
+MINUTE, PATIENCE = 60.0, 30
+"""Minutes without a byte written after which whoever waits for another process gives it up."""
 
 
 def open_store(
@@ -150,7 +152,8 @@ def build_store(
         seed: chooses the rows that a fractional weight takes.
 
     Raises:
-        DataError: a file cannot be read; nothing is left behind. What is wrong with single rows is in the store's report.
+        DataError: a file cannot be read, or the process that is waited for has stopped; nothing is left behind. What is wrong
+            with single rows is in the store's report.
     """
     if isinstance(source, Iterator):
         source = list(source)
@@ -166,18 +169,43 @@ def build_store(
 
 
 def _wait_for(path: Path) -> None:
-    """Poll, and say so: no collective is held while another process tokenises."""
-    waited = 0.0
+    """Poll, and say so: no collective is held while another process tokenises.
+
+    Raises:
+        DataError: it has written nothing for half an hour.
+    """
+    waited, quiet, before = 0.0, 0, -1
     while not path.exists():
-        if waited % 60 == 0:
+        if waited % MINUTE == 0:
             logger.info("waiting for another process to tokenise %s", path.name)
+            written = _bytes_aside(path)
+            quiet, before = (quiet + 1, before) if written == before else (0, written)
+            if quiet == PATIENCE:
+                raise DataError(
+                    f"{path}: waited for another process to tokenise the data, which has written nothing for {PATIENCE} "
+                    "minutes; its log says why, or start this one where it can build the store itself"
+                )
         time.sleep(0.2)
         waited = round(waited + 0.2, 1)
 
 
+def _aside(path: Path, name: str) -> Path:
+    """Where a store is written before it has its name."""
+    return path.with_name(f".{path.stem}.{name}")
+
+
+def _bytes_aside(path: Path) -> int:
+    """That all who build the store have written so far."""
+    written = 0
+    for aside in path.parent.glob(_aside(path, "*").name):
+        with suppress(FileNotFoundError):  # it was done meanwhile
+            written += aside.stat().st_size
+    return written
+
+
 def _write(path: Path, build: _Build, rows: Iterable[Row]) -> None:
     """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
-    aside = path.with_name(f".{path.stem}.{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
+    aside = _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
         with _collecting_by_chunks(), open(aside, "wb") as raw:
