@@ -106,7 +106,8 @@ def draw_rows() -> None:
                 fontsize=8,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
             )
-        axis.axvline(row["floor"]["tokens_per_second"], color="black", ls=":", lw=1.2)
+        if row["floor"]:
+            axis.axvline(row["floor"]["tokens_per_second"], color="black", ls=":", lw=1.2)
         axis.set_yticks(range(len(arms)), list(reversed(arms)), fontsize=8)
         axis.set_title(title, loc="left", fontsize=9)
         axis.tick_params(axis="x", labelsize=7)

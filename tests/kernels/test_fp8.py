@@ -43,11 +43,15 @@ def test_equals_the_formula(shape, scaling, layout, device):
             assert_equal(ours, exact, device)
 
 
-@pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_maxima_of_several_strips(scaling, device):
-    for shape in ((fp8.STRIP[0] + 18, 33), (2 * fp8.STRIP[0], fp8.BLOCK)):
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_what_lies_beside_strips_and_tiles_has_no_part(scaling, device):
+    """Of whole and of broken ones, in either direction."""
+    high, wide = fp8.STRIP[0], fp8.BLOCK
+    for rows, width in ((high + 18, 33), (2 * high, wide), (high, wide + 2), (wide + 2, wide)):
         for dtype in (torch.bfloat16, torch.float32):
-            assert_both_equal(fp8_quantize, draw(shape, dtype, device), scaling, device)
+            x = torch.full((rows + 2, width + 6), float("inf"), dtype=dtype, device=device)[1:-1, :width]
+            x.copy_(draw((rows, width), dtype, device))
+            assert_both_equal(fp8_quantize, x, scaling, device)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

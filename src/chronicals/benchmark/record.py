@@ -56,10 +56,13 @@ def _floor(row: Row) -> dict[str, Any] | None:
 
 
 def _doubts(row: Row) -> list[str]:
-    """Why the floor that was measured is none: an arm passed it by far, with products in 16 bit as the floor has them."""
+    """Why the floor that a card was measured to have is none: an arm passed it by far, of the row's own products in 16 bit."""
     floor, doubts = row.rates.get("floor"), []
+    on_card = not row.rates.get("machine", {}).get("card", "CPU").startswith("CPU")
+    if floor is None or row.job.shape.routed or not on_card:
+        return []
     for name, runs in row.runs.items():
-        if floor is None or name in row.refused or runs[0].extra.get("fp8"):
+        if name in row.refused or name.startswith("ours ") or runs[0].extra.get("fp8"):
             continue
         share = statistics.median(_rates(row, name)) / floor["tokens_per_second"]
         if share > BELIEVED:

@@ -111,7 +111,7 @@ def _undecodable(path: Path) -> str:
 
 
 def _read_text(path: Path) -> Iterator[Row]:
-    """The whole of it, or of a long one parts that end with a paragraph, a line or a word."""
+    """The whole of it, or of a long one parts that end with a paragraph, a line, a word, or anywhere."""
     with _open_text(path, newline=None) as stream:
         text, where, lines = stream.read(LONGEST_TEXT + 1), f"{path}", 0
         while len(text) > LONGEST_TEXT:

@@ -257,8 +257,9 @@ def _quantize(
     if scaling == "block":
         high, wide = PART[0] if layout != "columns" else 0, PART[1] if layout != "rows" else 0
         programs = _tiles(x) * sum(BLOCK // part for part in (high, wide) if part)
+        registers = OF_PART if x.element_size() == 2 else None
         _blocks_kernel[(programs,)](
-            x, *made[:2], *made[-2:], rows, width, stride, limit, BLOCK, high, wide, num_warps=2, maxnreg=OF_PART
+            x, *made[:2], *made[-2:], rows, width, stride, limit, BLOCK, high, wide, num_warps=2, maxnreg=registers
         )
         return made
     known = most if scale is None else scale

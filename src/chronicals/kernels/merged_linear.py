@@ -371,8 +371,8 @@ def _of_weights(ctx: Any, dy: Tensor | Scaled, x: Tensor) -> Tensor:
 
 
 def _of_biases(dy: Tensor) -> Tensor:
-    """The sum of its rows, as a product: half the time of torch's sum on a card."""
-    return product(dy.new_ones(1, len(dy)), dy, dy.dtype)[0]
+    """The sum of its rows: in 16 bit on a card as a product, in half the time; one of fp32 would be less exact."""
+    return torch.mm(dy.new_ones(1, len(dy)), dy)[0] if dy.is_cuda and dy.element_size() == 2 else dy.sum(0)
 
 
 def _of_adapters(ctx: Any, dy: Tensor, extended: Tensor, rows: Tensor, seed: Tensor | None) -> list[Tensor | None]:
