@@ -6,7 +6,7 @@ import torch
 
 from chronicals.kernels.launch import interpreting
 
-FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+ROUNDED = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "bf16": torch.bfloat16}
 
 
 @pytest.fixture(autouse=True)
@@ -16,19 +16,20 @@ def kernels():
         yield
         return
     with pytest.MonkeyPatch.context() as patch, interpreting():
-        round_fp8_as_a_card_does(patch)
+        round_as_a_card_does(patch)
         yield
 
 
-def round_fp8_as_a_card_does(patch):
-    """By itself Triton's interpreter loses the carry of a rounding to 8 bits (1.99 becomes 1)."""
+def round_as_a_card_does(patch):
+    """By itself Triton's interpreter loses the carry of a rounding to 8 bits (1.99 becomes 1), and cuts bf16 off."""
     from triton.runtime import interpreter
 
     usual = interpreter._convert_float
 
     def convert(data, given, wanted, rounding):
-        if str(given) != "fp32" or str(wanted) not in FP8:
+        if str(given) != "fp32" or str(wanted) not in ROUNDED:
             return usual(data, given, wanted, rounding)
-        return torch.from_numpy(np.ascontiguousarray(data)).to(FP8[str(wanted)]).view(torch.uint8).numpy()
+        rounded = torch.from_numpy(np.ascontiguousarray(data)).to(ROUNDED[str(wanted)])
+        return rounded.view(torch.uint16 if str(wanted) == "bf16" else torch.uint8).numpy()
 
     patch.setattr(interpreter, "_convert_float", convert)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import multiprocessors, next_power_of_2, runs_triton, shared_memory, tl, triton
+from chronicals.kernels.launch import multiplied_in, multiprocessors, next_power_of_2, runs_in_16_bit, shared_memory, tl, triton
 from chronicals.kernels.lowbias32 import WHOLE, lowbias32, lowbias32_reference
 
 WIDEST_RANK = 256
@@ -97,26 +97,16 @@ def _of_x_kernel(
 
 def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
     """What the kernels are compiled for, and the launch: as many stages, of a tile of x and one of A each, as there is shared
-    memory for. The interpreter multiplies in fp32 only."""
-    kind = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[x.dtype]
-    kind = tl.float32 if triton.knobs.runtime.interpret else kind
+    memory for."""
     held = max(16, next_power_of_2(rank))
     stage = (ROWS + held) * BLOCK * x.element_size()
     stages = max(1, min(3, shared_memory(x.device) // stage))
-    return {"ROWS": ROWS, "BLOCK": BLOCK, "RANK": held, "KIND": kind}, {"num_warps": 4, "num_stages": stages}
+    return {"ROWS": ROWS, "BLOCK": BLOCK, "RANK": held, "KIND": multiplied_in(x.dtype)}, {"num_warps": 4, "num_stages": stages}
 
 
 def _bound(dropout: float) -> tuple[int, float]:
     """The hash below which an element is dropped, and what the others are multiplied by."""
     return min(int(dropout * 2**32), 2**32 - 1), 1 / (1 - dropout)
-
-
-def _runs(*tensors: Tensor) -> bool:
-    """On a card for types of 16 bits; fp32 is there for proof, and sums of one thread are not as exact as others."""
-    first = tensors[0]
-    allowed = not first.is_cuda or first.dtype != torch.float32
-    dense = all(x.stride(-1) == 1 for x in tensors)
-    return allowed and dense and runs_triton(*tensors) and len({x.dtype for x in tensors}) == 1
 
 
 def _slices(like: Tensor, rank: int) -> Iterator[slice]:
@@ -134,7 +124,7 @@ def draw_seed(like: Tensor) -> Tensor:
 
 def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:
     """``out = drop(x) Aᵀ``; ``out`` ``[T, r]`` may have strided rows."""
-    if not _runs(x, a, out):
+    if not runs_in_16_bit(x, a, out):
         out.copy_(dropped_reference(x, seed, dropout) @ a.t())
         return
     rows, width = x.shape
@@ -149,7 +139,7 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
 
 def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``gᵀ drop(x)``, fp32 ``[r, D]``."""
-    if not _runs(g, x):
+    if not runs_in_16_bit(g, x):
         kept = dropped_reference(x, seed, dropout)
         return (g.t() @ kept).to(torch.promote_types(x.dtype, torch.float32))
     rows, width = x.shape
@@ -171,7 +161,7 @@ def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float)
 
 def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``dx += drop(g A)``; ``dx`` ``[T, D]``."""
-    if not _runs(dx, g, a):
+    if not runs_in_16_bit(dx, g, a):
         return dx.add_(dropped_reference(g @ a, seed, dropout))
     rows, width = dx.shape
     for part in _slices(dx, len(a)):

@@ -45,6 +45,21 @@ def runs_triton(*tensors: Tensor | None) -> bool:
     return (on_card or _interpreted) and all(x.dtype in TYPES for x in there)
 
 
+def runs_in_16_bit(*tensors: Tensor) -> bool:
+    """Whether a kernel takes them for products: on a card in 16 bit only. fp32 is there for proof, and sums of one thread are
+    not as exact as others; the interpreter takes it."""
+    first = tensors[0]
+    allowed = not first.is_cuda or first.dtype != torch.float32
+    dense = all(x.stride(-1) == 1 for x in tensors)
+    return allowed and dense and runs_triton(*tensors) and len({x.dtype for x in tensors}) == 1
+
+
+def multiplied_in(dtype: torch.dtype) -> Any:
+    """What operands of ``tl.dot`` are made into; the interpreter multiplies in fp32 only."""
+    kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    return tl.float32 if triton.knobs.runtime.interpret else kinds[dtype]
+
+
 @contextmanager
 def interpreting() -> Iterator[None]:
     """Within: kernels run on the CPU through Triton's interpreter, slowly.

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from chronicals.kernels.adapter_gradients import LAYERS, adapter_gradients
 from chronicals.kernels.dropped_products import (
     add_dropped_product_,
     draw_seed,
@@ -40,8 +41,9 @@ from chronicals.kernels.linear_cross_entropy import Adapter
 from chronicals.kernels.peak import Peak
 from chronicals.kernels.products import product, product_into
 
-SIXTEEN = 16
-"""The margins' width is a multiple of it: of such strides Triton knows that rows begin at multiples of 16 bytes."""
+MARGIN = 64
+"""Their width is a multiple of it: behind rows of whole multiples, rows then begin at multiples of 128 bytes and products take
+whole steps, which is up to 3 % faster than with 16."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def _buffer(like: Tensor, sizes: Sequence[int], width: int, ranks: Sequence[int]
 
 def room_for(ranks: Sequence[int]) -> int:
     """R for adapters of these ranks."""
-    return -(-sum(ranks) // SIXTEEN) * SIXTEEN
+    return -(-sum(ranks) // MARGIN) * MARGIN
 
 
 @triton.jit
@@ -159,40 +161,17 @@ def _margins_kernel(
         tl.store(up_ptr + place, value.to(kind), mask=at < b_elements)
 
 
-LAID = 3
-"""Layers whose adapters one launch lays; more take the plain way."""
-
-
-@triton.jit
-def _apart_kernel(
-    of_ups_ptr, apart_ptr, size0, size1, size2, rank0, rank1, rank2, factor0, factor1, factor2, stride, BLOCK: tl.constexpr
-):  # fmt: skip
-    """The blocks of three layers, along the second axis of programs, one behind the other."""
-    layer = tl.program_id(1)
-    size, rank, factor, row, column, first = size0, rank0, factor0, 0, 0, 0
-    if layer == 1:
-        size, rank, factor, row, column, first = size1, rank1, factor1, size0, rank0, size0 * rank0
-    if layer == 2:
-        size, rank, factor, row, column = size2, rank2, factor2, size0 + size1, rank0 + rank1
-        first = size0 * rank0 + size1 * rank1
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    if rank > 0:
-        place = (row + at // rank).to(tl.int64) * stride + column + at % rank
-        value = tl.load(of_ups_ptr + place, mask=at < size * rank).to(tl.float32) * factor
-        tl.store(apart_ptr + first + at, value.to(apart_ptr.dtype.element_ty), mask=at < size * rank)
-
-
 def _lay_adapters(merged: Merged, downs: Sequence[Tensor | None], ups: Sequence[Tensor | None], scales: list[float]) -> None:
     there = [x for x in (*downs, *ups) if x is not None]
     merged.laid[:] = [_identity(there, scales)]
-    fits = len(merged.sizes) <= LAID and len({x.dtype for x in there}) == 1 and all(x.is_contiguous() for x in there)
+    fits = len(merged.sizes) <= LAYERS and len({x.dtype for x in there}) == 1 and all(x.is_contiguous() for x in there)
     if not fits or not runs_triton(merged.up, *there):
         for (down, up), a, b, scale in zip(merged.margins(), downs, ups, scales):
             if a is not None and b is not None:
                 down.copy_(a)
                 up.copy_(b * scale)
         return
-    missing = LAID - len(merged.sizes)
+    missing = LAYERS - len(merged.sizes)
     of_a, of_b = ([there[0] if x is None else x for x in (*row, *[None] * missing)] for row in (downs, ups))
     sizes, ranks, factors = (*merged.sizes, *[0] * missing), (*merged.ranks, *[0] * missing), (*scales, *[0.0] * missing)
     programs = max(triton.cdiv(rank * merged.width, 1024) + triton.cdiv(size * rank, 1024) for size, rank in zip(sizes, ranks))
@@ -271,7 +250,7 @@ class _MergedLinear(torch.autograd.Function):
         ctx.save_for_backward(source if kept else None, seed, *tensors[2 * count :])
         ctx.laid = list(merged.laid)
         ctx.merged, ctx.scales, ctx.dropout, ctx.roomy = merged, scales, dropout, roomy[1]
-        ctx.kinds = [None if x is None else x.dtype for x in tensors]
+        ctx.kind = next((x.dtype for x in tensors[2 * count :] if x is not None), None)
         return y
 
     @staticmethod
@@ -287,9 +266,14 @@ class _MergedLinear(torch.autograd.Function):
         dy = in_rows(upstream)
         x = None if rows is None else rows[:, : merged.width]
         extended = dy if not merged.room else _extended(dy, merged.room, ctx.roomy)
-        if merged.room:
-            product_into(extended[:, merged.outputs :], dy, merged.up)
         needs, count = ctx.needs_input_grad, len(merged.sizes)
+        g = extended[:, merged.outputs :]
+        of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
+        adapting = any(needs[OPTIONS + 2 * count :])
+        if adapting and rows is not None:
+            of_adapters[count:] = _of_ups(ctx, dy, rows[:, merged.width :], g)
+        elif merged.room:
+            product_into(g, dy, merged.up)
         trained = any(needs[OPTIONS : OPTIONS + count]) and x is not None
         most = None if ctx.peak is None else ctx.peak.take(upstream)
         dy_rows, dy_columns = _in_fp8(ctx, dy, most, needs[0], trained)
@@ -299,9 +283,8 @@ class _MergedLinear(torch.autograd.Function):
             of_weights[:count] = _of_weights(ctx, dy if dy_columns is None else dy_columns, x).split(merged.sizes)
         if any(needs[OPTIONS + count : OPTIONS + 2 * count]):
             of_weights[count:] = _of_biases(dy).split(merged.sizes)
-        of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
-        if any(needs[OPTIONS + 2 * count :]) and rows is not None:
-            of_adapters = _of_adapters(ctx, dy, extended, rows, seed)
+        if adapting and x is not None:
+            of_adapters[:count] = _of_downs(ctx, x, g, seed)
         wanted = zip([*of_weights, *of_adapters], needs[OPTIONS:])
         return dx, *(None,) * (OPTIONS - 1), *(gradient if needed else None for gradient, needed in wanted)
 
@@ -375,32 +358,17 @@ def _of_biases(dy: Tensor) -> Tensor:
     return torch.mm(dy.new_ones(1, len(dy)), dy)[0] if dy.is_cuda and dy.element_size() == 2 else dy.sum(0)
 
 
-def _of_adapters(ctx: Any, dy: Tensor, extended: Tensor, rows: Tensor, seed: Tensor | None) -> list[Tensor | None]:
-    """Gradients of all A, then of all B."""
-    merged, kind = ctx.merged, next(kind for kind in ctx.kinds[2 * len(ctx.scales) :] if kind is not None)
-    x, u, g = rows[:, : merged.width], rows[:, merged.width :], extended[:, merged.outputs :]
-    of_downs = product(g.t(), x, kind) if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout).to(kind)
-    common = ctx.scales[0] if len(set(ctx.scales)) == 1 else 1.0
-    of_ups = product(dy.t(), u, kind, common)
-    factors = [scale if scale != common else 1.0 for scale in ctx.scales]
-    downs = of_downs[: sum(merged.ranks)].split(merged.ranks)
-    return [*downs, *_apart(of_ups, merged, factors)]
+def _of_ups(ctx: Any, dy: Tensor, u: Tensor, g: Tensor) -> list[Tensor]:
+    """Gradients of all B, and g in its place."""
+    merged = ctx.merged
+    return adapter_gradients(dy, merged.up, u, g, merged.sizes, merged.ranks, ctx.scales, ctx.kind)
 
 
-def _apart(of_ups: Tensor, merged: Merged, factors: list[float]) -> list[Tensor]:
-    """Each layer's own block of ``[out, R]``, times its factor; dense on a card, where autograd would copy each by itself."""
-    sizes, ranks = merged.sizes, merged.ranks
-    if of_ups.shape == (sizes[0], ranks[0]) or len(sizes) > LAID or not runs_triton(of_ups):
-        rows = of_ups.split(sizes)
-        starts = (sum(ranks[:i]) for i in range(len(ranks)))
-        parts = [part[:, start : start + rank] for part, start, rank in zip(rows, starts, ranks)]
-        return [part if factor == 1.0 else part * factor for part, factor in zip(parts, factors)]
-    elements, missing = [size * rank for size, rank in zip(sizes, ranks)], LAID - len(sizes)
-    apart = of_ups.new_empty(sum(elements))
-    _apart_kernel[(triton.cdiv(max(elements), 1024), len(sizes))](
-        of_ups, apart, *sizes, *[0] * missing, *ranks, *[0] * missing, *factors, *[1.0] * missing, of_ups.stride(0), 1024
-    )
-    return [part.view(size, rank) for part, size, rank in zip(apart.split(elements), sizes, ranks)]
+def _of_downs(ctx: Any, x: Tensor, g: Tensor, seed: Tensor | None) -> list[Tensor]:
+    """Gradients of all A."""
+    ranks = ctx.merged.ranks
+    found = product(g.t(), x, ctx.kind) if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout).to(ctx.kind)
+    return list(found[: sum(ranks)].split(ranks))
 
 
 def merged_linear(

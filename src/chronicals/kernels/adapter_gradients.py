@@ -1,0 +1,163 @@
+"""Gradients at the wide end of adapters whose outputs lie side by side, dy read once.
+
+    g = dy (s·B)        dB_i = f_i · dy_iᵀ u_i        for y_i += s_i · u_i B_iᵀ, B_i on the diagonal of a margin
+
+``dy`` is ``[T, N]``, u and g ``[T, R]``, s·B ``[N, R]``, R at least the sum of the ranks. A program passes down some rows of a
+strip of columns: dB of its columns stays in registers, and of g it leaves the strip's share. A second launch sums the shares
+in one order, so that results are the same each time. Bytes in 16 bit: 2·N a token, and 8·r·N / (columns of a strip) for shares
+written and read, where two products read 4·N.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import multiplied_in, multiprocessors, next_power_of_2, runs_in_16_bit, shared_memory, tl, triton
+from chronicals.kernels.products import product, product_into
+
+LAYERS, WIDEST_RANK = 3, 64
+"""What a launch takes; more layers, and wider adapters, go by two products."""
+
+ROWS = 64
+"""Of dy in a tile: the fewest that a warpgroup multiplies."""
+
+SUMMED = 1024
+"""Elements that a program of the second launch sums."""
+
+
+@triton.jit
+def _passing_kernel(
+    dy_ptr, up_ptr, u_ptr, of_g_ptr, of_up_ptr, rows, chunk, dy_stride, up_stride, u_stride, size0, size1, size2,
+    rank0, rank1, rank2, strips0, strips1, COLUMNS: tl.constexpr, RANK: tl.constexpr, ROWS: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """Strips along the first axis of programs, those of a layer behind those of another; chunks of rows along the second."""
+    strip, part = tl.program_id(0), tl.program_id(1)
+    inner, size, rank, above, beside = strip, size0, rank0, 0, 0
+    if strip >= strips0:
+        inner, size, rank, above, beside = strip - strips0, size1, rank1, size0, rank0
+    if strip >= strips0 + strips1:
+        inner, size, rank, above, beside = strip - strips0 - strips1, size2, rank2, size0 + size1, rank0 + rank1
+    at, r = inner * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, RANK)
+    column, wide, thin = above + at, at < size, (r < rank)[None, :]
+    up_at = up_ptr + column.to(tl.int64)[:, None] * up_stride + beside + r[None, :]
+    up = tl.load(up_at, mask=wide[:, None] & thin, other=0.0).to(KIND)
+    of_up = tl.zeros((COLUMNS, RANK), tl.float32)
+    for first in range(part * chunk, tl.minimum(rows, (part + 1) * chunk), ROWS):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+        dy = tl.load(dy_ptr + row * dy_stride + column[None, :], mask=(row < rows) & wide[None, :], other=0.0).to(KIND)
+        u = tl.load(u_ptr + row * u_stride + beside + r[None, :], mask=(row < rows) & thin, other=0.0).to(KIND)
+        of_up = tl.dot(tl.trans(dy), u, of_up, input_precision="ieee")
+        g = tl.dot(dy, up, input_precision="ieee")
+        tl.store(of_g_ptr + (strip * rows + row) * RANK + r[None, :], g, mask=row < rows)
+    place = (part * tl.num_programs(0) + strip).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(of_up_ptr + place[:, None] * RANK + r[None, :], of_up)
+
+
+@triton.jit
+def _summing_kernel(
+    of_g_ptr, of_up_ptr, g_ptr, up_ptr, rows, parts, of_rows, g_stride, width, size0, size1, size2, rank0, rank1, rank2,
+    factor0, factor1, factor2, strips0, strips1, strips2,
+    COLUMNS: tl.constexpr, RANK: tl.constexpr, BLOCK: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """Layers along the second axis of programs; along the first ``of_rows`` of them sum g, the rest dB."""
+    layer, program = tl.program_id(1), tl.program_id(0)
+    begin, strips, size, rank, factor, beside, before = 0, strips0, size0, rank0, factor0, 0, 0
+    if layer == 1:
+        begin, strips, size, rank, factor = strips0, strips1, size1, rank1, factor1
+        beside, before = rank0, size0 * rank0
+    if layer == 2:
+        begin, strips, size, rank, factor = strips0 + strips1, strips2, size2, rank2, factor2
+        beside, before = rank0 + rank1, size0 * rank0 + size1 * rank1
+    total = tl.zeros((BLOCK,), tl.float32)
+    if program < of_rows:
+        at = program * BLOCK + tl.arange(0, BLOCK)
+        row, r = at // RANK, at % RANK
+        inside = (row < rows) & (r < rank)
+        for strip in range(strips):
+            share = ((begin + strip) * rows + row.to(tl.int64)) * RANK + r
+            total += tl.load(of_g_ptr + share, mask=inside, other=0.0)
+        tl.store(g_ptr + row.to(tl.int64) * g_stride + beside + r, total.to(g_ptr.dtype.element_ty), mask=inside)
+        if EMPTY > 0 and layer == 0:
+            down = program * (BLOCK // RANK) + tl.arange(0, BLOCK // RANK)[:, None]
+            across = rank0 + rank1 + rank2 + tl.arange(0, EMPTY)[None, :]
+            nothing = tl.zeros((BLOCK // RANK, EMPTY), g_ptr.dtype.element_ty)
+            tl.store(g_ptr + down.to(tl.int64) * g_stride + across, nothing, mask=(down < rows) & (across < width))
+    else:
+        at = (program - of_rows) * BLOCK + tl.arange(0, BLOCK)
+        row, r = at // RANK, at % RANK
+        inside = (row < size) & (r < rank)
+        for part in range(parts):
+            first = (part * (strips0 + strips1 + strips2) + begin) * COLUMNS + row
+            total += tl.load(of_up_ptr + first.to(tl.int64) * RANK + r, mask=inside, other=0.0)
+        tl.store(up_ptr + before + row * rank + r, (total * factor).to(up_ptr.dtype.element_ty), mask=inside)
+
+
+def _constants(dy: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
+    """What the first kernel is compiled for, and its launch; at least two tiles of rows are on their way."""
+    held = max(16, next_power_of_2(rank))
+    columns = 512 if held == 16 else 256
+    while dy.is_cuda and _tiles(dy, columns, held) < 2:
+        columns //= 2
+    constants = {"COLUMNS": columns, "RANK": held, "ROWS": ROWS, "KIND": multiplied_in(dy.dtype)}
+    return constants, {"num_warps": 8, "num_stages": max(1, min(4, _tiles(dy, columns, held)))}
+
+
+def _tiles(dy: Tensor, columns: int, rank: int) -> int:
+    """How many of dy and u shared memory holds beside the strip's s·B."""
+    size = dy.element_size()
+    return (shared_memory(dy.device) - columns * rank * size) // (ROWS * (columns + rank) * size)
+
+
+def adapter_gradients(
+    dy: Tensor, up: Tensor, u: Tensor, g: Tensor, sizes: Sequence[int], ranks: Sequence[int], factors: Sequence[float],
+    kind: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    """Writes g; dB of each layer, ``[size, rank]`` in ``kind``.
+
+    Args:
+        dy: ``[T, N]``.
+        up: s·B of all layers, each in its rows and columns and zeros beside it: ``[N, R]``.
+        u, g: ``[T, R]``; their rows may be strided.
+        sizes, ranks: of the layers; a rank of 0 is no adapter.
+        factors: of each dB.
+    """
+    if len(sizes) > LAYERS or not 0 < max(ranks) <= WIDEST_RANK or not runs_in_16_bit(dy, up, u, g):
+        return _by_products(dy, up, u, g, sizes, ranks, factors, kind)
+    constants, launch = _constants(dy, max(ranks))
+    columns, rank = constants["COLUMNS"], constants["RANK"]
+    none = [0] * (LAYERS - len(sizes))
+    strips = [triton.cdiv(size, columns) if r else 0 for size, r in zip(sizes, ranks)]
+    count, empty = sum(strips), g.shape[1] - sum(ranks)
+    rows, tiles = len(dy), triton.cdiv(len(dy), ROWS)
+    parts = max(1, min(tiles, multiprocessors(dy.device) // count))
+    chunk = triton.cdiv(tiles, parts) * ROWS
+    of_g = dy.new_empty((count, rows, rank), dtype=torch.float32)
+    of_up = dy.new_empty((parts, count * columns, rank), dtype=torch.float32)
+    found = dy.new_empty(sum(size * r for size, r in zip(sizes, ranks)), dtype=kind)
+    _passing_kernel[(count, parts)](
+        dy, up, u, of_g, of_up, rows, chunk, dy.stride(0), up.stride(0), u.stride(0), *sizes, *none, *ranks, *none,
+        *[*strips, *none][:2], **constants, **launch,
+    )  # fmt: skip
+    of_rows = triton.cdiv(rows * rank, SUMMED)
+    _summing_kernel[(of_rows + triton.cdiv(max(sizes) * rank, SUMMED), len(sizes))](
+        of_g, of_up, g, found, rows, parts, of_rows, g.stride(0), g.shape[1], *sizes, *none, *ranks, *none, *factors,
+        *map(float, none), *strips, *none, columns, rank, SUMMED, next_power_of_2(empty) if empty else 0,
+    )  # fmt: skip
+    blocks = found.split([size * r for size, r in zip(sizes, ranks)])
+    return [block.view(size, r) for block, size, r in zip(blocks, sizes, ranks)]
+
+
+def _by_products(
+    dy: Tensor, up: Tensor, u: Tensor, g: Tensor, sizes: Sequence[int], ranks: Sequence[int], factors: Sequence[float],
+    kind: torch.dtype,
+) -> list[Tensor]:  # fmt: skip
+    product_into(g, dy, up)
+    common = factors[0] if len(set(factors)) == 1 else 1.0
+    starts = (sum(ranks[:i]) for i in range(len(ranks)))
+    rows = product(dy.t(), u, kind, common).split(list(sizes))
+    blocks = [part[:, start : start + rank] for part, start, rank in zip(rows, starts, ranks)]
+    return [block if factor == common else block * factor for block, factor in zip(blocks, factors)]

@@ -1,0 +1,153 @@
+"""adapter_gradients against the products one by one, over layers, ranks, ends of tiles and strided rows."""
+
+import pytest
+import torch
+
+from chronicals.kernels import adapter_gradients as module
+from chronicals.kernels import launch
+from comparison import assert_as_exact_as_plain
+from mutants import mutant
+
+TYPES = [torch.float32, torch.bfloat16]
+LAYERS = [
+    ((40,), (4,)),
+    ((700,), (16,)),  # a strip and a part of one
+    ((300, 270), (17, 32)),
+    ((24, 7, 513), (3, 0, 5)),
+    ((9, 20, 31), (0, 64, 1)),
+    ((20, 6), (65, 3)),  # wider than what a launch takes
+    ((8, 8, 8, 8), (2, 2, 2, 2)),
+]
+FACTORS = (0.5, 1.5, 2.5, 3.5)
+
+
+def functions(sizes, ranks, factors=FACTORS, of=module):
+    """Ours and the plain one: g, what lies behind it in the margin, and all dB in fp32."""
+    width, starts = sum(ranks), [sum(ranks[:i]) for i in range(len(ranks))]
+    places = [(sum(sizes[:i]), size, start, rank) for i, (size, start, rank) in enumerate(zip(sizes, starts, ranks))]
+
+    def diagonal(up):
+        laid = torch.zeros_like(up)
+        for row, size, start, rank in places:
+            laid[row : row + size, start : start + rank] = up[row : row + size, start : start + rank]
+        return laid
+
+    def ours(dy, up, u):
+        extended = torch.full((len(dy), dy.shape[1] + width + 5), float("nan"), dtype=dy.dtype, device=dy.device)
+        extended[:, : dy.shape[1]] = dy
+        g = extended[:, dy.shape[1] :]
+        margin, wide = up.new_zeros(len(up), width + 5), u.new_zeros(len(u), width + 5)
+        margin[:, :width], wide[:, :width] = diagonal(up), u
+        of_ups = of.adapter_gradients(
+            extended[:, : dy.shape[1]], margin, wide, g, sizes, ranks, factors[: len(sizes)], torch.float32
+        )
+        return g[:, :width], g[:, width:], torch.cat([x.reshape(-1) for x in of_ups])
+
+    def plain(dy, up, u):
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        of_ups = [
+            factor * (dy[:, row : row + size].to(wide).t() @ u[:, start : start + rank].to(wide))
+            for factor, (row, size, start, rank) in zip(factors, places)
+        ]
+        return dy @ diagonal(up), dy.new_zeros(len(dy), 5), torch.cat([x.reshape(-1) for x in of_ups])
+
+    return _constant(ours), _constant(plain)
+
+
+def _constant(function):
+    """The comparison asks for gradients, which these have none of."""
+
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            ctx.shapes = inputs
+            return function(*(x.detach() for x in inputs))
+
+        @staticmethod
+        def backward(ctx, *_):
+            return tuple(torch.zeros_like(x) for x in ctx.shapes)
+
+    return Constant.apply
+
+
+def draw(rows, sizes, ranks, dtype, device):
+    shapes = (rows, sum(sizes)), (sum(sizes), sum(ranks)), (rows, sum(ranks))
+    return lambda: [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
+
+
+@pytest.fixture(autouse=True)
+def several_parts(monkeypatch):
+    """Of rows, also where there is no card."""
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 12)
+    monkeypatch.setattr(module, "multiprocessors", launch.multiprocessors)
+
+
+def compare(ours, plain, drawn, dtype, device):
+    if dtype == torch.float32 and device.type == "cpu":  # the interpreter's sums are numpy's, in another order than torch's
+        inputs = drawn()
+        for got, exact in zip(ours(*inputs), plain(*(x.double() for x in inputs))):
+            assert (got - exact).norm() <= 16 * torch.finfo(dtype).eps * exact.norm()
+        return
+    assert_as_exact_as_plain(ours, plain, drawn)
+
+
+@pytest.mark.parametrize("rows", [1, 63, 130])
+@pytest.mark.parametrize("layers", LAYERS, ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_equals_the_products(dtype, layers, rows, device):
+    compare(*functions(*layers), draw(rows, *layers, dtype, device), dtype, device)
+
+
+def test_equals_the_products_without_a_kernel(device, monkeypatch):
+    monkeypatch.setattr(launch, "_interpreted", False)
+    for factors in (FACTORS, (0.5, 0.5, 0.5)):
+        compare(
+            *functions((24, 7, 13), (3, 0, 5), factors), draw(67, (24, 7, 13), (3, 0, 5), TYPES[0], device), TYPES[0], device
+        )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "layers", [((4864, 4864), (32, 32)), ((4096, 1024, 1024), (16, 16, 16)), ((1000, 1000), (64, 64))], ids=str
+)
+def test_the_sizes_of_models(layers, device):
+    ours, plain = functions(*layers)
+    drawn = draw(3000, *layers, torch.bfloat16, device)
+    assert_as_exact_as_plain(ours, plain, drawn)
+    inputs = drawn()
+    assert all(torch.equal(one, other) for one, other in zip(ours(*inputs), ours(*inputs)))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("(total * factor)", "total"),
+        ("strip - strips0, size1, rank1, size0, rank0", "strip - strips0, size1, rank1, 0, rank0"),
+        ("strip - strips0, size1, rank1, size0, rank0", "strip - strips0, size1, rank1, size0, 0"),
+        ("size2, rank2, size0 + size1, rank0 + rank1", "size2, rank2, size0, rank0 + rank1"),
+        ("for part in range(parts)", "for part in range(1)"),
+        ("for strip in range(strips)", "for strip in range(1)"),
+        ("beside, before = rank0, size0 * rank0", "beside, before = rank0, 0"),
+        ("EMPTY > 0 and layer == 0", "EMPTY > 0 and layer == 5"),
+        ("mask=(row < rows) & thin, other=0.0)", "mask=(row < rows - 1) & thin, other=0.0)"),
+    ],
+)
+def test_a_wrong_kernel_is_found(old, new, device):
+    layers = (513, 30, 20), (3, 5, 2)
+    ours, plain = functions(*layers, of=mutant(module, old, new))
+    with pytest.raises(AssertionError):
+        compare(
+            ours,
+            plain,
+            draw(130, *layers, torch.float32 if device.type == "cpu" else torch.bfloat16, device),
+            torch.float32,
+            device,
+        )
+
+
+def test_a_missing_common_scale_is_found(device, monkeypatch):
+    monkeypatch.setattr(launch, "_interpreted", False)
+    layers = (20, 30), (65, 5)
+    ours, plain = functions(*layers, (0.5, 0.5), of=mutant(module, "u, kind, common)", "u, kind)"))
+    with pytest.raises(AssertionError):
+        compare(ours, plain, draw(67, *layers, torch.float32, device), torch.float32, device)
