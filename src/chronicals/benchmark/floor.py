@@ -197,7 +197,8 @@ class Product:
 
 def products(job: Job) -> list[Product]:
     """The step's products, with QKV and gate/up merged and adapters in them: behind x ride the adapters' r outputs, behind dY
-    their gradients, so that the base's products grow by R, the sum of the ranks, and four are left that are R wide.
+    their gradients, so that the base's products grow by R, the sum of the ranks, and four are left that are R wide. Two of them
+    read dY, which can be read once for both: one is counted.
     """
     s, T = job.shape, job.tokens
     layer = {
@@ -215,7 +216,7 @@ def products(job: Job) -> list[Product]:
             found.append(Product(name, "dW", T, inputs, outputs, s.layers))
         if ranks:
             found += [Product(f"{name} A", kind, T, inputs, ranks, s.layers) for kind in ("forward", "dW")]
-            found += [Product(f"{name} B", kind, T, ranks, outputs, s.layers) for kind in ("dX", "dW")]
+            found.append(Product(f"{name} B", "dW", T, ranks, outputs, s.layers))
     head = round(T * job.labelled)
     kinds: tuple[Literal["forward", "dX", "dW"], ...] = ("forward", "dX") if job.rank else ("forward", "dX", "dW")
     found += [Product("head", kind, head, s.width, s.vocabulary, 1) for kind in kinds]
