@@ -24,6 +24,7 @@ from torch import Tensor
 from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
+from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
@@ -326,6 +327,8 @@ def adapters():
 
         yield Row(f"merged_linear {name}", {"ours": partial(adapted, 0.0)}, products=plain)
         yield Row(f"merged_linear {name} dropout 0.05", {"ours": partial(adapted, 0.05)}, products=plain)
+    for tokens, sizes, rank in ((8192, (14336,) * 2, 16), (8192, (4096, 1024, 1024), 16), (2**14, (4864,) * 2, 32)):
+        yield from gradients_of_adapters(tokens, sizes, rank)
     x, g, a = random(2**14, 4864), random(2**14, 32), random(32, 4864)
     seed, size = dropped_products.draw_seed(x), x.numel() * 2
     calls = {
@@ -335,6 +338,25 @@ def adapters():
     }
     for name, (call, moved) in calls.items():
         yield Row(f"dropped_products {name} 4864", {"ours": call}, bytes=moved)
+
+
+def gradients_of_adapters(tokens: int, sizes: tuple[int, ...], rank: int):
+    """Both at the wide end, beside the two products that read dy one after the other."""
+    ranks = [rank] * len(sizes)
+    room = room_for(ranks)
+    dy, g = random(tokens, sum(sizes) + room).split([sum(sizes), room], 1)
+    up, u = torch.zeros_like(random(sum(sizes), room)), random(tokens, room)
+    for n, rows in enumerate(up.split(sizes)):
+        rows[:, n * rank :][:, :rank].normal_()
+    call = partial(adapter_gradients, dy, up, u, g, sizes, ranks, [1.0] * len(sizes), torch.float32)
+
+    def products():
+        torch.mm(dy, up, out=g)
+        torch.mm(dy.t(), u, out_dtype=torch.float32)
+
+    yield Row(
+        f"adapter_gradients {'+'.join(map(str, sizes))} r{rank}", {"ours": call, "products": products}, bytes=dy.numel() * 2
+    )
 
 
 def graphed(call: Callable[[], object]) -> Callable[[], object]:

@@ -43,28 +43,44 @@ def test_products_have_their_shapes(kind):
     assert run().shape == {"forward": (256, 32), "dX": (256, 64), "dW": (32, 64)}[kind]
 
 
-def test_each_part_is_timed_where_it_stands(monkeypatch):
-    now = [0.0]
+class Ticking:
+    """A clock whose time passes as it is told, with marks that take some of it."""
 
-    class Ticking:
-        def __init__(self):
-            self.marks = []
+    now, of_a_mark = 0.0, 0.0
 
-        def mark(self):
-            self.marks.append(now[0])
+    def __init__(self):
+        self.marks = []
 
-        def seconds(self):
-            return [b - a for a, b in zip(self.marks, self.marks[1:])]
+    def mark(self):
+        type(self).now += self.of_a_mark
+        self.marks.append(self.now)
 
-    def takes(seconds):
+    def seconds(self):
+        return [b - a for a, b in zip(self.marks, self.marks[1:])]
+
+    @classmethod
+    def takes(cls, seconds):
         def run():
-            now[0] += seconds
+            cls.now += seconds
 
         return run
 
+
+PARTS, ORDER = {"a": Ticking.takes(1.0), "b": Ticking.takes(4.0)}, ["a", "b", "b", "a"]
+
+
+def test_each_part_is_timed_where_it_stands(monkeypatch):
     monkeypatch.setattr(rates, "Clock", Ticking)
     monkeypatch.setattr(rates, "device", lambda: torch.device("cpu"))
-    assert rates.seconds_of({"a": takes(1.0), "b": takes(4.0)}, ["a", "b", "b", "a"]) == {"a": 1.0, "b": 4.0}
+    assert rates.seconds_of(PARTS, ORDER) == {"a": 1.0, "b": 4.0}
+
+
+def test_a_whole_step_has_no_marks_between_its_parts(monkeypatch):
+    monkeypatch.setattr(rates, "Clock", Ticking)
+    monkeypatch.setattr(Ticking, "of_a_mark", 0.5)
+    square = torch.zeros(0, 8)
+    assert rates._step(PARTS, ORDER, square, 0)[1] == [1.5, 4.5, 4.5, 1.5]
+    assert rates._step(PARTS, ORDER, square, 0, marked=False)[1] == [10.5]
 
 
 def test_a_slow_host_is_given_a_longer_lead():

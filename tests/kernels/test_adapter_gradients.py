@@ -44,14 +44,21 @@ def functions(sizes, ranks, factors=FACTORS, of=module):
         return g[:, :width], g[:, width:], torch.cat([x.reshape(-1) for x in of_ups])
 
     def plain(dy, up, u):
-        wide = torch.promote_types(dy.dtype, torch.float32)
         of_ups = [
-            factor * (dy[:, row : row + size].to(wide).t() @ u[:, start : start + rank].to(wide))
+            factor * in_fp32(dy[:, row : row + size].t(), u[:, start : start + rank])
             for factor, (row, size, start, rank) in zip(factors, places)
         ]
         return dy @ diagonal(up), dy.new_zeros(len(dy), 5), torch.cat([x.reshape(-1) for x in of_ups])
 
     return _constant(ours), _constant(plain)
+
+
+def in_fp32(left, right):
+    """Their product, of 16 bit summed and kept in fp32, as the device does it."""
+    if left.is_cuda and left.element_size() == 2:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    wide = torch.promote_types(left.dtype, torch.float32)
+    return left.to(wide) @ right.to(wide)
 
 
 def _constant(function):

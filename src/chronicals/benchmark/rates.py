@@ -2,7 +2,8 @@
 
 A card regulates its power: products are slower in a step, which does little else, than by themselves, and faster than where
 there is nothing else at all. So the products, attention and copies that the floor counts run layer by layer, as often as in a
-step, a few steps long, and each is timed where it stands. No cache holds activations by then; one may hold a small weight.
+step, a few steps long, and each is timed where it stands, all together without a mark between. No cache holds activations by
+then; one may hold a small weight.
 """
 
 from __future__ import annotations
@@ -96,29 +97,44 @@ def order_of_a_step(job: Job, copied: int) -> list[str]:
 
 
 def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
-    """Of each part in the steps measured, the median."""
-    found, on_card = defaultdict[str, list[float]](list), device().type == "cuda"
+    """Of each part in the steps measured, the median. A mark between two parts takes time itself, so on a card every other step
+    has none, and the parts are scaled to what it takes."""
+    found, whole, on_card = defaultdict[str, list[float]](list), list[float](), device().type == "cuda"
     square = torch.randn(SIDE if on_card else 0, SIDE, device=device(), dtype=torch.float16)
     warm_up, measured = (WARM_UP, MEASURED) if on_card else (1, 1)
     leading = LEAD if on_card else 0
     for number in range(warm_up + measured):
-        clock = Clock()
-        clock.mark()
-        for _ in range(leading):
-            square @ square
-        clock.mark()
-        begun = time.perf_counter()
-        for name in order:
-            parts[name]()
-            clock.mark()
-        queued = time.perf_counter() - begun
-        lead, *spans = clock.seconds()
+        lead, spans, queued = _step(parts, order, square, leading)
         if on_card and number == 1:  # the first step compiles
             leading = _leading(queued, sum(spans), lead / leading)
-        for name, span in zip(order, spans):
-            if number >= warm_up:
+        if number >= warm_up:
+            whole.append(sum(_step(parts, order, square, leading, marked=False)[1]) if on_card else sum(spans))
+            for name, span in zip(order, spans):
                 found[name].append(span)
-    return {name: statistics.median(spans) for name, spans in found.items()}
+    medians = {name: statistics.median(spans) for name, spans in found.items()}
+    scale = statistics.median(whole) / sum(medians[name] for name in order)
+    return {name: span * scale for name, span in medians.items()}
+
+
+def _step(
+    parts: Parts, order: Sequence[str], square: torch.Tensor, leading: int, marked: bool = True
+) -> tuple[float, list[float], float]:
+    """Seconds of the lead, of each part or of all together, and until the host had queued them."""
+    clock = Clock()
+    clock.mark()
+    for _ in range(leading):
+        square @ square
+    clock.mark()
+    begun = time.perf_counter()
+    for name in order:
+        parts[name]()
+        if marked:
+            clock.mark()
+    queued = time.perf_counter() - begun
+    if not marked:
+        clock.mark()
+    lead, *spans = clock.seconds()
+    return lead, spans, queued
 
 
 def _leading(queued: float, step: float, square: float) -> int:
