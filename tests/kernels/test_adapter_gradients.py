@@ -44,21 +44,14 @@ def functions(sizes, ranks, factors=FACTORS, of=module):
         return g[:, :width], g[:, width:], torch.cat([x.reshape(-1) for x in of_ups])
 
     def plain(dy, up, u):
+        wide = torch.promote_types(dy.dtype, torch.float32)
         of_ups = [
-            factor * in_fp32(dy[:, row : row + size].t(), u[:, start : start + rank])
+            factor * (dy[:, row : row + size].to(wide).t() @ u[:, start : start + rank].to(wide))
             for factor, (row, size, start, rank) in zip(factors, places)
         ]
         return dy @ diagonal(up), dy.new_zeros(len(dy), 5), torch.cat([x.reshape(-1) for x in of_ups])
 
     return _constant(ours), _constant(plain)
-
-
-def in_fp32(left, right):
-    """Their product, of 16 bit summed and kept in fp32, as the device does it."""
-    if left.is_cuda and left.element_size() == 2:
-        return torch.mm(left, right, out_dtype=torch.float32)
-    wide = torch.promote_types(left.dtype, torch.float32)
-    return left.to(wide) @ right.to(wide)
 
 
 def _constant(function):
@@ -118,11 +111,18 @@ def test_equals_the_products_without_a_kernel(device, monkeypatch):
     "layers", [((4864, 4864), (32, 32)), ((4096, 1024, 1024), (16, 16, 16)), ((1000, 1000), (64, 64))], ids=str
 )
 def test_the_sizes_of_models(layers, device):
+    """dB is a long sum in fp32, which tensor cores cut off at each step of 16 rows."""
     ours, plain = functions(*layers)
-    drawn = draw(3000, *layers, torch.bfloat16, device)
-    assert_as_exact_as_plain(ours, plain, drawn)
-    inputs = drawn()
-    assert all(torch.equal(one, other) for one, other in zip(ours(*inputs), ours(*inputs)))
+    inputs = draw(3000, *layers, torch.bfloat16, device)()
+    (g, empty, of_up), again = ours(*inputs), ours(*inputs)
+    of_plain, exact = plain(*inputs)[0], plain(*(x.cpu().double() for x in inputs))
+
+    def error(found, exact):
+        return (found.cpu().double() - exact).norm() / exact.norm()
+
+    assert all(torch.equal(one, other) for one, other in zip((g, empty, of_up), again)) and not empty.any()
+    assert error(g, exact[0]) <= 1.5 * error(of_plain, exact[0])
+    assert error(of_up, exact[2]) <= 3000 / 16 * 2**-23
 
 
 @pytest.mark.parametrize(
