@@ -83,6 +83,12 @@ def test_a_whole_step_has_no_marks_between_its_parts(monkeypatch):
     assert rates._step(PARTS, ORDER, square, 0, marked=False)[1] == [10.5]
 
 
+def test_what_marks_take_is_taken_off():
+    with_marks = {"a": 1.5, "b": 4.5}
+    assert rates._without_marks(with_marks, ORDER, 10.0) == {"a": 1.0, "b": 4.0}
+    assert rates._without_marks(with_marks, ORDER, 13.0) == with_marks  # a step that was slow for another reason
+
+
 def test_a_slow_host_is_given_a_longer_lead():
     assert rates._leading(queued=0.01, step=0.1, square=0.0015) == rates.LEAD
     assert rates._leading(queued=0.04, step=0.041, square=0.0015) * 0.0015 >= 0.04

@@ -14,14 +14,14 @@ LAYERS = [
     ((700,), (16,)),  # a strip and a part of one
     ((300, 270), (17, 32)),
     ((24, 7, 513), (3, 0, 5)),
-    ((9, 20, 31), (0, 64, 1)),
-    ((20, 6), (65, 3)),  # wider than what a launch takes
+    ((9, 20, 31), (0, 32, 1)),
+    ((20, 6), (33, 3)),  # wider than what a launch takes
     ((8, 8, 8, 8), (2, 2, 2, 2)),
 ]
 FACTORS = (0.5, 1.5, 2.5, 3.5)
 
 
-def functions(sizes, ranks, factors=FACTORS, of=module):
+def functions(sizes, ranks, factors=FACTORS, of=module, spare=5):
     """Ours and the plain one: g, what lies behind it in the margin, and all dB in fp32."""
     width, starts = sum(ranks), [sum(ranks[:i]) for i in range(len(ranks))]
     places = [(sum(sizes[:i]), size, start, rank) for i, (size, start, rank) in enumerate(zip(sizes, starts, ranks))]
@@ -33,10 +33,10 @@ def functions(sizes, ranks, factors=FACTORS, of=module):
         return laid
 
     def ours(dy, up, u):
-        extended = torch.full((len(dy), dy.shape[1] + width + 5), float("nan"), dtype=dy.dtype, device=dy.device)
+        extended = torch.full((len(dy), dy.shape[1] + width + spare), float("nan"), dtype=dy.dtype, device=dy.device)
         extended[:, : dy.shape[1]] = dy
         g = extended[:, dy.shape[1] :]
-        margin, wide = up.new_zeros(len(up), width + 5), u.new_zeros(len(u), width + 5)
+        margin, wide = up.new_zeros(len(up), width + spare), u.new_zeros(len(u), width + spare)
         margin[:, :width], wide[:, :width] = diagonal(up), u
         of_ups = of.adapter_gradients(
             extended[:, : dy.shape[1]], margin, wide, g, sizes, ranks, factors[: len(sizes)], torch.float32
@@ -49,7 +49,7 @@ def functions(sizes, ranks, factors=FACTORS, of=module):
             factor * (dy[:, row : row + size].to(wide).t() @ u[:, start : start + rank].to(wide))
             for factor, (row, size, start, rank) in zip(factors, places)
         ]
-        return dy @ diagonal(up), dy.new_zeros(len(dy), 5), torch.cat([x.reshape(-1) for x in of_ups])
+        return dy @ diagonal(up), dy.new_zeros(len(dy), spare), torch.cat([x.reshape(-1) for x in of_ups])
 
     return _constant(ours), _constant(plain)
 
@@ -75,9 +75,9 @@ def draw(rows, sizes, ranks, dtype, device):
     return lambda: [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def several_parts(monkeypatch):
-    """Of rows, also where there is no card."""
+    """Of rows, with several tiles each, on any device."""
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 12)
     monkeypatch.setattr(module, "multiprocessors", launch.multiprocessors)
 
@@ -91,23 +91,30 @@ def compare(ours, plain, drawn, dtype, device):
     assert_as_exact_as_plain(ours, plain, drawn)
 
 
-@pytest.mark.parametrize(("layers", "rows"), [*((layers, 130) for layers in LAYERS), (LAYERS[0], 1), (LAYERS[3], 64)], ids=str)
+@pytest.mark.usefixtures("several_parts")
+@pytest.mark.parametrize(("layers", "rows"), [*((layers, 130) for layers in LAYERS), (LAYERS[0], 1), (LAYERS[3], 320)], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_equals_the_products(dtype, layers, rows, device):
     compare(*functions(*layers), draw(rows, *layers, dtype, device), dtype, device)
 
 
-def test_equals_the_products_without_a_kernel(device, monkeypatch):
-    monkeypatch.setattr(launch, "_interpreted", False)
-    for factors in (FACTORS, (0.5, 0.5, 0.5)):
-        compare(
-            *functions((24, 7, 13), (3, 0, 5), factors), draw(67, (24, 7, 13), (3, 0, 5), TYPES[0], device), TYPES[0], device
-        )
+def test_a_margin_that_is_full(device):
+    layers = (30, 40), (16, 16)
+    compare(*functions(*layers, spare=0), draw(67, *layers, torch.float32, device), torch.float32, device)
+
+
+@pytest.mark.parametrize("factors", [FACTORS, (0.5, 0.5, 0.5)], ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_equals_the_products_without_a_kernel(dtype, factors, device, monkeypatch):
+    monkeypatch.setattr(module, "WIDEST_RANK", 0)
+    layers = (24, 7, 13), (3, 0, 5)
+    ours, plain = functions(*layers, factors)
+    compare(ours, plain, draw(67, *layers, dtype, device), dtype, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "layers", [((4864, 4864), (32, 32)), ((4096, 1024, 1024), (16, 16, 16)), ((1000, 1000), (64, 64))], ids=str
+    "layers", [((4864, 4864), (32, 32)), ((4096, 1024, 1024), (16, 16, 16)), ((1000, 1000), (32, 8))], ids=str
 )
 def test_the_sizes_of_models(layers, device):
     """dB is a long sum in fp32, which tensor cores cut off at each step of 16 rows."""
@@ -124,9 +131,12 @@ def test_the_sizes_of_models(layers, device):
     assert error(of_up, exact[2]) <= 3000 / 16 * 2**-23
 
 
+@pytest.mark.usefixtures("several_parts")
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("range(part * chunk", "range(part * ROWS"),
+        ("triton.cdiv(tiles, parts) * ROWS", "tiles // parts * ROWS"),
         ("(total * factor)", "total"),
         ("strip - strips0, size1, rank1, size0, rank0", "strip - strips0, size1, rank1, 0, rank0"),
         ("strip - strips0, size1, rank1, size0, rank0", "strip - strips0, size1, rank1, size0, 0"),
@@ -145,15 +155,14 @@ def test_a_wrong_kernel_is_found(old, new, device):
         compare(
             ours,
             plain,
-            draw(130, *layers, torch.float32 if device.type == "cpu" else torch.bfloat16, device),
+            draw(320, *layers, torch.float32 if device.type == "cpu" else torch.bfloat16, device),
             torch.float32,
             device,
         )
 
 
-def test_a_missing_common_scale_is_found(device, monkeypatch):
-    monkeypatch.setattr(launch, "_interpreted", False)
-    layers = (20, 30), (65, 5)
-    ours, plain = functions(*layers, (0.5, 0.5), of=mutant(module, "u, kind, common)", "u, kind)"))
+def test_a_missing_factor_is_found(device):
+    layers = (20, 30), (33, 5)
+    ours, plain = functions(*layers, of=mutant(module, "part, kind, factor)", "part, kind)"))
     with pytest.raises(AssertionError):
         compare(ours, plain, draw(67, *layers, torch.float32, device), torch.float32, device)

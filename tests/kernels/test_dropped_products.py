@@ -83,6 +83,16 @@ def test_all_three(shape, dtype, p, device):
     )
 
 
+@pytest.mark.parametrize("rank", [3, 300])
+def test_beside_u_are_zeros(rank, device):
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    x, a = torch.randn(37, 40, device=device).to(dtype), torch.randn(rank, 40, device=device).to(dtype)
+    seed, margin = draw_seed(x), torch.full((37, rank + 12), float("nan"), device=device).to(dtype)
+    module.dropped_down(x, a, seed, 0.3, margin[:, : rank + 9])
+    assert torch.equal(margin[:, :rank], down(x, a, seed, 0.3)) and not margin[:, rank : rank + 9].any()
+    assert margin[:, rank + 9 :].isnan().all()
+
+
 def test_strided_rows(device):
     """As they come from a merged product: x, g and u among other columns."""
     seed, p = draw_seed(torch.zeros(1, device=device)), 0.4

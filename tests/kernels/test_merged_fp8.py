@@ -162,7 +162,7 @@ def test_rows_that_are_no_multiple_are_refused(device):
 
 FAULTS = {
     "the adapter is forgotten in y": ("    if merged.room:\n        y = y.addmm_(", "    if False:\n        y = y.addmm_("),
-    "the adapter is forgotten in dx": ("return dx.addmm_(g, merged.down) if merged.room else dx", "return dx"),
+    "the adapter is forgotten in dx": ("return dx.addmm_(g, down) if merged.room else dx", "return dx"),
     "dy in another type": ("fp8_quantize(dy, layout", "fp8_quantize(dy, dtype=torch.float8_e5m2, layout"),
     "the scale of dy for x": ("scale=ctx.scale_of_x)", "scale=dy.scale)"),
 }  # fmt: skip

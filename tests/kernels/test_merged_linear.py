@@ -133,12 +133,16 @@ def test_what_is_frozen_gets_no_gradient(device):
     assert x.grad is None and w1.grad is None and all(leaf.grad is not None for leaf in leaves)
 
 
-def test_gradients_of_adapters_are_dense(device):
-    """Else autograd would copy each of them by itself."""
-    ours, _ = functions((3, 5, 2), False, True)
-    leaves = [tensor.requires_grad_() for tensor in draw((3, 5, 2), False, torch.bfloat16, device)()]
-    for gradient in torch.autograd.grad(ours(*leaves).sum(), leaves):
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("ranks", [(3, 5, 2), (40, 5, 2)], ids=str)
+def test_gradients_of_adapters_are_dense(ranks, dropout, device):
+    """Else autograd would copy each of them by itself; and they hold nothing of the margins."""
+    ours, _ = functions(ranks, False, True, dropout)
+    leaves = [tensor.requires_grad_() for tensor in draw(ranks, False, torch.bfloat16, device)()]
+    for gradient in torch.autograd.grad(ours(*leaves).sum(), leaves)[4:]:
         assert gradient.is_contiguous()
+        width = sum(ranks) if gradient.shape[1] == 20 else max(ranks)
+        assert gradient.untyped_storage().nbytes() <= max(width * 20, sum(SIZES) * width) * 4
 
 
 def test_dropout_is_that_of_the_mean(device):

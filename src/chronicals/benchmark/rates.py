@@ -97,8 +97,8 @@ def order_of_a_step(job: Job, copied: int) -> list[str]:
 
 
 def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
-    """Of each part in the steps measured, the median. A mark between two parts takes time itself, so on a card every other step
-    has none, and the parts are scaled to what it takes."""
+    """Of each part in the steps measured, the median. A mark between two parts takes time itself: on a card each of these steps
+    is followed by one without, and the difference is taken off, as much from each part."""
     found, whole, on_card = defaultdict[str, list[float]](list), list[float](), device().type == "cuda"
     square = torch.randn(SIDE if on_card else 0, SIDE, device=device(), dtype=torch.float16)
     warm_up, measured = (WARM_UP, MEASURED) if on_card else (1, 1)
@@ -108,12 +108,18 @@ def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
         if on_card and number == 1:  # the first step compiles
             leading = _leading(queued, sum(spans), lead / leading)
         if number >= warm_up:
-            whole.append(sum(_step(parts, order, square, leading, marked=False)[1]) if on_card else sum(spans))
+            if on_card:
+                whole += _step(parts, order, square, leading, marked=False)[1]
             for name, span in zip(order, spans):
                 found[name].append(span)
     medians = {name: statistics.median(spans) for name, spans in found.items()}
-    scale = statistics.median(whole) / sum(medians[name] for name in order)
-    return {name: span * scale for name, span in medians.items()}
+    return _without_marks(medians, order, statistics.median(whole)) if on_card else medians
+
+
+def _without_marks(medians: Mapping[str, float], order: Sequence[str], whole: float) -> dict[str, float]:
+    """Seconds of each part, where all parts of a step together take ``whole`` without a mark between."""
+    mark = max(sum(medians[name] for name in order) - whole, 0.0) / len(order)
+    return {name: max(span - mark, 0.0) for name, span in medians.items()}
 
 
 def _step(

@@ -5,7 +5,7 @@
 ``dy`` is ``[T, N]``, u and g ``[T, R]``, s·B ``[N, R]``, R at least the sum of the ranks. A program passes down some rows of a
 strip of columns: dB of its columns stays in registers, and of g it leaves the strip's share. A second launch sums the shares
 in one order, so that results are the same each time. Bytes in 16 bit: 2·N a token, and 8·r·N / (columns of a strip) for shares
-written and read, where two products read 4·N.
+written and read, r the largest rank's next power of two, at least 16; two products read 4·N.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import Tensor
 from chronicals.kernels.launch import multiplied_in, multiprocessors, next_power_of_2, runs_in_16_bit, shared_memory, tl, triton
 from chronicals.kernels.products import product, product_into
 
-LAYERS, WIDEST_RANK = 3, 64
-"""What a launch takes; more layers, and wider adapters, go by two products."""
+LAYERS, WIDEST_RANK = 3, 32
+"""What a launch takes; more layers, and wider adapters, whose shares would be half of dy, go by products."""
 
 ROWS = 64
 """Of dy in a tile: the fewest that a warpgroup multiplies."""
@@ -156,8 +156,5 @@ def _by_products(
     kind: torch.dtype,
 ) -> list[Tensor]:  # fmt: skip
     product_into(g, dy, up)
-    common = factors[0] if len(set(factors)) == 1 else 1.0
-    starts = (sum(ranks[:i]) for i in range(len(ranks)))
-    rows = product(dy.t(), u, kind, common).split(list(sizes))
-    blocks = [part[:, start : start + rank] for part, start, rank in zip(rows, starts, ranks)]
-    return [block if factor == common else block * factor for block, factor in zip(blocks, factors)]
+    rows, columns = dy.split(list(sizes), 1), u[:, : sum(ranks)].split(list(ranks), 1)
+    return [product(of_layer.t(), part, kind, factor) for of_layer, part, factor in zip(rows, columns, factors)]

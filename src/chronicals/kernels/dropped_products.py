@@ -33,8 +33,8 @@ def _kept(seed, row, column, width, bound):
 
 @triton.jit
 def _down_kernel(
-    x_ptr, a_ptr, u_ptr, seed_ptr, rows, width, rank, x_stride, a_stride, u_stride, bound, factor,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr,
+    x_ptr, a_ptr, u_ptr, seed_ptr, rows, width, rank, room, x_stride, a_stride, u_stride, bound, factor,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr, EMPTY: tl.constexpr,
 ):  # fmt: skip
     seed = tl.load(seed_ptr).to(tl.uint32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -50,6 +50,11 @@ def _down_kernel(
         total = tl.dot(x.to(KIND), tl.trans(a.to(KIND)), total, input_precision="ieee")
     at = u_ptr + row.to(tl.int64)[:, None] * u_stride + r[None, :]
     tl.store(at, (total * factor).to(u_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (r < rank)[None, :])
+    if EMPTY > 0:
+        beside = rank + tl.arange(0, EMPTY)
+        nothing = tl.zeros((ROWS, EMPTY), u_ptr.dtype.element_ty)
+        at = u_ptr + row.to(tl.int64)[:, None] * u_stride + beside[None, :]
+        tl.store(at, nothing, mask=(row < rows)[:, None] & (beside < room)[None, :])
 
 
 @triton.jit
@@ -123,17 +128,19 @@ def draw_seed(like: Tensor) -> Tensor:
 
 
 def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor) -> None:
-    """``out = drop(x) Aᵀ``; ``out`` ``[T, r]`` may have strided rows."""
+    """``out = drop(x) Aᵀ``; ``out`` ``[T, r]`` may have strided rows, and be wider: what is beside u becomes zero."""
     if not runs_in_16_bit(x, a, out):
-        out.copy_(dropped_reference(x, seed, dropout) @ a.t())
+        out[:, : len(a)].copy_(dropped_reference(x, seed, dropout) @ a.t())
+        out[:, len(a) :].zero_()
         return
     rows, width = x.shape
     for part in _slices(x, len(a)):
-        of_a, of_out = a[part], out[:, part]
+        of_a, of_out = a[part], out[:, part.start :]
+        empty = of_out.shape[1] - len(of_a)
         (bound, factor), (constants, launch) = _bound(dropout), _constants(x, len(of_a))
         _down_kernel[(triton.cdiv(rows, ROWS),)](
-            x, of_a, of_out, seed, rows, width, len(of_a), x.stride(0), a.stride(0), out.stride(0), bound, factor,
-            **constants, **launch,
+            x, of_a, of_out, seed, rows, width, len(of_a), of_out.shape[1], x.stride(0), a.stride(0), out.stride(0), bound,
+            factor, **constants, EMPTY=next_power_of_2(empty) if empty else 0, **launch,
         )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ Weights lie in one buffer M whose margins hold the adapters, so that no sum pass
 
 B stands on the diagonal of its margin. Dropout cannot ride along in dx: there g A is masked and added. ``x`` is ``[T, in]``;
 weights of the type of x, adapters in fp32 (Hu et al., 2022, section 4.1). Operations: those of the frozen layers with
-``in + R`` and ``out + R`` in place of ``in`` and ``out``, and four products as wide as R; R is the sum of the ranks.
+``in + R`` and ``out + R`` in place of ``in`` and ``out``, and four products as wide as R, the sum of the ranks rounded up.
 
 With W in FP8 (``fp8``) its three products are, too; adapters stay as they are, so u and g no longer ride but are added.
 """
@@ -89,6 +89,11 @@ class Merged:
     def room(self) -> int:
         """R: columns that x and dy should have free behind their rows."""
         return room_for(self.ranks)
+
+    @property
+    def used(self) -> int:
+        """Of these, those that hold something."""
+        return sum(self.ranks)
 
     @property
     def width(self) -> int:
@@ -327,7 +332,7 @@ def _down(merged: Merged, x: Tensor, seed: Tensor | None, dropout: float, out: T
     if seed is None:
         product_into(out, x, merged.down.t())
     else:
-        dropped_down(x, merged.down, seed, dropout, out)
+        dropped_down(x, merged.down[: merged.used], seed, dropout, out)
 
 
 def _of_input(ctx: Any, dy: Tensor | Scaled, extended: Tensor, seed: Tensor | None) -> Tensor:
@@ -338,10 +343,10 @@ def _of_input(ctx: Any, dy: Tensor | Scaled, extended: Tensor, seed: Tensor | No
         return product(extended, merged.with_down, kind)
     else:
         dx = product(dy, merged.matrix, kind)
-    g = extended[:, merged.outputs :]
+    g, down = extended[:, merged.outputs :][:, : merged.used], merged.down[: merged.used]
     if seed is not None:
-        return add_dropped_product_(dx, g, merged.down, seed, ctx.dropout)
-    return dx.addmm_(g, merged.down) if merged.room else dx
+        return add_dropped_product_(dx, g, down, seed, ctx.dropout)
+    return dx.addmm_(g, down) if merged.room else dx
 
 
 def _of_weights(ctx: Any, dy: Tensor | Scaled, x: Tensor) -> Tensor:
@@ -366,9 +371,9 @@ def _of_ups(ctx: Any, dy: Tensor, u: Tensor, g: Tensor) -> list[Tensor]:
 
 def _of_downs(ctx: Any, x: Tensor, g: Tensor, seed: Tensor | None) -> list[Tensor]:
     """Gradients of all A."""
-    ranks = ctx.merged.ranks
+    g = g[:, : ctx.merged.used]
     found = product(g.t(), x, ctx.kind) if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout).to(ctx.kind)
-    return list(found[: sum(ranks)].split(ranks))
+    return list(found.split(ctx.merged.ranks))
 
 
 def merged_linear(
