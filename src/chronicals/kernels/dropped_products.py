@@ -2,7 +2,8 @@
 
     u = drop(x) Aᵀ        dA = gᵀ drop(x)        dx += drop(g A)        drop(x) = m ∘ x / (1 − p)
 
-m is a hash of a seed and of the place (see ``lowbias32.py``): forward and backward make the same one, so it is not saved.
+m is a hash of a seed and of the place (see ``lowbias32.py``): forward and backward make the same one, so it is not saved. p is
+taken to 1/65536, and 1 − p with it.
 ``x`` is ``[T, D]``, A ``[r, D]``, g and u ``[T, r]``. Bytes in 16 bit: 2·D a token for u, 2·D for dA, 4·D for dx: the thin
 sides stay in the cache.
 """
@@ -26,9 +27,12 @@ ROWS, BLOCK = 64, 128
 
 
 @triton.jit
-def _kept(seed, row, column, width, bound):
-    """Whether the element at ``row``, ``column`` stays: its hash is at least ``bound``."""
-    return lowbias32((row * width + column).to(tl.uint32) ^ seed) >= bound
+def _kept(seed, row, first, width, bound, BLOCK: tl.constexpr):
+    """Which of ``BLOCK`` columns from ``first`` on stay, in each row: two neighbours share a hash, 16 bits for each, and stay
+    where these are at least ``bound``."""
+    pair = first // 2 + tl.arange(0, BLOCK // 2)
+    bits = lowbias32((row[:, None] * ((width + 1) // 2) + pair[None, :]).to(tl.uint32) ^ seed)
+    return tl.interleave(bits & 0xFFFF, bits >> 16) >= bound
 
 
 @triton.jit
@@ -44,7 +48,7 @@ def _down_kernel(
         column = first + tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < width)[None, :]
         x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-        x = tl.where(_kept(seed, row[:, None], column[None, :], width, bound), x.to(tl.float32), 0.0)
+        x = tl.where(_kept(seed, row, first, width, bound, BLOCK), x, 0.0)
         a_inside = (r < rank)[:, None] & (column < width)[None, :]
         a = tl.load(a_ptr + r[:, None] * a_stride + column[None, :], mask=a_inside, other=0.0)
         total = tl.dot(x.to(KIND), tl.trans(a.to(KIND)), total, input_precision="ieee")
@@ -71,7 +75,7 @@ def _of_a_kernel(
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < width)[None, :]
         x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
-        x = tl.where(_kept(seed, row[:, None], column[None, :], width, bound), x.to(tl.float32), 0.0)
+        x = tl.where(_kept(seed, row, tl.program_id(0) * BLOCK, width, bound, BLOCK), x, 0.0)
         g_inside = (row < rows)[:, None] & (r < rank)[None, :]
         g = tl.load(g_ptr + row.to(tl.int64)[:, None] * g_stride + r[None, :], mask=g_inside, other=0.0)
         total = tl.dot(tl.trans(g.to(KIND)), x.to(KIND), total, input_precision="ieee")
@@ -87,14 +91,15 @@ def _of_x_kernel(
     seed = tl.load(seed_ptr).to(tl.uint32)
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    first = (tl.program_id(0) % blocks) * BLOCK
+    column = first + tl.arange(0, BLOCK)
     r = tl.arange(0, RANK)
     g_inside = (row < rows)[:, None] & (r < rank)[None, :]
     g = tl.load(g_ptr + row.to(tl.int64)[:, None] * g_stride + r[None, :], mask=g_inside, other=0.0)
     a_inside = (r < rank)[:, None] & (column < width)[None, :]
     a = tl.load(a_ptr + r[:, None] * a_stride + column[None, :], mask=a_inside, other=0.0)
     through = tl.dot(g.to(KIND), a.to(KIND), input_precision="ieee") * factor
-    through = tl.where(_kept(seed, row[:, None], column[None, :], width, bound), through, 0.0)
+    through = tl.where(_kept(seed, row, first, width, bound, BLOCK), through, 0.0)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     at = dx_ptr + row.to(tl.int64)[:, None] * dx_stride + column[None, :]
     tl.store(at, (tl.load(at, mask=inside, other=0.0).to(tl.float32) + through).to(dx_ptr.dtype.element_ty), mask=inside)
@@ -110,8 +115,9 @@ def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _bound(dropout: float) -> tuple[int, float]:
-    """The hash below which an element is dropped, and what the others are multiplied by."""
-    return min(int(dropout * 2**32), 2**32 - 1), 1 / (1 - dropout)
+    """The 16 bits below which an element is dropped, and what the others are multiplied by."""
+    bound = min(round(dropout * 2**16), 2**16 - 1)
+    return bound, 2**16 / (2**16 - bound)
 
 
 def _slices(like: Tensor, rank: int) -> Iterator[slice]:
@@ -184,6 +190,7 @@ def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout
 def dropped_reference(x: Tensor, seed: Tensor, dropout: float) -> Tensor:
     """``drop(x)``, with the very mask of the kernels."""
     rows, width = x.shape
-    places = torch.arange(rows * width, device=x.device) & WHOLE
-    bound, factor = _bound(dropout)
-    return torch.where((lowbias32_reference(places ^ seed) >= bound).view(rows, width), x * factor, 0.0)
+    pairs = (width + 1) // 2
+    bits = lowbias32_reference((torch.arange(rows * pairs, device=x.device) & WHOLE) ^ seed).view(rows, pairs, 1)
+    (bound, factor), halves = _bound(dropout), torch.cat((bits & 0xFFFF, bits >> 16), 2)
+    return torch.where(halves.view(rows, 2 * pairs)[:, :width] >= bound, x * factor, 0.0)
