@@ -157,4 +157,7 @@ def _by_products(
 ) -> list[Tensor]:  # fmt: skip
     product_into(g, dy, up)
     rows, columns = dy.split(list(sizes), 1), u[:, : sum(ranks)].split(list(ranks), 1)
-    return [product(of_layer.t(), part, kind, factor) for of_layer, part, factor in zip(rows, columns, factors)]
+    return [
+        product(of_layer.t(), part, kind, factor) if rank else dy.new_empty((size, 0), dtype=kind)
+        for of_layer, part, factor, size, rank in zip(rows, columns, factors, sizes, ranks)
+    ]
