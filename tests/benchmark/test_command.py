@@ -47,6 +47,8 @@ def test_ours_and_transformers_train_alike_in_their_own_processes(done):
 
 def test_the_floor_is_made_of_this_machines_rates(done):
     _, result, _ = done
+    if result["floor"] is None:
+        pytest.skip("others use this card: " + ", ".join(note for note in result["notes"] if "no floor" in note))
     parts = ("products", "attention", "elementwise", "loss", "optimizer")
     assert result["floor"]["seconds"] == pytest.approx(sum(result["floor"][part] for part in parts))
     assert all(result["floor"][part] > 0 for part in parts)
@@ -73,7 +75,8 @@ def test_a_decisive_round_goes_on_where_the_scouting_round_ended(done):
 def test_what_is_printed(done):
     ran, result, folder = done
     rate = f"{result['arms']['ours']['tokens_per_second']['median']:,.0f}"
-    assert rate in ran.stdout and "floor of our step" in ran.stdout and "█" in ran.stdout
+    assert rate in ran.stdout and "█" in ran.stdout
+    assert ("no floor" if result["floor"] is None else "floor of our step") in ran.stdout
     assert "unsloth-recompute" in ran.stdout and "not installed: unsloth" in ran.stdout
     assert (folder / "row.png").exists() and result["commit"] == "abc"
 

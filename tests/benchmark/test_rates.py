@@ -87,6 +87,7 @@ def test_what_marks_take_is_taken_off():
     with_marks = {"a": 1.5, "b": 4.5}
     assert rates._without_marks(with_marks, ORDER, 10.0) == {"a": 1.0, "b": 4.0}
     assert rates._without_marks(with_marks, ORDER, 13.0) == with_marks  # a step that was slow for another reason
+    assert rates._without_marks(with_marks, ORDER, 4.0) == {"a": 0.75, "b": 2.5}  # no part takes no time
 
 
 def test_a_slow_host_is_given_a_longer_lead():

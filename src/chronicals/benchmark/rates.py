@@ -117,9 +117,10 @@ def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
 
 
 def _without_marks(medians: Mapping[str, float], order: Sequence[str], whole: float) -> dict[str, float]:
-    """Seconds of each part, where all parts of a step together take ``whole`` without a mark between."""
+    """Seconds of each part, where all parts of a step together take ``whole`` without a mark between; of a part that is hardly
+    longer than a mark, half is left."""
     mark = max(sum(medians[name] for name in order) - whole, 0.0) / len(order)
-    return {name: max(span - mark, 0.0) for name, span in medians.items()}
+    return {name: max(span - mark, span / 2) for name, span in medians.items()}
 
 
 def _step(
