@@ -16,7 +16,7 @@ import pytest
 
 from chronicals.data import BadRow, DataError
 from chronicals.data import formats as of_formats
-from chronicals.data.formats import READERS, read_file, reader_of
+from chronicals.data.formats import READERS, parsed, reader_of
 
 ALPHABET = "ab1 ,;|\t\"'\\/{}[]:\n\r\x00\ufeff\u2028\u0085é中🙂"
 
@@ -28,6 +28,10 @@ def texts(count, longest=40):
 def made_rows(count=60):
     """Rows of text alone, which every format can hold, of every length."""
     return [dict(zip(("prompt", "comple,tion", 'na"me'), texts(3))) for _ in range(count)]
+
+
+def read_file(path):
+    return ((where, parsed(record)) for where, record in of_formats.read_file(path))
 
 
 def records(path):

@@ -12,7 +12,17 @@ import pytest
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError, DataSource
-from chronicals.data import DataError, DataReport, Tokenizer, TokenStore, build_store, building, open_held_out, open_store
+from chronicals.data import (
+    DataError,
+    DataReport,
+    Tokenizer,
+    TokenStore,
+    build_store,
+    building,
+    chunks,
+    open_held_out,
+    open_store,
+)
 from chronicals.data.gate import EXAMPLES, RULES
 from chronicals.data.template import TemplateError
 from data.planted_faults import ALONG, CLEAN, ELSEWHERE, MASKED, PLANTED, WIDTH, planted
@@ -246,15 +256,15 @@ def test_a_share_that_is_offered_is_one_that_is_taken(tmp_path):
 
 def test_given_ids_count_towards_a_chunk(tmp_path, monkeypatch):
     sizes = []
-    monkeypatch.setattr(building, "CHUNK_LETTERS", 1000)
-    whole = building._Build.documents
+    monkeypatch.setattr(chunks, "CHUNK_LETTERS", 1000)
+    whole = building._Build.encoded
 
     def counted(self, rows):
-        for documents, hashes in whole(self, rows):
-            sizes.append(len(documents))
-            yield documents, hashes
+        for encoded in whole(self, rows):
+            sizes.append(len(encoded.documents))
+            yield encoded
 
-    monkeypatch.setattr(building._Build, "documents", counted)
+    monkeypatch.setattr(building._Build, "encoded", counted)
     build_store([{"input_ids": list(range(1, 51))} for _ in range(100)], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path)
     assert sizes == [20] * 5
 

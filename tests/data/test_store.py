@@ -16,7 +16,7 @@ import torch
 
 import chronicals
 import tiny
-from chronicals.data import DataError, Tokenizer, TokenStore, build_store, building
+from chronicals.data import DataError, Tokenizer, TokenStore, build_store, building, chunks
 
 WIDTH = 64
 
@@ -90,13 +90,13 @@ def test_a_conversation_as_prompt_and_completion_counts_as_chat(tmp_path):
 
 @pytest.mark.parametrize("count", [6, 7, 8, 40, 49])
 def test_more_documents_than_a_batch_of_the_file_holds(tmp_path, monkeypatch, count):
-    monkeypatch.setattr(building, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 7)
     rows = token_rows(count)
     rows.insert(random.randrange(count), {"input_ids": [9, 9], "labels": [-100, -100]})
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     with pa.memory_map(str(store.path)) as source:
-        chunks = -(-(count + 1) // 7)
-        assert pa.ipc.open_file(source).num_record_batches in (chunks - 1, chunks)  # the masked row may be alone in one
+        batches = -(-(count + 1) // 7)
+        assert pa.ipc.open_file(source).num_record_batches in (batches - 1, batches)  # the masked row may be alone in one
     assert documents(store) == expected([row for row in rows if row["input_ids"] != [9, 9]])
     assert store.report.count("masked_row") == 1
     assert store.targets.sum() == store.report.targets
@@ -282,7 +282,7 @@ def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
 
 @pytest.mark.parametrize("place", [0, 10, 29])
 def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatch, place):
-    monkeypatch.setattr(building, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 7)
     rows = token_rows(30)
     rows[place] = {"input_ids": [1, 2], "labels": [5, 5]}
     store = build_store(rows, tokenizer(), WIDTH, tmp_path / "cache")
@@ -295,8 +295,8 @@ def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatc
 
 
 def test_chunks_grow_to_their_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(building, "FIRST_ROWS", 3)
-    monkeypatch.setattr(building, "CHUNK_ROWS", 10)
+    monkeypatch.setattr(chunks, "FIRST_ROWS", 3)
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 10)
     rows = token_rows(40)
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert documents(store) == expected(rows)

@@ -179,6 +179,9 @@ class ChronicalsConfig:
     overlong: Overlong | None = Field(
         default=None, description="What becomes of rows longer than max_seq_length (default: texts are split, others cut)"
     )
+    dataset_num_proc: Positive | None = Field(
+        default=None, description="Processes that tokenise where there is much to do (default: one a core; 1: none but this)"
+    )
     gate: Annotated[dict[str, float], BeforeValidator(_named_shares)] = Field(
         default_factory=dict,
         description="Largest share of the rows a finding may touch before it is an error, by its name",

@@ -1,31 +1,57 @@
 """From records to Batches: sources → template → tokens → store → packs → batches. Knows no model."""
 
-from chronicals.data.building import build_store, open_held_out, open_store
-from chronicals.data.gate import DataError, DataReport
-from chronicals.data.loader import BatchStream, create_dataloader
-from chronicals.data.packing import PackPlan, SequencePacker, plan_packs
-from chronicals.data.sources import BadRow, DataSource, Source, read_records, source_fingerprint
-from chronicals.data.store import TokenStore
-from chronicals.data.template import TemplateError, Tokenizer, stop_token_ids
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "BadRow",
-    "BatchStream",
-    "DataError",
-    "DataReport",
-    "DataSource",
-    "PackPlan",
-    "SequencePacker",
-    "Source",
-    "TemplateError",
-    "TokenStore",
-    "Tokenizer",
-    "build_store",
-    "create_dataloader",
-    "open_held_out",
-    "open_store",
-    "plan_packs",
-    "read_records",
-    "source_fingerprint",
-    "stop_token_ids",
-]
+if TYPE_CHECKING:
+    from chronicals.data.building import build_store as build_store
+    from chronicals.data.building import open_held_out as open_held_out
+    from chronicals.data.building import open_store as open_store
+    from chronicals.data.formats import BadRow as BadRow
+    from chronicals.data.gate import DataError as DataError
+    from chronicals.data.gate import DataReport as DataReport
+    from chronicals.data.loader import BatchStream as BatchStream
+    from chronicals.data.loader import create_dataloader as create_dataloader
+    from chronicals.data.packing import PackPlan as PackPlan
+    from chronicals.data.packing import SequencePacker as SequencePacker
+    from chronicals.data.packing import plan_packs as plan_packs
+    from chronicals.data.sources import DataSource as DataSource
+    from chronicals.data.sources import Source as Source
+    from chronicals.data.sources import read_records as read_records
+    from chronicals.data.sources import source_fingerprint as source_fingerprint
+    from chronicals.data.store import TokenStore as TokenStore
+    from chronicals.data.template import TemplateError as TemplateError
+    from chronicals.data.template import Tokenizer as Tokenizer
+    from chronicals.data.template import stop_token_ids as stop_token_ids
+
+_HOME = {
+    "BadRow": "formats",
+    "BatchStream": "loader",
+    "DataError": "gate",
+    "DataReport": "gate",
+    "DataSource": "sources",
+    "PackPlan": "packing",
+    "SequencePacker": "packing",
+    "Source": "sources",
+    "TemplateError": "template",
+    "TokenStore": "store",
+    "Tokenizer": "template",
+    "build_store": "building",
+    "create_dataloader": "loader",
+    "open_held_out": "building",
+    "open_store": "building",
+    "plan_packs": "packing",
+    "read_records": "sources",
+    "source_fingerprint": "sources",
+    "stop_token_ids": "template",
+}
+"""Which file of this room each name is from; none is read before it is asked for, so that a process that only tokenises starts
+without torch."""
+
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'chronicals.data' has no attribute {name!r}")
+    return getattr(import_module(f"chronicals.data.{_HOME[name]}"), name)

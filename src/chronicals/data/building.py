@@ -1,12 +1,11 @@
-"""Building a token store: rows are read, recognised, tokenised by the Rust tokenizer's threads, checked, and written.
+"""Building a token store: rows are read in chunks, become documents, are counted, and written.
 
-Work goes in chunks, so memory is bounded whatever the size of the data: while one chunk is tokenised without the GIL, the
-one before it is checked and written. A row that cannot be used is left out and counted; the gate judges at the end.
+Memory is bounded whatever the size of the data: some chunks at a time are on their way, by the Rust tokenizer's threads
+(``chunks``) or, where there are many, by other processes (``processes``). The gate judges at the end.
 """
 
 from __future__ import annotations
 
-import bisect
 import gc
 import hashlib
 import json
@@ -14,8 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,22 +23,18 @@ import numpy as np
 import pyarrow as pa
 
 from chronicals.config import ChronicalsConfig, Overlong
-from chronicals.data.conversation import chosen, messages_of
-from chronicals.data.documents import Documents, Marks, fit
-from chronicals.data.formats import BadRow, Record, Row
+from chronicals.data.chunks import Chunk, ChunkEncoder, Encoded, chunks_of
+from chronicals.data.documents import Documents
+from chronicals.data.formats import Unparsed
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
-from chronicals.data.rows import CHATS, check_answers, conversation_oddities, kind_of, normalise, texts_of
-from chronicals.data.sources import Source, read_records, source_fingerprint
+from chronicals.data.processes import TokenizingProcesses
+from chronicals.data.sources import Source, read_unparsed, source_fingerprint
 from chronicals.data.store import SCHEMA, TokenStore
-from chronicals.data.template import TokenArrays, Tokenizer
+from chronicals.data.template import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 6
-CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
-"""A chunk ends at so many rows, or at so many letters or given ids."""
-FIRST_ROWS = 512
-"""Rows of the first chunk; each holds twice as many as the one before, for tokenising waits until the first is read."""
 MINUTE, PATIENCE = 60.0, 30
 """Minutes without a byte written after which whoever waits for another process gives it up."""
 
@@ -74,7 +68,9 @@ def open_store(
     check_shares(config.gate)
     name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
     encoder = Tokenizer.configured(tokenizer, config)
-    store = build_store(source, encoder, config.max_seq_length, config.cache_dir, builder, config.overlong, config.seed)
+    store = build_store(
+        source, encoder, config.max_seq_length, config.cache_dir, builder, config.overlong, config.seed, config.dataset_num_proc
+    )
     if embedding_rows is not None:
         note_foreign_ids(store, len(tokenizer), embedding_rows)
     if training is not None:
@@ -140,6 +136,7 @@ def build_store(
     builder: bool = True,
     overlong: Overlong | None = None,
     seed: int = 0,
+    processes: int | None = None,
 ) -> TokenStore:
     """The store of ``source``: opened if it was made before, otherwise tokenised and written.
 
@@ -150,8 +147,10 @@ def build_store(
         builder: False waits until another process has written the file.
         overlong: what becomes of longer rows (default: texts are split, other rows cut).
         seed: chooses the rows that a fractional weight takes.
+        processes: how many tokenise where there is much to do (default: one a core).
 
     Raises:
+        ChildProcessError: one of these has died; nothing is left behind.
         DataError: a file cannot be read, or the process that is waited for has stopped; nothing is left behind. What is wrong
             with single rows is in the store's report.
     """
@@ -162,7 +161,8 @@ def build_store(
     path = cache_dir / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.arrow"
     if builder and not (path.exists() and path.with_suffix(".json").exists()):
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, _Build(tokenizer, max_seq_length, overlong), read_records(source, seed))
+        build = _Build(ChunkEncoder(tokenizer, max_seq_length, overlong), processes)
+        _write(path, build, read_unparsed(source, seed))
     elif not builder:
         _wait_for(path)
     return TokenStore.open(path)
@@ -203,15 +203,15 @@ def _bytes_aside(path: Path) -> int:
     return written
 
 
-def _write(path: Path, build: _Build, rows: Iterable[Row]) -> None:
+def _write(path: Path, build: _Build, rows: Iterable[Unparsed]) -> None:
     """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
     aside = _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
         with _collecting_by_chunks(), open(aside, "wb") as raw:
             with pa.ipc.new_file(pa.PythonFile(raw), SCHEMA) as writer:
-                for documents, hashes in build.documents(rows):
-                    writer.write_batch(_record_batch(documents, hashes))
+                for encoded in build.encoded(rows):
+                    writer.write_batch(_record_batch(encoded.documents, encoded.hashes))
                     gc.collect(0)
             raw.flush()
             os.fsync(raw.fileno())
@@ -248,35 +248,11 @@ def _column(values: np.ndarray) -> pa.Array:
 
 
 @dataclass
-class _Chunk:
-    """Rows on their way through the tokenizer, at most ``most`` of them."""
-
-    most: int
-    rows: list[int] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
-    wheres: list[str] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
-    letters: int = 0
-
-    def add(self, row: int, kind: str, where: str, record: Record, letters: int) -> None:
-        self.rows.append(row)
-        self.kinds.append(kind)
-        self.wheres.append(where)
-        self.records.append(record)
-        self.letters += letters
-
-    @property
-    def full(self) -> bool:
-        return len(self.rows) >= self.most or self.letters >= CHUNK_LETTERS
-
-
-@dataclass
 class _Build:
     """One pass over the rows, and what it has counted so far."""
 
-    tokenizer: Tokenizer
-    width: int
-    overlong: Overlong | None
+    encoder: ChunkEncoder
+    processes: int | None
     report: DataReport = field(default_factory=DataReport)
     max_id: int = -1
     hashes: list[np.ndarray] = field(default_factory=list)
@@ -284,128 +260,25 @@ class _Build:
     places: list[np.ndarray] = field(default_factory=list)
     """Hashes of where each row was read: a row that a weight repeats comes from the same place."""
 
-    def __post_init__(self) -> None:
-        self.marks = Marks.of(self.tokenizer)
-
     def description(self) -> dict[str, Any]:
         self._note_duplicates()
         return {"report": self.report.to_dict(), "max_id": self.max_id}
 
-    def documents(self, rows: Iterable[Row]) -> Iterator[tuple[Documents, np.ndarray]]:
-        """A batch a chunk: documents, each with something to train on, and the hashes of the rows they came from."""
-        chunks: deque[_Chunk] = deque()
+    def encoded(self, rows: Iterable[Unparsed]) -> Iterator[Encoded]:
+        """What each chunk became, if anything, counted."""
+        with TokenizingProcesses(self.encoder, self.processes) as several:
+            for chunk, encoded in several.encoded(chunks_of(rows)):
+                self._count(chunk, encoded)
+                if len(encoded.documents):
+                    yield encoded
 
-        def batches() -> Iterator[tuple[list[Record], list[str]]]:
-            for chunk in self._chunks(rows):
-                chunks.append(chunk)
-                yield chunk.records, chunk.wheres
-
-        for encoded in self.tokenizer.encode_batches(batches()):
-            yield from self._checked(chunks.popleft(), encoded)
-
-    def _chunks(self, rows: Iterable[Row]) -> Iterator[_Chunk]:
-        chunk = _Chunk(min(FIRST_ROWS, CHUNK_ROWS))
-        for row, (where, record) in enumerate(rows):
-            self.report.rows += 1
-            try:
-                kind, normal = self._recognised(row, record, where)
-            except DataError as fault:
-                self.report.note(fault.rule, row, str(fault))
-                continue
-            texts = texts_of(normal)
-            self._inspect(row, kind, texts, where)
-            ids = normal.get("input_ids") if kind == "tokens" else None
-            chunk.add(row, kind, where, normal, len(ids) if isinstance(ids, Sized) else sum(map(len, texts)))
-            if chunk.full:
-                yield chunk
-                chunk = _Chunk(min(2 * chunk.most, CHUNK_ROWS))
-        if chunk.rows:
-            yield chunk
-
-    def _recognised(self, row: int, record: Record | BadRow, where: str) -> tuple[str, Record]:
-        """The kind of a row and its normal form; counts what is odd in a conversation."""
-        if isinstance(record, BadRow):
-            raise DataError(f"{where}: {record.reason}", record.rule)
-        kind = kind_of(record, where)
-        self.report.kinds[kind] = self.report.kinds.get(kind, 0) + 1
-        record = normalise(record, kind, where)
-        if self.tokenizer.objective == "sft":
-            self._check_answers(row, kind, record, where)
-        return kind, record
-
-    def _check_answers(self, row: int, kind: str, record: Record, where: str) -> None:
-        """Raise where a row teaches to say nothing, or has nobody who says it; count what is odd."""
-        if kind == "completion" and isinstance(record["completion"], str) and not record["completion"].strip():
-            raise DataError(f"{where}: completion is empty", "empty_answer")
-        if kind not in CHATS:
-            return
-        messages, prompt = messages_of(record)
-        roles, turns = self.tokenizer.train_on_roles, self.tokenizer.train_on_turns
-        if not check_answers(messages, prompt, where) and not chosen(messages, prompt, roles, turns, where):
-            raise DataError(f"{where}: no message of the assistant among {len(messages) - prompt}", "no_assistant_turn")
-        for rule in conversation_oddities(messages):
-            self.report.note(rule, row, where)
-
-    def _inspect(self, row: int, kind: str, texts: list[str], where: str) -> None:
-        """Count what the gate finds in what people wrote."""
-        if kind == "text" and sum(map(len, texts)) == 1:
-            self.report.note("single_token", row, where)
-        garbled, written = False, None
-        for text in texts:
-            garbled = garbled or "\ufffd" in text
-            written = written or (self.marks.special and self.marks.special.search(text))
-        if garbled:
-            self.report.note("byte_garbage", row, where)
-        if written:
-            self.report.note("special_token_in_text", row, f"{where} holds {written.group()!r}")
-
-    def _checked(self, chunk: _Chunk, encoded: list[TokenArrays | DataError]) -> Iterator[tuple[Documents, np.ndarray]]:
-        """The chunk's documents, counted; rows that were refused or hold no target are left out."""
-        rows, kinds = [], []
-        for row, kind, tokens in zip(chunk.rows, chunk.kinds, encoded, strict=True):
-            if isinstance(tokens, DataError):
-                self.report.note(tokens.rule, row, str(tokens))
-            else:
-                rows.append((row, *tokens))
-                kinds.append(kind)
-        read = Documents.joined(rows)
-        fitted = read if read.lengths.max(initial=0) <= self.width else self._fitted(rows, kinds)
-        read.inspect(self.marks, self.report)
-        kept = fitted.only(fitted.targets > 0)
-        for row in np.setdiff1d(fitted.rows, kept.rows):
-            lost = read.targets[np.searchsorted(read.rows, row)] > 0
-            self.report.note("masked_by_cut" if lost else "masked_row", int(row))
-        hashes = read.hashes()[np.searchsorted(read.rows, kept.rows)]
-        self._count(kept, hashes, chunk)
-        self._exemplify(chunk)
-        if len(kept):
-            yield kept, hashes
-
-    def _fitted(self, rows: list[tuple[int, np.ndarray, np.ndarray]], kinds: list[str]) -> Documents:
-        """The rows as documents of at most the width."""
-        pieces = []
-        for row, kind in zip(rows, kinds, strict=True):
-            whole = kind != "text" and self.tokenizer.objective != "pretraining"
-            pieces += fit(*row, self.width, self.overlong or ("cut" if whole else "split"), self.report)
-        return Documents.joined(pieces)
-
-    def _exemplify(self, chunk: _Chunk) -> None:
-        """Say where the first row of a finding lies, where nothing was said of it."""
-        for found in self.report.findings.values():
-            if not found.example and found.rows:
-                at = bisect.bisect_left(chunk.rows, found.rows[0] - 1)
-                if at < len(chunk.rows) and chunk.rows[at] == found.rows[0] - 1:
-                    found.example = chunk.wheres[at]
-
-    def _count(self, documents: Documents, hashes: np.ndarray, chunk: _Chunk) -> None:
-        self.report.documents += len(documents)
-        self.report.tokens += len(documents.ids)
-        self.report.targets += int(documents.targets.sum())
-        self.max_id = max(self.max_id, int(documents.ids.max(initial=-1)))
-        rows, first = np.unique(documents.rows, return_index=True)
+    def _count(self, chunk: Chunk, encoded: Encoded) -> None:
+        self.report.add(encoded.report)
+        self.max_id = max(self.max_id, int(encoded.documents.ids.max(initial=-1)))
+        rows, first = np.unique(encoded.documents.rows, return_index=True)
         self.rows.append(rows)
-        self.hashes.append(hashes[first])
-        self.places.append(np.array([hash(chunk.wheres[at]) for at in np.searchsorted(chunk.rows, rows)], np.int64))
+        self.hashes.append(encoded.hashes[first])
+        self.places.append(np.array([hash(chunk.wheres[at]) for at in (rows - chunk.first).tolist()], np.int64))
 
     def _note_duplicates(self) -> None:
         hashes = np.concatenate([*self.hashes, np.zeros(0, np.uint64)])

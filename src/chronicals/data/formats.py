@@ -47,12 +47,19 @@ class BadRow:
     rule: str = "unparsable_line"
 
 
+class Line(bytes):
+    """A row as JSON, not parsed yet."""
+
+    __slots__ = ()
+
+
 Row = tuple[str, Record | BadRow]
-Reader = Callable[[Path], Iterator[Row]]
+Unparsed = tuple[str, Record | BadRow | Line]
+Reader = Callable[[Path], Iterator[Unparsed]]
 
 
-def read_file(path: Path) -> Iterator[Row]:
-    """The rows of a file, each with its place.
+def read_file(path: Path) -> Iterator[Unparsed]:
+    """The rows of a file, each with its place; lines of JSON as they lie there, for ``parsed``.
 
     Raises:
         DataError: there is no such file, its name has no known ending, or it cannot be read as what the name says.
@@ -130,17 +137,20 @@ def _end_of_part(text: str) -> int:
     return LONGEST_TEXT
 
 
-def _read_json_lines(path: Path) -> Iterator[Row]:
+def _read_json_lines(path: Path) -> Iterator[Unparsed]:
     name = str(path)
     with _open(path) as lines:
         for number, line in enumerate(lines, 1):
             if line.strip():
-                yield f"{name}:{number}", _parsed(line)
+                yield f"{name}:{number}", Line(line)
 
 
-def _parsed(line: bytes) -> Any:
+def parsed(record: Any) -> Any:
+    """The record of a row that may be a line."""
+    if not isinstance(record, Line):
+        return record
     try:
-        text = line.decode().removeprefix("\ufeff")
+        text = record.decode().removeprefix("\ufeff")
         return _encodable(json.loads(text), text)
     except (ValueError, RecursionError) as error:
         return BadRow(f"does not parse as JSON: {error}")
@@ -156,7 +166,7 @@ def _encodable(value: Any, text: str) -> Any:
     return value
 
 
-def _read_json(path: Path) -> Iterator[Row]:
+def _read_json(path: Path) -> Iterator[Unparsed]:
     """An array of objects, an object that holds one, or, as many a ``.json`` is, objects line by line."""
     with _open_text(path) as stream:
         window = _Window(path, stream)
@@ -261,7 +271,7 @@ class _Window:
     def begins_with_a_line(self) -> bool:
         """Whether an object ends with its line, and something follows."""
         line, _, rest = self._text[self._at :].partition("\n")
-        return bool(rest.strip()) and isinstance(_parsed(line.encode()), Mapping)
+        return bool(rest.strip()) and isinstance(parsed(Line(line.encode())), Mapping)
 
     def fault(self, reason: str, position: int | None = None) -> DataError:
         line = 1 + self._lines + self._text.count("\n", 0, self._at if position is None else position)

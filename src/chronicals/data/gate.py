@@ -114,6 +114,19 @@ class DataReport:
         """Rows counted under ``rule``."""
         return self.findings[rule].count if rule in self.findings else 0
 
+    def add(self, other: DataReport) -> None:
+        """Count what ``other`` counted of further rows."""
+        self.rows += other.rows
+        self.documents += other.documents
+        self.tokens += other.tokens
+        self.targets += other.targets
+        for kind, count in other.kinds.items():
+            self.kinds[kind] = self.kinds.get(kind, 0) + count
+        for rule, found in other.findings.items():
+            self.note(rule, example=found.example, count=found.count)
+            kept = self.findings[rule].rows
+            kept += found.rows[: EXAMPLES - len(kept)]
+
     def level(self, rule: str, shares: Mapping[str, float]) -> Literal["error", "warning", "info"]:
         """Whether a finding stops the run, by its own largest share or the one set in ``shares``."""
         share = shares.get(rule, RULES[rule].share)

@@ -39,6 +39,9 @@ KINDS: list[tuple[str, frozenset[str]]] = [
 TELLING = frozenset().union(*(fields for _, fields in KINDS))
 """Every field that tells a kind."""
 
+READ = TELLING | {"input", "history", "system", "tools", "labels"}
+"""Every field that is read."""
+
 CHATS = ("chat", "instruction")
 """The kinds that go through the chat template."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from chronicals.config import DataSource
 from chronicals.data.digests import FileDigests
-from chronicals.data.formats import READERS, BadRow, Record, Row, is_text, read_file, reader_of
+from chronicals.data.formats import READERS, BadRow, Record, Row, Unparsed, is_text, parsed, read_file, reader_of
 from chronicals.data.gate import DataError
 from chronicals.data.rows import KINDS, TELLING
 
@@ -39,6 +39,11 @@ def read_records(source: Source, seed: int = 0) -> Iterator[Row]:
     Raises:
         DataError: a source does not exist, is of a kind that cannot be read, or is damaged.
     """
+    yield from ((where, parsed(record)) for where, record in read_unparsed(source, seed))
+
+
+def read_unparsed(source: Source, seed: int = 0) -> Iterator[Unparsed]:
+    """``read_records``, with lines of JSON that are files' own as they lie there, for ``formats.parsed``."""
     parts = _named(source)
     if parts is None:
         yield from ((f"row {number}", record) for number, record in enumerate(_in_memory(source), 1))
@@ -91,11 +96,11 @@ def _drawn(text: str, share: float) -> bool:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) < share * 2**64
 
 
-def _rows(part: DataSource) -> Iterator[Row]:
+def _rows(part: DataSource) -> Iterator[Unparsed]:
     """Every row of a source once, with our names of columns, and its place behind the source's name."""
     rows, columns = _read(part), part.columns
     if columns:
-        rows = ((where, _renamed(record, columns)) for where, record in rows)
+        rows = ((where, _renamed(parsed(record), columns)) for where, record in rows)
     if part.name:
         rows = ((f"{part.name}: {where}", record) for where, record in rows)
     return rows
@@ -124,7 +129,7 @@ def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | Ba
     return renamed
 
 
-def _read(part: DataSource) -> Iterator[Row]:
+def _read(part: DataSource) -> Iterator[Unparsed]:
     path = Path(part.path).expanduser()
     if _is_saved_dataset(path):
         return _read_saved(path, part)

@@ -1,0 +1,218 @@
+"""Chunks of rows, and the documents they become: recognised, tokenised, fitted and checked, each chunk by itself.
+
+What a chunk gives depends on nothing but its rows, so that it may be made in any process. A row that cannot be used is left
+out and counted; the gate judges at the end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from numbers import Number
+from typing import Any
+
+import numpy as np
+
+from chronicals.config import Overlong
+from chronicals.data.conversation import chosen, messages_of
+from chronicals.data.documents import Documents, Marks, fit
+from chronicals.data.formats import BadRow, Line, Record, Unparsed, parsed
+from chronicals.data.gate import DataError, DataReport
+from chronicals.data.rows import CHATS, check_answers, conversation_oddities, kind_of, normalise, texts_of
+from chronicals.data.template import TokenArrays, Tokenizer
+
+CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
+"""A chunk ends at so many rows, or at so many letters or given ids."""
+FIRST_ROWS = 512
+"""Rows of the first chunk; each holds twice as many as the one before, for tokenising waits until the first is read."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that follow each other, as they were read.
+
+    Attributes:
+        first: number of the first, from 0.
+        wheres: what errors call each.
+        letters: in all of them, about.
+    """
+
+    first: int
+    wheres: list[str] = field(default_factory=list)
+    records: list[Record | BadRow | Line] = field(default_factory=list)
+    letters: int = 0
+
+    def parts(self, rows: int) -> Iterator[Chunk]:
+        """The chunk in chunks of so many rows."""
+        for start in range(0, len(self.records), rows):
+            several = slice(start, start + rows)
+            yield Chunk(self.first + start, self.wheres[several], self.records[several])
+
+
+def chunks_of(rows: Iterable[Unparsed]) -> Iterator[Chunk]:
+    """The rows in chunks."""
+    most, first, letters = min(FIRST_ROWS, CHUNK_ROWS), 0, 0
+    wheres, records = list[str](), list[Record | BadRow | Line]()
+    for where, record in rows:
+        wheres.append(where)
+        records.append(record)
+        letters += _letters(record)
+        if len(records) == most or letters >= CHUNK_LETTERS:
+            yield Chunk(first, wheres, records, letters)
+            most, first, letters = min(2 * most, CHUNK_ROWS), first + len(records), 0
+            wheres, records = [], []
+    if records:
+        yield Chunk(first, wheres, records, letters)
+
+
+def _letters(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(map(_letters, value.values()))
+    if isinstance(value, (list, tuple)):
+        return len(value) if not value or isinstance(value[0], Number) else sum(map(_letters, value))
+    return math.prod(getattr(value, "shape", ()))
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a chunk's rows became.
+
+    Attributes:
+        documents: each with something to train on.
+        hashes: uint64 ``[documents]``, of the rows they came from.
+        report: what was counted of these rows.
+    """
+
+    documents: Documents
+    hashes: np.ndarray
+    report: DataReport
+
+
+@dataclass
+class _Recognised:
+    """The rows of a chunk that the tokenizer is given."""
+
+    chunk: Chunk
+    report: DataReport
+    rows: list[int] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    wheres: list[str] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)
+
+
+@dataclass
+class ChunkEncoder:
+    """Makes documents of chunks.
+
+    Args:
+        width: most tokens of a document.
+        overlong: what becomes of longer rows (None: texts are split, other rows cut).
+    """
+
+    tokenizer: Tokenizer
+    width: int
+    overlong: Overlong | None = None
+
+    def __post_init__(self) -> None:
+        self.marks = Marks.of(self.tokenizer)
+
+    def encoded(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """Each chunk and what it became; while one is tokenised, without the GIL, the next is taken and recognised."""
+        begun: deque[_Recognised] = deque()
+
+        def batches() -> Iterator[tuple[list[Record], list[str]]]:
+            for chunk in chunks:
+                begun.append(self._recognised(chunk))
+                yield begun[-1].records, begun[-1].wheres
+
+        for tokens in self.tokenizer.encode_batches(batches()):
+            yield begun[0].chunk, self._checked(begun.popleft(), tokens)
+
+    def _recognised(self, chunk: Chunk) -> _Recognised:
+        found = _Recognised(chunk, DataReport(rows=len(chunk.records)))
+        for row, (where, record) in enumerate(zip(chunk.wheres, chunk.records, strict=True), chunk.first):
+            try:
+                kind, normal = self._normal(row, parsed(record), where, found.report)
+            except DataError as fault:
+                found.report.note(fault.rule, row, str(fault))
+                continue
+            self._inspect(row, kind, texts_of(normal), where, found.report)
+            found.rows.append(row)
+            found.kinds.append(kind)
+            found.wheres.append(where)
+            found.records.append(normal)
+        return found
+
+    def _normal(self, row: int, record: Record | BadRow, where: str, report: DataReport) -> tuple[str, Record]:
+        """The kind of a row and its normal form; counts what is odd in a conversation."""
+        if isinstance(record, BadRow):
+            raise DataError(f"{where}: {record.reason}", record.rule)
+        kind = kind_of(record, where)
+        report.kinds[kind] = report.kinds.get(kind, 0) + 1
+        record = normalise(record, kind, where)
+        if self.tokenizer.objective == "sft":
+            self._check_answers(row, kind, record, where, report)
+        return kind, record
+
+    def _check_answers(self, row: int, kind: str, record: Record, where: str, report: DataReport) -> None:
+        """Raise where a row teaches to say nothing, or has nobody who says it; count what is odd."""
+        if kind == "completion" and isinstance(record["completion"], str) and not record["completion"].strip():
+            raise DataError(f"{where}: completion is empty", "empty_answer")
+        if kind not in CHATS:
+            return
+        messages, prompt = messages_of(record)
+        roles, turns = self.tokenizer.train_on_roles, self.tokenizer.train_on_turns
+        if not check_answers(messages, prompt, where) and not chosen(messages, prompt, roles, turns, where):
+            raise DataError(f"{where}: no message of the assistant among {len(messages) - prompt}", "no_assistant_turn")
+        for rule in conversation_oddities(messages):
+            report.note(rule, row, where)
+
+    def _inspect(self, row: int, kind: str, texts: list[str], where: str, report: DataReport) -> None:
+        """Count what the gate finds in what people wrote."""
+        if kind == "text" and sum(map(len, texts)) == 1:
+            report.note("single_token", row, where)
+        garbled, written = False, None
+        for text in texts:
+            garbled = garbled or "\ufffd" in text
+            written = written or (self.marks.special and self.marks.special.search(text))
+        if garbled:
+            report.note("byte_garbage", row, where)
+        if written:
+            report.note("special_token_in_text", row, f"{where} holds {written.group()!r}")
+
+    def _checked(self, found: _Recognised, encoded: list[TokenArrays | DataError]) -> Encoded:
+        """The documents, counted; rows that were refused or hold no target are left out."""
+        rows, kinds, report = [], [], found.report
+        for row, kind, tokens in zip(found.rows, found.kinds, encoded, strict=True):
+            if isinstance(tokens, DataError):
+                report.note(tokens.rule, row, str(tokens))
+            else:
+                rows.append((row, *tokens))
+                kinds.append(kind)
+        read = Documents.joined(rows)
+        fitted = read if read.lengths.max(initial=0) <= self.width else self._fitted(rows, kinds, report)
+        read.inspect(self.marks, report)
+        kept = fitted.only(fitted.targets > 0)
+        for row in np.setdiff1d(fitted.rows, kept.rows):
+            lost = read.targets[np.searchsorted(read.rows, row)] > 0
+            report.note("masked_by_cut" if lost else "masked_row", int(row))
+        hashes = read.hashes()[np.searchsorted(read.rows, kept.rows)]
+        report.documents, report.tokens, report.targets = len(kept), len(kept.ids), int(kept.targets.sum())
+        for finding in report.findings.values():
+            if not finding.example and finding.rows:
+                finding.example = found.chunk.wheres[finding.rows[0] - 1 - found.chunk.first]
+        return Encoded(kept, hashes, report)
+
+    def _fitted(
+        self, rows: list[tuple[int, np.ndarray, np.ndarray]], kinds: list[str], report: DataReport
+    ) -> Documents:  # fmt: skip
+        """The rows as documents of at most the width."""
+        pieces = []
+        for row, kind in zip(rows, kinds, strict=True):
+            whole = kind != "text" and self.tokenizer.objective != "pretraining"
+            pieces += fit(*row, self.width, self.overlong or ("cut" if whole else "split"), report)
+        return Documents.joined(pieces)

@@ -1,0 +1,98 @@
+"""What goes between the process that builds a store and those that tokenise for it: chunks there, documents back.
+
+A frame is two lengths (uint64), a header in JSON, and bytes: rows as JSON one behind the other, or arrays.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import IO, Any
+
+import numpy as np
+
+from chronicals.data.chunks import Chunk, Encoded
+from chronicals.data.documents import Documents
+from chronicals.data.formats import BadRow, Line
+from chronicals.data.gate import DataReport
+from chronicals.data.rows import READ
+
+Frame = tuple[dict[str, Any], bytes]
+
+
+def write_frame(stream: IO[bytes], header: Mapping[str, Any], body: bytes = b"") -> None:
+    described = json.dumps(header).encode()
+    stream.write(np.array([len(described), len(body)], np.uint64).tobytes())
+    stream.write(described)
+    stream.write(body)
+    stream.flush()
+
+
+def read_frame(stream: IO[bytes]) -> Frame | None:
+    """None at the end.
+
+    Raises:
+        EOFError: the end came within a frame.
+    """
+    lengths = stream.read(16)
+    if not lengths:
+        return None
+    header, body = (_exactly(stream, int(length)) for length in np.frombuffer(lengths, np.uint64))
+    return json.loads(header), body
+
+
+def _exactly(stream: IO[bytes], length: int) -> bytes:
+    found = stream.read(length)
+    if len(found) < length:
+        raise EOFError(f"{len(found)} of {length} bytes")
+    return found
+
+
+def frame_of_chunk(chunk: Chunk) -> Frame | None:
+    """Its rows without the fields that nobody reads; None where one holds what JSON has no word for."""
+    try:
+        lines = [_line(record) for record in chunk.records]
+    except (TypeError, ValueError):  # a ValueError is half of a surrogate pair, too
+        return None
+    bad = {n: [row.reason, row.rule] for n, row in enumerate(chunk.records) if isinstance(row, BadRow)}
+    header = {"first": chunk.first, "wheres": chunk.wheres, "lengths": [*map(len, lines)], "bad": bad}
+    return header, b"".join(lines)
+
+
+def _line(record: Any) -> bytes:
+    if isinstance(record, Line):
+        return record
+    if isinstance(record, BadRow):
+        return b""
+    if isinstance(record, Mapping):
+        record = {name: value if name in READ or value is None else 0 for name, value in record.items()}
+    return json.dumps(record, ensure_ascii=False).encode()
+
+
+def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
+    records, end = list[Any](), 0
+    for length in header["lengths"]:
+        records.append(Line(body[end : end + length]))
+        end += length
+    for number, fault in header["bad"].items():
+        records[int(number)] = BadRow(*fault)
+    return Chunk(header["first"], header["wheres"], records)
+
+
+def frame_of_encoded(encoded: Encoded) -> Frame:
+    documents = encoded.documents
+    arrays = [documents.offsets, documents.rows, encoded.hashes, documents.ids, documents.trained]
+    header = {"documents": len(documents), "tokens": len(documents.ids), "report": asdict(encoded.report)}
+    return header, b"".join(array.tobytes() for array in arrays)
+
+
+def encoded_of_frame(header: Mapping[str, Any], body: bytes) -> Encoded:
+    documents, tokens = header["documents"], header["tokens"]
+    kinds = (np.int64, documents + 1), (np.int64, documents), (np.uint64, documents), (np.int32, tokens), (np.uint8, tokens)
+    arrays, begin = [], 0
+    for kind, count in kinds:
+        arrays.append(np.frombuffer(body, kind, count, begin))
+        begin += arrays[-1].nbytes
+    offsets, rows, hashes, ids, trained = arrays
+    return Encoded(Documents(ids, trained, offsets, rows), hashes, DataReport.from_dict(header["report"]))

@@ -1,0 +1,200 @@
+"""Processes that tokenise chunks for the one that builds a store: one of Python's renders and checks on one core only.
+
+Each is ``chronicals.data.worker``, started as a program, so that neither the caller's script nor its threads nor its device
+come along. Whoever is free takes the next chunk; what chunks become comes back in their order.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+
+from chronicals.data.chunks import Chunk, ChunkEncoder, Encoded
+from chronicals.data.frames import Frame, encoded_of_frame, frame_of_chunk, read_frame, write_frame
+from chronicals.data.worker import HOW
+
+logger = logging.getLogger(__name__)
+
+LETTERS_ALONE = 1 << 21
+"""Letters that the building process takes before it asks for help, a second of work: a process starts in two."""
+
+FEWEST_CORES = 4
+"""On fewer, the tokenizer's own threads leave nothing for processes to win."""
+
+MOST = 32
+"""Processes, unless told; beyond it, whoever reads the rows and writes the store is what they wait for."""
+
+ROWS_AT_ONCE = 1024
+"""Of a chunk that goes to a process."""
+
+
+def one_a_core() -> int:
+    """Processes for the cores that this one may use."""
+    cores = len(os.sched_getaffinity(0))
+    return min(cores, MOST) if cores >= FEWEST_CORES else 1
+
+
+class TokenizingProcesses:
+    """Processes with the tokenizer of ``encoder``, which begin when there is enough to do and end with the context.
+
+    Args:
+        count: how many; by default ``one_a_core()``. With one there is no other.
+    """
+
+    def __init__(self, encoder: ChunkEncoder, count: int | None = None):
+        self.encoder = encoder
+        self.count = one_a_core() if count is None else count
+        self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
+        self._changing, self._ended, self._doubted = threading.Lock(), False, False
+        self._processes: list[_Process] = []
+
+    def __enter__(self) -> TokenizingProcesses:
+        self._folder = tempfile.TemporaryDirectory(prefix="chronicals-")
+        self._threads = ThreadPoolExecutor(max(self.count, 1), thread_name_prefix="tokenizing")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        with self._changing:
+            self._ended = True
+            for process in self._processes:
+                process.end()
+        for _ in range(self.count):
+            self._free.put(None)
+        self._threads.shutdown(cancel_futures=True)
+        self._folder.cleanup()
+
+    def encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        """What ``ChunkEncoder.encoded`` gives. This process begins, and hands over when the first of the others is ready.
+
+        Raises:
+            ChildProcessError: one of them has died.
+        """
+        yield from self.encoder.encoded(self._until_helped(chunks))
+        yield from self._by_others(part for chunk in chunks for part in chunk.parts(ROWS_AT_ONCE))
+
+    def _until_helped(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
+        letters, asked = 0, self.count < 2
+        for chunk in chunks:
+            letters += chunk.letters
+            if letters >= LETTERS_ALONE and not asked:
+                asked = True
+                self._threads.submit(self._start)
+            yield chunk
+            if not self._free.empty():
+                return
+
+    def _by_others(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
+        waiting: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
+        for chunk in chunks:
+            frame = frame_of_chunk(chunk)
+            waiting.append((chunk, frame and self._threads.submit(self._ask, frame)))
+            if len(waiting) > 2 * self.count:
+                yield self._answer(*waiting.popleft())
+        while waiting:
+            yield self._answer(*waiting.popleft())
+
+    def _answer(self, chunk: Chunk, answer: Future[Encoded] | None) -> tuple[Chunk, Encoded]:
+        return next(self.encoder.encoded([chunk])) if answer is None else (chunk, answer.result())
+
+    def _ask(self, frame: Frame) -> Encoded:
+        process = self._free.get()
+        if process is None:
+            raise ChildProcessError("the processes that tokenise have ended")
+        encoded = encoded_of_frame(*process.answer(frame))
+        self._free.put(process)
+        return encoded
+
+    # --- their beginning, beside what this process does ----------------------------------------------------------
+
+    def _start(self) -> None:
+        try:
+            folder = Path(self._folder.name)
+            self._describe(folder)
+            for number in range(self.count):
+                with self._changing:
+                    if self._ended:
+                        return
+                    self._processes.append(_Process(folder, number))
+                self._threads.submit(self._welcome, self._processes[-1])
+        except Exception as error:  # whatever a tokenizer of another's raises where it is written
+            self._doubt(f"{type(error).__name__}: {error}")
+
+    def _describe(self, folder: Path) -> None:
+        tokenizer = self.encoder.tokenizer
+        tokenizer.tokenizer.save_pretrained(folder)
+        how = {
+            "class": type(tokenizer.tokenizer).__name__, "fingerprint": tokenizer.fingerprint(), "width": self.encoder.width,
+            "overlong": self.encoder.overlong, "objective": tokenizer.objective,
+            "train_on_roles": sorted(tokenizer.train_on_roles), "train_on_turns": tokenizer.train_on_turns,
+        }  # fmt: skip
+        (folder / HOW).write_text(json.dumps(how))
+
+    def _welcome(self, process: _Process) -> None:
+        try:
+            same = process.answer()[0]["same"]
+        except ChildProcessError as error:
+            self._doubt(str(error))
+            return
+        if same:
+            self._free.put(process)
+        else:
+            self._doubt("the tokenizer that save_pretrained writes is another")
+
+    def _doubt(self, reason: str) -> None:
+        with self._changing:
+            if not (self._ended or self._doubted):
+                self._doubted = True
+                logger.warning("dataset_num_proc: a process that should tokenise did not begin (%s); the others go on", reason)
+
+
+class _Process:
+    """One of them.
+
+    Args:
+        folder: as ``chronicals.data.worker`` reads it; what the process says of itself is kept there, too.
+    """
+
+    def __init__(self, folder: Path, number: int):
+        self._log = folder / f"{number}.log"
+        alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+        environment = {**os.environ, **alone, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-P", "-m", "chronicals.data.worker", str(folder)]
+        with self._log.open("wb") as log:
+            self._program = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True
+            )
+
+    def answer(self, question: Frame | None = None) -> Frame:
+        """The next frame that comes from it, after it has been given ``question``."""
+        assert self._program.stdin and self._program.stdout
+        try:
+            if question is not None:
+                write_frame(self._program.stdin, *question)
+            answer = read_frame(self._program.stdout)
+        except (BrokenPipeError, EOFError):
+            answer = None
+        if answer is None:
+            raise ChildProcessError(
+                f"a process that tokenises has ended with status {self._program.wait()}: {self._last_words()}; a machine "
+                "short of memory ends them so, and dataset_num_proc sets how many there are (1: none beside this one)"
+            )
+        return answer
+
+    def _last_words(self) -> str:
+        said = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
+        return said.splitlines()[-1] if said else "it said nothing"
+
+    def end(self) -> None:
+        self._program.kill()
+        self._program.communicate()

@@ -1,0 +1,223 @@
+"""Stores built by several processes are those that one builds, and whatever happens to a process is said."""
+
+import io
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+
+import numpy as np
+import planted_faults
+import pytest
+
+import tiny
+from chronicals.config import ChronicalsConfig
+from chronicals.data import Tokenizer, build_store, building, chunks, open_store, processes
+from chronicals.data.chunks import Chunk, ChunkEncoder, chunks_of
+from chronicals.data.formats import BadRow, Line
+from chronicals.data.frames import chunk_of_frame, frame_of_chunk, read_frame, write_frame
+from chronicals.data.processes import TokenizingProcesses
+
+WIDTH = 32
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Chunks of a few rows, and help asked for at once."""
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 7)
+    monkeypatch.setattr(processes, "LETTERS_ALONE", 0)
+    monkeypatch.setattr(processes, "ROWS_AT_ONCE", 3)
+
+
+def encoder(inner=None, **how):
+    return ChunkEncoder(Tokenizer(inner or tiny.tokenizer(), **how), WIDTH)
+
+
+def helped(several, all_chunks):
+    """The chunks, of which the third is not there before a process is ready."""
+    for number, chunk in enumerate(all_chunks):
+        until = time.monotonic() + 120
+        while number == 2 and several._free.empty():
+            assert time.monotonic() < until, "no process is ready"
+            time.sleep(0.01)
+        yield chunk
+
+
+def facts(encoded):
+    documents = encoded.documents
+    arrays = documents.ids, documents.trained, documents.offsets, documents.rows, encoded.hashes
+    return [(array.dtype, array.tolist()) for array in arrays], asdict(encoded.report)
+
+
+def assert_same_by_processes(rows, of=None, taken_here=0):
+    of, taken = of or encoder(), []
+    whole = list(chunks_of(rows))
+    with TokenizingProcesses(of, 2) as several:
+        ask = several._ask
+        several._ask = lambda frame: taken.append(frame) or ask(frame)
+        found = list(several.encoded(helped(several, whole)))
+    alone = list(of.encoded([*whole[:3], *(part for chunk in whole[3:] for part in chunk.parts(3))]))
+    assert [chunk.first for chunk, _ in found] == [chunk.first for chunk, _ in alone]
+    assert [chunk.wheres for chunk, _ in found] == [chunk.wheres for chunk, _ in alone]
+    for (_, one), (_, other) in zip(found, alone, strict=True):
+        assert facts(one) == facts(other)
+    assert len(taken) == len(alone) - 3 - taken_here
+    assert all(process._program.poll() is not None for process in several._processes)
+
+
+def planted_rows():
+    """Every fault of the gate's table, from lines and from memory, among rows that are right."""
+    rows = []
+    for name, planted in planted_faults.PLANTED.items():
+        if isinstance(planted, dict):
+            rows += [(f"{name}", planted), (f"{name} again", Line(json.dumps(planted).encode() + b"\n"))]
+    clean = [(f"row {n}", row) for n, row in enumerate(planted_faults.CLEAN)]
+    return [*clean, *rows, *clean, ("a.csv:3", BadRow("has 2 fields", "missing_field")), ("a.jsonl:9", Line(b'{"text": "cu\n'))]
+
+
+def test_the_same_documents_and_the_same_report():
+    assert_same_by_processes(planted_rows())
+
+
+def test_the_same_under_other_settings():
+    of = encoder(objective="sft", train_on_roles=["user", "assistant"], train_on_turns="last")
+    of.overlong = "drop"
+    rows = [(f"row {n}", row) for n, row in enumerate(planted_faults.CLEAN * 4)]
+    assert_same_by_processes(rows, of)
+
+
+def test_rows_that_json_has_no_word_for_are_made_here():
+    rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(60)]
+    rows[40] = "row 40", {"input_ids": np.array([5, 6, 7])}
+    rows[50] = "row 50", {"text": "half of a pair: \ud83d"}
+    assert_same_by_processes(rows, taken_here=2)
+
+
+def test_a_store_of_several_processes(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"This is text {n % 180}."}) + "\n" for n in range(200)))
+    alone = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path / "alone", processes=1)
+    chunked = building.chunks_of
+    encoded = TokenizingProcesses.encoded
+    monkeypatch.setattr(building, "chunks_of", lambda rows: list(chunked(rows)))
+    monkeypatch.setattr(TokenizingProcesses, "encoded", lambda self, some: encoded(self, helped(self, some)))
+    store = build_store(path, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path / "several", processes=3)
+    for name in ("lengths", "targets", "rows", "hashes"):
+        assert np.array_equal(getattr(store, name), getattr(alone, name))
+    for number in range(200):
+        assert [array.tolist() for array in store.document(number)] == [array.tolist() for array in alone.document(number)]
+    assert (store.report, store.max_id, store.key) == (alone.report, alone.max_id, alone.key)
+    assert store.report.count("duplicate_row") == 20
+
+
+def test_a_process_that_dies_is_said_and_leaves_nothing(tmp_path, monkeypatch):
+    rows = [{"text": f"number {n}"} for n in range(200)]
+    chunked, encoded = building.chunks_of, TokenizingProcesses.encoded
+
+    def killed(self, some):
+        for number, chunk in enumerate(helped(self, list(some))):
+            if number == 5:
+                for process in self._processes:
+                    os.kill(process._program.pid, signal.SIGKILL)
+                    process._program.wait()
+            yield chunk
+
+    monkeypatch.setattr(building, "chunks_of", lambda rows: list(chunked(rows)))
+    monkeypatch.setattr(TokenizingProcesses, "encoded", lambda self, some: encoded(self, killed(self, some)))
+    with pytest.raises(ChildProcessError, match=r"ended with status -9.*dataset_num_proc"):
+        build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path, processes=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_build_that_is_given_up_ends_its_processes():
+    rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(400)]
+    with TokenizingProcesses(encoder(), 2) as several:
+        made = several.encoded(helped(several, list(chunks_of(rows))))
+        for _ in range(6):
+            next(made)
+    assert all(process._program.poll() is not None for process in several._processes)
+
+
+@pytest.mark.parametrize("fault", ["class", "vocabulary", "unwritable"])
+def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, monkeypatch):
+    inner = tiny.tokenizer()
+    if fault == "class":
+        inner.__class__ = type("OfTheUsersOwn", (type(inner),), {})
+    elif fault == "vocabulary":
+        other, save = tiny.tokenizer(), type(inner).save_pretrained
+        other.add_tokens(["<another>"])
+        monkeypatch.setattr(type(inner), "save_pretrained", lambda self, folder: save(other, folder))
+    else:
+        monkeypatch.setattr(type(inner), "save_pretrained", lambda *_: (_ for _ in ()).throw(OSError("no room")))
+    of = encoder(inner)
+    rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(60)]
+
+    def waiting(several):
+        for chunk in list(chunks_of(rows)):
+            until = time.monotonic() + 120
+            while chunk.first and not several._doubted:
+                assert time.monotonic() < until, "nothing is said"
+                time.sleep(0.01)
+            yield chunk
+
+    with caplog.at_level(logging.WARNING), TokenizingProcesses(of, 2) as several:
+        found = list(several.encoded(waiting(several)))
+    said = [record.message for record in caplog.records if "dataset_num_proc" in record.message]
+    reason = {"class": "OfTheUsersOwn", "vocabulary": "another", "unwritable": "no room"}[fault]
+    assert len(said) == 1 and reason in said[0]
+    assert sum(len(encoded.documents) for _, encoded in found) == 60
+
+
+def test_little_data_is_made_by_one(monkeypatch):
+    monkeypatch.setattr(processes, "LETTERS_ALONE", 1 << 20)
+    rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(60)]
+    with TokenizingProcesses(encoder(), 4) as several:
+        assert sum(len(encoded.documents) for _, encoded in several.encoded(chunks_of(rows))) == 60
+    assert several._processes == []
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 1), (3, 1), (4, 4), (16, 16), (256, processes.MOST)])
+def test_one_a_core(cores, count, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert TokenizingProcesses(encoder()).count == count
+
+
+def test_the_configuration_sets_how_many(tmp_path, monkeypatch):
+    counts = []
+
+    class Counted(TokenizingProcesses):
+        def __init__(self, of, count):
+            counts.append(count)
+            super().__init__(of, count)
+
+    monkeypatch.setattr(building, "TokenizingProcesses", Counted)
+    config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=256, dataset_num_proc=1)
+    open_store(planted_faults.CLEAN, tiny.tokenizer(), config)
+    assert counts == [1]
+
+
+def test_frames_come_as_they_went():
+    line, bad = Line(b'\xef\xbb\xbf{"text": "b"}\r\n'), BadRow("why", "wrong_type")
+    chunk = Chunk(12, ["a", "b", "c", "d"], [{"text": "é\u2028🙂", "price": object()}, line, bad, ["a"]])
+    pipe = io.BytesIO()
+    write_frame(pipe, *frame_of_chunk(chunk))
+    write_frame(pipe, {"last": True})
+    pipe.seek(0)
+    again = chunk_of_frame(*read_frame(pipe))
+    assert (again.first, again.wheres) == (12, ["a", "b", "c", "d"])
+    assert [chunks.parsed(record) for record in again.records] == [
+        {"text": "é\u2028🙂", "price": 0}, {"text": "b"}, bad, ["a"]
+    ]  # fmt: skip
+    assert read_frame(pipe) == ({"last": True}, b"") and read_frame(pipe) is None
+    pipe = io.BytesIO(pipe.getvalue()[:30])
+    with pytest.raises(EOFError):
+        read_frame(pipe)
+
+
+def test_a_process_starts_without_torch():
+    program = "import sys, chronicals.data.worker; assert not {'torch', 'numba', 'pandas'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
