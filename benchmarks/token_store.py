@@ -3,9 +3,9 @@
     python benchmarks/token_store.py OUTPUT.json [--rows 1000000] [--compared 100000] [--commit HASH]
 
 Rows are pieces of the Python sources that are on this machine, of lognormal length. Each arm runs in its own process, in
-turn, three times; anonymous memory, that of its children included, is sampled every 20 ms. The bare tokenizer's rate is ``encode_batch`` over texts (or
-over conversations already rendered) that are in memory, its results thrown away; ``datasets`` reads the same file as ours,
-with ``load_dataset``, and maps over all cores.
+turn, three times; anonymous memory, that of its children included, is sampled every 20 ms. The bare tokenizer's rate is
+``encode_batch`` over texts (or over conversations already rendered) that are in memory, its results thrown away;
+``datasets`` reads the same file as ours, with ``load_dataset``, and maps over all cores.
 """
 
 import argparse
