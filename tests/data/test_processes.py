@@ -180,9 +180,21 @@ def test_little_data_is_made_by_one(monkeypatch):
     assert several._processes == []
 
 
-@pytest.mark.parametrize(("cores", "count"), [(1, 1), (3, 1), (4, 4), (16, 16), (256, processes.MOST)])
-def test_one_a_core(cores, count, monkeypatch):
+@pytest.mark.parametrize(
+    ("cores", "quota", "count"),
+    [
+        (1, None, 1),
+        (3, "max 100000", 3),
+        (256, "max 100000", processes.MOST),
+        (64, "350000 100000", 3),
+        (64, "50000 100000", 1),
+    ],
+)
+def test_one_a_core(cores, quota, count, monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(processes, "QUOTA", tmp_path / "cpu.max")
+    if quota:
+        processes.QUOTA.write_text(quota + "\n")
     assert TokenizingProcesses(encoder()).count == count
 
 

@@ -1,4 +1,4 @@
-"""Processes that tokenise chunks for the one that builds a store: one of Python's renders and checks on one core only.
+"""Processes that tokenise chunks for the one that builds a store, which by itself renders and checks on one core only.
 
 Each is ``chronicals.data.worker``, started as a program, so that neither the caller's script nor its threads nor its device
 come along. Whoever is free takes the next chunk; what chunks become comes back in their order.
@@ -6,6 +6,7 @@ come along. Whoever is free takes the next chunk; what chunks become comes back 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -29,20 +30,22 @@ logger = logging.getLogger(__name__)
 LETTERS_ALONE = 1 << 21
 """Letters that the building process takes before it asks for help, a second of work: a process starts in two."""
 
-FEWEST_CORES = 4
-"""On fewer, the tokenizer's own threads leave nothing for processes to win."""
-
 MOST = 32
 """Processes, unless told; beyond it, whoever reads the rows and writes the store is what they wait for."""
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 ROWS_AT_ONCE = 1024
 """Of a chunk that goes to a process."""
 
 
 def one_a_core() -> int:
-    """Processes for the cores that this one may use."""
+    """Processes for the cores that this one may use: by its affinity, and by its container's quota (cgroup v2)."""
     cores = len(os.sched_getaffinity(0))
-    return min(cores, MOST) if cores >= FEWEST_CORES else 1
+    with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
+        quota, period = map(int, QUOTA.read_text().split())
+        cores = min(cores, max(quota // period, 1))
+    return min(cores, MOST)
 
 
 class TokenizingProcesses:
@@ -155,7 +158,7 @@ class TokenizingProcesses:
         with self._changing:
             if not (self._ended or self._doubted):
                 self._doubted = True
-                logger.warning("dataset_num_proc: a process that should tokenise did not begin (%s); the others go on", reason)
+                logger.warning("dataset_num_proc: a process that tokenises did not begin, so it goes on without: %s", reason)
 
 
 class _Process:
