@@ -18,7 +18,6 @@ from chronicals.data import (
     Tokenizer,
     TokenStore,
     build_store,
-    building,
     chunks,
     open_held_out,
     open_store,
@@ -255,18 +254,9 @@ def test_a_share_that_is_offered_is_one_that_is_taken(tmp_path):
 
 
 def test_given_ids_count_towards_a_chunk(tmp_path, monkeypatch):
-    sizes = []
     monkeypatch.setattr(chunks, "CHUNK_LETTERS", 1000)
-    whole = building._Build.encoded
-
-    def counted(self, rows):
-        for encoded in whole(self, rows):
-            sizes.append(len(encoded.documents))
-            yield encoded
-
-    monkeypatch.setattr(building._Build, "encoded", counted)
-    build_store([{"input_ids": list(range(1, 51))} for _ in range(100)], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path)
-    assert sizes == [20] * 5
+    rows = [(f"row {n}", {"input_ids": list(range(1, 51))}) for n in range(100)]
+    assert [len(chunk.records) for chunk in chunks.chunks_of(rows)] == [20] * 5
 
 
 def test_long_rows_that_are_dropped(tmp_path):

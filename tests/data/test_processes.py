@@ -172,12 +172,15 @@ def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, mon
     assert sum(len(encoded.documents) for _, encoded in found) == 60
 
 
-def test_little_data_is_made_by_one(monkeypatch):
-    monkeypatch.setattr(processes, "LETTERS_ALONE", 1 << 20)
+@pytest.mark.parametrize(("alone", "expected", "asked"), [(1 << 20, 0, False), (300, 0, True), (1 << 20, 1 << 24, True)])
+def test_help_is_asked_for_where_there_is_much_to_do(alone, expected, asked, monkeypatch):
+    monkeypatch.setattr(processes, "LETTERS_ALONE", alone)
+    asking = []
+    monkeypatch.setattr(TokenizingProcesses, "_start", lambda self: asking.append(True))
     rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(60)]
-    with TokenizingProcesses(encoder(), 4) as several:
+    with TokenizingProcesses(encoder(), 4, expected) as several:
         assert sum(len(encoded.documents) for _, encoded in several.encoded(chunks_of(rows))) == 60
-    assert several._processes == []
+    assert asking == [True] * asked
 
 
 @pytest.mark.parametrize(
@@ -202,9 +205,9 @@ def test_the_configuration_sets_how_many(tmp_path, monkeypatch):
     counts = []
 
     class Counted(TokenizingProcesses):
-        def __init__(self, of, count):
+        def __init__(self, of, count, expected):
             counts.append(count)
-            super().__init__(of, count)
+            super().__init__(of, count, expected)
 
     monkeypatch.setattr(building, "TokenizingProcesses", Counted)
     config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=256, dataset_num_proc=1)

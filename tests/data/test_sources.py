@@ -15,7 +15,7 @@ import pytest
 
 import tiny
 from chronicals.config import ConfigurationError, DataSource
-from chronicals.data import BadRow, DataError, read_records, source_fingerprint
+from chronicals.data import BadRow, DataError, read_records, source_fingerprint, sources
 
 
 def json_lines(path, rows):
@@ -30,6 +30,14 @@ def numbered(first, count=3):
 
 def records(source, **options):
     return [record for _, record in read_records(source, **options)]
+
+
+def test_bytes_that_will_be_read(tmp_path):
+    json_lines(tmp_path / "a.jsonl", [{"text": "a"}])
+    size = (tmp_path / "a.jsonl").stat().st_size
+    assert sources.bytes_to_read(tmp_path) == sources.bytes_to_read([tmp_path / "a.jsonl"]) == size
+    assert sources.bytes_to_read([DataSource(str(tmp_path), weight=2.5), tmp_path]) == int(3.5 * size)
+    assert sources.bytes_to_read([{"text": "a"}]) == sources.bytes_to_read("owner/name") == 0
 
 
 def test_blank_lines_are_passed_over_and_counted(tmp_path):

@@ -28,7 +28,7 @@ from chronicals.data.documents import Documents
 from chronicals.data.formats import Unparsed
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
 from chronicals.data.processes import TokenizingProcesses
-from chronicals.data.sources import Source, read_unparsed, source_fingerprint
+from chronicals.data.sources import Source, bytes_to_read, read_unparsed, source_fingerprint
 from chronicals.data.store import SCHEMA, TokenStore
 from chronicals.data.template import Tokenizer
 
@@ -161,8 +161,8 @@ def build_store(
     path = cache_dir / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.arrow"
     if builder and not (path.exists() and path.with_suffix(".json").exists()):
         path.parent.mkdir(parents=True, exist_ok=True)
-        build = _Build(ChunkEncoder(tokenizer, max_seq_length, overlong), processes)
-        _write(path, build, read_unparsed(source, seed))
+        encoder = ChunkEncoder(tokenizer, max_seq_length, overlong)
+        _write(path, read_unparsed(source, seed), TokenizingProcesses(encoder, processes, bytes_to_read(source)))
     elif not builder:
         _wait_for(path)
     return TokenStore.open(path)
@@ -203,19 +203,21 @@ def _bytes_aside(path: Path) -> int:
     return written
 
 
-def _write(path: Path, build: _Build, rows: Iterable[Unparsed]) -> None:
+def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses) -> None:
     """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
-    aside = _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
+    counts, aside = _Counts(), _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
-        with _collecting_by_chunks(), open(aside, "wb") as raw:
+        with _collecting_by_chunks(), tokenising, open(aside, "wb") as raw:
             with pa.ipc.new_file(pa.PythonFile(raw), SCHEMA) as writer:
-                for encoded in build.encoded(rows):
-                    writer.write_batch(_record_batch(encoded.documents, encoded.hashes))
+                for chunk, encoded in tokenising.encoded(chunks_of(rows)):
+                    counts.add(chunk, encoded)
+                    if len(encoded.documents):
+                        writer.write_batch(_record_batch(encoded.documents, encoded.hashes))
                     gc.collect(0)
             raw.flush()
             os.fsync(raw.fileno())
-        aside_description.write_text(json.dumps(build.description(), indent=1))
+        aside_description.write_text(json.dumps(counts.description(), indent=1))
         os.replace(aside_description, path.with_suffix(".json"))
         os.replace(aside, path)
     finally:
@@ -248,11 +250,9 @@ def _column(values: np.ndarray) -> pa.Array:
 
 
 @dataclass
-class _Build:
-    """One pass over the rows, and what it has counted so far."""
+class _Counts:
+    """What was counted of the chunks so far."""
 
-    encoder: ChunkEncoder
-    processes: int | None
     report: DataReport = field(default_factory=DataReport)
     max_id: int = -1
     hashes: list[np.ndarray] = field(default_factory=list)
@@ -260,25 +260,17 @@ class _Build:
     places: list[np.ndarray] = field(default_factory=list)
     """Hashes of where each row was read: a row that a weight repeats comes from the same place."""
 
-    def description(self) -> dict[str, Any]:
-        self._note_duplicates()
-        return {"report": self.report.to_dict(), "max_id": self.max_id}
-
-    def encoded(self, rows: Iterable[Unparsed]) -> Iterator[Encoded]:
-        """What each chunk became, if anything, counted."""
-        with TokenizingProcesses(self.encoder, self.processes) as several:
-            for chunk, encoded in several.encoded(chunks_of(rows)):
-                self._count(chunk, encoded)
-                if len(encoded.documents):
-                    yield encoded
-
-    def _count(self, chunk: Chunk, encoded: Encoded) -> None:
+    def add(self, chunk: Chunk, encoded: Encoded) -> None:
         self.report.add(encoded.report)
         self.max_id = max(self.max_id, int(encoded.documents.ids.max(initial=-1)))
         rows, first = np.unique(encoded.documents.rows, return_index=True)
         self.rows.append(rows)
         self.hashes.append(encoded.hashes[first])
         self.places.append(np.array([hash(chunk.wheres[at]) for at in (rows - chunk.first).tolist()], np.int64))
+
+    def description(self) -> dict[str, Any]:
+        self._note_duplicates()
+        return {"report": self.report.to_dict(), "max_id": self.max_id}
 
     def _note_duplicates(self) -> None:
         hashes = np.concatenate([*self.hashes, np.zeros(0, np.uint64)])

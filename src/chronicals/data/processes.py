@@ -27,8 +27,9 @@ from chronicals.data.worker import HOW
 
 logger = logging.getLogger(__name__)
 
-LETTERS_ALONE = 1 << 21
-"""Letters that the building process takes before it asks for help, a second of work: a process starts in two."""
+LETTERS_ALONE, BYTES_AT_LEAST = 1 << 21, 1 << 24
+"""Letters that the building process takes before it asks for help, a second of work: a process starts in two. Of files that
+hold so many bytes it asks at once."""
 
 MOST = 32
 """Processes, unless told; beyond it, whoever reads the rows and writes the store is what they wait for."""
@@ -53,17 +54,18 @@ class TokenizingProcesses:
 
     Args:
         count: how many; by default ``one_a_core()``. With one there is no other.
+        expected: bytes that the rows are made of, as far as that is known.
     """
 
-    def __init__(self, encoder: ChunkEncoder, count: int | None = None):
-        self.encoder = encoder
+    def __init__(self, encoder: ChunkEncoder, count: int | None = None, expected: int = 0):
+        self.encoder, self.expected = encoder, expected
         self.count = one_a_core() if count is None else count
         self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         self._changing, self._ended, self._doubted = threading.Lock(), False, False
         self._processes: list[_Process] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> TokenizingProcesses:
-        self._folder = tempfile.TemporaryDirectory(prefix="chronicals-")
         self._threads = ThreadPoolExecutor(max(self.count, 1), thread_name_prefix="tokenizing")
         return self
 
@@ -75,7 +77,8 @@ class TokenizingProcesses:
         for _ in range(self.count):
             self._free.put(None)
         self._threads.shutdown(cancel_futures=True)
-        self._folder.cleanup()
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def encoded(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         """What ``ChunkEncoder.encoded`` gives. This process begins, and hands over when the first of the others is ready.
@@ -90,7 +93,7 @@ class TokenizingProcesses:
         letters, asked = 0, self.count < 2
         for chunk in chunks:
             letters += chunk.letters
-            if letters >= LETTERS_ALONE and not asked:
+            if not asked and (letters >= LETTERS_ALONE or self.expected >= BYTES_AT_LEAST):
                 asked = True
                 self._threads.submit(self._start)
             yield chunk
@@ -122,6 +125,7 @@ class TokenizingProcesses:
 
     def _start(self) -> None:
         try:
+            self._folder = tempfile.TemporaryDirectory(prefix="chronicals-")
             folder = Path(self._folder.name)
             self._describe(folder)
             for number in range(self.count):
@@ -172,19 +176,23 @@ class _Process:
         self._log = folder / f"{number}.log"
         alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
         environment = {**os.environ, **alone, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-P", "-m", "chronicals.data.worker", str(folder)]
+        receiving, sending = os.pipe()
+        command = [sys.executable, "-P", "-m", "chronicals.data.worker", str(folder), str(sending)]
         with self._log.open("wb") as log:
             self._program = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, start_new_session=True
-            )
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
+                pass_fds=[sending],
+            )  # fmt: skip
+        os.close(sending)
+        self._answers = os.fdopen(receiving, "rb")
 
     def answer(self, question: Frame | None = None) -> Frame:
         """The next frame that comes from it, after it has been given ``question``."""
-        assert self._program.stdin and self._program.stdout
+        assert self._program.stdin
         try:
             if question is not None:
                 write_frame(self._program.stdin, *question)
-            answer = read_frame(self._program.stdout)
+            answer = read_frame(self._answers)
         except (BrokenPipeError, EOFError):
             answer = None
         if answer is None:
@@ -200,4 +208,4 @@ class _Process:
 
     def end(self) -> None:
         self._program.kill()
-        self._program.communicate()
+        self._program.wait()

@@ -77,6 +77,13 @@ def source_fingerprint(source: Source, cache_dir: Path, seed: int = 0) -> str:
     return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
 
+def bytes_to_read(source: Source) -> int:
+    """Bytes of the files that are known to be read; none of what comes from elsewhere."""
+    parts = [(part, Path(part.path).expanduser()) for part in _named(source) or ()]
+    local = [(part, path) for part, path in parts if not (_is_saved_dataset(path) or _is_hub_name(path, part.path))]
+    return int(sum(part.weight * sum(file.stat().st_size for file in _files(path)) for part, path in local))
+
+
 def _named(source: Source) -> list[DataSource] | None:
     """The sources that are named; None where the rows themselves were given."""
     several = source if isinstance(source, (list, tuple)) else [source]

@@ -1,9 +1,9 @@
-"""A process that tokenises chunks for another: they come in at its standard input and go out at its standard output.
+"""A process that tokenises chunks for another: they come in at its standard input, what they become goes out by a pipe.
 
-    python -m chronicals.data.worker FOLDER
+    python -m chronicals.data.worker FOLDER PIPE
 
-The folder holds the tokenizer as ``save_pretrained`` writes it, and ``how.json``. The first frame that goes out says whether
-this tokenizer is the same as there.
+The folder holds the tokenizer as ``save_pretrained`` writes it, and ``how.json``; the pipe is a file descriptor. The first
+frame that goes out says whether this tokenizer is the same as there.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ def tokenizer_in(folder: Path, how: dict[str, Any]) -> Tokenizer:
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what anybody prints is no frame
+    folder, out = Path(sys.argv[1]), os.fdopen(int(sys.argv[2]), "wb")
     how = json.loads((folder / HOW).read_text())
     tokenizer = tokenizer_in(folder, how)
     write_frame(out, {"same": tokenizer.fingerprint() == how["fingerprint"]})
