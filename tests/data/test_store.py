@@ -224,10 +224,11 @@ def test_the_key_changes_with_whatever_changes_the_tokens(tmp_path):
     rows = tiny.chat_rows(3)
     other_rows = tiny.chat_rows(3)
     other_rows[2]["messages"][0]["content"] += "?"
-    other_template, other_end, more_tokens = tiny.tokenizer(), tiny.tokenizer(), tiny.tokenizer()
+    other_template, other_end, more_tokens, splitting = (tiny.tokenizer() for _ in range(4))
     other_template.chat_template = other_template.chat_template.replace("<|im_end|>\n", "<|im_end|>")
     other_end.eos_token = "<|im_end|>"
     more_tokens.add_tokens(["answer"])
+    splitting.split_special_tokens = True
     builds = {
         "as it is": (rows, tokenizer(), WIDTH),
         "data": (other_rows, tokenizer(), WIDTH),
@@ -238,6 +239,8 @@ def test_the_key_changes_with_whatever_changes_the_tokens(tmp_path):
         "template": (rows, Tokenizer(other_template), WIDTH),
         "end of text": (rows, Tokenizer(other_end), WIDTH),
         "vocabulary": (rows, Tokenizer(more_tokens), WIDTH),
+        "special tokens as text": ([{"text": "<|im_end|>"}], Tokenizer(splitting), WIDTH),
+        "special tokens": ([{"text": "<|im_end|>"}], tokenizer(), WIDTH),
     }
     keys = {name: build_store(*build, tmp_path).key for name, build in builds.items()}
     assert len(set(keys.values())) == len(builds), keys

@@ -53,7 +53,7 @@ def frame_of_chunk(chunk: Chunk) -> Frame | None:
     """Its rows without the fields that nobody reads; None where one holds what JSON has no word for."""
     try:
         lines = [_line(record) for record in chunk.records]
-    except (TypeError, ValueError):  # a ValueError is half of a surrogate pair, too
+    except (TypeError, ValueError, RecursionError):  # half of a surrogate pair is a ValueError, too
         return None
     bad = {n: [row.reason, row.rule] for n, row in enumerate(chunk.records) if isinstance(row, BadRow)}
     header = {"first": chunk.first, "wheres": chunk.wheres, "lengths": [*map(len, lines)], "bad": bad}

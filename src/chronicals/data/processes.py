@@ -178,12 +178,17 @@ class _Process:
         environment = {**os.environ, **alone, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         receiving, sending = os.pipe()
         command = [sys.executable, "-P", "-m", "chronicals.data.worker", str(folder), str(sending)]
-        with self._log.open("wb") as log:
-            self._program = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
-                pass_fds=[sending],
-            )  # fmt: skip
-        os.close(sending)
+        try:
+            with self._log.open("wb") as log:
+                self._program = subprocess.Popen(
+                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
+                    pass_fds=[sending],
+                )  # fmt: skip
+        except OSError:
+            os.close(receiving)
+            raise
+        finally:
+            os.close(sending)
         self._answers = os.fdopen(receiving, "rb")
 
     def answer(self, question: Frame | None = None) -> Frame:
@@ -207,5 +212,9 @@ class _Process:
         return said.splitlines()[-1] if said else "it said nothing"
 
     def end(self) -> None:
+        assert self._program.stdin
         self._program.kill()
         self._program.wait()
+        self._answers.close()
+        with contextlib.suppress(BrokenPipeError):  # of what it did not take any more
+            self._program.stdin.close()

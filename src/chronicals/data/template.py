@@ -104,7 +104,8 @@ class Tokenizer:
         else:
             vocabulary = json.dumps(sorted(inner.get_vocab().items()))
         trained = [self.objective, sorted(self.train_on_roles), self.train_on_turns]
-        state = json.dumps([inner.chat_template, inner.special_tokens_map, *trained], default=str, sort_keys=True)
+        splits = bool(getattr(inner, "split_special_tokens", False))
+        state = json.dumps([inner.chat_template, inner.special_tokens_map, splits, *trained], default=str, sort_keys=True)
         return hashlib.sha256(f"{vocabulary}{state}".encode()).hexdigest()
 
     # --- conversations -------------------------------------------------------------------------------------------
