@@ -253,7 +253,12 @@ def test_a_share_that_is_offered_is_one_that_is_taken(tmp_path):
     assert "id_out_of_range" in str(error.value) or "vocabulary_too_large" in str(error.value)
 
 
-def test_given_ids_count_towards_a_chunk(tmp_path, monkeypatch):
+def test_texts_in_a_list_are_of_the_wrong_type(tmp_path):
+    report = build_store([{"text": ["a", "b"]}], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
+    assert report.findings["wrong_type"].example == "row 1: text must be text, this is list"
+
+
+def test_given_ids_count_towards_a_chunk(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_LETTERS", 1000)
     rows = [(f"row {n}", {"input_ids": list(range(1, 51))}) for n in range(100)]
     assert [len(chunk.records) for chunk in chunks.chunks_of(rows)] == [20] * 5

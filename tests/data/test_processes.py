@@ -15,11 +15,12 @@ import planted_faults
 import pytest
 
 import tiny
+from chronicals import data
 from chronicals.config import ChronicalsConfig
 from chronicals.data import Tokenizer, build_store, building, chunks, open_store, processes
 from chronicals.data.chunks import Chunk, ChunkEncoder, chunks_of
 from chronicals.data.formats import BadRow, Line
-from chronicals.data.frames import chunk_of_frame, frame_of_chunk, read_frame, write_frame
+from chronicals.data.frames import chunk_of_frame, frame_of_chunk, frame_of_encoded, read_frame, write_frame
 from chronicals.data.processes import TokenizingProcesses
 
 WIDTH = 32
@@ -30,7 +31,6 @@ def small(monkeypatch):
     """Chunks of a few rows, and help asked for at once."""
     monkeypatch.setattr(chunks, "CHUNK_ROWS", 7)
     monkeypatch.setattr(processes, "LETTERS_ALONE", 0)
-    monkeypatch.setattr(processes, "ROWS_AT_ONCE", 3)
 
 
 def encoder(inner=None, **how):
@@ -60,7 +60,7 @@ def assert_same_by_processes(rows, of=None, taken_here=0):
         ask = several._ask
         several._ask = lambda frame: taken.append(frame) or ask(frame)
         found = list(several.encoded(helped(several, whole)))
-    alone = list(of.encoded([*whole[:3], *(part for chunk in whole[3:] for part in chunk.parts(3))]))
+    alone = list(of.encoded(whole))
     assert [chunk.first for chunk, _ in found] == [chunk.first for chunk, _ in alone]
     assert [chunk.wheres for chunk, _ in found] == [chunk.wheres for chunk, _ in alone]
     for (_, one), (_, other) in zip(found, alone, strict=True):
@@ -133,6 +133,38 @@ def test_a_process_that_dies_is_said_and_leaves_nothing(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_whoever_waits_for_a_process_learns_that_it_died():
+    """Of three one never began, and each of the others dies at its second chunk."""
+
+    class Dying:
+        def __init__(self):
+            self.answers = 0
+
+        def answer(self, frame):
+            self.answers += 1
+            time.sleep(0.01)
+            if self.answers > 1:
+                raise ChildProcessError("killed")
+            return frame_of_encoded(next(of.encoded([chunk_of_frame(*frame)]))[1])
+
+    of = encoder()
+    rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(200)]
+    with TokenizingProcesses(of, 3) as several:
+        several._free.put(Dying())
+        several._free.put(Dying())
+        with pytest.raises(ChildProcessError, match="killed"):
+            list(several._by_others(chunks_of(rows)))
+
+
+def test_what_a_process_said_last_is_said(tmp_path, monkeypatch):
+    (tmp_path / "how.json").write_text("no JSON")
+    process = processes._Process(tmp_path, 0)
+    with pytest.raises(ChildProcessError, match="status 1: json.decoder.JSONDecodeError") as error:
+        process.answer()
+    process.end()
+    assert "Traceback" in str(error.value) and "memory" not in str(error.value)
+
+
 def test_a_build_that_is_given_up_ends_its_processes():
     rows = [(f"row {n}", {"text": f"number {n}"}) for n in range(400)]
     with TokenizingProcesses(encoder(), 2) as several:
@@ -142,11 +174,15 @@ def test_a_build_that_is_given_up_ends_its_processes():
     assert all(process._program.poll() is not None for process in several._processes)
 
 
-@pytest.mark.parametrize("fault", ["class", "vocabulary", "unwritable"])
+@pytest.mark.parametrize("fault", ["class", "namesake", "method", "vocabulary", "unwritable"])
 def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, monkeypatch):
     inner = tiny.tokenizer()
     if fault == "class":
         inner.__class__ = type("OfTheUsersOwn", (type(inner),), {})
+    elif fault == "namesake":
+        inner.__class__ = type(type(inner).__name__, (type(inner),), {})
+    elif fault == "method":
+        inner.apply_chat_template = inner.apply_chat_template
     elif fault == "vocabulary":
         other, save = tiny.tokenizer(), type(inner).save_pretrained
         other.add_tokens(["<another>"])
@@ -167,8 +203,8 @@ def test_a_tokenizer_that_no_other_process_can_have(fault, tmp_path, caplog, mon
     with caplog.at_level(logging.WARNING), TokenizingProcesses(of, 2) as several:
         found = list(several.encoded(waiting(several)))
     said = [record.message for record in caplog.records if "dataset_num_proc" in record.message]
-    reason = {"class": "OfTheUsersOwn", "vocabulary": "another", "unwritable": "no room"}[fault]
-    assert len(said) == 1 and reason in said[0]
+    reasons = {"class": "OfTheUsersOwn is no", "vocabulary": "another", "unwritable": "no room"}
+    assert len(said) == 1 and reasons.get(fault, "of transformers' own") in said[0]
     assert sum(len(encoded.documents) for _, encoded in found) == 60
 
 
@@ -217,7 +253,7 @@ def test_the_configuration_sets_how_many(tmp_path, monkeypatch):
 
 def test_frames_come_as_they_went():
     line, bad = Line(b'\xef\xbb\xbf{"text": "b"}\r\n'), BadRow("why", "wrong_type")
-    chunk = Chunk(12, ["a", "b", "c", "d"], [{"text": "é\u2028🙂", "price": object()}, line, bad, ["a"]])
+    chunk = Chunk(12, ["a", "b", "c", "d"], [{"text": "é\u2028🙂", "price": object()}, line, bad, {"id": None}])
     pipe = io.BytesIO()
     write_frame(pipe, *frame_of_chunk(chunk))
     write_frame(pipe, {"last": True})
@@ -225,12 +261,25 @@ def test_frames_come_as_they_went():
     again = chunk_of_frame(*read_frame(pipe))
     assert (again.first, again.wheres) == (12, ["a", "b", "c", "d"])
     assert [chunks.parsed(record) for record in again.records] == [
-        {"text": "é\u2028🙂", "price": 0}, {"text": "b"}, bad, ["a"]
+        {"text": "é\u2028🙂", "price": 0}, {"text": "b"}, bad, {"id": None}
     ]  # fmt: skip
     assert read_frame(pipe) == ({"last": True}, b"") and read_frame(pipe) is None
     pipe = io.BytesIO(pipe.getvalue()[:30])
     with pytest.raises(EOFError):
         read_frame(pipe)
+
+
+@pytest.mark.parametrize(
+    "row", [("a", "b"), {"text": ("a", "b")}, {None: 1, "foo": 2}, {"text": "\ud83d"}, None, b"{}"], ids=repr
+)
+def test_a_row_that_would_come_back_as_another_does_not_go(row):
+    assert frame_of_chunk(Chunk(0, ["a"], [row])) is None
+
+
+def test_every_name_of_the_room_is_there():
+    assert dir(data) == data.__all__ and all(getattr(data, name) is not None for name in data.__all__)
+    with pytest.raises(AttributeError, match="TokenStore"):
+        _ = data.Store
 
 
 def test_a_process_starts_without_torch():

@@ -52,6 +52,12 @@ __all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _HOME.values():
+        return import_module(f"chronicals.data.{name}")
     if name not in _HOME:
-        raise AttributeError(f"module 'chronicals.data' has no attribute {name!r}")
+        raise AttributeError(f"module 'chronicals.data' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(import_module(f"chronicals.data.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -53,7 +53,7 @@ class BatchEncoder:
 
     def __init__(self, encoder: Tokenizer):
         self.encoder = encoder
-        self.fast = _is_plain(encoder.tokenizer)
+        self.fast = is_plain(encoder.tokenizer)
         self.cuts = Cuts.of(encoder.tokenizer) if self.fast else None
         self.beginning, self.ending = encoder.tokenizer.bos_token_id, encoder.tokenizer.eos_token_id
         self._begin_kind: dict[str, Callable[[Record, str, Texts], Finish | Conversation]] = {}
@@ -429,7 +429,7 @@ class _Joined:
         return cls(ids, bounds, ones, added, np.searchsorted(added, bounds).tolist())
 
 
-def _is_plain(tokenizer: Any) -> bool:
+def is_plain(tokenizer: Any) -> bool:
     """Whether calling the tokenizer is calling its Rust part and nothing more."""
     if not getattr(tokenizer, "is_fast", False) or tokenizer.split_special_tokens:
         return False

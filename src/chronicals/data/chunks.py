@@ -23,7 +23,7 @@ from chronicals.data.gate import DataError, DataReport
 from chronicals.data.rows import CHATS, check_answers, conversation_oddities, kind_of, normalise, texts_of
 from chronicals.data.template import TokenArrays, Tokenizer
 
-CHUNK_ROWS, CHUNK_LETTERS = 4096, 1 << 22
+CHUNK_ROWS, CHUNK_LETTERS = 1024, 1 << 22
 """A chunk ends at so many rows, or at so many letters or given ids."""
 FIRST_ROWS = 512
 """Rows of the first chunk; each holds twice as many as the one before, for tokenising waits until the first is read."""
@@ -43,12 +43,6 @@ class Chunk:
     wheres: list[str] = field(default_factory=list)
     records: list[Record | BadRow | Line] = field(default_factory=list)
     letters: int = 0
-
-    def parts(self, rows: int) -> Iterator[Chunk]:
-        """The chunk in chunks of so many rows."""
-        for start in range(0, len(self.records), rows):
-            several = slice(start, start + rows)
-            yield Chunk(self.first + start, self.wheres[several], self.records[several])
 
 
 def chunks_of(rows: Iterable[Unparsed]) -> Iterator[Chunk]:

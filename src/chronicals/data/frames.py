@@ -38,6 +38,8 @@ def read_frame(stream: IO[bytes]) -> Frame | None:
     lengths = stream.read(16)
     if not lengths:
         return None
+    if len(lengths) < 16:
+        raise EOFError(f"{len(lengths)} of 16 bytes")
     header, body = (_exactly(stream, int(length)) for length in np.frombuffer(lengths, np.uint64))
     return json.loads(header), body
 
@@ -65,9 +67,12 @@ def _line(record: Any) -> bytes:
         return record
     if isinstance(record, BadRow):
         return b""
-    if isinstance(record, Mapping):
-        record = {name: value if name in READ or value is None else 0 for name, value in record.items()}
-    return json.dumps(record, ensure_ascii=False).encode()
+    if not isinstance(record, Mapping) or not all(isinstance(name, str) for name in record):
+        raise TypeError("no object")
+    read = {name: value if name in READ or value is None else 0 for name, value in record.items()}
+    if any(isinstance(value, tuple) for value in read.values()):
+        raise TypeError("a tuple would come back as a list")
+    return json.dumps(read, ensure_ascii=False).encode()
 
 
 def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:

@@ -18,9 +18,11 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 
+from chronicals.data.batch_encoding import is_plain
 from chronicals.data.chunks import Chunk, ChunkEncoder, Encoded
 from chronicals.data.frames import Frame, encoded_of_frame, frame_of_chunk, read_frame, write_frame
 from chronicals.data.worker import HOW
@@ -36,13 +38,10 @@ MOST = 32
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
-ROWS_AT_ONCE = 1024
-"""Of a chunk that goes to a process."""
-
 
 def one_a_core() -> int:
     """Processes for the cores that this one may use: by its affinity, and by its container's quota (cgroup v2)."""
-    cores = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with contextlib.suppress(OSError, ValueError):  # there is none, or it is "max"
         quota, period = map(int, QUOTA.read_text().split())
         cores = min(cores, max(quota // period, 1))
@@ -74,8 +73,7 @@ class TokenizingProcesses:
             self._ended = True
             for process in self._processes:
                 process.end()
-        for _ in range(self.count):
-            self._free.put(None)
+        self._free.put(None)
         self._threads.shutdown(cancel_futures=True)
         if self._folder is not None:
             self._folder.cleanup()
@@ -87,7 +85,7 @@ class TokenizingProcesses:
             ChildProcessError: one of them has died.
         """
         yield from self.encoder.encoded(self._until_helped(chunks))
-        yield from self._by_others(part for chunk in chunks for part in chunk.parts(ROWS_AT_ONCE))
+        yield from self._by_others(chunks)
 
     def _until_helped(self, chunks: Iterator[Chunk]) -> Iterator[Chunk]:
         letters, asked = 0, self.count < 2
@@ -97,14 +95,16 @@ class TokenizingProcesses:
                 asked = True
                 self._threads.submit(self._start)
             yield chunk
-            if not self._free.empty():
+            if not self._free.empty() and frame_of_chunk(chunk):
                 return
 
     def _by_others(self, chunks: Iterator[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         waiting: deque[tuple[Chunk, Future[Encoded] | None]] = deque()
         for chunk in chunks:
-            frame = frame_of_chunk(chunk)
-            waiting.append((chunk, frame and self._threads.submit(self._ask, frame)))
+            if frame := frame_of_chunk(chunk):
+                waiting.append((replace(chunk, records=[]), self._threads.submit(self._ask, frame)))
+            else:
+                waiting.append((chunk, None))
             if len(waiting) > 2 * self.count:
                 yield self._answer(*waiting.popleft())
         while waiting:
@@ -115,11 +115,12 @@ class TokenizingProcesses:
 
     def _ask(self, frame: Frame) -> Encoded:
         process = self._free.get()
-        if process is None:
-            raise ChildProcessError("the processes that tokenise have ended")
-        encoded = encoded_of_frame(*process.answer(frame))
-        self._free.put(process)
-        return encoded
+        try:
+            if process is None:
+                raise ChildProcessError("the processes that tokenise have ended")
+            return encoded_of_frame(*process.answer(frame))
+        finally:
+            self._free.put(process)  # also one that has died: whoever waits for one must learn of it
 
     # --- their beginning, beside what this process does ----------------------------------------------------------
 
@@ -138,10 +139,16 @@ class TokenizingProcesses:
             self._doubt(f"{type(error).__name__}: {error}")
 
     def _describe(self, folder: Path) -> None:
+        import transformers
+
         tokenizer = self.encoder.tokenizer
-        tokenizer.tokenizer.save_pretrained(folder)
+        inner, kind = tokenizer.tokenizer, type(tokenizer.tokenizer)
+        changed = {"_encode_plus", "apply_chat_template"} & vars(inner).keys()
+        if getattr(transformers, kind.__name__, None) is not kind or not is_plain(inner) or changed:
+            raise TypeError(f"{kind.__name__} is no fast tokenizer of transformers' own, as another process would read it")
+        inner.save_pretrained(folder)
         how = {
-            "class": type(tokenizer.tokenizer).__name__, "fingerprint": tokenizer.fingerprint(), "width": self.encoder.width,
+            "class": kind.__name__, "fingerprint": tokenizer.fingerprint(), "width": self.encoder.width,
             "overlong": self.encoder.overlong, "objective": tokenizer.objective,
             "train_on_roles": sorted(tokenizer.train_on_roles), "train_on_turns": tokenizer.train_on_turns,
         }  # fmt: skip
@@ -151,7 +158,7 @@ class TokenizingProcesses:
         try:
             same = process.answer()[0]["same"]
         except ChildProcessError as error:
-            self._doubt(str(error))
+            self._doubt(str(error).splitlines()[0])
             return
         if same:
             self._free.put(process)
@@ -162,7 +169,7 @@ class TokenizingProcesses:
         with self._changing:
             if not (self._ended or self._doubted):
                 self._doubted = True
-                logger.warning("dataset_num_proc: a process that tokenises did not begin, so it goes on without: %s", reason)
+                logger.warning("dataset_num_proc: %s; the store is built without this process", reason)
 
 
 class _Process:
@@ -175,7 +182,7 @@ class _Process:
     def __init__(self, folder: Path, number: int):
         self._log = folder / f"{number}.log"
         alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        environment = {**os.environ, **alone, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        environment = {**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         receiving, sending = os.pipe()
         command = [sys.executable, "-P", "-m", "chronicals.data.worker", str(folder), str(sending)]
         try:
@@ -184,7 +191,7 @@ class _Process:
                     command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
                     pass_fds=[sending],
                 )  # fmt: skip
-        except OSError:
+        except BaseException:
             os.close(receiving)
             raise
         finally:
@@ -201,15 +208,15 @@ class _Process:
         except (BrokenPipeError, EOFError):
             answer = None
         if answer is None:
-            raise ChildProcessError(
-                f"a process that tokenises has ended with status {self._program.wait()}: {self._last_words()}; a machine "
-                "short of memory ends them so, and dataset_num_proc sets how many there are (1: none beside this one)"
-            )
+            raise ChildProcessError(self._last_words(self._program.wait()))
         return answer
 
-    def _last_words(self) -> str:
+    def _last_words(self, status: int) -> str:
         said = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
-        return said.splitlines()[-1] if said else "it said nothing"
+        ended = f"a process that tokenises has ended with status {status}: {(said or 'it said nothing').splitlines()[-1]}"
+        if status < 0:
+            return f"{ended}; a machine short of memory ends them so: set dataset_num_proc to fewer, 1 for none but this one"
+        return f"{ended}\n{said}"
 
     def end(self) -> None:
         assert self._program.stdin

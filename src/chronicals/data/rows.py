@@ -126,6 +126,8 @@ def texts_of(record: Record) -> list[str]:
     found: list[Any] = []
     for value in map(record.get, ("messages", "prompt", "completion", "text")):
         for message in value if isinstance(value, list) else ():
+            if not isinstance(message, Mapping):
+                continue  # what is wrong with it is said where it is encoded
             found += [message.get("content")] if len(message) == 2 else map(message.get, ("content", *THOUGHTS))
         found += [] if isinstance(value, list) else [value]
     return [text for text in found if isinstance(text, str)]

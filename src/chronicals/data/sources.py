@@ -145,25 +145,25 @@ def _read(part: DataSource) -> Iterator[Unparsed]:
     for field in ("subset", "split"):
         if getattr(part, field) is not None:
             raise DataError(f"{path}: {field}={getattr(part, field)!r} belongs to a hub name; here, name the files themselves")
-    return itertools.chain.from_iterable(map(read_file, _files(path)))
+    return itertools.chain.from_iterable(map(read_file, _files(path, say=True)))
 
 
-def _files(path: Path) -> list[Path]:
-    """The files that a path or pattern stands for, sorted."""
+def _files(path: Path, say: bool = False) -> list[Path]:
+    """The files that a path or pattern stands for, sorted; what is left out of folders is logged if asked."""
     if path.is_file():
         return [path]
     if path.is_dir():
-        return _readable_files(path)
+        return _readable_files(path, say)
     if not glob.has_magic(str(path)):
         raise DataError(f"{path}: no such file or folder")
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-    files = [file for match in matches for file in (_readable_files(match) if match.is_dir() else [match])]
+    files = [file for match in matches for file in (_readable_files(match, say) if match.is_dir() else [match])]
     if not files:
         raise DataError(f"{path}: no file matches this pattern")
     return list(dict.fromkeys(files))
 
 
-def _readable_files(folder: Path) -> list[Path]:
+def _readable_files(folder: Path, say: bool) -> list[Path]:
     """Files below ``folder`` that can be read: those with rows, or texts where there are none (a README is no row)."""
     files = _visible_files(folder)
     readable = [file for file in files if reader_of(file)]
@@ -171,7 +171,7 @@ def _readable_files(folder: Path) -> list[Path]:
     if not chosen:
         raise DataError(f"{folder}: holds no file that can be read; those end in {', '.join(READERS)}")
     left_out = [str(file.relative_to(folder)) for file in files if file not in set(chosen)]
-    if left_out:
+    if left_out and say:
         logger.info("%s: %d files read, left out: %s", folder, len(chosen), ", ".join(left_out))
     return chosen
 
