@@ -9,6 +9,7 @@ import types
 from pathlib import Path
 
 _numbers = itertools.count()
+_folder = tempfile.TemporaryDirectory(prefix="chronicals-")  # removed when the tests end
 
 
 def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
@@ -16,7 +17,7 @@ def mutant(module: types.ModuleType, old: str, new: str) -> types.ModuleType:
     text = inspect.getsource(module)
     assert text.count(old) == 1, f"{old!r} occurs {text.count(old)} times in {module.__name__}, not once"
     name = f"mutant{next(_numbers)}"
-    path = Path(tempfile.mkdtemp(prefix="chronicals-")) / f"{name}.py"  # Triton reads a kernel's text from its file
+    path = Path(_folder.name) / f"{name}.py"  # Triton reads a kernel's text from its file
     path.write_text(text.replace(old, new).replace('"chronicals::', f'"{name}::'))
     spec = importlib.util.spec_from_file_location(name, path)
     copy = sys.modules[name] = importlib.util.module_from_spec(spec)
