@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from chronicals.benchmark.work import SIZES, plan_work
 from chronicals.cli import benchmark as command
@@ -47,7 +48,7 @@ def test_ours_and_transformers_train_alike_in_their_own_processes(done):
 
 def test_the_floor_is_made_of_this_machines_rates(done):
     _, result, _ = done
-    if result["floor"] is None:
+    if result["floor"] is None and torch.cuda.is_available():
         pytest.skip("others use this card: " + ", ".join(note for note in result["notes"] if "no floor" in note))
     parts = ("products", "attention", "elementwise", "loss", "optimizer")
     assert result["floor"]["seconds"] == pytest.approx(sum(result["floor"][part] for part in parts))
@@ -76,7 +77,8 @@ def test_what_is_printed(done):
     ran, result, folder = done
     rate = f"{result['arms']['ours']['tokens_per_second']['median']:,.0f}"
     assert rate in ran.stdout and "█" in ran.stdout
-    assert ("no floor" if result["floor"] is None else "floor of our step") in ran.stdout
+    without = result["floor"] is None and torch.cuda.is_available()  # others use this card
+    assert ("no floor" if without else "floor of our step") in ran.stdout
     assert "unsloth-recompute" in ran.stdout and "not installed: unsloth" in ran.stdout
     assert (folder / "row.png").exists() and result["commit"] == "abc"
 
