@@ -9,6 +9,7 @@ turn, three times; anonymous memory, that of its children included, is sampled e
 """
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -135,8 +136,12 @@ def anonymous(process: str) -> int:
 
 
 def children() -> set[str]:
-    """Processes that this one has started."""
-    return {child for task in Path("/proc/self/task").glob("*/children") for child in task.read_text().split()}
+    """Processes that this one has started; a thread of it may end meanwhile."""
+    found = set[str]()
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found.update((task / "children").read_text().split())
+    return found
 
 
 def measured(arm: str, folder: Path, data: Path, count: int) -> dict:

@@ -285,3 +285,16 @@ def test_every_name_of_the_room_is_there():
 def test_a_process_starts_without_torch():
     program = "import sys, chronicals.data.worker; assert not {'torch', 'numba', 'pandas'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_process_never_imports_torch(tmp_path):
+    """Not even where transformers would."""
+    (tmp_path / "how.json").write_text("{}")
+    program = (
+        "import importlib.util, os, sys\n"
+        "from chronicals.data import worker\n"
+        "worker.tokenizer_in = lambda *_: sys.exit('found' if importlib.util.find_spec('torch') else 7)\n"
+        f"sys.argv = ['worker', {str(tmp_path)!r}, str(os.dup(1))]\n"
+        "worker.main()"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 7

@@ -30,6 +30,7 @@ def tokenizer_in(folder: Path, how: dict[str, Any]) -> Tokenizer:
 
 
 def main() -> None:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if not installed: some transformers import it, 3 s and 270 MB
     folder, out = Path(sys.argv[1]), os.fdopen(int(sys.argv[2]), "wb")
     how = json.loads((folder / HOW).read_text())
     tokenizer = tokenizer_in(folder, how)
