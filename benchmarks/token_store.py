@@ -3,7 +3,7 @@
     python benchmarks/token_store.py OUTPUT.json [--rows 1000000] [--compared 100000] [--commit HASH]
 
 Rows are pieces of the Python sources that are on this machine, of lognormal length. Each arm runs in its own process, in
-turn, three times; anonymous memory, that of its children included, is sampled every 20 ms. The bare tokenizer's rate is
+turn, three times; anonymous memory, that of its children included (PSS), is sampled every 50 ms. The bare tokenizer's rate is
 ``encode_batch`` over texts (or over conversations already rendered) that are in memory, its results thrown away;
 ``datasets`` reads the same file as ours, with ``load_dataset``, and maps over all cores.
 """
@@ -117,8 +117,8 @@ def run_arm(arm: str, folder: Path, data: Path, count: int) -> None:
     peak, ended = [0], threading.Event()
 
     def sample() -> None:
-        while not ended.wait(0.02):
-            peak[0] = max(peak[0], anonymous("self") + sum(map(anonymous, children())))
+        while not ended.wait(0.05):
+            peak[0] = max(peak[0], anonymous("self") + sum(map(anonymous, descendants("self"))))
 
     threading.Thread(target=sample, daemon=True).start()
     result = ARMS[arm](folder, data, tokenizer, count)
@@ -128,20 +128,21 @@ def run_arm(arm: str, folder: Path, data: Path, count: int) -> None:
 
 
 def anonymous(process: str) -> int:
-    """KiB of a process that may have ended."""
+    """KiB of a process that may have ended; what it shares with others by its part of it."""
     try:
-        return int(Path(f"/proc/{process}/status").read_text().split("RssAnon:")[1].split()[0])
+        return int(Path(f"/proc/{process}/smaps_rollup").read_text().split("Pss_Anon:")[1].split()[0])
     except (OSError, IndexError):
         return 0
 
 
-def children() -> set[str]:
-    """Processes that this one has started; a thread of it may end meanwhile."""
+def descendants(process: str) -> set[str]:
+    """Processes that this one and those have started."""
     found = set[str]()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            found.update((task / "children").read_text().split())
-    return found
+    with contextlib.suppress(OSError):  # it, or a thread of it, has ended meanwhile
+        for task in Path(f"/proc/{process}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found.update((task / "children").read_text().split())
+    return found.union(*map(descendants, found))
 
 
 def measured(arm: str, folder: Path, data: Path, count: int) -> dict:

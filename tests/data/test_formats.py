@@ -16,7 +16,8 @@ import pytest
 
 from chronicals.data import BadRow, DataError
 from chronicals.data import formats as of_formats
-from chronicals.data.formats import READERS, parsed, reader_of
+from chronicals.data.formats import READERS, reader_of
+from chronicals.data.records import parsed
 
 ALPHABET = "ab1 ,;|\t\"'\\/{}[]:\n\r\x00\ufeff\u2028\u0085é中🙂"
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import planted_faults
@@ -19,9 +20,9 @@ from chronicals import data
 from chronicals.config import ChronicalsConfig
 from chronicals.data import Tokenizer, build_store, building, chunks, open_store, processes
 from chronicals.data.chunks import Chunk, ChunkEncoder, chunks_of
-from chronicals.data.formats import BadRow, Line
 from chronicals.data.frames import chunk_of_frame, frame_of_chunk, frame_of_encoded, read_frame, write_frame
 from chronicals.data.processes import TokenizingProcesses
+from chronicals.data.records import BadRow, Line
 
 WIDTH = 32
 
@@ -66,7 +67,15 @@ def assert_same_by_processes(rows, of=None, taken_here=0):
     for (_, one), (_, other) in zip(found, alone, strict=True):
         assert facts(one) == facts(other)
     assert len(taken) == len(alone) - 3 - taken_here
-    assert all(process._program.poll() is not None for process in several._processes)
+    assert_ended(several)
+
+
+def assert_ended(several):
+    """Its program, and every process that the program divided into."""
+    program = several._program._program
+    assert program.poll() is not None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(program.pid, 0)
 
 
 def planted_rows():
@@ -114,23 +123,57 @@ def test_a_store_of_several_processes(tmp_path, monkeypatch):
     assert store.report.count("duplicate_row") == 20
 
 
-def test_a_process_that_dies_is_said_and_leaves_nothing(tmp_path, monkeypatch):
+def forked(program):
+    """Numbers of the processes that a program divided into."""
+    return [int(number) for number in Path(f"/proc/{program.pid}/task/{program.pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("killed", ["a process", "the program"])
+def test_a_process_that_dies_is_said_and_leaves_nothing(killed, tmp_path, monkeypatch):
     rows = [{"text": f"number {n}"} for n in range(200)]
     chunked, encoded = building.chunks_of, TokenizingProcesses.encoded
+    several = []
 
-    def killed(self, some):
+    def killing(self, some):
+        several.append(self)
         for number, chunk in enumerate(helped(self, list(some))):
             if number == 5:
-                for process in self._processes:
-                    os.kill(process._program.pid, signal.SIGKILL)
-                    process._program.wait()
+                program = self._program._program
+                processes = forked(program)
+                assert len(processes) == 2
+                for process in processes if killed == "a process" else [program.pid, *processes]:
+                    os.kill(process, signal.SIGKILL)
+                program.wait()
             yield chunk
 
     monkeypatch.setattr(building, "chunks_of", lambda rows: list(chunked(rows)))
-    monkeypatch.setattr(TokenizingProcesses, "encoded", lambda self, some: encoded(self, killed(self, some)))
+    monkeypatch.setattr(TokenizingProcesses, "encoded", lambda self, some: encoded(self, killing(self, some)))
     with pytest.raises(ChildProcessError, match=r"ended with status -9.*dataset_num_proc"):
         build_store(rows, Tokenizer(tiny.tokenizer()), WIDTH, tmp_path, processes=2)
     assert list(tmp_path.iterdir()) == []
+    if killed == "a process":
+        assert_ended(several[0])
+
+
+@pytest.mark.parametrize("fault", ["raises", "signal", None])
+def test_one_that_fails_ends_them_all(fault):
+    """What the others would wait for never comes."""
+    program = (
+        "import os, signal, sys, time\n"
+        "from chronicals.data.worker import divided\n"
+        "def serving(own):\n"
+        "    number = pipes.index(own)\n"
+        "    opened = {pipe for pipe in [p for pair in pipes for p in pair] if os.path.exists(f'/proc/self/fd/{pipe}')}\n"
+        "    assert opened == set(own), opened\n"
+        "    if number == 1 and sys.argv[1] == 'raises': raise ValueError('row 7')\n"
+        "    if number == 1 and sys.argv[1] == 'signal': os.kill(os.getpid(), signal.SIGSEGV)\n"
+        "    if sys.argv[1] != 'None': time.sleep(60)\n"
+        "pipes = [os.pipe() for _ in range(3)]\n"
+        "sys.exit(divided(pipes, serving))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(fault)], capture_output=True, text=True, timeout=50)
+    assert done.returncode == {"raises": 1, "signal": 128 + signal.SIGSEGV, None: 0}[fault], done.stderr
+    assert ("ValueError: row 7" in done.stderr) == (fault == "raises")
 
 
 def test_whoever_waits_for_a_process_learns_that_it_died():
@@ -158,10 +201,10 @@ def test_whoever_waits_for_a_process_learns_that_it_died():
 
 def test_what_a_process_said_last_is_said(tmp_path, monkeypatch):
     (tmp_path / "how.json").write_text("no JSON")
-    process = processes._Process(tmp_path, 0)
+    program = processes._Program(tmp_path, 2)
     with pytest.raises(ChildProcessError, match="status 1: json.decoder.JSONDecodeError") as error:
-        process.answer()
-    process.end()
+        program.processes[1].answer()
+    program.end()
     assert "Traceback" in str(error.value) and "memory" not in str(error.value)
 
 
@@ -171,7 +214,7 @@ def test_a_build_that_is_given_up_ends_its_processes():
         made = several.encoded(helped(several, list(chunks_of(rows))))
         for _ in range(6):
             next(made)
-    assert all(process._program.poll() is not None for process in several._processes)
+    assert_ended(several)
 
 
 @pytest.mark.parametrize("fault", ["class", "namesake", "method", "vocabulary", "unwritable"])
@@ -282,8 +325,9 @@ def test_every_name_of_the_room_is_there():
         _ = data.Store
 
 
-def test_a_process_starts_without_torch():
-    program = "import sys, chronicals.data.worker; assert not {'torch', 'numba', 'pandas'} & set(sys.modules)"
+def test_a_process_starts_with_what_it_needs():
+    """Not with pyarrow either, whose allocator has a thread: only a program of one thread may divide."""
+    program = "import sys, chronicals.data.worker; assert not {'torch', 'numba', 'pandas', 'pyarrow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
@@ -291,10 +335,10 @@ def test_a_process_never_imports_torch(tmp_path):
     """Not even where transformers would."""
     (tmp_path / "how.json").write_text("{}")
     program = (
-        "import importlib.util, os, sys\n"
+        "import importlib.util, sys\n"
         "from chronicals.data import worker\n"
         "worker.tokenizer_in = lambda *_: sys.exit('found' if importlib.util.find_spec('torch') else 7)\n"
-        f"sys.argv = ['worker', {str(tmp_path)!r}, str(os.dup(1))]\n"
+        f"sys.argv = ['worker', {str(tmp_path)!r}]\n"
         "worker.main()"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 7

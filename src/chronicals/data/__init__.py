@@ -7,7 +7,6 @@ if TYPE_CHECKING:
     from chronicals.data.building import build_store as build_store
     from chronicals.data.building import open_held_out as open_held_out
     from chronicals.data.building import open_store as open_store
-    from chronicals.data.formats import BadRow as BadRow
     from chronicals.data.gate import DataError as DataError
     from chronicals.data.gate import DataReport as DataReport
     from chronicals.data.loader import BatchStream as BatchStream
@@ -15,6 +14,7 @@ if TYPE_CHECKING:
     from chronicals.data.packing import PackPlan as PackPlan
     from chronicals.data.packing import SequencePacker as SequencePacker
     from chronicals.data.packing import plan_packs as plan_packs
+    from chronicals.data.records import BadRow as BadRow
     from chronicals.data.sources import DataSource as DataSource
     from chronicals.data.sources import Source as Source
     from chronicals.data.sources import read_records as read_records
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from chronicals.data.template import stop_token_ids as stop_token_ids
 
 _HOME = {
-    "BadRow": "formats",
+    "BadRow": "records",
     "BatchStream": "loader",
     "DataError": "gate",
     "DataReport": "gate",

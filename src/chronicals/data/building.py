@@ -25,9 +25,9 @@ import pyarrow as pa
 from chronicals.config import ChronicalsConfig, Overlong
 from chronicals.data.chunks import Chunk, ChunkEncoder, Encoded, chunks_of
 from chronicals.data.documents import Documents
-from chronicals.data.formats import Unparsed
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
 from chronicals.data.processes import TokenizingProcesses
+from chronicals.data.records import Unparsed
 from chronicals.data.sources import Source, bytes_to_read, read_unparsed, source_fingerprint
 from chronicals.data.store import SCHEMA, TokenStore
 from chronicals.data.template import Tokenizer

@@ -18,8 +18,8 @@ import numpy as np
 from chronicals.config import Overlong
 from chronicals.data.conversation import chosen, messages_of
 from chronicals.data.documents import Documents, Marks, fit
-from chronicals.data.formats import BadRow, Line, Record, Unparsed, parsed
 from chronicals.data.gate import DataError, DataReport
+from chronicals.data.records import BadRow, Line, Record, Unparsed, parsed
 from chronicals.data.rows import CHATS, check_answers, conversation_oddities, kind_of, normalise, texts_of
 from chronicals.data.template import TokenArrays, Tokenizer
 

@@ -11,7 +11,6 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chronicals.data.gate import DataError
-
-Record = Mapping[str, Any]
+from chronicals.data.records import BadRow, Line, Row, Unparsed, encodable, parsed
 
 ROWS_AT_ONCE = 1024
 """Rows of a columnar file that are made Python objects together."""
@@ -33,28 +31,6 @@ LONGEST_TEXT = 1 << 22
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
-
-@dataclass(frozen=True)
-class BadRow:
-    """A row that cannot be read, in the place of its record.
-
-    Attributes:
-        reason: what is wrong with it.
-        rule: the gate's name for the fault.
-    """
-
-    reason: str
-    rule: str = "unparsable_line"
-
-
-class Line(bytes):
-    """A row as JSON, not parsed yet."""
-
-    __slots__ = ()
-
-
-Row = tuple[str, Record | BadRow]
-Unparsed = tuple[str, Record | BadRow | Line]
 Reader = Callable[[Path], Iterator[Unparsed]]
 
 
@@ -143,27 +119,6 @@ def _read_json_lines(path: Path) -> Iterator[Unparsed]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 yield f"{name}:{number}", Line(line)
-
-
-def parsed(record: Any) -> Any:
-    """The record of a row that may be a line."""
-    if not isinstance(record, Line):
-        return record
-    try:
-        text = record.decode().removeprefix("\ufeff")
-        return _encodable(json.loads(text), text)
-    except (ValueError, RecursionError) as error:
-        return BadRow(f"does not parse as JSON: {error}")
-
-
-def _encodable(value: Any, text: str) -> Any:
-    """``value``, which ``text`` holds, unless half of a surrogate pair is in it: no tokenizer takes one."""
-    if "\\ud" in text or "\\uD" in text:
-        try:
-            json.dumps(value, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            return BadRow(f"holds {error.object[error.start]!r}, half of a character beyond U+FFFF")
-    return value
 
 
 def _read_json(path: Path) -> Iterator[Unparsed]:
@@ -265,7 +220,7 @@ class _Window:
             else:
                 if self._ended or end + 2 < len(self._text):  # 1e-7 may be cut after 1, 1e or 1e-
                     text, self._at = self._text[self._at : end], end
-                    return _encodable(value, text)
+                    return encodable(value, text)
             self._read_on()
 
     def begins_with_a_line(self) -> bool:

@@ -14,8 +14,8 @@ import numpy as np
 
 from chronicals.data.chunks import Chunk, Encoded
 from chronicals.data.documents import Documents
-from chronicals.data.formats import BadRow, Line
 from chronicals.data.gate import DataReport
+from chronicals.data.records import BadRow, Line
 from chronicals.data.rows import READ
 
 Frame = tuple[dict[str, Any], bytes]

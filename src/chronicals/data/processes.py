@@ -1,16 +1,18 @@
 """Processes that tokenise chunks for the one that builds a store, which by itself renders and checks on one core only.
 
-Each is ``chronicals.data.worker``, started as a program, so that neither the caller's script nor its threads nor its device
-come along. Whoever is free takes the next chunk; what chunks become comes back in their order.
+They are those of ``chronicals.data.worker``, a program of its own, so that neither the caller's script nor its threads nor its
+device come along. Whoever is free takes the next chunk; what chunks become comes back in their order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -18,9 +20,10 @@ import threading
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from chronicals.data.batch_encoding import is_plain
 from chronicals.data.chunks import Chunk, ChunkEncoder, Encoded
@@ -61,7 +64,7 @@ class TokenizingProcesses:
         self.count = one_a_core() if count is None else count
         self._free: queue.SimpleQueue[_Process | None] = queue.SimpleQueue()
         self._changing, self._ended, self._doubted = threading.Lock(), False, False
-        self._processes: list[_Process] = []
+        self._program: _Program | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> TokenizingProcesses:
@@ -71,8 +74,8 @@ class TokenizingProcesses:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._changing:
             self._ended = True
-            for process in self._processes:
-                process.end()
+            if self._program is not None:
+                self._program.end()
         self._free.put(None)
         self._threads.shutdown(cancel_futures=True)
         if self._folder is not None:
@@ -129,12 +132,12 @@ class TokenizingProcesses:
             self._folder = tempfile.TemporaryDirectory(prefix="chronicals-")
             folder = Path(self._folder.name)
             self._describe(folder)
-            for number in range(self.count):
-                with self._changing:
-                    if self._ended:
-                        return
-                    self._processes.append(_Process(folder, number))
-                self._threads.submit(self._welcome, self._processes[-1])
+            with self._changing:
+                if self._ended:
+                    return
+                self._program = _Program(folder, self.count)
+            for process in self._program.processes:
+                self._threads.submit(self._welcome, process)
         except Exception as error:  # whatever a tokenizer of another's raises where it is written
             self._doubt(f"{type(error).__name__}: {error}")
 
@@ -172,46 +175,46 @@ class TokenizingProcesses:
                 logger.warning("dataset_num_proc: %s; the store is built without this process", reason)
 
 
-class _Process:
-    """One of them.
+class _Program:
+    """``chronicals.data.worker``, which divides into ``processes``.
 
     Args:
-        folder: as ``chronicals.data.worker`` reads it; what the process says of itself is kept there, too.
+        folder: as the worker reads it; what it says of itself is kept there, too.
     """
 
-    def __init__(self, folder: Path, number: int):
-        self._log = folder / f"{number}.log"
-        alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-        environment = {**os.environ, **alone, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
-        receiving, sending = os.pipe()
-        command = [sys.executable, "-P", "-m", "chronicals.data.worker", str(folder), str(sending)]
+    def __init__(self, folder: Path, count: int):
+        self._log = folder / "said.log"
+        questions, answers = ([os.pipe() for _ in range(count)] for _ in range(2))
+        theirs = [(question[0], answer[1]) for question, answer in zip(questions, answers, strict=True)]
+        self.processes = [
+            _Process(self, os.fdopen(question[1], "wb"), os.fdopen(answer[0], "rb"))
+            for question, answer in zip(questions, answers, strict=True)
+        ]
         try:
-            with self._log.open("wb") as log:
-                self._program = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
-                    pass_fds=[sending],
-                )  # fmt: skip
+            self._program = self._begun(folder, theirs)
         except BaseException:
-            os.close(receiving)
+            self._close()
             raise
         finally:
-            os.close(sending)
-        self._answers = os.fdopen(receiving, "rb")
+            for pipe in itertools.chain(*theirs):
+                os.close(pipe)
 
-    def answer(self, question: Frame | None = None) -> Frame:
-        """The next frame that comes from it, after it has been given ``question``."""
-        assert self._program.stdin
-        try:
-            if question is not None:
-                write_frame(self._program.stdin, *question)
-            answer = read_frame(self._answers)
-        except (BrokenPipeError, EOFError):
-            answer = None
-        if answer is None:
-            raise ChildProcessError(self._last_words(self._program.wait()))
-        return answer
+    def _begun(self, folder: Path, pipes: list[tuple[int, int]]) -> subprocess.Popen[bytes]:
+        alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        path = os.pathsep.join(path or os.getcwd() for path in sys.path)
+        command = [sys.executable, "-P", "-m", "chronicals.data.worker", str(folder)]
+        with self._log.open("wb") as log:
+            return subprocess.Popen(
+                [*command, *(f"{chunks}:{out}" for chunks, out in pipes)],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **alone, **quiet, "PYTHONPATH": path},
+                start_new_session=True, pass_fds=[*itertools.chain(*pipes)],
+            )  # fmt: skip
 
-    def _last_words(self, status: int) -> str:
+    def last_words(self) -> str:
+        """What is to be said of it when one of its processes has ended."""
+        status = self._program.wait()
+        status = 128 - status if status > 128 else status
         said = self._log.read_text(errors="replace").strip() if self._log.exists() else ""
         ended = f"a process that tokenises has ended with status {status}: {(said or 'it said nothing').splitlines()[-1]}"
         if status < 0:
@@ -219,9 +222,35 @@ class _Process:
         return f"{ended}\n{said}"
 
     def end(self) -> None:
-        assert self._program.stdin
-        self._program.kill()
+        """End all of its processes, whatever they do."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._program.pid, signal.SIGTERM)
         self._program.wait()
-        self._answers.close()
-        with contextlib.suppress(BrokenPipeError):  # of what it did not take any more
-            self._program.stdin.close()
+        self._close()
+
+    def _close(self) -> None:
+        for process in self.processes:
+            process.answers.close()
+            with contextlib.suppress(BrokenPipeError):  # of what it did not take any more
+                process.questions.close()
+
+
+@dataclass(frozen=True, eq=False)
+class _Process:
+    """One of them, and the pipes to it and from it."""
+
+    program: _Program
+    questions: IO[bytes]
+    answers: IO[bytes]
+
+    def answer(self, question: Frame | None = None) -> Frame:
+        """The next frame that comes from it, after it has been given ``question``."""
+        try:
+            if question is not None:
+                write_frame(self.questions, *question)
+            answer = read_frame(self.answers)
+        except (BrokenPipeError, EOFError):
+            answer = None
+        if answer is None:
+            raise ChildProcessError(self.program.last_words())
+        return answer

@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from chronicals.data.formats import Record
 from chronicals.data.gate import DataError
+from chronicals.data.records import Record
 
 Message = dict[str, Any]
 

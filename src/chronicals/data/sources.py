@@ -15,8 +15,9 @@ from typing import Any
 
 from chronicals.config import DataSource
 from chronicals.data.digests import FileDigests
-from chronicals.data.formats import READERS, BadRow, Record, Row, Unparsed, is_text, parsed, read_file, reader_of
+from chronicals.data.formats import READERS, is_text, read_file, reader_of
 from chronicals.data.gate import DataError
+from chronicals.data.records import BadRow, Record, Row, Unparsed, parsed
 from chronicals.data.rows import KINDS, TELLING
 
 logger = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ def read_records(source: Source, seed: int = 0) -> Iterator[Row]:
 
 
 def read_unparsed(source: Source, seed: int = 0) -> Iterator[Unparsed]:
-    """``read_records``, with lines of JSON that are files' own as they lie there, for ``formats.parsed``."""
+    """``read_records``, with lines of JSON that are files' own as they lie there, for ``records.parsed``."""
     parts = _named(source)
     if parts is None:
         yield from ((f"row {number}", record) for number, record in enumerate(_in_memory(source), 1))

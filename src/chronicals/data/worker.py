@@ -1,9 +1,10 @@
-"""A process that tokenises chunks for another: they come in at its standard input, what they become goes out by a pipe.
+"""A program that tokenises chunks for another: it reads the tokenizer once and divides into processes, which share it.
 
-    python -m chronicals.data.worker FOLDER PIPE
+    python -m chronicals.data.worker FOLDER IN:OUT [IN:OUT ...]
 
-The folder holds the tokenizer as ``save_pretrained`` writes it, and ``how.json``; the pipe is a file descriptor. The first
-frame that goes out says whether this tokenizer is the same as there.
+The folder holds the tokenizer as ``save_pretrained`` writes it, and ``how.json``. Each process has two pipes, given as file
+descriptors: chunks come in by one, what they become goes out by the other. The first frame that goes out says whether this
+tokenizer is the same as there. A process ends where its chunks do; one that fails ends them all.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import sys
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,8 @@ from chronicals.data.template import Tokenizer
 
 HOW = "how.json"
 
+Pipes = tuple[int, int]
+
 
 def tokenizer_in(folder: Path, how: dict[str, Any]) -> Tokenizer:
     import transformers
@@ -29,19 +35,63 @@ def tokenizer_in(folder: Path, how: dict[str, Any]) -> Tokenizer:
     return Tokenizer(inner, how["objective"], how["train_on_roles"], how["train_on_turns"])
 
 
-def main() -> None:
-    sys.modules["torch"] = None  # type: ignore[assignment]  # as if not installed: some transformers import it, 3 s and 270 MB
-    folder, out = Path(sys.argv[1]), os.fdopen(int(sys.argv[2]), "wb")
-    how = json.loads((folder / HOW).read_text())
-    tokenizer = tokenizer_in(folder, how)
-    write_frame(out, {"same": tokenizer.fingerprint() == how["fingerprint"]})
-    encoder = ChunkEncoder(tokenizer, how["width"], how["overlong"])
-    gc.freeze()
-    gc.disable()
-    while (frame := read_frame(sys.stdin.buffer)) is not None:
+def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:
+    chunks, out = os.fdopen(pipes[0], "rb"), os.fdopen(pipes[1], "wb")
+    write_frame(out, {"same": same})
+    while (frame := read_frame(chunks)) is not None:
         for _, encoded in encoder.encoded([chunk_of_frame(*frame)]):
             write_frame(out, *frame_of_encoded(encoded))
         gc.collect(0)
+
+
+def divided(pipes: list[Pipes], serving: Callable[[Pipes], None]) -> int:
+    """Once all have ended: the status of the first process that failed, or 128 and the number of its signal; else 0."""
+    processes = {_begun(pipes, own, serving) for own in pipes}
+    signal.signal(signal.SIGTERM, lambda *_: None)  # it is sent to all of them, and this one sees them end
+    _close(pipes)
+    failed = 0
+    while processes:
+        process, status = os.wait()
+        processes.remove(process)
+        if status and not failed:
+            failed = status
+            for other in processes:
+                os.kill(other, signal.SIGTERM)
+    return 128 + os.WTERMSIG(failed) if os.WIFSIGNALED(failed) else os.WEXITSTATUS(failed)
+
+
+def _begun(pipes: list[Pipes], own: Pipes, serving: Callable[[Pipes], None]) -> int:
+    """The number of a new process that serves its own pipes, and holds no other's open."""
+    if process := os.fork():
+        return process
+    status = 1
+    try:
+        _close([pair for pair in pipes if pair != own])
+        serving(own)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(status)
+
+
+def _close(pipes: list[Pipes]) -> None:
+    for pipe in (pipe for pair in pipes for pipe in pair):
+        os.close(pipe)
+
+
+def main() -> None:
+    sys.modules["torch"] = None  # type: ignore[assignment]  # as if not installed: some transformers import it, 3 s and 270 MB
+    gc.disable()
+    folder = Path(sys.argv[1])
+    pipes = [(int(chunks), int(out)) for chunks, out in (pair.split(":") for pair in sys.argv[2:])]
+    how = json.loads((folder / HOW).read_text())
+    tokenizer = tokenizer_in(folder, how)
+    same = tokenizer.fingerprint() == how["fingerprint"]
+    encoder = ChunkEncoder(tokenizer, how["width"], how["overlong"])
+    gc.freeze()
+    sys.exit(divided(pipes, lambda own: serve(encoder, same, own)))
 
 
 if __name__ == "__main__":
