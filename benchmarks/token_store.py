@@ -3,7 +3,7 @@
     python benchmarks/token_store.py OUTPUT.json [--rows 1000000] [--compared 100000] [--commit HASH]
 
 Rows are pieces of the Python sources that are on this machine, of lognormal length. Each arm runs in its own process, in
-turn, three times; anonymous memory, that of its children included (PSS), is sampled every 50 ms. The bare tokenizer's rate is
+turn, three times; anonymous memory, that of its children included (PSS), is sampled every 0.5 s. The bare tokenizer's rate is
 ``encode_batch`` over texts (or over conversations already rendered) that are in memory, its results thrown away;
 ``datasets`` reads the same file as ours, with ``load_dataset``, and maps over all cores.
 """
@@ -117,7 +117,7 @@ def run_arm(arm: str, folder: Path, data: Path, count: int) -> None:
     peak, ended = [0], threading.Event()
 
     def sample() -> None:
-        while not ended.wait(0.05):
+        while not ended.wait(0.5):
             peak[0] = max(peak[0], anonymous("self") + sum(map(anonymous, descendants("self"))))
 
     threading.Thread(target=sample, daemon=True).start()
