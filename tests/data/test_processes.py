@@ -1,6 +1,7 @@
 """Stores built by several processes are those that one builds, and whatever happens to a process is said."""
 
 import io
+import itertools
 import json
 import logging
 import os
@@ -206,6 +207,25 @@ def test_what_a_process_said_last_is_said(tmp_path, monkeypatch):
         program.processes[1].answer()
     program.end()
     assert "Traceback" in str(error.value) and "memory" not in str(error.value)
+
+
+@pytest.mark.parametrize("missing", ["pipes", "a program"])
+def test_a_program_that_cannot_begin_leaves_no_pipes_open(missing, tmp_path, monkeypatch):
+    opened = itertools.count()
+
+    def pipe(real=os.pipe):
+        if next(opened) == 5:
+            raise OSError(24, "Too many open files")
+        return real()
+
+    if missing == "pipes":
+        monkeypatch.setattr(os, "pipe", pipe)
+    else:
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(OSError, match="Too many open files" if missing == "pipes" else "nothing"):
+        processes._Program(tmp_path, 4)
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_a_build_that_is_given_up_ends_its_processes():

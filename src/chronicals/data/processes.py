@@ -172,7 +172,7 @@ class TokenizingProcesses:
         with self._changing:
             if not (self._ended or self._doubted):
                 self._doubted = True
-                logger.warning("dataset_num_proc: %s; the store is built without this process", reason)
+                logger.warning("dataset_num_proc: %s; the store is built by one process", reason)
 
 
 class _Program:
@@ -184,20 +184,15 @@ class _Program:
 
     def __init__(self, folder: Path, count: int):
         self._log = folder / "said.log"
-        questions, answers = ([os.pipe() for _ in range(count)] for _ in range(2))
-        theirs = [(question[0], answer[1]) for question, answer in zip(questions, answers, strict=True)]
+        with contextlib.ExitStack() as theirs, contextlib.ExitStack() as ours:
+            questions = [_pipe(theirs, ours) for _ in range(count)]
+            answers = [_pipe(ours, theirs) for _ in range(count)]
+            self._program = self._begun(folder, [(question[0], answer[1]) for question, answer in zip(questions, answers)])
+            ours.pop_all()
         self.processes = [
             _Process(self, os.fdopen(question[1], "wb"), os.fdopen(answer[0], "rb"))
             for question, answer in zip(questions, answers, strict=True)
         ]
-        try:
-            self._program = self._begun(folder, theirs)
-        except BaseException:
-            self._close()
-            raise
-        finally:
-            for pipe in itertools.chain(*theirs):
-                os.close(pipe)
 
     def _begun(self, folder: Path, pipes: list[tuple[int, int]]) -> subprocess.Popen[bytes]:
         alone = {"RAYON_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MALLOC_ARENA_MAX": "1"}
@@ -226,13 +221,18 @@ class _Program:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._program.pid, signal.SIGTERM)
         self._program.wait()
-        self._close()
-
-    def _close(self) -> None:
         for process in self.processes:
             process.answers.close()
             with contextlib.suppress(BrokenPipeError):  # of what it did not take any more
                 process.questions.close()
+
+
+def _pipe(readers: contextlib.ExitStack, writers: contextlib.ExitStack) -> tuple[int, int]:
+    """Both ends of a new pipe, each closed with those of its side."""
+    read, write = os.pipe()
+    readers.callback(os.close, read)
+    writers.callback(os.close, write)
+    return read, write
 
 
 @dataclass(frozen=True, eq=False)
