@@ -274,7 +274,7 @@ def kernels() -> list[str]:
 
 
 def data() -> list[str]:
-    rates, stores = load("data-rates-cpu.json"), load("token-store-cpu.json")
+    rates = load("data-rates-cpu.json")
     plan, assembly = rates["plans"][0], rates["assembly"][0]
     lines = [
         "",
@@ -287,16 +287,22 @@ def data() -> list[str]:
         f"| {plan['sequences_per_second']['median'] / 1e6:.1f} million/s, {plan['fill']['lowest']:.2%} full |",
         f"| assembly of Batches, one thread | {assembly['bytes_per_second']['median'] / 1e9:.1f} GB/s |",
     ]
+    return lines + token_stores(load("token-store-cpu.json")) + token_stores(load("token-store-16-cores.json"))
+
+
+def token_stores(stores: dict) -> list[str]:
+    """A row each rate, and each whole store."""
+    lines, cores = [], stores["machine"]["cores"]
     for kind, arms in stores["rates"].items():
         ours = arms["ours"]
         lines.append(
-            f"| store of {kind} | {ours:,.0f} rows/s: {ours / arms['encode_batch']:.2f} of `encode_batch`, "
+            f"| store of {kind}, {cores} cores | {ours:,.0f} rows/s: {ours / arms['encode_batch']:.2f} of `encode_batch`, "
             f"{ours / arms['datasets.map']:.2f} times `datasets.map` |"
         )
     for kind, run in stores["whole"].items():
         lines.append(
-            f"| {run['rows']:,} {kind} | {run['seconds']:.0f} s, {run['peak_anonymous_mib']:.0f} MiB beside the page cache, "
-            f"opened again in {run['reopened_seconds']:.2f} s |"
+            f"| {run['rows']:,} {kind}, {cores} cores | {run['seconds']:.0f} s, {run['peak_anonymous_mib']:,.0f} MiB beside "
+            f"the page cache, opened again in {run['reopened_seconds']:.2f} s |"
         )
     return lines
 
