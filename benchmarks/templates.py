@@ -53,6 +53,8 @@ earlier answers otherwise than the last (without their thoughts, say). A message
 the special token that follows its content, and refused where none does.
 
 Some templates take contents only as lists of parts, and some the arguments of a call only as text: they get them so.
+A template that writes the date (`strftime_now`) has the day on which the tokens were made: they are kept, and not made anew
+tomorrow.
 """
 
 TWINS = """\

@@ -55,6 +55,7 @@ PLANTED = {
     "unparsable_line": '{"messages": [',
     "missing_field": {"question": "what?", "answer": "that"},
     "wrong_type": chat(USER, {"role": "assistant", "content": 42}),
+    "unread_field": {"prompt": "what?", "completion": "that", "system": "be kind"},
     "unusable_kind": {"prompt": "what?", "chosen": "this", "rejected": "that"},
     "empty_conversation": chat(),
     "unknown_role": chat(USER, {"role": "narrator", "content": "he said"}),

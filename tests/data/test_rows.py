@@ -8,11 +8,24 @@ import pyarrow as pa
 import pytest
 
 from chronicals.data import DataError
-from chronicals.data.rows import KINDS, SPEAKERS, check_answers, conversation_oddities, kind_of, normalise, texts_of
+from chronicals.data.rows import (
+    KINDS,
+    SPEAKERS,
+    check_answers,
+    conversation_oddities,
+    kind_of,
+    normalise,
+    texts_of,
+    unread_fields,
+)
 
 ASKED, SAID = "what is the answer?", "forty two"
 MESSAGES = [{"role": "user", "content": ASKED}, {"role": "assistant", "content": SAID}]
 CALL = {"type": "function", "function": {"name": "measure", "arguments": {"thing": "table", "times": 2}}}
+
+NESTED: list = []
+for _ in range(2000):
+    NESTED = [NESTED]
 
 
 def normal(record, where="row 1"):
@@ -95,14 +108,50 @@ def test_instructions_with_all_they_can_have():
     ]
 
 
-def test_the_system_of_sharegpt_stands_beside_the_conversation():
-    turns = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]
-    assert normal({"system": "be kind", "conversations": turns})["messages"] == [
-        {"role": "system", "content": "be kind"},
-        *MESSAGES,
-    ]
-    own = [{"from": "system", "value": "be brief"}, *turns]
-    assert normal({"system": "be kind", "conversations": own})["messages"][0]["content"] == "be brief"
+SHAREGPT = [{"from": "human", "value": ASKED}, {"from": "gpt", "value": SAID}]
+
+
+@pytest.mark.parametrize(
+    "row", [{"conversations": SHAREGPT}, {"messages": MESSAGES}, {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]}]
+)
+@pytest.mark.parametrize("own", ["system", "developer"])
+def test_the_system_beside_a_conversation_comes_first_unless_it_has_one(row, own):
+    before = repr(row)
+    (asked, *rest), system = row.items(), {"role": "system", "content": "be kind"}
+    row = normal({**row, "system": "be kind"})
+    assert [*row.get("messages", row.get("prompt")), *row.get("completion", ())] == [system, *MESSAGES]
+    brief = {"role": own, "content": "be brief"}
+    row = normal({asked[0]: [brief, *asked[1]], **dict(rest), "system": "be kind"})
+    assert [*row.get("messages", row.get("prompt")), *row.get("completion", ())] == [brief, *MESSAGES]
+    assert repr(dict([asked, *rest])) == before
+
+
+@pytest.mark.parametrize("tools", [None, [], "", "[]", np.array([], dtype=object)])
+def test_no_tools_are_none_however_they_are_written(tools):
+    assert normal({"messages": MESSAGES, "tools": tools})["tools"] is None
+
+
+def test_nulls_are_fields_that_are_not_there_but_for_those_in_json_text():
+    """Columnar files fill every object up to the fields that any has; what is text they cannot touch."""
+    tool = {"type": "function", "function": {"name": "f", "description": None, "enum": ["a", None]}}
+    given = {"messages": MESSAGES, "tools": [tool]}
+    assert normal(given)["tools"] == [{"type": "function", "function": {"name": "f", "enum": ["a", None]}}]
+    assert normal({**given, "tools": json.dumps([tool])})["tools"] == [tool]
+    for arguments, kept in (({"a": None, "b": 1}, {"b": 1}), ('{"a": null, "b": 1}', {"a": None, "b": 1})):
+        call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
+        assert normal({"messages": [call]})["messages"][0]["tool_calls"][0]["function"]["arguments"] == kept
+
+
+def test_a_history_may_be_a_cell_of_text():
+    row = {"instruction": ASKED, "output": SAID}
+    assert normal({**row, "history": "[]"}) == normal({**row, "history": ""}) == normal(row)
+    assert normal({**row, "history": '[["a", "b"]]'}) == normal({**row, "history": [["a", "b"]]})
+
+
+def test_plain_completions_say_what_of_them_is_not_read():
+    row = {"prompt": "a", "completion": "b", "system": "be kind", "tools": "", "history": None}
+    assert unread_fields(row, "completion") == ["system"]
+    assert unread_fields(row, "chat") == []
 
 
 @pytest.mark.parametrize(
@@ -153,6 +202,12 @@ def test_other_names_of_the_roles(speaker, role):
         ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "wrong_type", "type 'image'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "missing_field", "a tool call has no name"),
         ({"messages": MESSAGES, "tools": "[{"}, "wrong_type", "tools cannot be read as JSON"),
+        ({"messages": MESSAGES, "tools": {"name": "f"}}, "wrong_type", "tools must be a list of objects"),
+        ({"messages": MESSAGES, "tools": '["f"]'}, "wrong_type", "tools must be a list of objects"),
+        ({"messages": MESSAGES, "tools": "[" * 10**5 + "]" * 10**5}, "wrong_type", "tools cannot be read as JSON"),
+        ({"messages": MESSAGES, "tools": NESTED}, "wrong_type", "nested too deeply"),
+        ({"messages": "[" + "9" * 5000 + "]"}, "wrong_type", "messages cannot be read as JSON"),
+        ({"messages": MESSAGES, "system": 3}, "wrong_type", "system must be text"),
         ({"instruction": 3, "output": "a"}, "wrong_type", "instruction must be text, this is int"),
         ({"instruction": "a", "output": "a", "history": [["b"]]}, "wrong_type", "history must be a list of"),
         ({"prompt": "a"}, "unusable_kind", "a prompt without an answer"),

@@ -17,6 +17,7 @@ import torch
 import chronicals
 import tiny
 from chronicals.data import DataError, Tokenizer, TokenStore, build_store, building, chunks
+from data import stock_templates
 
 WIDTH = 64
 
@@ -184,6 +185,23 @@ def test_what_becomes_of_long_rows_can_be_chosen(tmp_path, kind):
     assert len({cut.key, split.key, drop.key}) == 3
 
 
+def test_nulls_in_the_text_of_a_call_are_kept_whichever_way_a_row_is_tokenised(tmp_path):
+    arguments = '{"a": null}'
+    row = {
+        "messages": [
+            {"role": "user", "content": "a?"},
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "arguments": arguments}]},
+        ],
+        "tools": '[{"type": "function", "function": {"name": "f", "default": null}}]',
+    }
+    inner = stock_templates.with_template(stock_templates.shipped("qwen3"))
+    for trained in (["assistant"], ["assistant", "user"]):
+        encoder = Tokenizer(inner, train_on_roles=trained)
+        ((ids, _),) = documents(build_store([row], encoder, 4096, tmp_path))
+        assert ids == encoder.encode(row, "row 1")[0]
+        assert arguments in inner.decode(ids) and '"default": null' in inner.decode(ids)
+
+
 # --- the key ---------------------------------------------------------------------------------------------------------
 
 
@@ -191,7 +209,7 @@ def test_the_same_content_is_opened_and_not_tokenised_again(tmp_path, monkeypatc
     rows = tiny.chat_rows(10)
     first = build_store(rows, tokenizer(), WIDTH, tmp_path)
     written = first.path.stat()
-    monkeypatch.setattr(Tokenizer, "encode", refuse)
+    monkeypatch.setattr(Tokenizer, "encode_batches", refuse)
     again = build_store((dict(row) for row in rows), tokenizer(), WIDTH, tmp_path)
     assert again.path == first.path
     assert (again.path.stat().st_mtime_ns, again.path.stat().st_ino) == (written.st_mtime_ns, written.st_ino)
@@ -206,7 +224,7 @@ def test_a_file_is_known_by_its_content_wherever_it_lies(tmp_path, monkeypatch):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(text)
     first = build_store(tmp_path / "a.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
-    monkeypatch.setattr(Tokenizer, "encode", refuse)
+    monkeypatch.setattr(Tokenizer, "encode_batches", refuse)
     assert build_store(str(tmp_path / "b.jsonl"), tokenizer(), WIDTH, tmp_path / "cache").path == first.path
 
 
@@ -421,7 +439,7 @@ def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch)
                 (tmp_path / "here" / there.name).write_bytes(there.read_bytes())
 
     monkeypatch.setattr(building.time, "sleep", sleep)
-    monkeypatch.setattr(Tokenizer, "encode", refuse)
+    monkeypatch.setattr(Tokenizer, "encode_batches", refuse)
     store = build_store(rows, tokenizer(), WIDTH, tmp_path / "here", builder=False)
     assert len(waits) == 3
     assert documents(store) == expected(rows)

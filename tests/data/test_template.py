@@ -451,6 +451,34 @@ def test_labels_that_are_not_aligned_are_refused(labels, reason):
         Tokenizer(tiny.tokenizer()).encode({"input_ids": [1, 2, 3], "labels": labels}, "row 6")
 
 
+@pytest.mark.parametrize("objective", ["sft", "pretraining"])
+@pytest.mark.parametrize(("left", "right"), [(0, 3), (2, 0), (1, 4), (0, 0)])
+@pytest.mark.parametrize("kind", [int, bool])
+def test_padding_under_an_attention_mask_is_left_out(objective, left, right, kind):
+    """Also where labels would train it: padding is often the token that ends a text."""
+    tokenizer = Tokenizer(tiny.tokenizer(), objective)
+    pad, ids = tokenizer.tokenizer.eos_token_id, [5, 6, 7]
+    row = {"input_ids": [pad] * left + ids + [pad] * right}
+    row["attention_mask"] = [kind(0)] * left + [kind(1)] * 3 + [kind(0)] * right
+    assert tokenizer.encode(row, "row 1") == (ids, [True] * 3)
+    assert tokenizer.encode({**row, "labels": row["input_ids"]}, "row 1") == (ids, [True] * 3)
+    assert tokenizer.encode({**row, "attention_mask": [0] * (left + right + 3)}, "row 1") == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("mask", "reason"),
+    [
+        ([1, 0, 1], r"attention_mask\[1\] is 0 between ones"),
+        ([1, 1], "attention_mask must hold a 0 or a 1 for each of 3 input_ids"),
+        ([1, 2, 2], "attention_mask must hold a 0 or a 1"),
+        ([1.0, 1.0, 0.0], "attention_mask must hold a 0 or a 1"),
+    ],
+)
+def test_masks_that_are_no_padding_are_refused(mask, reason):
+    with pytest.raises(DataError, match=f"^row 6: {reason}"):
+        Tokenizer(tiny.tokenizer()).encode({"input_ids": [1, 2, 3], "attention_mask": mask}, "row 6")
+
+
 @pytest.mark.parametrize("ids", [None, "hello", [1, None], [1, "2"], [1.5, 2.0], [[1, 2]], [1, -5], [1, 2**31]])
 def test_what_is_no_list_of_token_ids_is_a_data_error(ids):
     with pytest.raises(DataError, match=r"^row 2: "):

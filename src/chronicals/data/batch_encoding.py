@@ -103,7 +103,7 @@ class BatchEncoder:
         return begin(record, where, texts)
 
     def _by_definition(self, record: Record, where: str) -> TokenArrays:
-        ids, trained = self.encoder.encode(record, where)
+        ids, trained = self.encoder.encode_normalised(record, where)
         return np.array(ids, np.int32), np.array(trained, np.uint8)
 
     def _text(self, record: Record, where: str, texts: Texts) -> Finish:

@@ -34,7 +34,7 @@ from chronicals.data.template import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 6
+FORMAT = 7
 MINUTE, PATIENCE = 60.0, 30
 """Minutes without a byte written after which whoever waits for another process gives it up."""
 

@@ -20,7 +20,7 @@ from chronicals.data.conversation import chosen, messages_of
 from chronicals.data.documents import Documents, Marks, fit
 from chronicals.data.gate import DataError, DataReport
 from chronicals.data.records import BadRow, Line, Record, Unparsed, parsed
-from chronicals.data.rows import CHATS, check_answers, conversation_oddities, kind_of, normalise, texts_of
+from chronicals.data.rows import CHATS, check_answers, conversation_oddities, kind_of, normalise, texts_of, unread_fields
 from chronicals.data.template import TokenArrays, Tokenizer
 
 CHUNK_ROWS, CHUNK_LETTERS = 1024, 1 << 22
@@ -147,6 +147,8 @@ class ChunkEncoder:
             raise DataError(f"{where}: {record.reason}", record.rule)
         kind = kind_of(record, where)
         report.kinds[kind] = report.kinds.get(kind, 0) + 1
+        for name in unread_fields(record, kind):
+            report.note("unread_field", row, f"{where}: {name}")
         record = normalise(record, kind, where)
         if self.tokenizer.objective == "sft":
             self._check_answers(row, kind, record, where, report)

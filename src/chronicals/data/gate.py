@@ -44,6 +44,11 @@ RULES = {
     "unparsable_line": Rule("lines that do not parse", "mend or delete them", 0),
     "missing_field": Rule("rows without a field they need", "fill it in, or name the columns with 'columns'", 0),
     "wrong_type": Rule("rows with a field of the wrong type", "mend them", 0),
+    "unread_field": Rule(
+        "plain completions with a system message, tools or a history, which are left out",
+        "map them to instruction and output, which go through the chat template: columns: {instruction: prompt, output: …}",
+        1,
+    ),
     "unusable_kind": Rule("rows this objective cannot train on", "choose their objective, or map their columns", 0),
     "empty_conversation": Rule("conversations without a message", "delete them", 0),
     "unknown_role": Rule("messages of an unknown role", "use system, developer, user, assistant or tool", 0),

@@ -39,7 +39,7 @@ KINDS: list[tuple[str, frozenset[str]]] = [
 TELLING = frozenset().union(*(fields for _, fields in KINDS))
 """Every field that tells a kind."""
 
-READ = TELLING | {"input", "history", "system", "tools", "labels"}
+READ = TELLING | {"input", "history", "system", "tools", "labels", "attention_mask"}
 """Every field that is read."""
 
 CHATS = ("chat", "instruction")
@@ -92,11 +92,18 @@ def _kind_with(there: frozenset[str]) -> str | None:
 
 def normalise(record: Record, kind: str, where: str) -> Record:
     """The row in the form in which its ``kind`` is encoded: ``messages`` (and ``tools``), ``prompt`` and ``completion``
-    (both texts, or both messages), ``text``, or ``input_ids`` (and ``labels``).
+    (both texts, or both messages), ``text``, or ``input_ids`` (with ``labels`` and ``attention_mask``).
 
     Raises:
         DataError: a field is missing, of the wrong type, or the kind is not one that is trained on.
     """
+    try:
+        return _normalised(record, kind, where)
+    except RecursionError:
+        raise DataError(f"{where}: holds objects nested too deeply to be read", "wrong_type") from None
+
+
+def _normalised(record: Record, kind: str, where: str) -> Record:
     if kind in NOT_TRAINED:
         raise DataError(f"{where}: {NOT_TRAINED[kind]}", "unusable_kind")
     if kind in ("text", "tokens"):
@@ -105,20 +112,39 @@ def normalise(record: Record, kind: str, where: str) -> Record:
         record = {**record, "completion": record["response"]}
     if kind == "completion":
         return record
-    tools = _parsed(record.get("tools"), "tools", where)
-    if kind == "chat" and record.get("messages") is None and record.get("conversations") is None:
-        sides = {name: _messages(record[name], name, where) for name in ("prompt", "completion")}
-        return {**sides, "tools": _without_none(tools)}
+    tools = _tools(record.get("tools"), where)
     if kind == "instruction":
-        messages = _from_instruction(record, where)
-    else:
-        name = "messages" if record.get("messages") is not None else "conversations"
-        said = record[name]
-        said = _parsed(said, name, where) if isinstance(said, str) and said.lstrip().startswith("[") else said
-        messages = _messages(said, name, where)
-        if name == "conversations" and messages[0]["role"] != "system" and isinstance(record.get("system"), str):
-            messages.insert(0, {"role": "system", "content": record["system"]})
-    return {"messages": messages, "tools": _without_none(tools)}
+        return {"messages": _from_instruction(record, where), "tools": tools}
+    told = next((name for name in ("messages", "conversations") if record.get(name) is not None), None)
+    if told is None:
+        sides = {name: _messages(record[name], name, where) for name in ("prompt", "completion")}
+        return {"prompt": _after_system(record, sides["prompt"], where), "completion": sides["completion"], "tools": tools}
+    said = record[told]
+    said = _parsed(said, told, where) if isinstance(said, str) and said.lstrip().startswith("[") else said
+    return {"messages": _after_system(record, _messages(said, told, where), where), "tools": tools}
+
+
+def unread_fields(record: Record, kind: str) -> list[str]:
+    """Fields that say something which a row of this kind has no place for: a plain completion has no chat template."""
+    return [name for name in ("system", "tools", "history") if kind == "completion" and record.get(name)]
+
+
+def _after_system(record: Record, messages: list[Message], where: str) -> list[Message]:
+    """The row's own ``system``, then its messages, unless they begin with one."""
+    if not record.get("system") or messages[0]["role"] in FIRST:
+        return messages
+    return [{"role": "system", "content": _text(record["system"], "system", where)}, *messages]
+
+
+def _tools(tools: Any, where: str) -> list[Any] | None:
+    """None where none are offered, which templates tell from an empty list."""
+    tools = tools.tolist() if hasattr(tools, "tolist") else tools
+    if not tools:
+        return None
+    found = _parsed(tools, "tools", where) if isinstance(tools, str) else _without_none(tools)
+    if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
+        raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
+    return found or None
 
 
 def texts_of(record: Record) -> list[str]:
@@ -170,7 +196,7 @@ def _from_instruction(record: Record, where: str) -> list[Message]:
     """Taori et al. (2023), Alpaca: instruction, input, output; LLaMA-Factory adds system and history."""
     answer = "output" if record.get("output") is not None else "response"
     asked = [_text(record[name], name, where) for name in ("instruction", "input") if record.get(name)]
-    history = record.get("history") or []
+    history = _parsed(record.get("history") or [], "history", where)
     if not isinstance(history, Sequence) or not all(isinstance(turn, Sequence) and len(turn) == 2 for turn in history):
         raise DataError(f"{where}: history must be a list of [question, answer]", "wrong_type")
     turns = [*history, ("\n\n".join(asked), _text(record[answer], answer, where))]
@@ -263,7 +289,7 @@ def _parsed(value: Any, name: str, where: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{where}: {name} cannot be read as JSON: {error}", "wrong_type") from error
 
 

@@ -73,9 +73,11 @@ class Tokenizer:
         Raises:
             DataError: the row lacks a field, a field has the wrong type, or the template refuses it.
         """
-        kind = kind_of(record, where)
-        normal = normalise(record, kind, where)
-        return _ENCODERS[kind](self, normal, where)
+        return self.encode_normalised(normalise(record, kind_of(record, where), where), where)
+
+    def encode_normalised(self, record: Record, where: str) -> Tokens:
+        """``encode`` of a row as ``rows.normalise`` leaves it."""
+        return _ENCODERS[kind_of(record, where)](self, record, where)
 
     def encode_batch(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
         """What ``encode`` gives for each row, or the error it raises, from one call of the tokenizer's own threads.
@@ -176,8 +178,9 @@ class Tokenizer:
         ids, labels = _integers(record["input_ids"]), record.get("labels")
         if ids is None or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
             raise DataError(f"{where}: input_ids must be a list of token ids")
+        seen = _attended(record.get("attention_mask"), len(ids), where)
         if labels is None or self.objective == "pretraining":
-            return ids.tolist(), [True] * len(ids)
+            return ids[seen].tolist(), [True] * len(ids[seen])
         labels = _integers(labels)
         if labels is None:
             raise DataError(f"{where}: labels must be a list of token ids and -100")
@@ -186,22 +189,36 @@ class Tokenizer:
         for position in np.flatnonzero((labels != -100) & (labels != ids))[:1]:
             label, token = labels[position], ids[position]
             raise DataError(f"{where}: labels[{position}]={label} is neither -100 nor input_ids[{position}]={token}")
-        return ids.tolist(), (labels != -100).tolist()
+        return ids[seen].tolist(), (labels[seen] != -100).tolist()
 
 
-def _integers(values: Any) -> np.ndarray | None:
+def _attended(mask: Any, length: int, where: str) -> slice:
+    """The positions that are no padding, which stands at either end."""
+    if mask is None:
+        return slice(0, length)
+    values = _integers(mask, "iub")
+    if values is None or len(values) != length or not np.isin(values, (0, 1)).all():
+        raise DataError(f"{where}: attention_mask must hold a 0 or a 1 for each of {length} input_ids")
+    kept = np.flatnonzero(values)
+    begin, end = (kept[0], kept[-1] + 1) if kept.size else (0, 0)
+    if end - begin != kept.size:
+        hole = begin + int(np.flatnonzero(values[begin:end] == 0)[0])
+        raise DataError(f"{where}: attention_mask[{hole}] is 0 between ones; only padding at either end can be left out")
+    return slice(int(begin), int(end))
+
+
+def _integers(values: Any, kinds: str = "iu") -> np.ndarray | None:
     """int64 ``[T]``, or None where the values are no flat list of whole numbers."""
     try:
         array = np.asarray(values)
     except ValueError:
         return None
-    whole = array.dtype.kind in "iu" or array.size == 0
+    whole = array.dtype.kind in kinds or array.size == 0
     return array.astype(np.int64) if whole and array.ndim == 1 else None
 
 
 _ENCODERS = {
     "chat": Tokenizer._chat,
-    "instruction": Tokenizer._chat,
     "completion": Tokenizer._completion,
     "text": Tokenizer._text,
     "tokens": Tokenizer._tokens,
