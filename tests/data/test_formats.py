@@ -174,6 +174,43 @@ def test_a_row_that_cannot_be_read_is_handed_on_and_the_others_are_read(tmp_path
     assert isinstance(before, dict) and isinstance(after, dict)
 
 
+def not_utf8(texts, at):
+    raw = [text.encode() for text in texts]
+    raw[at] = b"caf\xe9"
+    return pa.Array.from_buffers(pa.string(), len(raw), pa.array(raw, pa.binary()).buffers())
+
+
+def written(table, path):
+    if path.suffix == ".parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
+@pytest.mark.parametrize("column", [not_utf8("abc", 1), pa.array([0, 10**18, 1], pa.timestamp("us"))])
+def test_a_value_that_python_has_none_for_is_the_fault_of_its_row(tmp_path, name, column):
+    path = written(pa.table({"text": list("abc"), "other": column}), tmp_path / name)
+    (_, first), (place, second), (_, third) = read_file(path)
+    assert (first["text"], third["text"]) == ("a", "c")
+    assert (place, second.rule) == (f"{path}: row 2", "wrong_type")
+    assert second.reason.startswith("column 'other' cannot be read: ")
+
+
+@pytest.mark.parametrize("name", ["t.parquet", "t.arrow"])
+def test_a_name_that_two_columns_have_is_refused(tmp_path, name):
+    path = written(pa.table([pa.array(["a"]), pa.array(["b"])], names=["text", "text"]), tmp_path / name)
+    with pytest.raises(DataError, match="the header names 'text' twice"):
+        list(read_file(path))
+
+
+def test_blank_lines_before_the_header_are_passed_over(tmp_path):
+    (tmp_path / "t.csv").write_text("\n\nprompt,completion\na,b\n")
+    assert list(read_file(tmp_path / "t.csv")) == [(f"{tmp_path}/t.csv:4", {"prompt": "a", "completion": "b"})]
+
+
 def test_a_quote_that_is_never_closed_is_the_last_row(tmp_path):
     (tmp_path / "a.csv").write_text('a,b\n1,2\n3,"4\n5,6\n')
     (_, first), (where, bad) = read_file(tmp_path / "a.csv")

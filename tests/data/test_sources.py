@@ -80,6 +80,17 @@ def test_several_splits_at_once_are_refused(tmp_path):
         records(splits)
 
 
+def test_what_holds_no_rows_is_refused(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    for source, reason in (
+        (pandas.DataFrame(numbered(0)), "this is a DataFrame; give frame.to_dict"),
+        (None, "this is NoneType"),
+    ):
+        for use in (records, lambda source: source_fingerprint(source, tmp_path)):
+            with pytest.raises(DataError, match=reason):
+                use(source)
+
+
 def test_reading_is_lazy(tmp_path):
     path = json_lines(tmp_path / "rows.jsonl", numbered(0))
     missing = tmp_path / "missing.jsonl"
@@ -114,6 +125,24 @@ def test_a_folder_is_its_readable_files_in_order(folder, caplog):
         assert records(folder) == numbered(0, 12)
     assert f"{folder}: 4 files read, left out: README.md, script.py" in caplog.text
     assert [where for where, _ in read_records(folder)][-1] == f"{folder}/c/part-1.parquet: row 3"
+
+
+def test_links_in_a_folder_are_followed_and_those_to_nowhere_are_said(folder, tmp_path, caplog):
+    elsewhere = tmp_path / "elsewhere"
+    json_lines(elsewhere / "e.jsonl", numbered(12))
+    (folder / "d").symlink_to(elsewhere)
+    (elsewhere / "round").symlink_to(folder)
+    (folder / "gone.jsonl").symlink_to(tmp_path / "nowhere.jsonl")
+    with caplog.at_level(logging.INFO):
+        assert records(folder) == numbered(0, 15)
+    assert "left out: README.md, gone.jsonl, script.py" in caplog.text
+
+
+def test_what_datasets_writes_about_rows_is_no_row(folder, caplog):
+    (folder / "c" / "dataset_info.json").write_text('[{"text": "about"}]')
+    with caplog.at_level(logging.INFO):
+        assert records(folder) == numbered(0, 12)
+    assert "left out: README.md, c/dataset_info.json, script.py" in caplog.text
 
 
 def test_a_folder_of_texts_is_a_record_a_file(tmp_path):
@@ -193,6 +222,14 @@ def test_a_saved_dataset_is_read_as_it_was_saved(tmp_path):
         records(DataSource(place, split="test"))
     with pytest.raises(DataError, match="one: subset='main' belongs to a hub name"):
         records(DataSource(place, subset="main"))
+
+
+def test_a_saved_dataset_that_a_pattern_matches_is_refused(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    splits = {name: datasets.Dataset.from_list(numbered(0)) for name in ("train", "test")}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match=r"matches .*saved, a folder of save_to_disk, which may hold several splits; name it"):
+        records(f"{tmp_path}/*")
 
 
 def test_a_saved_dataset_with_splits(tmp_path):

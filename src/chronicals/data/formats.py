@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chronicals.data.gate import DataError
-from chronicals.data.records import BadRow, Line, Row, Unparsed, encodable, parsed
+from chronicals.data.records import BadRow, Line, Record, Row, Unparsed, encodable, parsed
 
 ROWS_AT_ONCE = 1024
 """Rows of a columnar file that are made Python objects together."""
@@ -259,7 +259,7 @@ def _read_separated(path: Path, separator: str) -> Iterator[Row]:
     csv.field_size_limit(2**31 - 1)  # the module refuses fields over 128 KiB otherwise
     with _open_text(path) as stream:
         reader = csv.reader(stream, delimiter=separator, strict=True)
-        names = next(reader, [])
+        names = next((fields for fields in reader if fields), [])
         _check_header(path, names)
         while True:
             where = f"{path}:{reader.line_num + 1}"
@@ -277,11 +277,15 @@ def _read_separated(path: Path, separator: str) -> Iterator[Row]:
 
 
 def _check_header(path: Path, names: list[str]) -> None:
+    _check_names(path, names)
+    if len(names) == 1 and re.search(r"[;,\t|]", names[0]):
+        raise DataError(f"{path}: the header is one column, {names[0]!r}; separate columns by commas (.csv) or tabs (.tsv)")
+
+
+def _check_names(path: Path, names: list[str]) -> None:
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise DataError(f"{path}: the header names {', '.join(map(repr, twice))} twice; give every column a name of its own")
-    if len(names) == 1 and re.search(r"[;,\t|]", names[0]):
-        raise DataError(f"{path}: the header is one column, {names[0]!r}; separate columns by commas (.csv) or tabs (.tsv)")
 
 
 def _read_parquet(path: Path) -> Iterator[Row]:
@@ -304,10 +308,30 @@ def _read_arrow(path: Path) -> Iterator[Row]:
 def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
     number = 0
     for batch in batches:
+        _check_names(path, batch.schema.names)
         for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-            for record in batch.slice(start, ROWS_AT_ONCE).to_pylist(maps_as_pydicts="lossy"):
+            for record in _records(batch.slice(start, ROWS_AT_ONCE)):
                 number += 1
                 yield f"{path}: row {number}", record
+
+
+def _records(batch: pa.RecordBatch) -> list[Record | BadRow]:
+    """The rows as Python objects; where one holds a value that Python has none for, that row is bad."""
+    try:
+        return batch.to_pylist(maps_as_pydicts="lossy")
+    except (ValueError, OverflowError) as error:  # text that is not UTF-8, a date after the year 9999, nanoseconds
+        if batch.num_rows > 1:
+            return [record for row in range(batch.num_rows) for record in _records(batch.slice(row, 1))]
+        return [BadRow(f"column {_column_at_fault(batch)!r} cannot be read: {error}", "wrong_type")]
+
+
+def _column_at_fault(row: pa.RecordBatch) -> str:
+    for name, column in zip(row.schema.names, row.columns, strict=True):
+        try:
+            column.to_pylist(maps_as_pydicts="lossy")
+        except (ValueError, OverflowError):
+            return name
+    return ", ".join(row.schema.names)
 
 
 COLUMNAR: dict[str, Reader] = {".parquet": _read_parquet, ".arrow": _read_arrow, ".feather": _read_arrow}

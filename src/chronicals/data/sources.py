@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,9 @@ from chronicals.data.records import BadRow, Record, Row, Unparsed, parsed
 from chronicals.data.rows import KINDS, TELLING
 
 logger = logging.getLogger(__name__)
+
+DESCRIPTIONS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+"""What ``datasets`` writes beside rows."""
 
 Source = str | Path | DataSource | Sequence[str | Path | DataSource] | Iterable[Record]
 """One source, several, or rows in memory."""
@@ -96,6 +100,10 @@ def _named(source: Source) -> list[DataSource] | None:
 def _in_memory(source: Any) -> Iterable[Record]:
     if isinstance(source, Mapping):
         raise DataError(f"rows are wanted, this is a {type(source).__name__}; choose one of {', '.join(map(str, source))}")
+    if hasattr(source, "to_dict") and hasattr(source, "iloc"):
+        raise DataError("rows are wanted, this is a DataFrame; give frame.to_dict('records')")
+    if not isinstance(source, Iterable):
+        raise DataError(f"rows are wanted, or the name of what holds them; this is {type(source).__name__}")
     return source
 
 
@@ -158,6 +166,8 @@ def _files(path: Path, say: bool = False) -> list[Path]:
     if not glob.has_magic(str(path)):
         raise DataError(f"{path}: no such file or folder")
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    for match in filter(_is_saved_dataset, matches):
+        raise DataError(f"{path}: matches {match}, a folder of save_to_disk, which may hold several splits; name it itself")
     files = [file for match in matches for file in (_readable_files(match, say) if match.is_dir() else [match])]
     if not files:
         raise DataError(f"{path}: no file matches this pattern")
@@ -167,19 +177,26 @@ def _files(path: Path, say: bool = False) -> list[Path]:
 def _readable_files(folder: Path, say: bool) -> list[Path]:
     """Files below ``folder`` that can be read: those with rows, or texts where there are none (a README is no row)."""
     files = _visible_files(folder)
-    readable = [file for file in files if reader_of(file)]
+    readable = [file for file in files if reader_of(file) and file.is_file() and file.name not in DESCRIPTIONS]
     chosen = [file for file in readable if not is_text(file)] or readable
     if not chosen:
         raise DataError(f"{folder}: holds no file that can be read; those end in {', '.join(READERS)}")
-    left_out = [str(file.relative_to(folder)) for file in files if file not in set(chosen)]
+    taken = set(chosen)
+    left_out = [str(file.relative_to(folder)) for file in files if file not in taken]
     if left_out and say:
         logger.info("%s: %d files read, left out: %s", folder, len(chosen), ", ".join(left_out))
     return chosen
 
 
 def _visible_files(folder: Path) -> list[Path]:
-    found = (file for file in folder.rglob("*") if not any(name.startswith(".") for name in file.relative_to(folder).parts))
-    return sorted(file for file in found if file.is_file())
+    """Everything in and below ``folder`` but folders and what is hidden; links are followed, those to nowhere are there."""
+    found, seen = list[Path](), set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
+        found += [] if real in seen else [Path(place, name) for name in names if not name.startswith(".")]
+        seen.add(real)
+    return sorted(found)
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -240,7 +257,7 @@ def _description(part: DataSource, digests: FileDigests, seed: int) -> dict[str,
     path = Path(part.path).expanduser()
     content: list[Any]
     if _is_saved_dataset(path):
-        content = [[str(file.relative_to(path)), digests.of(file)] for file in _visible_files(path)]
+        content = [[str(file.relative_to(path)), digests.of(file)] for file in _visible_files(path) if file.is_file()]
     elif _is_hub_name(path, part.path):
         datasets = _datasets(part.path)
         with _hub_faults(part):
