@@ -248,9 +248,17 @@ def test_a_finding_says_where_its_first_row_lies(tmp_path):
 def test_a_share_that_is_offered_is_one_that_is_taken(tmp_path):
     tokenizer = tiny.tokenizer()
     config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH, gate={"vocabulary_too_large": 0})
-    with pytest.raises(DataError, match=r"gate: \{vocabulary_too_large: 1.0") as error:
-        open_store(CLEAN, tokenizer, config.replace(gate={"vocabulary_too_large": 0}), embedding_rows=len(tokenizer) - 100)
-    assert "id_out_of_range" in str(error.value) or "vocabulary_too_large" in str(error.value)
+    with pytest.raises(DataError, match=r"gate: \{vocabulary_too_large: 1.0"):
+        open_store(CLEAN, tokenizer, config, embedding_rows=len(tokenizer) - 100)
+
+
+def test_a_beginning_that_pads_as_well_is_no_trained_padding(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"bos_token": "<s>", "pad_token": "<s>"})
+    begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+    sound, padded = {"input_ids": [begin, 5, 6, end]}, {"input_ids": [begin, 5, end, begin]}
+    report = build_store([sound, padded, sound], Tokenizer(tokenizer), WIDTH, tmp_path).report
+    assert report.findings["trained_padding"].rows == [2]
 
 
 def test_texts_in_a_list_are_of_the_wrong_type(tmp_path):

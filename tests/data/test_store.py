@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
+import transformers
 
 import chronicals
 import tiny
@@ -236,6 +237,45 @@ def test_a_file_that_changed_is_tokenised_again(tmp_path):
     second = build_store(path, tokenizer(), WIDTH, tmp_path / "cache")
     assert second.key != first.key
     assert documents(second) != documents(first)
+
+
+def test_a_file_that_changes_while_it_is_tokenised_is_refused(tmp_path, monkeypatch):
+    path, encode = tmp_path / "a.jsonl", Tokenizer.encode_batches
+    path.write_text('{"text": "hello world"}\n')
+
+    def write_and_encode(self, batches):
+        with path.open("a") as more:
+            more.write('{"text": "more"}\n')
+        return encode(self, batches)
+
+    monkeypatch.setattr(Tokenizer, "encode_batches", write_and_encode)
+    with pytest.raises(DataError, match=r"a\.jsonl: was written to while it was tokenised; start again"):
+        build_store(path, tokenizer(), WIDTH, tmp_path / "cache")
+    assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix != ".json" or len(file.stem) == 32]
+
+
+def test_a_slow_tokenizer_is_known_by_what_it_does(tmp_path):
+    class Slow(transformers.PreTrainedTokenizer):
+        def __init__(self, splitting, **tokens):
+            self.splitting, self.vocabulary = splitting, {chr(letter): letter for letter in range(1, 0x3000)}
+            super().__init__(**tokens)
+
+        vocab_size = 0x3000
+
+        def get_vocab(self):
+            return self.vocabulary
+
+        def _tokenize(self, text):
+            return list(text if self.splitting else text.lower())
+
+        def _convert_token_to_id(self, token):
+            return self.vocabulary.get(token, 0)
+
+        def _convert_id_to_token(self, index):
+            return chr(index)
+
+    prints = [Tokenizer(Slow(splitting, eos_token="\x01")).fingerprint() for splitting in (True, False, True)]
+    assert prints[0] == prints[2] != prints[1]
 
 
 def test_the_key_changes_with_whatever_changes_the_tokens(tmp_path):

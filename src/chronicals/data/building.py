@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ from chronicals.data.documents import Documents
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import Unparsed
-from chronicals.data.sources import Source, bytes_to_read, read_unparsed, source_fingerprint
+from chronicals.data.sources import Source, bytes_to_read, file_digests, read_unparsed, source_fingerprint
 from chronicals.data.store import SCHEMA, TokenStore
 from chronicals.data.template import Tokenizer
 
@@ -157,15 +157,26 @@ def build_store(
     if isinstance(source, Iterator):
         source = list(source)
     cache_dir = cache_dir or Path.home() / ".cache" / "chronicals"
+    content = file_digests(source, cache_dir)
     made_of = [FORMAT, max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
     path = cache_dir / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.arrow"
     if builder and not (path.exists() and path.with_suffix(".json").exists()):
         path.parent.mkdir(parents=True, exist_ok=True)
         encoder = ChunkEncoder(tokenizer, max_seq_length, overlong)
-        _write(path, read_unparsed(source, seed), TokenizingProcesses(encoder, processes, bytes_to_read(source)))
+        rows = _unchanged(read_unparsed(source, seed), content, lambda: file_digests(source, cache_dir))
+        _write(path, rows, TokenizingProcesses(encoder, processes, bytes_to_read(source)))
     elif not builder:
         _wait_for(path)
     return TokenStore.open(path)
+
+
+def _unchanged(rows: Iterable[Unparsed], before: dict[Path, str], now: Callable[[], dict[Path, str]]) -> Iterator[Unparsed]:
+    """The rows, and at their end an error where the files they came from hold something else than before."""
+    yield from rows
+    after = now()
+    changed = sorted({str(file) for file in before.keys() | after.keys() if before.get(file) != after.get(file)})
+    if changed:
+        raise DataError(f"{', '.join(changed)}: was written to while it was tokenised; start again when it is whole")
 
 
 def _wait_for(path: Path) -> None:

@@ -114,7 +114,9 @@ class Documents:
         doubled = (self.ids[starts[longer]] == marks.bos) & (self.ids[starts[longer] + 1] == marks.bos)
         for row in self.rows[longer[doubled]]:
             report.note("double_bos", int(row))
-        self._note_positions("trained_padding", (self.trained == 1) & (self.ids == marks.pad), report)
+        padding = (self.trained == 1) & (self.ids == marks.pad)
+        padding[starts[lengths > 0]] = False  # which nothing predicts, and where a BOS that pads as well stands
+        self._note_positions("trained_padding", padding, report)
         stop = np.isin(self.ids, marks.stops)
         masked = np.zeros(len(self.ids), bool)
         masked[1:] = stop[1:] & (self.trained[1:] == 0) & (self.trained[:-1] == 1) & ~stop[:-1]

@@ -84,9 +84,21 @@ def source_fingerprint(source: Source, cache_dir: Path, seed: int = 0) -> str:
 
 def bytes_to_read(source: Source) -> int:
     """Bytes of the files that are known to be read; none of what comes from elsewhere."""
-    parts = [(part, Path(part.path).expanduser()) for part in _named(source) or ()]
-    local = [(part, path) for part, path in parts if not (_is_saved_dataset(path) or _is_hub_name(path, part.path))]
-    return int(sum(part.weight * sum(file.stat().st_size for file in _files(path)) for part, path in local))
+    return int(sum(part.weight * sum(file.stat().st_size for file in files) for part, files in _local(source)))
+
+
+def file_digests(source: Source, cache_dir: Path) -> dict[Path, str]:
+    """The content of each file that is read, as ``source_fingerprint`` knows it."""
+    with FileDigests(cache_dir) as digests:
+        return {file: digests.of(file) for _, files in _local(source) for file in files}
+
+
+def _local(source: Source) -> Iterator[tuple[DataSource, list[Path]]]:
+    """The sources that are files in formats of ours, with these."""
+    for part in _named(source) or ():
+        path = Path(part.path).expanduser()
+        if not (_is_saved_dataset(path) or _is_hub_name(path, part.path)):
+            yield part, _files(path)
 
 
 def _named(source: Source) -> list[DataSource] | None:

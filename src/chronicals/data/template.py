@@ -26,6 +26,9 @@ from chronicals.data.texts import check_text, without_double_beginning, without_
 
 __all__ = ["Message", "TemplateError", "TokenArrays", "Tokenizer", "Tokens", "stop_token_ids"]
 
+PROBE = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
+"""A text that tokenizers of one vocabulary split in different ways; where Python does it, nothing else tells."""
+
 Tokens = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is trained."""
 
@@ -104,7 +107,7 @@ class Tokenizer:
             # before the added tokens stand truncation and padding, left by whoever called the tokenizer last
             vocabulary = described.partition('"added_tokens":')[2] or described
         else:
-            vocabulary = json.dumps(sorted(inner.get_vocab().items()))
+            vocabulary = json.dumps([sorted(inner.get_vocab().items()), type(inner).__qualname__, inner(PROBE)["input_ids"]])
         trained = [self.objective, sorted(self.train_on_roles), self.train_on_turns]
         splits = bool(getattr(inner, "split_special_tokens", False))
         state = json.dumps([inner.chat_template, inner.special_tokens_map, splits, *trained], default=str, sort_keys=True)
