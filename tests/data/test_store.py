@@ -355,14 +355,13 @@ def test_a_row_that_fails_is_left_out_and_stops_at_the_gate(tmp_path, monkeypatc
         store.report.check("train")
 
 
-def test_chunks_grow_to_their_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(chunks, "FIRST_ROWS", 3)
+def test_a_store_is_written_chunk_by_chunk(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_ROWS", 10)
-    rows = token_rows(40)
+    rows = token_rows(32)
     store = build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert documents(store) == expected(rows)
     reader = pa.ipc.open_file(pa.memory_map(str(store.path)))
-    assert [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)] == [3, 6, 10, 10, 10, 1]
+    assert [reader.get_batch(n).num_rows for n in range(reader.num_record_batches)] == [10, 10, 10, 2]
 
 
 def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, monkeypatch):
