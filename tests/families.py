@@ -45,6 +45,9 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 GEMMA2 = {"head_dim": 8, "sliding_window": 4, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5}
 GEMMA2 |= {"attn_implementation": "eager"}
 MAMBA = {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}
+# Queries grow from the fourth position on.
+MINISTRAL3 = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 3}
+MINISTRAL3 = {"head_dim": 8, "rope_parameters": {**MINISTRAL3, "llama_4_scaling_beta": 0.5}}
 GPT_OSS = {
     "head_dim": 8,
     "experts_implementation": "eager",
@@ -65,6 +68,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "olmo2": ("Olmo2", {**SIZES}),
     "olmo3": ("Olmo3", {**SIZES, "sliding_window": 4}),
     "mistral": ("Mistral", {**SIZES, "sliding_window": 4}),
+    "ministral3": ("Ministral3", {**SIZES, **MINISTRAL3}),
     "gpt2": ("GPT2", {**GPT2, **IDS, **NO_DROPOUT}),
     "phi": ("Phi", {**SIZES}),
     "cohere": ("Cohere", {**SIZES, "logit_scale": 0.3}),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from chronicals.models import present, prove_packability
-from chronicals.models.packability import twin_config
+from chronicals.models import present, prove_packability, why_neighbours_matter
+from chronicals.models.packability import DOCUMENT_LENGTHS, twin_config
 from families import PACKABLE, PADDED, build, configuration, randomise
 
 
@@ -101,6 +101,40 @@ def test_the_twin_is_small_but_of_every_layer_type():
     assert set(twin.layer_types) == set(config.layer_types) and twin.num_hidden_layers == len(twin.layer_types) == 2
     assert (twin.hidden_size, twin.vocab_size, twin.sliding_window) == (64, 97, 5)
     assert (config.hidden_size, config.num_hidden_layers) == (2304, 26), "the model's own configuration is changed"
+
+
+def test_positions_at_which_queries_grow_lie_within_the_twins_documents():
+    rope = {**configuration("ministral3").rope_parameters, "original_max_position_embeddings": 16384}
+    twin = twin_config(configuration("ministral3", hidden_size=2304, rope_parameters=rope))
+    assert twin.rope_parameters["original_max_position_embeddings"] < max(DOCUMENT_LENGTHS)
+    assert rope["original_max_position_embeddings"] == 16384
+
+
+LONG = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 4.0}
+LONG["original_max_position_embeddings"] = 16
+
+
+@pytest.mark.parametrize(
+    ("family", "rope", "fields"),
+    [
+        ("phi3", LONG, {"original_max_position_embeddings": 16}),
+        ("llama", {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, {"max_position_embeddings": 16}),
+    ],
+)
+def test_frequencies_that_follow_the_longest_document_are_told_where_they_do(family, rope, fields):
+    model = build(family, rope_parameters=rope, **fields).eval()
+    short, long = torch.randint(1, 61, (1, 7)), torch.randint(1, 61, (1, 17))
+    beside = {}
+    for width in (16, 17):
+        rows = torch.cat((torch.nn.functional.pad(short, (0, width - 7)), long[:, :width]))
+        states = model.model(input_ids=rows, attention_mask=(rows > 0).long(), use_cache=False).last_hidden_state
+        beside[width] = states[0, :7]
+    alone = model.model(input_ids=short, use_cache=False).last_hidden_state[0]
+    assert torch.allclose(beside[16], alone, atol=1e-5) and not torch.allclose(beside[17], alone, atol=1e-3)
+    assert not why_neighbours_matter(model.config, 16)
+    assert f"rope_type {rope['rope_type']}" in (reason := why_neighbours_matter(model.config, 17))
+    assert "max_seq_length=16" in reason
+    assert not why_neighbours_matter(configuration("llama"), 10**6)
 
 
 def subclass(**methods):

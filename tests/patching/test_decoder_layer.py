@@ -27,7 +27,21 @@ from mutants import mutant
 
 MERGED_LINEAR = sys.modules["chronicals.kernels.merged_linear"]
 
-FAMILIES = ["llama", "qwen2", "qwen3", "gemma", "gemma2", "gemma3", "mistral", "phi3", "smollm3", "olmo2", "olmo3", "granite"]
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "ministral3",
+    "phi3",
+    "smollm3",
+    "olmo2",
+    "olmo3",
+    "granite",
+]
 
 
 def fused(model):
@@ -362,6 +376,8 @@ def test_other_layers_keep_their_parts(family):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
+        ("return q * factors", "return q * 1.01 * factors"),
+        ("if not beta or", "if True or"),
         ("return x + self._after(", "return 2 * x + self._after("),
         ("scale=attention.scaling", "scale=1.01 * attention.scaling"),
         ('normed, x, remake = self._before("before_mlp"', 'normed, _, remake = self._before("before_mlp"'),
@@ -374,4 +390,4 @@ def test_a_wrong_layer_is_not_taken(old, new, monkeypatch):
     wrong = mutant(decoder_layer, old, new)
     monkeypatch.setattr(plan, "decoder_layer", wrong)
     monkeypatch.setattr(plan, "_PLANS", {})
-    assert not plan.plan_for(families.build("llama")).layers
+    assert not plan.plan_for(families.build("ministral3")).layers

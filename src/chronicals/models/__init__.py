@@ -2,7 +2,7 @@
 
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import input_device, load_config, load_model, load_tokenizer
-from chronicals.models.packability import Packability, prove_packability
+from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
 from chronicals.models.presentation import PresentedModel, present
 
 __all__ = [
@@ -17,4 +17,5 @@ __all__ = [
     "present",
     "prove_packability",
     "read_head",
+    "why_neighbours_matter",
 ]

@@ -52,6 +52,23 @@ def prove_packability(model: Any) -> Packability:
     return _PROVED[key]
 
 
+def why_neighbours_matter(config: Any, width: int) -> str:
+    """Where rotary frequencies follow the longest document of a batch, packed or padded, and ``width`` lets one be long enough;
+    else empty. The twin's documents are shorter than that."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for part in [part for part in rope.values() if isinstance(part, dict)] or [rope]:
+        kind = part.get("rope_type")
+        from_on = part.get("original_max_position_embeddings") if kind == "longrope" else None
+        from_on = text.max_position_embeddings if kind == "dynamic" else from_on
+        if from_on is not None and width > from_on:
+            return (
+                f"rope_type {kind}: the class gives all documents of a batch other frequencies where one is longer than "
+                f"{from_on:,} tokens; with max_seq_length={from_on} none is"
+            )
+    return ""
+
+
 def _prove(cls: Any, config: Any) -> Packability:
     try:
         twin = build_twin(cls, config)

@@ -43,12 +43,16 @@ SMALL = {
     "rotary_dim": 8,
     "n_group": 1,
     "topk_group": 1,
+    "floor_scale": 4,
 }
 """Sizes of the twin, for the fields that a configuration has."""
 
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 SMALL_ENOUGH = 128
 """A configuration no wider than this is its own twin's: its sizes fit each other already."""
+
+LATE = 4
+"""Where queries begin to grow with their position, for the rotary parameters that say so: within the twin's documents."""
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FIRST_TOKEN = len(IDS)
@@ -73,6 +77,9 @@ def twin_config(config: Any) -> Any:
     text = config.get_text_config()
     if not any(isinstance(getattr(text, name, None), int) and getattr(text, name) <= SMALL_ENOUGH for name in WIDTHS):
         _smaller(text)
+    rope = getattr(text, "rope_parameters", None)
+    if isinstance(rope, dict) and rope.get("llama_4_scaling_beta"):
+        rope["original_max_position_embeddings"] = LATE
     for name, value in IDS.items():
         if getattr(text, name, None) is not None:
             setattr(text, name, value)

@@ -161,7 +161,8 @@ def _run(anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *ar
         else:
             runs[0] += 1
             cos, sin = (table.squeeze(0) for table in given["position_embeddings"])
-            return fused(hidden_states.squeeze(0), cos, sin, bounds, longest).unsqueeze(0)  # an index would copy gradients
+            out = fused(hidden_states.squeeze(0), cos, sin, bounds, longest, given.get("position_ids"))
+            return out.unsqueeze(0)  # an index would copy gradients
     return own(layer, hidden_states, *args, **given)
 
 
@@ -229,10 +230,12 @@ class _Layer:
         of_heads = [self.attention.q_norm, self.attention.k_norm] if self.anatomy.heads else []
         return [getattr(self.layer, name) for name, _ in self.anatomy.norms.values()] + of_heads
 
-    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int) -> Tensor:
+    def __call__(
+        self, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int, positions: Tensor | None = None
+    ) -> Tensor:  # fmt: skip
         normed, x, remake = self._before("before_attention", x, None, self.qkv, None)
         roomy = "before_attention" in self.anatomy.norms  # else it is what the caller gave
-        attended = self._attend(self.qkv(normed, remake, roomy), cos, sin, cu, longest)
+        attended = self._attend(self.qkv(normed, remake, roomy), cos, sin, cu, longest, positions)
         branch = self._after("after_attention", self.out(attended))
         normed, x, remake = self._before("before_mlp", x, branch, self.both, self.out)
         unread = runs_again() and "after_mlp" not in self.anatomy.norms
@@ -278,15 +281,28 @@ class _Layer:
             branch = fused_rmsnorm(branch, *reads.of(getattr(self.layer, name), branch))
         return branch if self.multiplier == 1.0 else branch * self.multiplier
 
-    def _attend(self, qkv: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int) -> Tensor:
+    def _attend(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int, positions: Tensor | None
+    ) -> Tensor:  # fmt: skip
         attention, config = self.attention, self.attention.config
         q, k, v = self._turned(qkv, cos, sin)
+        q = self._grown(q, positions, longest)
         window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
         out = document_attention(
             q, k, v, cu, longest, scale=attention.scaling, window=window,
             softcap=getattr(attention, "attn_logit_softcapping", None), room=self.out.room,
         )  # fmt: skip
         return out.flatten(1)
+
+    def _grown(self, q: Tensor, positions: Tensor | None, longest: int) -> Tensor:
+        """Queries ``[T, H, D]``, larger the later they stand where the configuration says so (Ministral 3, after Llama 4)."""
+        rope: dict[str, Any] = getattr(self.attention.config, "rope_parameters", None) or {}
+        beta = rope.get("llama_4_scaling_beta")
+        if not beta or longest <= (early := rope["original_max_position_embeddings"]):
+            return q
+        assert positions is not None  # the class itself takes them from here
+        factors = 1 + beta * torch.log1p(torch.floor(positions.squeeze(0) / early))
+        return q * factors[:, None, None].to(q.dtype)
 
     def _turned(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[T, H or K, D]``, normed and rotated."""

@@ -13,7 +13,7 @@ from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_
 from chronicals.distributed import Ranks
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import CHEAP, decoder_layers, enable_gradient_checkpointing, recomputes
-from chronicals.models import PresentedModel, input_device, present
+from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
 from chronicals.patching import (
     forget_policies,
@@ -110,6 +110,8 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
             ),
         )
     presented = present(model, fused_head=config.use_fused_kernels)
+    if reason := why_neighbours_matter(model.config, config.max_seq_length):
+        logger.warning("%s", reason)
     forget_policies(model)
     if vars(model.get_decoder()).pop(CHECKPOINTED, False):
         model.gradient_checkpointing_disable()
