@@ -120,6 +120,42 @@ def test_unpatched_is_as_before():
     assert patch_model(patched).counts()["fused_rmsnorm"] == 5
 
 
+def with_peft(**fields):
+    def change(model):
+        from peft import LoraConfig, get_peft_model
+
+        return get_peft_model(model, LoraConfig(r=2, **fields))
+
+    return change
+
+
+def mean_of_logits(logits, labels, **_):
+    return logits.float().mean()
+
+
+HEADS_CHANGED = {
+    "resized": lambda model: model.resize_token_embeddings(families.VOCABULARY + 3, mean_resizing=False),
+    "another head": lambda model: model.set_output_embeddings(torch.nn.Linear(32, families.VOCABULARY, bias=False)),
+    "an adapter on the head": with_peft(target_modules=["lm_head"]),
+    "a head that is saved": with_peft(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+    "a loss of the user's": lambda model: setattr(model, "loss_function", mean_of_logits),
+}
+
+
+@pytest.mark.parametrize("change", HEADS_CHANGED)
+def test_a_model_whose_head_was_changed_since_can_be_unpatched(change):
+    model = families.build("llama")
+    patch_model(model)
+    returned = HEADS_CHANGED[change](model)
+    changed = returned if hasattr(returned, "config") else model
+    unpatch_model(changed)
+    for module in changed.modules():
+        assert "forward" not in vars(module) and not module._forward_hooks and not module._forward_pre_hooks
+        assert not any(name.startswith("_chronicals") for name in vars(module))
+    assert (model.loss_function is mean_of_logits) == (change == "a loss of the user's")
+    assert not isinstance(changed(**batch()).logits, LazyLogits)
+
+
 def test_a_copy_of_a_patched_model_stands_alone():
     _, patched, _ = pair("llama")
     twin = copy.deepcopy(patched)

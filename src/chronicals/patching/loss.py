@@ -63,7 +63,8 @@ def install(model: Any) -> None:
 
 
 def remove(model: Any) -> None:
-    """Take the seam out again; a copy of a model that has one has one of its own."""
+    """Take the seam out again, wherever its head is by now; a copy of a model that has one has one of its own, and a loss
+    function that was set since stays."""
     if not isinstance(vars(model).get("_chronicals_loss_seam"), LossSeam):
         return
     for hooks, flags in (
@@ -73,14 +74,15 @@ def remove(model: Any) -> None:
         for key in [key for key, hook in hooks.items() if isinstance(getattr(hook, "__self__", None), LossSeam)]:
             del hooks[key]
             flags.pop(key, None)
-    loss = vars(model).pop("_loss_function")
-    if loss.set_before:
-        model.loss_function = loss.own
-    head = head_of(model)
-    assert head is not None
-    for module in (model, head):
-        del module._chronicals_loss_seam
-    del head.forward
+    loss = vars(model).get("_loss_function")
+    if isinstance(loss, _Loss):
+        del model._loss_function
+        if loss.set_before:
+            model.loss_function = loss.own
+    for module in model.modules():
+        vars(module).pop("_chronicals_loss_seam", None)
+        if getattr(vars(module).get("forward"), "__func__", None) is _head_forward:
+            del module.forward
 
 
 def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor:
