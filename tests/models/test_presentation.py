@@ -6,12 +6,13 @@ import torch
 import tiny
 from chronicals.batch import IGNORED
 from chronicals.models import present
-from chronicals.models.presentation import ATTENTION
+from chronicals.models.presentation import ATTENTION, PresentedModel
 from families import (
     PACKABLE,
     PADDED,
     VOCABULARY,
     build,
+    configuration,
     distance,
     documents,
     gradients,
@@ -193,6 +194,28 @@ def test_outside_the_context_the_model_takes_padded_rows_again():
         with present(model).attending_documents():
             pass
         assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, before)
+
+
+def test_the_attention_of_other_towers_is_left_alone():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = Gemma3Config(
+        text_config=configuration("gemma3").to_dict(), vision_config={**sees, "image_size": 28, "patch_size": 14}
+    )
+    model = Gemma3ForConditionalGeneration(config)
+
+    def attentions():
+        return config.text_config._attn_implementation, config.vision_config._attn_implementation
+
+    for before in (("eager", "sdpa"), ("sdpa", "eager")):
+        model.set_attn_implementation(dict(zip(("text_config", "vision_config"), before)))
+        with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+            assert attentions() == (ATTENTION, before[1])
+            with presented.attending_as_before():
+                assert attentions() == before
+            assert attentions() == (ATTENTION, before[1])
+        assert attentions() == before
 
 
 def test_bounds_that_are_missing_are_not_guessed():

@@ -269,6 +269,28 @@ def test_callbacks_see_the_run(tmp_path):
     assert log.seen == [("began", 2), ("step", 1), ("step", 2), ("evaluated", 2), ("ended", 2)]
 
 
+def test_a_callback_may_generate(tmp_path):
+    """What the model says by then, and the run goes on as if it had not been asked."""
+    asked, model = [], tiny.llama()
+
+    class Asks(Callback):
+        def ask(self, *_):
+            ids = torch.tensor([[5, 6, 7], [0, 8, 9]])
+            plain = tiny.llama()
+            plain.load_state_dict(model.state_dict())
+            options = {"attention_mask": (ids > 0).long(), "max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+            said = model.eval().generate(ids, **options)
+            asked.append(torch.equal(said, plain.eval().generate(ids, **options)))
+            model.train()
+
+        run_began = step_done = evaluated = run_ended = ask
+
+    same = {"max_steps": 2, "validation_split": 0.1}
+    talking = runs.train(tmp_path / "talking", model=model, callbacks=[Asks()], **same)
+    assert asked == [True] * 5
+    assert talking.loss == runs.train(tmp_path / "silent", **same).loss
+
+
 def test_tensorboard_has_the_curves(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -8,9 +8,9 @@ its documents become padded rows with a mask: slower, the same result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ class PresentedModel:
     model: Any
     packed: bool
     head_is_read: bool
+    _before: str = field(default="", init=False)
 
     @property
     def head(self) -> Head | None:
@@ -107,16 +108,45 @@ class PresentedModel:
         return flat.index_put((places,), states[rows["attention_mask"].bool()])
 
     @contextmanager
-    def attending_documents(self) -> Any:
+    def attending_documents(self) -> Iterator[PresentedModel]:
         """Within: the model's attention takes document bounds. Afterwards it is as before, ready to generate."""
-        before = self.model.config._attn_implementation
-        if self.packed:
-            self.model.set_attn_implementation(ATTENTION)
-        try:
+        if not self.packed:
             yield self
-        finally:
-            if self.packed:
-                self.model.set_attn_implementation(before)
+            return
+        with attending(self.model, ATTENTION) as self._before:
+            yield self
+
+    @contextmanager
+    def attending_as_before(self) -> Iterator[None]:
+        """Within ``attending_documents``: the model's attention is for a while what it was, for whoever calls the model."""
+        if not self.packed:
+            yield
+            return
+        with attending(self.model, self._before):
+            yield
+
+
+def text_attention(model: Any) -> str:
+    """By name, what the model's text attends with."""
+    return model.config.get_text_config()._attn_implementation
+
+
+def set_text_attention(model: Any, name: str) -> None:
+    """Towers of other kinds keep theirs."""
+    config = model.config
+    part = next((key for key in config.sub_configs if getattr(config, key, None) is config.get_text_config()), None)
+    model.set_attn_implementation(name if part is None else {part: name})
+
+
+@contextmanager
+def attending(model: Any, name: str) -> Iterator[str]:
+    """Within: the model's text attends with ``name``; gives what it did before, and will again."""
+    before = text_attention(model)
+    set_text_attention(model, name)
+    try:
+        yield before
+    finally:
+        set_text_attention(model, before)
 
 
 def packed_arguments(batch: Batch) -> dict[str, Any]:

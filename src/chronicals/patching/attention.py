@@ -27,6 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from chronicals.attention import document_attention
+from chronicals.models.presentation import set_text_attention, text_attention
 
 NAME = "attention"
 """As the report and a plan call it."""
@@ -72,13 +73,13 @@ class Pattern:
 
 def in_place(model: Any) -> bool:
     """Whether the attention of the model's text is ours."""
-    return _implementation(model).startswith(PREFIX)
+    return text_attention(model).startswith(PREFIX)
 
 
 def why_not(model: Any) -> str:
     """Why the attention of this instance must stay; empty where it need not."""
-    if _implementation(model) not in IMPLEMENTATIONS:
-        return f"{_implementation(model)} is left as it is"
+    if text_attention(model) not in IMPLEMENTATIONS:
+        return f"{text_attention(model)} is left as it is"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "its layers lie on several devices"
     return ""
@@ -91,14 +92,14 @@ def is_offered(model: Any) -> bool:
 
 def install(model: Any) -> None:
     """Let ours stand before what the model's text has; towers of other kinds keep theirs."""
-    _set(model, PREFIX + _implementation(model))
+    set_text_attention(model, PREFIX + text_attention(model))
     model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def remove(model: Any) -> None:
     """Back to what the model had."""
     if in_place(model):
-        _set(model, _implementation(model).removeprefix(PREFIX))
+        set_text_attention(model, text_attention(model).removeprefix(PREFIX))
         for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _without_cache]:
             del model._forward_pre_hooks[key]
             model._forward_pre_hooks_with_kwargs.pop(key, None)
@@ -110,16 +111,6 @@ def _without_cache(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
              if kwargs.get(name) is not None}  # fmt: skip
     packed = "position_ids" in given and not given & {"attention_mask", "past_key_values", "use_cache"}
     return (args, kwargs | {"use_cache": False}) if packed and given & {"labels", "shift_labels"} else None
-
-
-def _implementation(model: Any) -> str:
-    return model.config.get_text_config()._attn_implementation
-
-
-def _set(model: Any, name: str) -> None:
-    config = model.config
-    part = next((key for key in config.sub_configs if getattr(config, key, None) is config.get_text_config()), None)
-    model.set_attn_implementation(name if part is None else {part: name})
 
 
 def _mask(implementation: str, batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any:

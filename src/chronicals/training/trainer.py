@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ class ChronicalsTrainer:
         check_precision(self.config, self.device)
         self.objective = OBJECTIVES[self.config.objective](self.config.logits_chunk_size)
         self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.first else []
+        self._others_call = bool(callbacks)
         self._stop: str | None = None
         self._replayed: GraphedStep | None = None
 
@@ -133,7 +134,7 @@ class ChronicalsTrainer:
             self._resume(run, optimizer, precision, train_store)
         run.trainable_share = self._trainable_share()
         model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
-        with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run):
+        with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run, presented):
             with self._stepping(presented, optimizer, precision, decisions) as train_once:
                 self._loop(run, train_once, presented, precision, optimizer, stream, eval_store)
             return self._finish(run, train_store)
@@ -195,7 +196,7 @@ class ChronicalsTrainer:
                 run.coverage = self._close_audit(audit, scalars)
                 audit = None if run.coverage else FirstStepAudit(self.model, optimizer)  # once more for a step left out
             if pending:
-                self._deliver(run, pending)
+                self._deliver(run, presented, pending)
             pending = PendingMetrics(
                 scalars, began, step=run.step, learning_rate=rate, tokens=step.counts.tokens, targets=step.counts.targets,
                 fill=step.counts.tokens / step.counts.slots, epoch=stream.epoch_at(step.position),
@@ -203,7 +204,7 @@ class ChronicalsTrainer:
             began = pending.moment
             due = self._due(run, eval_store is not None)
             if due:
-                self._deliver(run, pending)
+                self._deliver(run, presented, pending)
                 pending = None
                 if "evaluate" in due:
                     self._evaluate(run, presented, precision, eval_store)
@@ -227,11 +228,12 @@ class ChronicalsTrainer:
             due.add("stop")
         return due
 
-    def _deliver(self, run: Run, pending: PendingMetrics) -> None:
+    def _deliver(self, run: Run, presented: PresentedModel, pending: PendingMetrics) -> None:
         metrics = pending.arrive()
         self._guard(run, metrics)
-        for callback in self.callbacks:
-            callback.step_done(metrics)
+        with self._as_it_came(presented):
+            for callback in self.callbacks:
+                callback.step_done(metrics)
         run.last_loss = metrics.loss
 
     def _guard(self, run: Run, metrics: StepMetrics) -> None:
@@ -352,8 +354,9 @@ class ChronicalsTrainer:
         stream = self._stream(store, epochs=1, shuffle=False)
         evaluation = evaluate(presented, self.objective, stream, precision, self.ranks)
         run.evaluated(evaluation)
-        for callback in self.callbacks:
-            callback.evaluated(run.step, evaluation)
+        with self._as_it_came(presented):
+            for callback in self.callbacks:
+                callback.evaluated(run.step, evaluation)
 
     def _finish(self, run: Run, store: TokenStore) -> TrainingResult:
         model_dir, report = self.output_dir / "model", self.output_dir / "report.html"
@@ -384,21 +387,27 @@ class ChronicalsTrainer:
         """Trackers first: where they go on from, they read in the metrics of the part before."""
         return [*build_trackers(self.config), MetricsFile(self.output_dir / "metrics.jsonl"), ProgressBar()]
 
+    def _as_it_came(self, presented: PresentedModel) -> AbstractContextManager[None]:
+        """Within: the model attends as it did before the run, for a user's callback that calls it."""
+        return presented.attending_as_before() if self._others_call else nullcontext()
+
     @contextmanager
-    def _callbacks_around(self, run: Run) -> Iterator[None]:
+    def _callbacks_around(self, run: Run, presented: PresentedModel) -> Iterator[None]:
         began: list[Callback] = []
         try:
-            for callback in self.callbacks:
-                callback.run_began(run)
-                began.append(callback)
+            with self._as_it_came(presented):
+                for callback in self.callbacks:
+                    callback.run_began(run)
+                    began.append(callback)
             yield
             run.outcome = "finished"
         except (Interrupted, KeyboardInterrupt):
             run.outcome = "interrupted"
             raise
         finally:
-            for callback in began:
-                callback.run_ended(run)
+            with self._as_it_came(presented):
+                for callback in began:
+                    callback.run_ended(run)
 
     def _told_to_stop(self, reason: str) -> None:
         self._stop = reason
