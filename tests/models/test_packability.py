@@ -137,6 +137,16 @@ def test_frequencies_that_follow_the_longest_document_are_told_where_they_do(fam
     assert not why_neighbours_matter(configuration("llama"), 10**6)
 
 
+@pytest.mark.parametrize("name", ["Electra", "RemBert"])
+def test_a_head_that_takes_other_states_than_the_decoder_gives_is_not_understood(name):
+    import transformers
+
+    config = getattr(transformers, f"{name}Config")(is_decoder=True)
+    with torch.device("meta"):
+        model = getattr(transformers, f"{name}ForCausalLM")(config)
+    assert not prove_packability(model).head_proved
+
+
 def subclass(**methods):
     """A class of its own made from Llama's."""
     from transformers import LlamaForCausalLM

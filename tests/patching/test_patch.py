@@ -120,6 +120,25 @@ def test_unpatched_is_as_before():
     assert patch_model(patched).counts()["fused_rmsnorm"] == 5
 
 
+def test_wrapped_models_are_refused():
+    model = families.build("llama")
+    for wrapped, reason in (
+        (torch.compile(model), "compiled already"),
+        (torch.nn.DataParallel(model), "wrapped by DataParallel"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            patch_model(wrapped)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_copy_for_another_card_does_not_compute_with_the_first_cards_weights():
+    """As torch.nn.parallel.replicate makes it."""
+    model = families.build("llama")
+    patch_model(model)
+    with pytest.raises(RuntimeError, match="cannot run under DataParallel"):
+        model._replicate_for_data_parallel()(**batch())
+
+
 def with_peft(**fields):
     def change(model):
         from peft import LoraConfig, get_peft_model

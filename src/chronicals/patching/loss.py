@@ -33,8 +33,18 @@ class LossSeam:
         self.active = False
         self.taken = 0
 
-    def before(self, _model: nn.Module, _args: tuple, kwargs: dict) -> None:
-        """Pre-hook of the model."""
+    def before(self, model: nn.Module, _args: tuple, kwargs: dict) -> None:
+        """Pre-hook of the model.
+
+        Raises:
+            RuntimeError: it is a copy that DataParallel made for another card, where the forwards that replaced others still
+                belong to the first card's modules.
+        """
+        if getattr(model, "_is_replica", False):
+            raise RuntimeError(
+                "a patched model cannot run under DataParallel, which transformers' Trainer takes where a single process sees "
+                "several cards: start a process a card (torchrun), show it one (CUDA_VISIBLE_DEVICES), or call unpatch_model"
+            )
         self.active = any(kwargs.get(name) is not None for name in LABELS) and not torch.compiler.is_compiling()
 
     def after(self, *_: object) -> None:

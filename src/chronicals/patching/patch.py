@@ -28,7 +28,7 @@ def patch_model(model: Any) -> PatchReport:
         What was replaced, where, by what, and what was left alone and why. A second call changes nothing.
 
     Raises:
-        ValueError: ``model`` is not a model of transformers.
+        ValueError: ``model`` is not a model of transformers, or wrapped or compiled already.
     """
     return _patch(model, seams=True)
 
@@ -76,6 +76,10 @@ def unpatch_model(model: Any) -> None:
 
 
 def _inside(model: Any) -> Any:
+    if hasattr(model, "_orig_mod"):
+        raise ValueError("model is compiled already: give patch_model the model itself, and compile it afterwards")
+    if isinstance(model, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise ValueError(f"model is wrapped by {type(model).__name__}: give patch_model what it wraps, model.module")
     target = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(target, nn.Module) or not hasattr(target, "config"):
         raise ValueError(f"model is {type(model).__name__}: expected a model of transformers, or PEFT's wrapping of one")
