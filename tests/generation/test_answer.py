@@ -7,6 +7,7 @@ import runs
 import tiny
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.generation import answer, generate, load_trained
+from chronicals.generation.answer import Trained
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_data
 
@@ -48,6 +49,28 @@ def test_the_stop_token_is_in_the_generation_config(overfitted):
         pytest.skip("an adapter has none")
     stops = json.loads(path.read_text())["eos_token_id"]
     assert set(stop_token_ids(tiny.tokenizer())) <= set(stops)
+
+
+def test_generation_leaves_every_module_in_its_mode_also_where_it_fails():
+    trained = Trained(tiny.llama().train(), tiny.tokenizer())
+    trained.model.model.layers[0].eval()
+    modes = [module.training for module in trained.model.modules()]
+    generate(trained, [5, 6], 3)
+    with pytest.raises(IndexError):
+        generate(trained, [10**6], 3)
+    assert [module.training for module in trained.model.modules()] == modes and len(set(modes)) == 2
+
+
+def test_the_likeliest_token_is_taken_whatever_the_models_own_settings_are():
+    plain, other = (Trained(tiny.llama(), tiny.tokenizer()) for _ in range(2))
+    other.model.generation_config.update(num_beams=3, do_sample=True, top_p=0.5)
+    assert generate(plain, [5, 6, 7], 8) == generate(other, [5, 6, 7], 8)
+
+
+@pytest.mark.parametrize("asked", [([], 3, 0.0), ([5], 0, 0.0), ([5], 3, -1.0), ([5], 3, float("nan"))])
+def test_what_cannot_be_generated_is_refused(asked):
+    with pytest.raises(ValueError, match="max_new_tokens="):
+        generate(Trained(tiny.llama(), tiny.tokenizer()), *asked)
 
 
 def test_generation_is_repeatable_and_leaves_the_random_state(overfitted):

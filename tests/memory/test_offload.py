@@ -151,6 +151,18 @@ def test_a_pass_that_fails_leaves_nothing_behind():
     assert_same(gradients(model, ids_of(model)), expected)
 
 
+def test_a_pass_broken_off_from_the_keyboard_leaves_nothing_behind():
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    module, x = torch.nn.Linear(8, 8), torch.randn(16, 8, requires_grad=True)
+    with pytest.raises(KeyboardInterrupt), ActivationOffload(module, smallest=1) as offload:
+        module.register_forward_pre_hook(interrupt)
+        module(x)
+    (x * x).sum().backward()
+    assert offload.moved == 0
+
+
 def test_one_tensor_saved_twice_moves_once():
     class Twice(torch.nn.Module):
         def __init__(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from chronicals.data.rows import CHATS
 from chronicals.data.template import Message
 from chronicals.lora import load_adapter
 from chronicals.lora.peft_format import CONFIG_FILE
-from chronicals.models import input_device, load_model, load_tokenizer
+from chronicals.models import in_evaluation, input_device, load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -97,24 +98,31 @@ def answer(
 
 @torch.no_grad()
 def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0) -> list[int]:
-    """Token ids that follow ``ids``, the stop token included where one was reached."""
+    """Token ids that follow ``ids``, the stop token included where one was reached.
+
+    Raises:
+        ValueError: there is nothing to follow, no room for a token, or a temperature below zero.
+    """
+    if not ids or max_new_tokens < 1 or not 0 <= temperature < math.inf:
+        raise ValueError(
+            f"{len(ids)} ids, max_new_tokens={max_new_tokens}, temperature={temperature}: there must be an id at least, room "
+            "for a token, and a temperature from 0 up"
+        )
     model, tokenizer, stops = trained.model, trained.tokenizer, trained.stops
     inputs = torch.tensor([ids], device=input_device(model))
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     devices = [inputs.device] if inputs.device.type == "cuda" else []
-    training = model.training
-    model.eval()
-    with torch.random.fork_rng(devices=devices):
+    with in_evaluation(model), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         out = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=max_new_tokens,
             eos_token_id=stops or None,
+            num_beams=1,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
             **sampling,
         )
-    model.train(training)
     return out[0, len(ids) :].tolist()
 
 

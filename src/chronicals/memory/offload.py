@@ -70,6 +70,8 @@ class ActivationOffload:
         """Leave the module as it was, as at the end of ``with``; passes that were begun can be finished."""
         for hook in self._hooks:
             hook.remove()
+        while self._passes:  # torch calls no hook where a pass is broken off from the keyboard
+            self._leave()
 
     def _enter(self, module: nn.Module, _args: object) -> None:
         hooks = None

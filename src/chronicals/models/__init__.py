@@ -3,13 +3,14 @@
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import input_device, load_config, load_model, load_tokenizer
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
-from chronicals.models.presentation import PresentedModel, present
+from chronicals.models.presentation import PresentedModel, in_evaluation, present
 
 __all__ = [
     "Head",
     "Packability",
     "PresentedModel",
     "UnknownHead",
+    "in_evaluation",
     "input_device",
     "load_config",
     "load_model",

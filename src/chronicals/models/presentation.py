@@ -126,6 +126,18 @@ class PresentedModel:
             yield
 
 
+@contextmanager
+def in_evaluation(model: nn.Module) -> Iterator[None]:
+    """Within: evaluation mode. Afterwards every module is in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 def text_attention(model: Any) -> str:
     """By name, what the model's text attends with."""
     return model.config.get_text_config()._attn_implementation

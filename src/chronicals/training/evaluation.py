@@ -11,7 +11,7 @@ import torch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Source, open_store
 from chronicals.distributed import Ranks
-from chronicals.models import PresentedModel, input_device, present
+from chronicals.models import PresentedModel, in_evaluation, input_device, present
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.training.precision import Precision
 
@@ -40,19 +40,17 @@ class Evaluation:
 def evaluate(
     model: PresentedModel, objective: Objective, stream: BatchStream, precision: Precision, ranks: Ranks | None = None
 ) -> Evaluation:
-    """Score every document of ``stream`` once, without dropout; the model returns to the mode it was in."""
+    """Score every document of ``stream`` once, without dropout; the model's modules return to the modes they were in."""
     ranks = ranks or Ranks()
-    training = model.model.training
-    model.model.eval()
     sums = torch.zeros(2, device=precision.device, dtype=torch.float64)
     targets = 0
-    for step in stream.steps(count=stream.steps_in_all):
-        targets += step.counts.targets
-        for batch in step.batches:
-            with precision.autocast():
-                scores = objective.score(model, batch.to(precision.device, non_blocking=True))
-            sums += torch.stack([scores["cross_entropy"], scores["correct"]]).double()
-    model.model.train(training)
+    with in_evaluation(model.model):
+        for step in stream.steps(count=stream.steps_in_all):
+            targets += step.counts.targets
+            for batch in step.batches:
+                with precision.autocast():
+                    scores = objective.score(model, batch.to(precision.device, non_blocking=True))
+                sums += torch.stack([scores["cross_entropy"], scores["correct"]]).double()
     loss, accuracy = (ranks.sum(sums) / max(targets, 1)).tolist()
     return Evaluation(loss, math.exp(min(loss, 700.0)), accuracy, targets)
 
