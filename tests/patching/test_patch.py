@@ -175,6 +175,39 @@ def test_a_model_whose_head_was_changed_since_can_be_unpatched(change):
     assert not isinstance(changed(**batch()).logits, LazyLogits)
 
 
+WRITES = {
+    "mul_": lambda logits: logits.mul_(2.0),
+    "div_ twice": lambda logits: logits.div_(2.0).div_(2),
+    "looked at before": lambda logits: (logits.sum(), logits.mul_(2.0)),
+    "clamp_": lambda logits: logits.clamp_(-0.3, 0.3),
+    "a part": lambda logits: logits[:, :-1].div_(2.0),
+    "an item": lambda logits: logits.__setitem__((..., 0), -9.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("records", [True, False])
+def test_logits_that_are_written_to_are_written_to(write, records):
+    plain, patched, _ = pair("llama")
+    inputs, found = batch(), []
+    for model in (plain, patched):
+        with torch.set_grad_enabled(records):
+            logits = model(**inputs).logits
+            WRITES[write](logits)
+            found.append(logits + 0)
+    torch.testing.assert_close(found[1], found[0])
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_loss_is_of_logits_as_a_hook_left_them(write):
+    plain, patched, _ = pair("llama")
+    inputs, found = batch(), []
+    for model in (plain, patched):
+        model.lm_head.register_forward_hook(lambda _module, _inputs, logits: (WRITES[write](logits), logits)[1])
+        found.append(loss_and_gradients(model, **inputs))
+    assert_same(*found)
+
+
 def test_a_copy_of_a_patched_model_stands_alone():
     _, patched, _ = pair("llama")
     twin = copy.deepcopy(patched)

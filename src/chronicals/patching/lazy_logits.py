@@ -20,8 +20,13 @@ LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES} | {
 """What may be asked of logits without computing them."""
 
 CASTS: dict[Any, torch.dtype] = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
-MULTIPLY = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul, Tensor.mul_, Tensor.__imul__)
-DIVIDE = (Tensor.div, Tensor.__truediv__, torch.div, torch.true_divide, Tensor.true_divide, Tensor.div_, Tensor.__itruediv__)
+MULTIPLY = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul)
+DIVIDE = (Tensor.div, Tensor.__truediv__, torch.div, torch.true_divide, Tensor.true_divide)
+IN_PLACE: dict[Any, Any] = {
+    Tensor.mul_: Tensor.mul, Tensor.__imul__: Tensor.mul, Tensor.div_: Tensor.div, Tensor.__itruediv__: Tensor.div,
+}  # fmt: skip
+"""What these do to the logits themselves."""
+
 TANH = (Tensor.tanh, torch.tanh)
 
 
@@ -33,6 +38,7 @@ class LazyLogits(Tensor):
         head: the linear layer.
         product: the type that autocast gave the product, or None where it was off.
         steps: what was done to the logits since: ``("scale", factor)``, ``("tanh",)``, ``("type", dtype)``.
+        whole: the logits, once they were computed; ``unwritten`` is its version then, None where none is kept.
     """
 
     hidden: Tensor
@@ -42,6 +48,7 @@ class LazyLogits(Tensor):
     records: bool
     product: torch.dtype | None
     whole: Tensor | None
+    unwritten: int | None
 
     @staticmethod
     def __new__(cls: type, hidden: Tensor, head: nn.Linear, dtype: torch.dtype, steps: tuple = ()) -> LazyLogits:
@@ -71,7 +78,7 @@ class LazyLogits(Tensor):
                 x = F.linear(self.hidden, self.head.weight, self.head.bias)
                 for kind, *value in self.steps:
                     x = STEPS[kind](x, *value)
-            self.whole = x
+            self.whole, self.unwritten = x, None if x.is_inference() else x._version
         return self.whole
 
     def then(self, *step: Any) -> LazyLogits:
@@ -82,7 +89,10 @@ class LazyLogits(Tensor):
         return made
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
-        """(s, c) where the steps amount to ``c · tanh(s · x / c)`` or ``s · x``; None where they do not."""
+        """(s, c) where the steps amount to ``c · tanh(s · x / c)`` or ``s · x``; None where they do not, or where the logits
+        were written to."""
+        if self.whole is not None and (self.unwritten is None or self.whole._version != self.unwritten):
+            return None
         before, after, capped = 1.0, 1.0, False
         for kind, *value in self.steps:
             if kind == "tanh":
@@ -100,7 +110,11 @@ class LazyLogits(Tensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if args and isinstance(args[0], LazyLogits):
-            step = _step(func, args, kwargs)
+            step = _step(IN_PLACE.get(func, func), args, kwargs)
+            if func in IN_PLACE and step is not None and args[0].whole is None:
+                args[0].steps += (step,)
+                return args[0]
+            step = None if func in IN_PLACE else step
             if step == ():
                 return args[0]
             if step is not None:
