@@ -7,11 +7,13 @@ import sys
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import ActivationOffload, enable_gradient_checkpointing, tiling
 from chronicals.models import PresentedModel
+from chronicals.models.presentation import packed_arguments
 from chronicals.patching import (
     decoder_layer,
     forget_policies,
@@ -335,6 +337,48 @@ def test_saved_and_loaded_as_the_class(tmp_path):
     batch = families.documents_batch()
     got = families.states_and_gradients(model, batch)
     families.assert_same(families.states_and_gradients(save_and_load(model, tmp_path), batch), got)
+
+
+PARTS = ["self_attn", "mlp", "mlp.act_fn", "mlp.down_proj", "input_layernorm", "post_attention_layernorm", "self_attn.q_norm"]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_what_somebody_put_into_a_layer_is_called(part, how):
+    """After the layers are fused, or before."""
+    batch, found = families.documents_batch(), []
+    model = families.build("qwen3").double()
+
+    def doubled(out):
+        return tree_map(lambda x: None if x is None else 2 * x, out)
+
+    for order in ("plain", "before", "after"):
+        changed = copy.deepcopy(model)
+        if order == "after":
+            fused(changed)
+        module = changed.get_decoder().layers[0].get_submodule(part)
+        if how == "hook":
+            module.register_forward_hook(lambda _module, _given, out: doubled(out))
+        else:
+            own = module.forward
+            module.forward = lambda *given, own=own, **named: doubled(own(*given, **named))
+        if order == "before":
+            patch_parts(changed, whole_layers=True)
+        ran = decoder_layer.runs[0]
+        found.append(families.states_and_gradients(changed, batch))
+        assert decoder_layer.runs[0] == ran + (order != "plain"), "the other layer runs fused"
+    families.assert_same(found[0], found[1])
+    families.assert_same(found[0], found[2])
+
+
+def test_transformers_own_hooks_that_look_on_leave_layers_fused():
+    model, batch = fused(families.build("llama").double()), families.documents_batch()
+    with PresentedModel(model, packed=True, head_is_read=False).attending_documents():
+        out = model.get_decoder()(**packed_arguments(batch), output_hidden_states=True)
+    assert len(out.hidden_states) == 3
+    before = decoder_layer.runs[0]
+    families.states_and_gradients(model, batch)
+    assert decoder_layer.runs[0] == before + 2
 
 
 @pytest.mark.parametrize(

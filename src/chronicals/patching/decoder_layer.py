@@ -24,10 +24,10 @@ from chronicals.kernels.peak import Peak
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
 from chronicals.kernels.qk_rope import fused_qkv_rope, heads_of
 from chronicals.memory import draws_numbers, runs_again, tiled
-from chronicals.patching.forms import FORM, Form, signature
+from chronicals.patching.forms import FORM, Form, does_more, signature
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.norms import RMSNormReads
-from chronicals.patching.side_by_side import Group, Unmerged, is_hooked, say_once
+from chronicals.patching.side_by_side import Group, Unmerged, say_once
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 """Whether transformers recomputes a layer by what calls its forward; newer ones do it in the class's forward itself."""
@@ -210,8 +210,8 @@ class _Layer:
         for group in (self.qkv, self.out, self.both, self.down):
             if group.dtype != dtype:
                 raise Unmerged(f"its input is {dtype}, its weights {group.dtype}")
-        for module in (self.attention, *self._norms()):
-            if is_hooked(module) and not hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
+        for module in (self.attention, layer.mlp, *layer.mlp.children(), *self._norms()):
+            if does_more(module):
                 raise Unmerged(f"{type(module).__name__} has hooks or another forward")
         if any(p.dtype != dtype for norm in self._norms() for p in norm.parameters(recurse=False)):
             raise Unmerged(f"its input is {dtype}, a norm's weight is not")

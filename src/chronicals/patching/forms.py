@@ -30,6 +30,10 @@ FORM = "chronicals_form"
 """Attribute by which a function of ours is known among a module's own."""
 
 
+LOOKS_ON = "transformers.utils.output_capturing"
+"""Module of hooks that change nothing."""
+
+
 @dataclass(frozen=True)
 class Form:
     """What runs in place of a module's forward.
@@ -69,6 +73,16 @@ def takes_one_tensor(module: nn.Module) -> bool:
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     return len(needed) == 1 and needed[0] is parameters[0]
+
+
+def does_more(module: nn.Module) -> bool:
+    """Whether calling it would do more than its class's forward, or ours in its place; transformers' own hooks, which stay once
+    hidden states were asked for, look on."""
+    own = vars(module).get("forward")
+    if own is not None and not hasattr(getattr(own, "__func__", None), FORM):
+        return True
+    kinds = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(getattr(hook, "__module__", None) != LOOKS_ON for hooks in kinds for hook in hooks.values())
 
 
 def as_called(module: nn.Module, forward: Forward) -> Callable:

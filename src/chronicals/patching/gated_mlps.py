@@ -1,6 +1,6 @@
 """Gated MLPs: two or three linear children, of which a gate is activated and multiplied.
 
-The children are called as modules, so whatever they have become (adapters, quantised weights, hooks) keeps working.
+The linear children are called as modules, so whatever they have become (adapters, quantised weights, hooks) keeps working.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_geglu, fused_swiglu
-from chronicals.patching.forms import Form, Forward, as_called, is_proved, random_numbers, takes_one_tensor
+from chronicals.patching.forms import Form, Forward, as_called, does_more, is_proved, random_numbers, takes_one_tensor
 
 ACTIVATIONS = {"fused_swiglu": "silu", "fused_geglu (tanh)": "gelu_tanh", "fused_geglu": "gelu"}
 """By the names of the gates, those of ``glu_of_both``."""
@@ -39,8 +39,8 @@ GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def recognise_gated_mlp(module: nn.Module) -> Form | None:
     """The form of ``module``, an instance of a twin, or None where it is no gated MLP that a kernel computes."""
     linear = {name: child for name, child in module._modules.items() if isinstance(child, nn.Linear)}
-    others = [child for name, child in module._modules.items() if name not in linear and child is not None]
-    if len(linear) not in (2, 3) or module._parameters or any(next(child.parameters(), None) is not None for child in others):
+    others = {name: child for name, child in module._modules.items() if name not in linear and child is not None}
+    if len(linear) not in (2, 3) or module._parameters or any(next(x.parameters(), None) is not None for x in others.values()):
         return None
     if not takes_one_tensor(module):
         return None
@@ -49,7 +49,7 @@ def recognise_gated_mlp(module: nn.Module) -> Form | None:
             x = torch.randn(2, 5, width)
             try:
                 if is_proved(module, forward, [x, 0.1 * x, 300.0 * x]):
-                    return Form(by, as_called(module, forward), reads)
+                    return Form(by, as_called(module, _unless_changed(forward, tuple(others))), reads)
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None  # a module that does not take such a tensor is no MLP
     return None
@@ -72,6 +72,17 @@ def _candidates(linear: dict[str, nn.Linear]) -> Iterator[tuple[str, int, Forwar
                 for gate_first in (True, False):
                     merged = GatedMLPReads(names[:1], names[1], ACTIVATIONS[by]) if gate_first else None
                     yield f"{by}, merged", first[0].in_features, _merged(names[0], names[1], activate, gate_first), merged
+
+
+def _unless_changed(forward: Forward, others: tuple[str, ...]) -> Forward:
+    """``forward``, which does not call these children, or the class's own where somebody put something into one of them."""
+
+    def unless_changed(module: nn.Module, x: Tensor) -> Tensor:
+        if any(does_more(getattr(module, name)) for name in others):
+            return type(module).forward(module, x)
+        return forward(module, x)
+
+    return unless_changed
 
 
 def _apart(gate: str, up: str, down: str, activate: Callable[[Tensor, Tensor], Tensor]) -> Forward:
