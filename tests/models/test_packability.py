@@ -5,6 +5,7 @@ import torch
 
 from chronicals.models import present, prove_packability, why_neighbours_matter
 from chronicals.models.packability import DOCUMENT_LENGTHS, twin_config
+from chronicals.patching.plan import plan_for
 from families import PACKABLE, PADDED, build, configuration, randomise
 
 
@@ -145,6 +146,13 @@ def test_a_head_that_takes_other_states_than_the_decoder_gives_is_not_understood
     with torch.device("meta"):
         model = getattr(transformers, f"{name}ForCausalLM")(config)
     assert not prove_packability(model).head_proved
+
+
+def test_no_cards_random_state_is_touched(monkeypatch):
+    seeded = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    plan_for(build("llama", initializer_range=0.0217))
+    assert prove_packability(build("llama", initializer_range=0.0217)).packed and not seeded
 
 
 def subclass(**methods):

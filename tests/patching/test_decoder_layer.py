@@ -18,6 +18,7 @@ from chronicals.patching import (
     decoder_layer,
     forget_policies,
     lay_side_by_side,
+    patch_model,
     patch_parts,
     recompute_norms_and_units,
     side_by_side,
@@ -402,6 +403,17 @@ def test_what_it_does_not_do_runs_part_by_part_and_is_said(change, reason, caplo
             assert reason != "hooks"
     assert decoder_layer.runs[0] <= before + 1
     assert reason in caplog.text and "part by part" in caplog.text
+
+
+@pytest.mark.parametrize("earlier", [patch_model, patch_parts])
+def test_layers_of_a_model_that_was_patched_before_are_fused_once(earlier):
+    model = families.build("llama")
+    report = earlier(model)
+    before = dict(report.counts())
+    for _ in range(2):
+        assert fused(model)._chronicals_report is report
+    assert report.counts() == before | {BY: 2}
+    assert len(set(report.replaced)) == len(report.replaced) and len(set(report.left)) == len(report.left)
 
 
 def test_generation_takes_the_class_way():

@@ -44,21 +44,18 @@ def patch_parts(model: Any, whole_layers: bool = False) -> PatchReport:
 
 def _patch(model: Any, seams: bool, whole_layers: bool = False) -> PatchReport:
     target = _inside(model)
-    known = vars(target).get("_chronicals_report")
-    if isinstance(known, PatchReport) and (not seams or known.mentions("loss")):
-        return known
-    plan, report = plan_for(target), known or PatchReport(type(target).__name__)
-    if known is None:
+    plan, report = plan_for(target), vars(target).get("_chronicals_report")
+    if not isinstance(report, PatchReport):
+        report = target._chronicals_report = PatchReport(type(target).__name__)
         for path, module in target.named_modules():
             _replace(path, module, plan, report)
-    if whole_layers:
+        if "model" in plan.reasons:
+            report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
+    if whole_layers and not report.whole_layers:
         _replace_layers(target, plan, report)
-    if seams:
+    if seams and not report.mentions(loss.NAME):
         _replace_loss(target, plan, report)
         _replace_attention(target, plan, report)
-    if "model" in plan.reasons and known is None:
-        report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
-    target._chronicals_report = report
     return report
 
 
@@ -105,6 +102,7 @@ def _replace(path: str, module: nn.Module, plan: Plan, report: PatchReport) -> N
 
 
 def _replace_layers(target: Any, plan: Plan, report: PatchReport) -> None:
+    report.whole_layers = True
     for path, layer in target.named_modules():
         form = plan.layers.get(layer_signature(layer)) if hasattr(layer, ATTENTION) else None
         if form is not None and "forward" not in vars(layer):

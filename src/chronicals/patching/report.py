@@ -37,11 +37,13 @@ class PatchReport:
     Attributes:
         model: class of the model.
         replaced, left: by module.
+        whole_layers: decoder layers were looked at as wholes, too.
     """
 
     model: str
     replaced: list[Replaced] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    whole_layers: bool = False
 
     def mentions(self, part: str) -> bool:
         """Whether ``part`` was looked at, be it replaced or left."""
