@@ -113,6 +113,16 @@ def test_both_ways_agree(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
+def test_a_second_backward_through_the_first_is_refused():
+    """The first is made of products over saved tensors, of which a second would know nothing."""
+    layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=0.0), IN, OUT)
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(5, IN, requires_grad=True)
+    (slope,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        slope.square().sum().backward()
+
+
 def test_no_gradient_below_the_first_adapter():
     """An input that needs none costs no product, and under autocast the products are those of autocast."""
     layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=0.0), IN, OUT)

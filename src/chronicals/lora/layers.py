@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from chronicals.kernels.products import product
 from chronicals.lora.config import LoRAConfig
@@ -77,6 +78,7 @@ class _WithAdapter(torch.autograd.Function):
         return y.view(*x.shape[:-1], len(weight))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, weight, a, b, down = ctx.saved_tensors
         dy, kind = upstream.reshape(-1, len(weight)), rows.dtype
