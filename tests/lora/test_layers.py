@@ -123,6 +123,22 @@ def test_a_second_backward_through_the_first_is_refused():
         slope.square().sum().backward()
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (2, 5)], ids=str)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_the_output_may_be_written_into(dropout, shape):
+    """As OLMo clamps its queries in place."""
+    layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=dropout), IN, OUT)
+    nn.init.normal_(layer.lora_B, std=0.1)
+    x, leaves = torch.randn(*shape, IN), (layer.lora_A, layer.lora_B)
+
+    def gradients(clamp):
+        torch.manual_seed(3)
+        return torch.autograd.grad(clamp(layer(x), min=-0.3, max=0.3).square().sum(), leaves)
+
+    for got, expected in zip(gradients(torch.clamp_), gradients(torch.clamp), strict=True):
+        assert expected.any() and torch.equal(got, expected)
+
+
 def test_no_gradient_below_the_first_adapter():
     """An input that needs none costs no product, and under autocast the products are those of autocast."""
     layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=0.0), IN, OUT)

@@ -47,7 +47,9 @@ class LoRALinear(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
             assert isinstance(self.base_layer, nn.Linear)
-            return _WithAdapter.apply(x, self.base_layer.weight, self.base_layer.bias, self.lora_A, self.lora_B, self.scale)
+            weight, bias, rows = self.base_layer.weight, self.base_layer.bias, x.reshape(-1, x.shape[-1])
+            y = _WithAdapter.apply(rows, weight, bias, self.lora_A, self.lora_B, self.scale)
+            return y.view(*x.shape[:-1], len(weight))
         base = self.base_layer(x)
         down = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A.to(x.dtype))
         return base + F.linear(down, self.lora_B.to(x.dtype)).to(base.dtype) * self.scale
@@ -63,29 +65,30 @@ def _is_plain(layer: nn.Module, x: Tensor) -> bool:
 
 
 class _WithAdapter(torch.autograd.Function):
-    """The base is frozen: weight and bias get no gradient."""
+    """Of rows, not of any shape: what follows may write into an output only if it is no view made in here.
+
+    The base is frozen: weight and bias get no gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
+        ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
     ) -> Tensor:  # fmt: skip
-        rows = x.reshape(-1, x.shape[-1])
-        down = rows @ a.t().to(x.dtype)
+        kind = rows.dtype
+        down = rows @ a.t().to(kind)
         y = F.linear(rows, weight, bias)
-        y.addmm_(down, b.t().to(x.dtype), alpha=scale)
+        y.addmm_(down, b.t().to(kind), alpha=scale)
         ctx.save_for_backward(rows, weight, a, b, down)
-        ctx.scale, ctx.shape = scale, x.shape
-        return y.view(*x.shape[:-1], len(weight))
+        ctx.scale = scale
+        return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, weight, a, b, down = ctx.saved_tensors
-        dy, kind = upstream.reshape(-1, len(weight)), rows.dtype
+        kind = rows.dtype
         g = (dy @ b.to(kind)) * ctx.scale
-        dx = None
-        if ctx.needs_input_grad[0]:
-            dx = (dy @ weight).addmm_(g, a.to(kind)).view(ctx.shape)
+        dx = (dy @ weight).addmm_(g, a.to(kind)) if ctx.needs_input_grad[0] else None
         da = product(g.t(), rows, a.dtype) if ctx.needs_input_grad[3] else None
         db = product(dy.t(), down, b.dtype, ctx.scale) if ctx.needs_input_grad[4] else None
         return dx, None, None, da, db, None
