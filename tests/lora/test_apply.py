@@ -4,11 +4,14 @@ import re
 
 import pytest
 import torch
+import transformers
 from adapted import MODELS, TARGETS, gpt2, llama, logits, randomise, tokens
 from torch import nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 import tiny
 from chronicals.lora import LoRAConfig, LoRALinear, adapters, apply_lora
+from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 
 LLAMA = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"]
 LLAMA += ["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -198,3 +201,83 @@ def test_the_message_lists_what_there_is():
     with pytest.raises(ValueError) as error:
         apply_lora(gpt2(), LoRAConfig(rank=4, target_modules=["q_proj"]))
     assert re.search(r"linear layers here: c_attn, c_fc, c_proj$", str(error.value))
+
+
+# --- models whose forwards do more with a linear layer than call it ----------------------------------------------
+
+
+def twin(name):
+    """A small random model of the class, in training mode."""
+    with plain_surroundings():
+        config = getattr(transformers, f"{name}Config")
+        return build_twin(MODEL_FOR_CAUSAL_LM_MAPPING[config], twin_config(config())).train()
+
+
+ROUTERS = {
+    "Llama4Text": "Llama4Router, the first is model.layers.0.feed_forward.router",
+    "Phimoe": "PhimoeTopKRouter, the first is model.layers.0.mlp.router",
+    "DeepseekV4": "DeepseekV4GroupedLinear, the first is model.layers.0.self_attn.o_a_proj",
+}
+READERS = {"Mamba": (), "FalconMamba": (), "Jamba": (), "NemotronH": (), "HunYuanMoEV1": (), "DeepseekV32": ("indexer",)}
+"""Of classes that read a layer's weight or its type, the layers that choose and so get no gradient."""
+
+
+@pytest.mark.parametrize("name", [*READERS, "Falcon"])
+def test_a_weight_that_is_read_instead_of_called_has_the_adapter_in_it(name):
+    """In the loss, as merging by hand into the plain model shows, and in the gradients."""
+    model, plain = twin(name), twin(name)
+    apply_lora(model, LoRAConfig(rank=2, dropout=0.0))
+    randomise(model)
+    with torch.no_grad():
+        for path, layer in adapters(model):
+            plain.get_submodule(path).weight += layer.scale * (layer.lora_B @ layer.lora_A)
+    ids = torch.randint(FIRST_TOKEN, 97, (2, 9))
+    loss, expected = (m(input_ids=ids, labels=ids, use_cache=False).loss for m in (model, plain))
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=0.0)
+    loss.backward()
+    idle = [path for path, layer in adapters(model) if layer.lora_B.grad is None or not layer.lora_B.grad.any()]
+    assert [path for path in idle if not any(part in path for part in READERS.get(name, ()))] == []
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_what_only_derives_from_a_linear_layer_is_left_out_and_named(name, caplog):
+    model = twin(name)
+    apply_lora(model, LoRAConfig(rank=2, dropout=0.0))
+    randomise(model)
+    assert ROUTERS[name] in caplog.text
+    path = ROUTERS[name].rpartition(" ")[2]
+    assert path not in paths(model) and not model.get_submodule(path).weight.requires_grad
+    ids = torch.randint(FIRST_TOKEN, 97, (2, 9))
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    assert any(layer.lora_B.grad.any() for _, layer in adapters(model) if layer.lora_B.grad is not None)
+
+
+def test_what_only_derives_from_a_linear_layer_cannot_be_asked_for():
+    with pytest.raises(ValueError, match="feed_forward.router' is Llama4Router; only linear layers can be adapted"):
+        apply_lora(twin("Llama4Text"), LoRAConfig(rank=2, target_modules=["router"]))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_weight_and_bias_of_an_adapted_layer(bias):
+    layer = LoRALinear(nn.Linear(6, 5, bias).bfloat16(), LoRAConfig(rank=2, dropout=0.0), 6, 5)
+    nn.init.normal_(layer.lora_B)
+    assert layer.weight.dtype == torch.bfloat16 and layer.bias is layer.base_layer.bias
+    assert "weight" not in dict(layer.named_parameters(recurse=False))
+    x = torch.randn(3, 6).double()
+    torch.testing.assert_close(
+        x @ layer.weight.double().t(), layer.double()(x) - (layer.bias if bias else 0), rtol=0.05, atol=0.05
+    )
+
+
+def test_the_weight_of_a_conv1d_keeps_its_layout():
+    layer = apply_lora(gpt2(), LoRAConfig(rank=2, target_modules=["c_attn"])).transformer.h[0].attn.c_attn
+    nn.init.normal_(layer.lora_B)
+    x = torch.randn(3, 32)
+    assert layer.weight.shape == layer.base_layer.weight.shape == (32, 96)
+    torch.testing.assert_close(x @ layer.weight + layer.bias, layer.eval()(x), rtol=1e-4, atol=1e-4)
+
+
+def test_a_quantised_weight_is_not_read_without_its_adapter():
+    layer = LoRALinear(nn.Linear(6, 5), LoRAConfig(rank=2), 6, 5)
+    layer.base_layer.weight = nn.Parameter(torch.zeros(15, dtype=torch.uint8), requires_grad=False)
+    assert not hasattr(layer, "weight")

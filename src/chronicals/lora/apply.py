@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.layers import LoRALinear
+
+logger = logging.getLogger(__name__)
+
+QUANTISERS = ("bitsandbytes.", "transformers.integrations.")
+"""Modules whose classes derived from ``nn.Linear`` are linear layers over quantised weights."""
 
 
 def apply_lora(model: Any, config: LoRAConfig) -> Any:
@@ -47,10 +54,36 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
 def linear_shape(layer: Any) -> tuple[int, int] | None:
     """``(in, out)`` of a linear layer, None if it is something else."""
     if isinstance(layer, nn.Linear):
-        return layer.in_features, layer.out_features
+        return (layer.in_features, layer.out_features) if _multiplies(layer) else None
     if type(layer).__name__ == "Conv1D" and hasattr(layer, "nf"):  # GPT-2's linear layer, weight [in, out]
         return layer.nx, layer.nf
     return None
+
+
+def _multiplies(layer: nn.Linear) -> bool:
+    """Whether the layer is ``x Wᵀ + b``: a class derived from ``nn.Linear`` may be a router, so a small copy is tried."""
+    if type(layer).forward is nn.Linear.forward or f"{type(layer).__module__}.".startswith(QUANTISERS):
+        return True
+    with torch.random.fork_rng(devices=[]):
+        x = torch.randn(2, 4, 5, device="cpu", dtype=torch.float32)
+        small = nn.Linear(5, 3, layer.bias is not None, device="cpu", dtype=torch.float32)
+        expected = small(x)
+        small.__dict__ = {name: value for name, value in vars(layer).items() if name != "forward"} | vars(small)
+        small.__class__ = type(layer)
+        try:
+            got = small(x)
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
+            return False
+    return isinstance(got, Tensor) and got.shape == expected.shape and torch.allclose(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def _report_others(modules: dict[str, nn.Module]) -> None:
+    """Of what is not adapted, that which is derived from a linear layer."""
+    derived = {path: type(layer).__name__ for path, layer in modules.items() if isinstance(layer, nn.Linear)}
+    if derived:
+        names, first = ", ".join(sorted(set(derived.values()))), next(iter(derived))
+        message = "lora_target_modules: %d layers are more than a linear layer and stay frozen: %s, the first is %s"
+        logger.warning(message, len(derived), names, first)
 
 
 def _targets(model: Any, wanted: list[str] | str | None) -> list[str]:
@@ -58,6 +91,7 @@ def _targets(model: Any, wanted: list[str] | str | None) -> list[str]:
     linear = {path for path, layer in model.named_modules() if linear_shape(layer) and layer is not head}
     if wanted is None or wanted == "all-linear":
         found = sorted(linear)
+        _report_others({path: layer for path, layer in model.named_modules() if path not in linear and layer is not head})
     elif isinstance(wanted, str):
         found = [path for path, _ in model.named_modules() if re.fullmatch(wanted, path)]
     else:

@@ -11,7 +11,7 @@ it puts into what follows.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,24 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Parameter(torch.zeros(out_features, config.rank, device=device, dtype=torch.float32))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
         self.scale, self.dropout = config.scale, config.dropout
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's weight with the adapter in it, of the base's shape and type, for a model that reads it instead of calling
+        the layer, as Mamba does; of that, no input is dropped.
+
+        Raises:
+            AttributeError: the base's weight is quantised.
+        """
+        weight = cast(Tensor, self.base_layer.weight)
+        if not weight.is_floating_point() or weight.element_size() == 1:
+            raise AttributeError(f"the {weight.dtype} weight of {type(self.base_layer).__name__} has no adapter in it")
+        update = (self.lora_B @ self.lora_A) * self.scale
+        return weight + (update if isinstance(self.base_layer, nn.Linear) else update.t()).to(weight.dtype)
+
+    @property
+    def bias(self) -> Tensor | None:
+        return cast(Tensor | None, self.base_layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0

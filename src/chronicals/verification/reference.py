@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.lora.apply import linear_shape
 
 ROW_TOKENS, LOGITS = 4096, 2**28
 """Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole attention weights of so many
@@ -164,7 +165,7 @@ def _adapter_fields(model: Any, config: ChronicalsConfig) -> tuple[list[str] | s
 def targeted(model: Any, wanted: list[str] | str | None) -> list[str]:
     """Paths of the linear layers that the option asks to adapt, in a model without adapters."""
     head = model.get_output_embeddings()
-    paths = [path for path, layer in model.named_modules() if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"]
+    paths = [path for path, layer in model.named_modules() if linear_shape(layer)]
     if wanted is None or wanted == "all-linear":
         return [path for path in paths if model.get_submodule(path) is not head]
     if isinstance(wanted, str):
