@@ -95,6 +95,20 @@ def test_a_second_time_is_refused():
     assert paths(model) == in_both_layers("model.layers", LLAMA[:1])
 
 
+@pytest.mark.parametrize("wrapped", [True, False], ids=["PeftModel", "injected"])
+def test_over_pefts_adapters_is_refused(wrapped):
+    """Their matrices are linear layers too; merged, the model is plain again."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = peft.get_peft_model(llama(), config) if wrapped else peft.inject_adapter_in_model(config, llama())
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    with pytest.raises(ValueError, match=r"has PEFT's adapters already \(.*\).*leave use_lora out.*merge_and_unload"):
+        apply_lora(model, LoRAConfig(rank=2))
+    assert not paths(model) and {name for name, p in model.named_parameters() if p.requires_grad} == trained
+    if wrapped:
+        assert len(paths(apply_lora(model.merge_and_unload(), LoRAConfig(rank=2)))) == 14
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_everything_else_is_frozen(name):
     config = LoRAConfig(rank=4, target_modules=TARGETS[name])

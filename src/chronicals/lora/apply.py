@@ -30,10 +30,17 @@ def apply_lora(model: Any, config: LoRAConfig) -> Any:
         ``model``, with ``model.chronicals_lora`` set to ``config``.
 
     Raises:
-        ValueError: the model has adapters already, a target matches nothing, or is not a linear layer.
+        ValueError: the model has adapters already, ours or PEFT's, a target matches nothing, or is not a linear layer.
     """
     if next(adapters(model), None) is not None:
         raise ValueError("the model has adapters already; load it anew to attach others")
+    theirs = next((type(m) for m in model.modules() if type(m).__module__.startswith("peft.")), None)
+    if theirs is not None:
+        kind = f"{theirs.__module__}.{theirs.__qualname__}"
+        raise ValueError(
+            f"the model has PEFT's adapters already ({kind}), into which ours would go; train those (leave use_lora out), or "
+            "attach ours to what merge_and_unload() gives"
+        )
     targets = _targets(model, config.target_modules)
     model.requires_grad_(False)
     for path in targets:
