@@ -85,6 +85,26 @@ def test_we_load_pefts(peft, tmp_path, name, options):
     assert loaded.chronicals_lora.dropout == options.get("lora_dropout", 0.0)
 
 
+EXCLUDED = {
+    "a path": (["q_proj", "v_proj"], ["model.layers.0.self_attn.v_proj"], 3),
+    "the end of one": (["q_proj", "down_proj"], ["1.mlp.down_proj"], 3),
+    "an expression": ("all-linear", r".*mlp.*", 8),
+    "what is no linear layer": (r".*layers\.0\.mlp.*", [f"layers.0.mlp{name}" for name in ("", ".act_fn", ".up_proj")], 2),
+}
+
+
+@pytest.mark.parametrize("case", EXCLUDED)
+def test_excluded_modules_are_not_adapted(peft, tmp_path, case):
+    wanted, excluded, count = EXCLUDED[case]
+    model, ids = theirs(peft, target_modules=wanted, exclude_modules=excluded), tokens()
+    model.save_pretrained(tmp_path)
+    loaded = load_adapter(llama(), tmp_path)
+    assert len(list(adapters(loaded))) == count
+    assert close(logits(loaded.eval(), ids), logits(model, ids))
+    save_adapter(loaded, tmp_path / "again")
+    assert close(logits(load_adapter(llama(), tmp_path / "again").eval(), ids), logits(model, ids))
+
+
 def test_an_adapted_head_over_another_base_is_refused(peft, tmp_path):
     """PEFT writes the head's own weight beside its adapter."""
     theirs(peft, target_modules=["lm_head"]).save_pretrained(tmp_path)
@@ -157,6 +177,15 @@ UNSUPPORTED = {
     "biases of the base": {"bias": "all"},
     "biases of lora": {"bias": "lora_only"},
     "bias of B": {"lora_bias": True},
+    "layers several times": {"layer_replication": [[0, 2], [1, 2]]},
+    "rows of the embedding": {"trainable_token_indices": [1, 2]},
+    "pooled inputs": {"use_qalora": True},
+    "block-diagonal": {"use_bdlora": {"nblocks": 2}},
+    "velora": {"velora_config": {"scale": 1.0}},
+    "monteclora": {"monteclora_config": {"num_samples": 2}},
+    "arrow": {"arrow_config": {"top_k": 2}},
+    "kasa": {"kasa_config": {"beta": 1.0}},
+    "megatron's layers": {"megatron_config": {"hidden_size": 64}},
     "active after some tokens": {"alora_invocation_tokens": [5, 6]},
     "a base changed by pissa": {"init_lora_weights": "pissa"},
     "a base changed by olora": {"init_lora_weights": "olora"},
@@ -207,7 +236,9 @@ def change_tensors(folder, change):
 
 
 FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+LAST = FIRST.replace("layers.0", "layers.1")
 BROKEN = {
+    "missing at the end": (lambda t: t.pop(LAST), "layers.1.self_attn.q_proj.lora_B is missing or not"),
     "missing": (lambda t: t.pop(FIRST), "layers.0.self_attn.q_proj.lora_B is missing or not"),
     "misshapen": (lambda t: t.update({FIRST: torch.zeros(3, 4)}), r"q_proj.lora_B is missing or not \(64, 4\)"),
     "left over": (lambda t: t.update(stray=torch.zeros(1)), "holds 1 tensors that fit nothing, the first is stray"),
@@ -219,8 +250,22 @@ def test_tensors_that_do_not_fit_are_refused(tmp_path, case):
     change, message = BROKEN[case]
     save_adapter(ours(), tmp_path)
     change_tensors(tmp_path, change)
+    model = llama()
     with pytest.raises(ValueError, match=message):
-        load_adapter(llama(), tmp_path)
+        load_adapter(model, tmp_path)
+    assert not list(adapters(model)) and not hasattr(model, "chronicals_lora")
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_refused_refill_changes_no_adapter(tmp_path, case):
+    save_adapter(ours(), tmp_path)
+    change_tensors(tmp_path, BROKEN[case][0])
+    model = ours()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=BROKEN[case][1]):
+        load_adapter(model, tmp_path)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize("content", [None, "{", ""])
@@ -234,8 +279,10 @@ def test_an_unreadable_folder_is_named(tmp_path, content):
 def test_weights_that_are_not_there_are_named(tmp_path):
     save_adapter(ours(), tmp_path)
     (tmp_path / WEIGHTS).unlink()
+    model = llama()
     with pytest.raises((ValueError, OSError), match=WEIGHTS):
-        load_adapter(llama(), tmp_path)
+        load_adapter(model, tmp_path)
+    assert not list(adapters(model))
 
 
 def test_an_adapter_of_another_model(tmp_path):

@@ -41,7 +41,7 @@ def apply_lora(model: Any, config: LoRAConfig) -> Any:
             f"the model has PEFT's adapters already ({kind}), into which ours would go; train those (leave use_lora out), or "
             "attach ours to what merge_and_unload() gives"
         )
-    targets = _targets(model, config.target_modules)
+    targets = targeted_paths(model, config.target_modules)
     model.requires_grad_(False)
     for path in targets:
         layer = model.get_submodule(path)
@@ -93,26 +93,40 @@ def _report_others(modules: dict[str, nn.Module]) -> None:
         logger.warning(message, len(derived), names, first)
 
 
-def _targets(model: Any, wanted: list[str] | str | None) -> list[str]:
+def targeted_paths(model: Any, wanted: list[str] | str | None, excluded: list[str] | str | None = None) -> list[str]:
+    """Paths of the layers that ``wanted`` names, less those that ``excluded`` names.
+
+    Raises:
+        ValueError: there are none, a name matches nothing, or something that it matches is not a linear layer.
+    """
     head = model.get_output_embeddings()
     linear = {path for path, layer in model.named_modules() if linear_shape(layer) and layer is not head}
     if wanted is None or wanted == "all-linear":
         found = sorted(linear)
         _report_others({path: layer for path, layer in model.named_modules() if path not in linear and layer is not head})
     elif isinstance(wanted, str):
-        found = [path for path, _ in model.named_modules() if re.fullmatch(wanted, path)]
+        found = _matches(model, wanted)
     else:
         found = []
         for name in wanted:
-            matches = [path for path, _ in model.named_modules() if path == name or path.endswith(f".{name}")]
+            matches = _matches(model, [name])
             if not matches:
                 names = sorted({path.rpartition(".")[2] for path in linear})
                 raise ValueError(f"lora_target_modules: {name!r} matches no layer; linear layers here: {', '.join(names)}")
             found += matches
+    found = sorted(set(found) - set(_matches(model, excluded or [])))
     if not found:
         raise ValueError(f"lora_target_modules={wanted!r}: matches no layer, so nothing would be trained")
     for path in found:
         layer = model.get_submodule(path)
         if linear_shape(layer) is None:
             raise ValueError(f"lora_target_modules: {path!r} is {type(layer).__name__}; only linear layers can be adapted")
-    return sorted(set(found))
+    return found
+
+
+def _matches(model: nn.Module, wanted: list[str] | str) -> list[str]:
+    """Paths that a regular expression matches, or that are or end in one of the names."""
+    paths = [path for path, _ in model.named_modules()]
+    if isinstance(wanted, str):
+        return [path for path in paths if re.fullmatch(wanted, path)]
+    return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in wanted)]

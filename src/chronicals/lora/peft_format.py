@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from chronicals.lora.apply import adapters, apply_lora
+from chronicals.lora.apply import adapters, apply_lora, linear_shape, targeted_paths
 from chronicals.lora.config import LoRAConfig
 
 PREFIX = "base_model.model."
@@ -50,7 +52,7 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     """Attach the adapters in ``folder``, ours or PEFT's, to a model that has none; or refill those it has.
 
     Raises:
-        ValueError: the folder holds something else than plain LoRA, or its tensors do not fit the model.
+        ValueError: the folder holds something else than plain LoRA, or its tensors do not fit the model, which is as it was.
     """
     folder = Path(folder)
     try:
@@ -58,31 +60,52 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
     _refuse_what_is_not_plain_lora(folder, described)
-    config = LoRAConfig(
+    attached = dict(adapters(model))
+    config = _config(model, described, attached)
+    if attached and model.chronicals_lora.scale != config.scale:
+        raise ValueError(f"{folder}: is scaled by {config.scale:g}, the model's adapters by {model.chronicals_lora.scale:g}")
+    shapes = {path: (layer.lora_A.shape, layer.lora_B.shape) for path, layer in attached.items()}
+    for path in [] if attached else targeted_paths(model, config.target_modules):
+        wide, narrow = linear_shape(model.get_submodule(path)) or (0, 0)
+        shapes[path] = torch.Size((config.rank, wide)), torch.Size((narrow, config.rank))
+    matrices = _matrices(model, folder, shapes)
+    if not attached:
+        apply_lora(model, config)
+    with torch.no_grad():
+        for path, layer in adapters(model):
+            for own, stored in zip((layer.lora_A, layer.lora_B), matrices[path], strict=True):
+                own.copy_(stored)
+    return model
+
+
+def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) -> LoRAConfig:
+    wanted, excluded = described["target_modules"], described.get("exclude_modules")
+    return LoRAConfig(
         rank=described["r"],
         alpha=described["lora_alpha"],
         dropout=described.get("lora_dropout", 0.0),
-        target_modules=described["target_modules"],
+        target_modules=targeted_paths(model, wanted, excluded) if excluded and not attached else wanted,
         use_rslora=described.get("use_rslora", False),
     )
-    if next(adapters(model), None) is None:
-        apply_lora(model, config)
-    elif model.chronicals_lora.scale != config.scale:
-        raise ValueError(f"{folder}: is scaled by {config.scale:g}, the model's adapters by {model.chronicals_lora.scale:g}")
+
+
+def _matrices(model: Any, folder: Path, shapes: Mapping[str, tuple[torch.Size, torch.Size]]) -> dict[str, list[Tensor]]:
+    """A and B by path, all of ``shapes`` and no others."""
     tensors = load_file(folder / WEIGHTS_FILE)
-    with torch.no_grad():
-        for path, layer in adapters(model):
-            for name in ("lora_A", "lora_B"):
-                own, stored = getattr(layer, name), tensors.pop(f"{PREFIX}{path}.{name}.weight", None)
-                if stored is None or stored.shape != own.shape:
-                    raise ValueError(f"{folder}: {path}.{name} is missing or not {tuple(own.shape)}: of another model?")
-                own.copy_(stored)
-            stored, own = tensors.pop(f"{PREFIX}{path}.base_layer.weight", None), layer.base_layer.get_parameter("weight")
-            if stored is not None and not torch.equal(stored.to(own), own):  # PEFT adds it where the head is adapted
-                raise ValueError(f"{folder}: holds another weight for {path} than the model has: of another model?")
+    found: dict[str, list[Tensor]] = {path: [] for path in shapes}
+    for path, expected in shapes.items():
+        for name, shape in zip(("lora_A", "lora_B"), expected, strict=True):
+            stored = tensors.pop(f"{PREFIX}{path}.{name}.weight", None)
+            if stored is None or stored.shape != shape:
+                raise ValueError(f"{folder}: {path}.{name} is missing or not {tuple(shape)}: of another model?")
+            found[path].append(stored)
+        layer = model.get_submodule(path)
+        stored, own = tensors.pop(f"{PREFIX}{path}.base_layer.weight", None), getattr(layer, "base_layer", layer).weight
+        if stored is not None and not torch.equal(stored.to(own), own):  # PEFT adds it where the head is adapted
+            raise ValueError(f"{folder}: holds another weight for {path} than the model has: of another model?")
     if tensors:
         raise ValueError(f"{folder}: holds {len(tensors)} tensors that fit nothing, the first is {next(iter(tensors))}")
-    return model
+    return found
 
 
 def _refuse_what_is_not_plain_lora(folder: Path, described: dict[str, Any]) -> None:
@@ -94,11 +117,21 @@ def _refuse_what_is_not_plain_lora(folder: Path, described: dict[str, Any]) -> N
         "alpha_pattern",
         "modules_to_save",
         "layers_to_transform",
+        "layer_replication",
         "target_parameters",
+        "trainable_token_indices",
         "alora_invocation_tokens",
+        "use_qalora",
+        "use_bdlora",
+        "velora_config",
+        "monteclora_config",
+        "arrow_config",
+        "kasa_config",
+        "megatron_config",
     ):
         if described.get(field):
-            raise ValueError(f"{folder}: {field}={described[field]!r} is not supported in this version")
+            remedy = "merge the adapter into its base with PEFT's merge_and_unload and load that model"
+            raise ValueError(f"{folder}: {field}={described[field]!r} is not supported in this version; {remedy}")
     start = described.get("init_lora_weights", True)
     if start not in (True, False, "gaussian", "orthogonal", "eva"):  # the others change the weights of the base
         raise ValueError(f"{folder}: init_lora_weights={start!r}: an adapter over changed base weights cannot be loaded")
