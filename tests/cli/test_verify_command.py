@@ -34,8 +34,8 @@ def test_a_fault_is_exit_code_1_and_named(command, tmp_path, monkeypatch):
     import sys
 
     apply = sys.modules["chronicals.lora.apply"]
-    right = apply._targets
-    monkeypatch.setattr(apply, "_targets", lambda model, wanted: right(model, wanted)[:-1])
+    right = apply.targeted_paths
+    monkeypatch.setattr(apply, "targeted_paths", lambda model, wanted: right(model, wanted)[:-1])
     done = CliRunner().invoke(app, [*command, "--use-lora", "--lora-rank", "4"])
     assert done.exit_code == 1
     assert "model.layers.1.self_attn.v_proj.lora_A: not trained" in done.stderr

@@ -167,8 +167,8 @@ def a_mean_of_means(monkeypatch, model):
 
 def an_adapter_left_out(monkeypatch, model):
     apply = sys.modules["chronicals.lora.apply"]
-    right = apply._targets
-    monkeypatch.setattr(apply, "_targets", lambda model, wanted: right(model, wanted)[1:])
+    right = apply.targeted_paths
+    monkeypatch.setattr(apply, "targeted_paths", lambda model, wanted: right(model, wanted)[1:])
 
 
 def a_frozen_expert(monkeypatch, model):
