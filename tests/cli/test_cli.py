@@ -189,6 +189,41 @@ def test_data_show_takes_a_recipe(place, within):
     assert wider.code == 0 and wider.stdout.rstrip().endswith("of 128")
 
 
+def test_data_show_draws_the_rows_that_the_seed_of_a_recipe_draws(place, within):
+    from chronicals.data import DataSource, read_records
+
+    first = {}
+    for seed in range(8):
+        (place / "seed.yaml").write_text(f"model: base\ndata: data.jsonl=0.2\nseed: {seed}\n")
+        done = within("data", "show", "seed.yaml", "--rows", 1)
+        _, record = next(read_records(DataSource(str(place / "data.jsonl"), weight=0.2), seed))
+        first[seed] = record["messages"][0]["content"]
+        assert first[seed] in done.stdout
+    assert len(set(first.values())) > 1
+
+
+def test_data_show_packs_and_judges_as_the_recipe_says(place, within, caplog):
+    row = (place / "data.jsonl").read_text().splitlines()[0]
+    (place / "twice.jsonl").write_text(f'{row}\n{row}\n{{"mess\n')
+    recipe = "model: base\ndata: twice.jsonl\nmax_seq_length: 128\nuse_sequence_packing: false\n"
+    (place / "twice.yaml").write_text(recipe)
+    done = within("data", "show", "twice.yaml")
+    assert done.code == 1 and "twice.jsonl:3" in done.stderr
+    (place / "twice.yaml").write_text(recipe + "gate: {unparsable_line: 0.5, duplicate_row: 0.1}\n")
+    done = within("data", "show", "twice.yaml")
+    assert done.code == 0, done.stderr
+    assert "pack 2 " in done.stdout and "row 3:" not in done.stdout
+    assert "warning  unparsable_line" in caplog.text and "error    duplicate_row" in caplog.text
+    (place / "twice.yaml").write_text(recipe + "gate: {duplicate_rows: 0.1}\n")
+    done = within("data", "show", "twice.yaml")
+    assert done.code == 1 and "no rule is named 'duplicate_rows'" in done.stderr
+
+
+def test_data_show_beyond_the_end_says_how_many_rows_there_are(within):
+    done = within("data", "show", "data.jsonl", "--model", "base", "--skip", 100)
+    assert done.code == 1 and "skip=100: there are 40 rows in all" in done.stderr
+
+
 def test_data_show_needs_a_model(within):
     done = within("data", "show", "data.jsonl")
     assert done.code != 0 and "model" in done.stderr

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.text import Text
 
+    from chronicals.config import Recipe
     from chronicals.data import PackPlan, TokenStore
 
 app = typer.Typer(name="data", no_args_is_help=True)
@@ -56,8 +57,9 @@ def show(
     from rich.console import Console
 
     from chronicals.config import Recipe
-    from chronicals.data import BadRow, DataError, Tokenizer, build_store, plan_packs, read_records
+    from chronicals.data import Tokenizer, build_store, plan_packs
     from chronicals.data.building import log_report
+    from chronicals.data.gate import check_shares
     from chronicals.models import load_tokenizer
 
     flags: dict[str, Any] = {
@@ -68,17 +70,14 @@ def show(
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     is_recipe = Path(file).suffix in (".yaml", ".yml")
     config = Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
+    check_shares(config.gate)
+    records = _read(config, skip, rows)
     tokenizer, console = load_tokenizer(config.model, config.trust_remote_code), Console(highlight=False)
-    read = list(itertools.islice(read_records(config.data), skip, skip + rows))
-    for where, record in read:
-        if isinstance(record, BadRow):
-            raise DataError(f"{where}: {record.reason}; leave it out with --skip", record.rule)
-    records = [record for _, record in read if not isinstance(record, BadRow)]
     with TemporaryDirectory() as folder:
         store = build_store(
             records, Tokenizer.configured(tokenizer, config), config.max_seq_length, Path(folder), overlong=config.overlong
         )
-        log_report(f"{file}, rows {skip + 1} to {skip + len(records)}", store.report, {})
+        log_report(f"{file}, rows {skip + 1} to {skip + len(records)}", store.report, config.gate)
         for number in range(len(store)):
             targets, tokens = int(store.targets[number]), int(store.lengths[number])
             console.print(
@@ -86,9 +85,33 @@ def show(
             )
             console.print(drawn(*store.document(number), tokenizer, marks=not console.is_terminal), soft_wrap=True)
         console.print()
-        plan = plan_packs(store.lengths, config.max_seq_length, config.max_documents, config.packing_strategy)
+        limit = config.max_documents if config.use_sequence_packing else 1
+        plan = plan_packs(store.lengths, config.max_seq_length, limit, config.packing_strategy)
         for line in packs(plan, store):
             console.print(line, soft_wrap=True)
+
+
+def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
+    """The rows that are shown, as training would read them, ``BadRow`` in the place of those it would leave out.
+
+    Raises:
+        ConfigurationError: ``skip`` leaves none.
+        DataError: a row cannot be read and the gate lets no such row pass, or there is none at all.
+    """
+    from chronicals.config import ConfigurationError
+    from chronicals.data import BadRow, DataError, read_records
+
+    there = read_records(config.data, config.seed)
+    left_out = sum(1 for _ in itertools.islice(there, skip))
+    read = list(itertools.islice(there, rows))
+    if not read and left_out:
+        raise ConfigurationError(f"skip={skip}: there are {left_out:,} rows in all; skip fewer")
+    if not read:
+        raise DataError("data: holds no rows; give a file with at least one")
+    for where, record in read:
+        if isinstance(record, BadRow) and not config.gate.get(record.rule):
+            raise DataError(f"{where}: {record.reason}; leave it out with --skip, or let it pass by the gate", record.rule)
+    return [record for _, record in read]
 
 
 def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:
