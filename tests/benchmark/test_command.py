@@ -83,6 +83,17 @@ def test_what_is_printed(done):
     assert (folder / "row.png").exists() and result["commit"] == "abc"
 
 
+def test_names_and_notes_are_printed_as_they_are(capsys):
+    row = {"model": "[x] :100:", "mode": "full", "data": "fixed", "tokens_a_step": 128}
+    result = {
+        "row": row, "floor": None, "ratios": {}, "needed_flops_a_token": None, "notes": ["no reference: [/x] :key:"],
+        "arms": {"ours run_name=[y]": {"status": "failed", "reason": "none"}},
+    }  # fmt: skip
+    command._print(result, profile=False)
+    said = capsys.readouterr().out
+    assert "[x] :100:, full, fixed" in said and "no reference: [/x] :key:" in said and said.count("ours run_name=[y]") == 2
+
+
 @pytest.mark.long
 def test_trl_and_torch_compile_train_alike_with_adapters(tmp_path):
     _, result, _ = run(tmp_path, "--mode", "lora", "--steps", 3, "--against", "torch-compile,trl")

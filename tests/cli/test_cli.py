@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import NamedTuple
 
@@ -110,6 +111,39 @@ def test_generate_once_and_in_a_chat(trained, within):
     chat = within("generate", "out", "--max-new-tokens", 3, typed="what is 3?\nand 4?\n\n")
     assert chat.code == 0, chat.stderr
     assert chat.stdout.count("you") >= 3
+
+
+SAID = "d[:key:], d[:x:]\t# :100: [bold]hi[/] [/x] " + "and so on " * 40
+"""What rich would make pictures, tags and lines of."""
+
+
+def test_an_answer_is_printed_as_it_is(within, monkeypatch):
+    monkeypatch.setattr("chronicals.generation.load_trained", lambda *_: types.SimpleNamespace(chats=True))
+    monkeypatch.setattr("chronicals.generation.answer", lambda *_: SAID)
+    assert within("generate", "out", "--prompt", "what?").stdout == SAID + "\n"
+    assert SAID + "\n" in within("generate", "out", typed="what?\n").stdout
+
+
+def test_quickstart_prints_words_as_they_are(within, monkeypatch, tmp_path):
+    from chronicals.training.evaluation import Evaluation
+    from chronicals.training.quickstart import Answer, Quickstart
+
+    words = " ".join(SAID.split())
+    score = Evaluation(1.0, 2.7, 0.5, 10)
+    result = types.SimpleNamespace(report=tmp_path / "[x] :100:", model_dir=tmp_path / "model")
+    done = Quickstart(3, 1000, score, score, [Answer("what is [x]:key:?", SAID, SAID, SAID)] * 2, result)
+    monkeypatch.setattr("chronicals.training.quickstart.run_quickstart", lambda *_: done)
+    said = within("quickstart", "--folder", tmp_path / "quick [y]").stdout
+    assert said.count(f"  {words}\n") == 6 and said.count("what is [x]:key:? (") == 2
+    assert f"report {tmp_path}/[x] :100:\n" in said and said.endswith(f"generate {tmp_path}/quick [y]\n")
+
+
+def test_paths_and_errors_are_printed_as_they_are(place, within):
+    where = "checked [x] :100:" + "/long" * 60
+    done = within("train", "recipe.yaml", "--check", "--output-dir", where)
+    assert done.code == 0 and done.stdout.endswith(f"the report is in {where}\n")
+    done = within("train", "recipe.yaml", "--data", ":key:[a].jsonl")
+    assert done.code == 1 and ":key:[a].jsonl" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def main() -> None:
             raise
         stopped = isinstance(error, Interrupted)
         word = "[bold]stopped[/]" if stopped else "[bold red]error[/]"
-        Console(stderr=True).print(f"{word} {escape(str(error))}", soft_wrap=True)
+        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True).print(f"{word} {escape(str(error))}")
         sys.exit(130 if stopped else 1)
 
 

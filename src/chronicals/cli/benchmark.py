@@ -153,17 +153,17 @@ def _print(result: dict[str, Any], profile: bool) -> None:
     from rich.console import Console
     from rich.markup import escape
 
-    console = Console()
+    console = Console(emoji=False)
     row, floor, gaps = result["row"], result["floor"], None
     for arm in result["arms"].values():
         gaps = gaps or ((arm.get("profile") or {}).get("share") or {}).get("gaps")
     console.print(_speeds(result), _proofs(result), "")
     for name, arm in result["arms"].items():
         if arm.get("reason"):
-            console.print(f"[yellow]{name}[/]: {escape(str(arm['reason']))}", soft_wrap=True)
+            console.print(f"[yellow]{escape(name)}[/]: {escape(str(arm['reason']))}", soft_wrap=True)
     for name, ratio in result["ratios"].items():
         by_round = ", ".join(f"{part:.3f}" for part in ratio["by_round"])
-        console.print(f"ours / {name}: [bold]{ratio['median']:.3f}[/] (rounds {by_round})")
+        console.print(f"ours / {escape(name)}: [bold]{ratio['median']:.3f}[/] (rounds {by_round})")
     if floor:
         kinds = ("products", "attention", "elementwise", "loss", "optimizer")
         parts = ", ".join(f"{kind} {1e3 * floor[kind]:.2f}" for kind in kinds)
@@ -177,27 +177,28 @@ def _print(result: dict[str, Any], profile: bool) -> None:
     if profile:
         _print_profile(console, result)
     for note in result["notes"]:
-        console.print(f"[yellow]{note}[/]")
+        console.print(f"[yellow]{escape(note)}[/]")
 
 
 def _speeds(result: dict[str, Any]) -> Any:
     """Real tokens per second in the median, half the distance of the quartiles, bars, MFU, share of the floor, memory."""
+    from rich.markup import escape
     from rich.table import Table
 
     row, arms = result["row"], result["arms"]
-    table = Table(title=f"{row['model']}, {row['mode']}, {row['data']}", title_justify="left")
+    table = Table(title=escape(f"{row['model']}, {row['mode']}, {row['data']}"), title_justify="left")
     for column in ("arm", "tokens/s", "±", "", "MFU", "floor", "GiB"):
         table.add_column(column, justify="left" if column in ("arm", "") else "right", no_wrap=True)
     rates = {name: arm["tokens_per_second"]["median"] for name, arm in arms.items() if "tokens_per_second" in arm}
     for name in sorted(arms, key=lambda name: -rates.get(name, 0.0)):
         arm = arms[name]
         if name not in rates:
-            table.add_row(name, f"[yellow]{arm['status']}[/]")
+            table.add_row(escape(name), f"[yellow]{arm['status']}[/]")
             continue
         low, high = arm["tokens_per_second"]["quartiles"]
         rate, share = rates[name], arm["share_of_floor"]
         table.add_row(
-            f"[bold]{name}[/]" if name.startswith("ours") else name, f"{rate:,.0f}", f"{(high - low) / 2 / rate:.1%}",
+            f"[bold]{escape(name)}[/]" if name.startswith("ours") else name, f"{rate:,.0f}", f"{(high - low) / 2 / rate:.1%}",
             "█" * max(1, round(12 * rate / max(rates.values()))), _share(arm["mfu"]), _share(share), f"{arm['peak_gib']:.1f}",
         )  # fmt: skip
     return table
@@ -209,6 +210,7 @@ def _share(part: float | None) -> str:
 
 def _proofs(result: dict[str, Any]) -> Any:
     """What stands beside each speed: loss, gradient norm, what was trained, and how far from fp32."""
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table("arm", "loss", "grad norm", "from fp32", "trained", "padding", "warm-up", show_edge=False)
@@ -219,25 +221,25 @@ def _proofs(result: dict[str, Any]) -> Any:
         last = f"{arm['last_loss']:.3f}" if arm["last_loss"] is not None else "?"
         away = arm["parity"]["loss"]["largest_deviation"]
         table.add_row(
-            name, f"{arm['first_loss']:.3f} → {last}", f"{norm:.3f}", f"{away:.1e}" if away is not None else "-",
+            escape(name), f"{arm['first_loss']:.3f} → {last}", f"{norm:.3f}", f"{away:.1e}" if away is not None else "-",
             f"{arm['trained_share']:.2%}", f"{arm['padding_share']:.1%}", f"{arm['warm_up_seconds']:.1f} s",
         )  # fmt: skip
     return table
 
 
 def _print_profile(console: Any, result: dict[str, Any]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
-    for name, arm in result["arms"].items():
+    for arm_name, arm in result["arms"].items():
         found = arm.get("profile")
         if not found:
             continue
-        table = Table("where the time goes", "share", "ms a step", title=name, title_justify="left")
+        table = Table("where the time goes", "share", "ms a step", title=escape(arm_name), title_justify="left")
         for kind, share in sorted(found["share"].items(), key=lambda item: -item[1]):
             table.add_row(kind, f"{share:.1%}", f"{found['milliseconds_a_step'][kind]:.2f}")
         longest = Table("kernel", "kind", "calls a step", "ms a step")
         for kernel in found["kernels"][:15]:
-            longest.add_row(
-                kernel["name"][:70], kernel["kind"], f"{kernel['calls_a_step']:.0f}", f"{kernel['milliseconds_a_step']:.2f}"
-            )
+            name, calls, time = escape(kernel["name"][:70]), kernel["calls_a_step"], kernel["milliseconds_a_step"]
+            longest.add_row(name, kernel["kind"], f"{calls:.0f}", f"{time:.2f}")
         console.print(table, longest)

@@ -27,7 +27,7 @@ def generate(
     console = Console()
     trained = load_trained(model, base_model, trust_remote_code)
     if prompt is not None:
-        console.print(answer(trained, prompt, max_new_tokens, temperature, seed), markup=False)
+        print(answer(trained, prompt, max_new_tokens, temperature, seed))  # noqa: T201
         return
     console.print("[dim]an empty line or Ctrl-D ends[/]")
     messages: list[dict[str, str]] = []
@@ -41,4 +41,4 @@ def generate(
         messages = [*messages, {"role": "user", "content": question}]
         reply = answer(trained, messages if trained.chats else question, max_new_tokens, temperature, seed)
         messages.append({"role": "assistant", "content": reply})
-        console.print(reply, markup=False)
+        print(reply)  # noqa: T201

@@ -20,12 +20,13 @@ def quickstart(
     import shutil
 
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from chronicals.config import ConfigurationError
     from chronicals.training.quickstart import run_quickstart
 
-    console = Console()
+    console = Console(emoji=False, highlight=False, soft_wrap=True)
     if folder.exists():
         if not (folder / "untrained").exists():
             raise ConfigurationError(f"folder={str(folder)!r}: exists; choose another with --folder, or delete it")
@@ -37,11 +38,11 @@ def quickstart(
     table.add_row("token accuracy", f"{done.before.token_accuracy:.1%}", f"{done.after.token_accuracy:.1%}")
     console.print(table)
     for reply, origin in zip(done.answers, ("trained on", "held out")):
-        console.print(f"\n[bold]{reply.question}[/] [dim]({origin})[/]")
+        console.print(f"\n[bold]{escape(reply.question)}[/] [dim]({origin})[/]")
         for word, text in (("before", reply.before), ("after", reply.after), ("documented", reply.documented)):
             console.print(f"[dim]{word:>10}[/]", end="  ")
-            console.print(" ".join(text.split()) or "(nothing)", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"\n[bold]report[/] {done.result.report}\n[bold]model[/]  {done.result.model_dir}")
+            console.print(" ".join(text.split()) or "(nothing)", markup=False)
+    console.print(f"\n[bold]report[/] {escape(str(done.result.report))}\n[bold]model[/]  {escape(str(done.result.model_dir))}")
     console.print("\nnext, on your own data:")
-    console.print("  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora", soft_wrap=True)
-    console.print(f"or talk to this one:\n  chronicals generate {folder}")
+    console.print("  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora")
+    console.print(f"or talk to this one:\n  chronicals generate {escape(str(folder))}")

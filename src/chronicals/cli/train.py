@@ -25,6 +25,7 @@ def train(
     written to `--output-dir`: `model/` (or the adapter), `checkpoints/`, `metrics.jsonl`, `report.html`.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     from chronicals.config import Recipe
     from chronicals.distributed import Ranks
@@ -34,19 +35,19 @@ def train(
     from chronicals.training.preparation import open_stores
 
     plan = Recipe.given(preset, recipe, **flags)
-    config, console = plan.config(), Console()
+    config, console = plan.config(), Console(emoji=False, highlight=False, soft_wrap=True)
     tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
     if check:
         embedding_rows = load_config(plan.model, plan.trust_remote_code).get_text_config().vocab_size
         open_stores(
             plan.data, plan.validation_data, embedding_rows, tokenizer, config, Ranks(), reports=config.output_dir
         )  # fmt: skip
-        console.print(f"the data can be trained on; the report is in {config.output_dir}")
+        console.print(f"the data can be trained on; the report is in {escape(str(config.output_dir))}")
         return
     model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)
     result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:
         console.print(f"[bold]held out[/] {dataclasses.asdict(result.evaluation)}")
-    console.print(f"[bold]model[/]  {result.model_dir}\n[bold]report[/] {result.report}")
-    console.print(f"next: chronicals generate {config.output_dir}")
+    console.print(f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] {escape(str(result.report))}")
+    console.print(f"next: chronicals generate {escape(str(config.output_dir))}")
