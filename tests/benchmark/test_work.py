@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from chronicals.benchmark.arms.loop import padded
-from chronicals.benchmark.arms.trainer import documents_in
+from chronicals.benchmark.arms.trainer import documents_in, train_with_trainer
+from chronicals.benchmark.measurement import Plan
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
 from chronicals.benchmark.work import Document, Work, documents_of, plan_work
 from chronicals.config import ConfigurationError
@@ -122,3 +123,23 @@ def test_micro_batches_are_even():
 def test_documents_are_found_in_a_trainers_batch(inputs):
     tensors = {name: torch.tensor(value) for name, value in inputs.items()}
     assert documents_in(tensors) == [[1, 2], [3, 4, 5]]
+
+
+def test_a_trainers_step_is_as_large_as_ours(tmp_path, monkeypatch):
+    pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
+    work, given = planned(tmp_path, batch_size=2, gradient_accumulation_steps=3), {}
+
+    class Described(Exception):
+        pass
+
+    def described(**fields):
+        given.update(fields)
+        raise Described
+
+    monkeypatch.setattr(trl, "SFTConfig", described)
+    with pytest.raises(Described):
+        train_with_trainer(None, None, work, Plan(steps=2, warm_up=1), "made", packing=False)
+    assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (2, 3)
+    (step,) = work.documents_by_step(1)
+    assert len(step) == 2 * 3

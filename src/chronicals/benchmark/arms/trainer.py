@@ -40,7 +40,8 @@ def train_with_trainer(
     config = work.config()
     described: dict[str, Any] = {
         "output_dir": str(work.folder / "trainer"), "packing": packing, "max_length": config.max_seq_length,
-        "per_device_train_batch_size": config.batch_size, "gradient_accumulation_steps": 1, "max_steps": plan.at_most,
+        "per_device_train_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps, "max_steps": plan.at_most,
         "learning_rate": config.learning_rate, "weight_decay": config.weight_decay, "adam_beta1": config.adam_beta1,
         "adam_beta2": config.adam_beta2, "adam_epsilon": config.adam_epsilon, "lr_scheduler_type": "constant",
         "max_grad_norm": config.max_grad_norm or math.inf,
