@@ -113,6 +113,8 @@ def test_flags_that_are_wrong_are_named():
         command._changes("use_fp8=true,batch_size=4")
     with pytest.raises(ConfigurationError, match="max_steps=50: a benchmark decides it itself"):
         command._recipe(None, {"max_steps": 50})
+    with pytest.raises(ConfigurationError, match=r"trackers=\['wandb'\]: a benchmark decides it itself"):
+        command._recipe(None, {"trackers": ["wandb"]})
     with pytest.raises(ConfigurationError, match="trust_remote_code=True: a benchmark runs no code of a model"):
         command._recipe(None, {"trust_remote_code": True})
 

@@ -12,7 +12,7 @@ from chronicals.benchmark.arms.trainer import documents_in, train_with_trainer
 from chronicals.benchmark.measurement import Plan
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
 from chronicals.benchmark.work import Document, Work, documents_of, plan_work
-from chronicals.config import ConfigurationError
+from chronicals.config import ConfigurationError, Recipe
 
 
 def planned(folder, **changes) -> Work:
@@ -34,6 +34,22 @@ def test_what_the_user_sets_wins_and_what_a_benchmark_decides_is_dropped(tmp_pat
     work = made.work(tmp_path, learning_rate=0.5, max_steps=1000, batch_size=1)
     assert work.config().learning_rate == 0.5 and work.config().max_steps < 20
     assert work.rows_a_micro_batch == 1
+
+
+def test_no_tracker_and_no_evaluation_of_the_users_run_is_in_a_measured_one(tmp_path):
+    recipe = Recipe(
+        model="tiny", data="fixed", trackers=["wandb"], eval_steps=10, early_stopping_patience=2, mixed_precision="fp32"
+    ).config()
+    fields = {name: value for name, value in recipe.to_dict().items() if name in recipe.explicit}
+    for config in (plan_work(tmp_path, "tiny", "fixed", "full", fields, 3, 1).config(), made.work(tmp_path).config()):
+        assert (config.trackers, config.eval_steps, config.early_stopping_patience) == ([], None, None)
+
+
+def test_the_home_folder_is_found_in_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base").mkdir()
+    work = plan_work(tmp_path / "bench", "~/base", "~/rows.jsonl", "full", {}, 3, 1)
+    assert (work.model, work.documents) == (str(tmp_path / "base"), tmp_path / "rows.jsonl")
 
 
 def test_an_unknown_mode_is_named(tmp_path):

@@ -38,7 +38,10 @@ MODES: dict[str, dict[str, Any]] = {
 """What a mode sets where the user does not. Learning rates are constant and small: weights kept in bf16 alone lose
 most of a small update to rounding, and over the steps that are compared this must stay within the tolerance."""
 
-OWN = ("max_steps", "num_epochs", "output_dir", "cache_dir", "save_steps", "eval_steps", "validation_split")
+OWN = (
+    "max_steps", "num_epochs", "output_dir", "cache_dir", "save_steps", "eval_steps", "early_stopping_patience",
+    "validation_split", "trackers",
+)  # fmt: skip
 """Fields of a recipe that a benchmark decides itself."""
 
 SIZES = (
@@ -101,7 +104,7 @@ class Work:
         return ChronicalsConfig(
             **{
                 **self.fields,
-                "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": None,
+                "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": None, "trackers": [],
                 "max_steps": self.warm_up + self.steps + SPARE_STEPS, "cache_dir": self.folder / "tokens",
                 "output_dir": self.folder / run, **changes,
             }
@@ -206,7 +209,7 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         name=model,
         mode=mode,
         data=data,
-        documents=row.absolute() / "documents.jsonl" if built_in else Path(data).absolute(),
+        documents=row.absolute() / "documents.jsonl" if built_in else Path(data).expanduser().absolute(),
         fields=chosen,
         steps=steps or (shape.steps if shape else 20),
         warm_up=warm_up,
@@ -221,7 +224,8 @@ def _place(folder: Path, model: str) -> str:
     """Where arms, which run in a folder of their own, find the weights: a path, or a hub name as it is."""
     if model in SHAPES:
         return str((folder / "weights" / model).absolute())
-    return str(Path(model).absolute()) if Path(model).exists() else model
+    path = Path(model).expanduser()
+    return str(path.absolute()) if path.exists() else model
 
 
 def _vocabulary(model: str) -> int:
