@@ -50,6 +50,14 @@ def test_a_file_of_that_name_has_no_weight(tmp_path, monkeypatch):
     assert data("date=2025") == [DataSource("date", weight=2025)]
 
 
+def test_what_is_in_the_home_folder_is_found_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "year=2024").mkdir()
+    assert data("~/year=2024") == "~/year=2024"
+    assert data("~/y*=2024") == "~/y*=2024"
+    assert data("~/year=2025") == [DataSource("~/year", weight=2025)]
+
+
 @pytest.mark.parametrize(
     ("given", "reason"),
     [

@@ -63,6 +63,14 @@ def test_yaml_numbers_and_overrides(tmp_path):
     assert recipe.config().num_epochs == 2
 
 
+def test_the_home_folder_of_a_recipe(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "recipe.yaml").write_text("model: ~/base\ndata: d\noutput_dir: ~/out\ncache_dir: ~/tokens\n")
+    recipe = Recipe.from_yaml(tmp_path / "recipe.yaml")
+    assert (recipe.model, recipe.output_dir, recipe.cache_dir) == (f"{tmp_path}/base", tmp_path / "out", tmp_path / "tokens")
+    assert recipe.config().output_dir == tmp_path / "out" and Recipe(model="owner/name", data="d").model == "owner/name"
+
+
 def test_replace_keeps_the_kind():
     recipe = Recipe(**GIVEN).replace(seed=3)
     assert type(recipe) is Recipe and recipe.seed == 3 and recipe.explicit == {*GIVEN, "seed"}

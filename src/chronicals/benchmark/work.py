@@ -13,6 +13,7 @@ The order of documents is that of ``BatchStream``: step t holds the same documen
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -209,7 +210,7 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         name=model,
         mode=mode,
         data=data,
-        documents=row.absolute() / "documents.jsonl" if built_in else Path(data).expanduser().absolute(),
+        documents=row.absolute() / "documents.jsonl" if built_in else Path(os.path.expanduser(data)).absolute(),
         fields=chosen,
         steps=steps or (shape.steps if shape else 20),
         warm_up=warm_up,
@@ -224,7 +225,7 @@ def _place(folder: Path, model: str) -> str:
     """Where arms, which run in a folder of their own, find the weights: a path, or a hub name as it is."""
     if model in SHAPES:
         return str((folder / "weights" / model).absolute())
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     return str(path.absolute()) if path.exists() else model
 
 

@@ -6,13 +6,14 @@ import dataclasses
 import difflib
 import functools
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
 import yaml
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 
@@ -81,6 +82,10 @@ def _named_shares(value: Any) -> Any:
 def _none_for_infinity(value: Any) -> Any:
     """JSON knows no infinity."""
     return None if value in (math.inf, "inf", ".inf") else value
+
+
+OwnPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+"""``~`` is the home folder, also where no shell has seen it."""
 
 
 @remembers_what_was_set
@@ -193,8 +198,8 @@ class ChronicalsConfig:
     )
     project: str | None = Field(default=None, description="Project in W&B, experiment in MLflow (default: theirs)")
     run_name: str | None = Field(default=None, description="Name of the run in W&B and MLflow (default: theirs)")
-    output_dir: Path = Field(default=Path("chronicals-output"), description="Where the run is written")
-    cache_dir: Path | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
+    output_dir: OwnPath = Field(default=Path("chronicals-output"), description="Where the run is written")
+    cache_dir: OwnPath | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
 
     explicit = frozenset[str]()

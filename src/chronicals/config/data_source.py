@@ -89,7 +89,8 @@ def _source(value: Any) -> DataSource:
 def _weighted(text: str) -> tuple[str, float]:
     """``path=weight``, unless a file has that name or that pattern."""
     path, sign, weight = text.rpartition("=")
-    if not sign or not path or Path(text).exists() or (glob.has_magic(text) and glob.glob(text, recursive=True)):
+    there = os.path.expanduser(text)
+    if not sign or not path or os.path.exists(there) or (glob.has_magic(text) and glob.glob(there, recursive=True)):
         return text, 1.0
     try:
         return path, float(weight)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import pydantic
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from chronicals.config.config import ChronicalsConfig, remembers_what_was_set
@@ -19,7 +20,9 @@ from chronicals.config.presets import preset_fields
 class Recipe(ChronicalsConfig):
     """A run that can be repeated from a file: ``chronicals train recipe.yaml``."""
 
-    model: str = Field(description="Folder or hub name of the model to start from")
+    model: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
+        description="Folder or hub name of the model to start from"
+    )
     data: Sources = Field(
         description="What to train on: a file, a folder, a pattern or a hub name; path=2 sees each row twice; may be repeated"
     )
