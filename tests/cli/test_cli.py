@@ -166,6 +166,38 @@ def test_errors_say_what_to_do(within, trained, arguments, message):
     assert "Traceback" not in done.stderr
 
 
+def test_what_the_system_refuses_is_an_error_in_a_line(place, within, monkeypatch):
+    (place / "file").touch()
+    done = within("train", "recipe.yaml", "--check", "--output-dir", "file/out")
+    assert done.code == 1 and done.stderr.strip().splitlines()[-1] == "error file/out: Not a directory"
+
+    def died(*_, **__):
+        raise ChildProcessError("a process that tokenises was killed; dataset_num_proc=1 needs none")
+
+    monkeypatch.setattr("chronicals.training.preparation.open_stores", died)
+    done = within("train", "recipe.yaml", "--check")
+    assert done.code == 1 and done.stderr.strip() == "error a process that tokenises was killed; dataset_num_proc=1 needs none"
+
+
+@pytest.mark.parametrize("command", [["evaluate", "base"], ["verify", "recipe.yaml"]])
+def test_where_figures_go_is_seen_to_before_the_work(place, within, monkeypatch, command):
+    class Began(ValueError):
+        pass
+
+    def begin(*_):
+        raise Began("the work began")
+
+    monkeypatch.setattr("chronicals.generation.load_trained", begin)
+    monkeypatch.setattr("chronicals.models.load_model", begin)
+    folder = f"figures-of-{command[0]}"
+    done = within(*command, "--data", "data.jsonl", "--output", f"{folder}/of/it.json")
+    assert "the work began" in done.stderr and (place / folder / "of").is_dir()
+    done = within(*command, "--data", "data.jsonl", "--output", folder)
+    assert done.code == 1 and f"output='{folder}': is a folder; name a file" in done.stderr
+    done = within(*command, "--data", "data.jsonl", "--output", "data.jsonl/it.json")
+    assert done.code == 1 and "error data.jsonl: File exists" in done.stderr
+
+
 def test_unknown_field_names_the_nearest(place, within):
     (place / "typo.yaml").write_text("model: base\ndata: data.jsonl\nlearning_rat: 1.0\n")
     done = within("train", "typo.yaml")

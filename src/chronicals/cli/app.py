@@ -50,15 +50,22 @@ def main() -> None:
     _quieten()
     try:
         app()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         from chronicals.training.errors import Interrupted, TrainingFailure
 
-        if not isinstance(error, (ValueError, TrainingFailure)):
+        if not isinstance(error, (ValueError, TrainingFailure, OSError)):
             raise
         stopped = isinstance(error, Interrupted)
         word = "[bold]stopped[/]" if stopped else "[bold red]error[/]"
-        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True).print(f"{word} {escape(str(error))}")
+        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True).print(f"{word} {escape(_words(error))}")
         sys.exit(130 if stopped else 1)
+
+
+def _words(error: Exception) -> str:
+    """What an error says; of one the system reported, the file first."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return str(error) or type(error).__name__
 
 
 def _quieten() -> None:

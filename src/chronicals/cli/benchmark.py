@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from chronicals.cli.options import with_recipe_flags
+from chronicals.cli.options import make_room_for, with_recipe_flags
 
 
 @with_recipe_flags
@@ -59,8 +59,7 @@ def benchmark(
     from chronicals.benchmark.work import plan_work
 
     console = Console(stderr=True)
-    if output:
-        output.parent.mkdir(parents=True, exist_ok=True)
+    make_room_for(output)
     name, data, fields, uses_lora = _recipe(recipe, flags)
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     options = Options(

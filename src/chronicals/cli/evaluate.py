@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from chronicals.cli.options import make_room_for
+
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
@@ -33,6 +35,7 @@ def evaluate(
     from chronicals.generation import load_trained
     from chronicals.training.evaluation import evaluate_data
 
+    make_room_for(output)
     trained = load_trained(model, base_model, trust_remote_code)
     asked = {
         "max_seq_length": max_seq_length, "objective": objective, "train_on_roles": train_on_roles,

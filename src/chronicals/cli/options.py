@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import types
 import typing
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from typing import Any
 
 import typer
 
-from chronicals.config import Recipe
+from chronicals.config import ConfigurationError, Recipe
 
 
 def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,6 +41,20 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     wrapper.__name__, wrapper.__doc__ = command.__name__, command.__doc__
     wrapper.__annotations__ = {p.name: p.annotation for p in (*own, *options)}
     return wrapper
+
+
+def make_room_for(output: Path | None) -> None:
+    """Make the folder of a file that is written when the work is done, and see before it that this can be.
+
+    Raises:
+        ConfigurationError: it cannot be written there.
+    """
+    if output is None:
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
+        reason = "is a folder" if output.is_dir() else "may not be written"
+        raise ConfigurationError(f"output={str(output)!r}: {reason}; name a file that can be written")
 
 
 def _help(field: dataclasses.Field) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.options import with_recipe_flags
+from chronicals.cli.options import make_room_for, with_recipe_flags
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +44,7 @@ def verify(
 
     plan = Recipe.given(preset, recipe, **flags)
     config, console = plan.config(), Console(stderr=True)
+    make_room_for(output)
     tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
     model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)
     with Progress(console=console, transient=True) as bar:
