@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import os
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -33,7 +34,8 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
 
     def wrapper(**given: Any) -> Any:
         flags = {name: given.pop(name) for name in list(given) if name not in names}
-        return command(**given, **{name: value for name, value in flags.items() if value not in (None, [])})
+        set_here = {name: value for name, value in flags.items() if value not in (None, [])}
+        return command(**given, **{name: _one_text(hints[name], value) for name, value in set_here.items()})
 
     hinted = typing.get_type_hints(command, include_extras=True)
     own = [p.replace(annotation=hinted[p.name], kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
@@ -55,6 +57,14 @@ def make_room_for(output: Path | None) -> None:
     if output.is_dir() or not os.access(output if output.exists() else output.parent, os.W_OK):
         reason = "is a folder" if output.is_dir() else "may not be written"
         raise ConfigurationError(f"output={str(output)!r}: {reason}; name a file that can be written")
+
+
+def _one_text(hint: Any, value: Any) -> Any:
+    """A flag given once as a text where its field takes one, unless it is a plain name: a pattern, ``all-linear``."""
+    takes_text = typing.get_origin(hint) is types.UnionType and str in typing.get_args(hint)
+    if takes_text and isinstance(value, list) and len(value) == 1 and not re.fullmatch(r"[\w.]+", value[0]):
+        return value[0]
+    return value
 
 
 def _help(field: dataclasses.Field) -> str:

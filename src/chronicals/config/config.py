@@ -131,7 +131,7 @@ class ChronicalsConfig:
     lora_alpha: float = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
     lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
     lora_target_modules: list[str] | str | None = Field(
-        default=None, description="Linear layers to adapt: names, or a regular expression (default: all but the head)"
+        default=None, description="Linear layers to adapt: names, or one regular expression (default: all but the head)"
     )
     use_rslora: bool = Field(default=False, description="Scale adapters by alpha / sqrt(rank)")
     use_lora_plus: bool = Field(default=True, description="With LoRA: matrix B learns faster than A")
