@@ -105,6 +105,25 @@ def test_evaluate_scores_what_the_run_trained(place, within):
     assert targets("--objective", "sft", "--max-seq-length", 128) > answers
 
 
+def test_evaluate_takes_the_gate_of_the_run_or_another(place, within):
+    rows = (place / "data.jsonl").read_text() + '{"prompt": "what?", "completion": ""}\n'
+    (place / "one-silent.jsonl").write_text(rows)
+    flags = "--data", "one-silent.jsonl", "--gate", "empty_answer=0.1", "--max-steps", 1, "--output-dir", "let-pass"
+    assert within("train", "recipe.yaml", *flags).code == 0
+    asked = "evaluate", "let-pass", "--data", "one-silent.jsonl"
+    assert within(*asked).code == 0
+    strict = within(*asked, "--gate", "empty_answer=0")
+    assert strict.code == 1 and "empty_answer: 1 " in strict.stderr
+    plain = "evaluate", "base", "--data", "one-silent.jsonl"
+    assert within(*plain).code == 1 and within(*plain, "--gate", "empty_answer=0.1").code == 0
+
+
+@pytest.mark.parametrize("flag, value", [("--max-seq-length", 0), ("--objective", ""), ("--train-on-turns", "")])
+def test_evaluate_refuses_what_a_run_would(within, flag, value):
+    done = within("evaluate", "base", "--data", "data.jsonl", flag, value)
+    assert done.code == 1 and f"{flag[2:].replace('-', '_')}={value!r}: " in done.stderr
+
+
 def test_generate_once_and_in_a_chat(trained, within):
     once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
     assert once.code == 0, once.stderr

@@ -20,13 +20,14 @@ def evaluate(
     objective: Annotated[str | None, typer.Option(help="sft or pretraining")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages count; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="all, or last")] = None,
+    gate: Annotated[list[str] | None, typer.Option(help="Share of the rows a finding may touch, name=share")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
     """Held-out loss, perplexity and token accuracy, as a table and as JSON.
 
-    Means over every target that training would train, tokenised as it would be. Width, objective, roles and turns are those of
-    the run, where MODEL comes from one; else 2048, sft, the assistant's and all.
+    Means over every target that training would train, tokenised as it would be. Width, objective, roles, turns and gate are
+    those of the run, where MODEL comes from one; else 2048, sft, the assistant's, all, and the gate's own shares.
     """
     from rich.console import Console
     from rich.table import Table
@@ -39,10 +40,10 @@ def evaluate(
     trained = load_trained(model, base_model, trust_remote_code)
     asked = {
         "max_seq_length": max_seq_length, "objective": objective, "train_on_roles": train_on_roles,
-        "train_on_turns": train_on_turns,
+        "train_on_turns": train_on_turns, "gate": gate,
     }  # fmt: skip
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.taught}
-    fields |= {name: value for name, value in asked.items() if value}
+    fields |= {name: value for name, value in asked.items() if value not in (None, [])}
     recipe = Recipe(model=model, data=data, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     figures = evaluate_data(trained.model, trained.tokenizer, recipe.data, recipe.config()).to_dict()
     table = Table("measure", "value")
