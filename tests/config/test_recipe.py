@@ -17,6 +17,35 @@ def test_steps_or_epochs_that_were_given_stay():
     assert (config.max_steps, config.num_epochs) == (7, None)
 
 
+def test_a_length_that_is_given_later_sets_aside_the_other_way_to_say_it(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: m\ndata: d\nnum_epochs: 2\n")
+    for read in (Recipe.given(None, file, max_steps=7), Recipe.from_yaml(file, max_steps=7)):
+        assert (read.config().max_steps, read.config().num_epochs) == (7, None)
+    assert Recipe.given(None, file).config().num_epochs == 2
+    file.write_text("model: m\ndata: d\nmax_steps: 7\n")
+    assert Recipe.given(None, file, num_epochs=2).config().explicit == {"num_epochs"}
+    with pytest.raises(ConfigurationError, match="give one of the two"):
+        Recipe.given(None, file, max_steps=7, num_epochs=2)
+    file.write_text("model: m\ndata: d\nmax_steps: 7\nnum_epochs: 2\n")
+    with pytest.raises(ConfigurationError, match="give one of the two"):
+        Recipe.given(None, file)
+
+
+def test_no_number_of_epochs_is_one_epoch(tmp_path):
+    (tmp_path / "recipe.yaml").write_text("model: m\ndata: d\nnum_epochs: null\n")
+    recipe = Recipe.from_yaml(tmp_path / "recipe.yaml")
+    assert recipe.config().num_epochs == 1
+    assert recipe.replace(max_steps=7).config().num_epochs is None
+
+
+def test_no_trackers():
+    for said in ("none", ["none"], []):
+        assert Recipe(**GIVEN, trackers=said).config().trackers == []
+    with pytest.raises(ConfigurationError, match="trackers='none': Input should be 'tensorboard'"):
+        Recipe(**GIVEN, trackers=["wandb", "none"])
+
+
 def test_the_configuration_has_what_was_set_and_nothing_else():
     recipe = Recipe(**GIVEN, validation_data="held.jsonl", trust_remote_code=True, use_lora=True, seed=9, max_steps=3)
     config = recipe.config()

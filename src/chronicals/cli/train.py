@@ -21,8 +21,8 @@ def train(
 ) -> None:
     """Train a model: `chronicals train --model DIR_OR_HUB --data FILE`, or `chronicals train recipe.yaml`.
 
-    A flag overrides the field of the recipe. Without `--max-steps` and `--num-epochs` there is one epoch. What is
-    written to `--output-dir`: `model/` (or the adapter), `checkpoints/`, `metrics.jsonl`, `report.html`.
+    A flag overrides the field of the recipe, `--max-steps` also its `num_epochs`, and the reverse. Without both there is one
+    epoch. What is written to `--output-dir`: `model/` (or the adapter), `checkpoints/`, `metrics.jsonl`, `report.html`.
     """
     from rich.console import Console
     from rich.markup import escape

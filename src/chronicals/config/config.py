@@ -7,7 +7,7 @@ import difflib
 import functools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -79,6 +79,11 @@ def _named_shares(value: Any) -> Any:
     return dict(text.split("=", 1) for text in value) if isinstance(value, list) and all("=" in t for t in value) else value
 
 
+def _none_named(value: Any) -> Any:
+    """``none``, as the command line says that there are to be none, as a list."""
+    return [] if value in ("none", ["none"]) else value
+
+
 def _none_for_infinity(value: Any) -> Any:
     """JSON knows no infinity."""
     return None if value in (math.inf, "inf", ".inf") else value
@@ -86,6 +91,15 @@ def _none_for_infinity(value: Any) -> Any:
 
 OwnPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
 """``~`` is the home folder, also where no shell has seen it."""
+
+
+def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """``fields`` under ``others``, which win: where these say how long the run is, it is not said in both ways."""
+    kept = dict(fields)
+    for name, other in (("max_steps", "num_epochs"), ("num_epochs", "max_steps")):
+        if others.get(name) is not None:
+            kept.pop(other, None)
+    return {**kept, **others}
 
 
 @remembers_what_was_set
@@ -193,8 +207,8 @@ class ChronicalsConfig:
     )
     save_steps: Positive | None = Field(default=500, description="Checkpoint every so many steps; one always at the end")
     save_total_limit: Positive = Field(default=2, description="Checkpoints kept")
-    trackers: list[Literal["tensorboard", "wandb", "mlflow"]] | None = Field(
-        default=None, description="Experiment trackers (default: TensorBoard where it is installed)"
+    trackers: Annotated[list[Literal["tensorboard", "wandb", "mlflow"]] | None, BeforeValidator(_none_named)] = Field(
+        default=None, description="Experiment trackers, or none (default: TensorBoard where it is installed)"
     )
     project: str | None = Field(default=None, description="Project in W&B, experiment in MLflow (default: theirs)")
     run_name: str | None = Field(default=None, description="Name of the run in W&B and MLflow (default: theirs)")
@@ -285,12 +299,12 @@ class ChronicalsConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path, **overrides: Any) -> Self:
-        """Read a YAML mapping of fields; ``overrides`` win.
+        """Read a YAML mapping of fields; ``overrides`` win, a length of the run over the other way to say it as well.
 
         Raises:
             ConfigurationError: the file is missing, is not a mapping, or holds a wrong field.
         """
-        return cls(**{**cls.read_yaml(path), **overrides})
+        return cls(**laid_over(cls.read_yaml(path), overrides))
 
     @staticmethod
     def read_yaml(path: str | Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from chronicals.config.config import ChronicalsConfig, remembers_what_was_set
+from chronicals.config.config import ChronicalsConfig, laid_over, remembers_what_was_set
 from chronicals.config.data_source import OptionalSources, Sources
 from chronicals.config.presets import preset_fields
 
@@ -36,12 +36,13 @@ class Recipe(ChronicalsConfig):
         Raises:
             ConfigurationError: there is no such preset or file, or a field is wrong.
         """
-        return cls(**{**(preset_fields(preset) if preset else {}), **(cls.read_yaml(file) if file else {}), **flags})
+        fields = laid_over(preset_fields(preset) if preset is not None else {}, cls.read_yaml(file) if file is not None else {})
+        return cls(**laid_over(fields, flags))
 
     def config(self) -> ChronicalsConfig:
         """The configuration without the model and the data; one epoch where neither steps nor epochs were given."""
         own = {"model", "data", "validation_data", "trust_remote_code"}
         chosen = {name: getattr(self, name) for name in self.explicit - own}
-        if not {"max_steps", "num_epochs"} & self.explicit:
+        if "max_steps" not in self.explicit and self.num_epochs is None:
             chosen["num_epochs"] = 1
         return ChronicalsConfig(**chosen)
