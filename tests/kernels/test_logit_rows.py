@@ -162,6 +162,20 @@ def test_a_target_outside_the_vocabulary_does_not_pass_unseen(target, device):
         assert rows.isnan().nonzero().flatten().tolist() == [0]
 
 
+@pytest.mark.parametrize("target", [-1, -99, VOCABULARY, 10**6])
+def test_without_a_kernel_a_target_outside_the_vocabulary_is_refused_on_the_cpu(target):
+    """Not taken for the first word of the vocabulary, neither by log-probabilities nor by their gradient."""
+    x, targets = rows_of_logits(torch.float32, torch.device("cpu"))
+    targets[2], nothing = target, torch.zeros(len(x))
+    refused = pytest.raises(IndexError, match=f"targets hold {target}: outside the vocabulary of {VOCABULARY}")
+    with refused:
+        module.log_probabilities_reference(x, targets, Shape(), False)
+    with refused:
+        module.log_probability_gradient_reference_(x, targets, nothing, None, nothing, nothing, Shape())
+    with refused:
+        module.loss_and_gradient_reference_(x, targets, None, Shape(), True)
+
+
 MUTATIONS_OF_ONE_PASS = {
     "no -1 at the target": ("- reference) - whole / steepness", "- reference)"),
     "no slope of the softcap": ("numerator *= 1.0 - (z", "numerator *= 1.0 - 0 * (z"),

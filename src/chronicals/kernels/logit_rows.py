@@ -323,6 +323,19 @@ def shaped_reference(x: Tensor, shape: Shape) -> Tensor:
     return z if shape.softcap is None else shape.softcap * torch.tanh(z / shape.softcap)
 
 
+def _places(targets: Tensor, vocabulary: int) -> Tensor:
+    """``[rows, 1]``: where each target stands, 0 where it is ignored.
+
+    Raises:
+        IndexError: one is outside the vocabulary; only the CPU is asked.
+    """
+    at = targets.masked_fill(targets == IGNORED, 0)
+    if at.device.type == "cpu" and at.numel() and not 0 <= int(at.min()) <= int(at.max()) < vocabulary:
+        outside = int(at[(at < 0) | (at >= vocabulary)][0])
+        raise IndexError(f"targets hold {outside}: outside the vocabulary of {vocabulary}; {IGNORED} is what is ignored")
+    return at[:, None]
+
+
 def _chain_(d_z: Tensor, z: Tensor, x: Tensor, shape: Shape) -> None:
     d_z *= shape.scale
     if shape.softcap is not None:
@@ -334,8 +347,7 @@ def loss_and_gradient_reference_(
     x: Tensor, targets: Tensor, weights: Tensor | None, shape: Shape, wants_gradient: bool
 ) -> Tensor:
     z = shaped_reference(x, shape)
-    kept = targets != IGNORED
-    at_target = targets.masked_fill(~kept, 0)[:, None]
+    kept, at_target = targets != IGNORED, _places(targets, x.shape[1])
     of_row = kept.to(z.dtype) if weights is None else kept * weights.to(z.dtype)
     smoothing = shape.label_smoothing
     log_p = torch.log_softmax(z, 1)  # not z − logsumexp(z), which loses what log_softmax keeps of a likely target
@@ -355,7 +367,7 @@ def loss_and_gradient_reference_(
 def log_probabilities_reference(x: Tensor, targets: Tensor, shape: Shape, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     z = shaped_reference(x, shape)
     log_p = torch.log_softmax(z, 1)
-    at_target = log_p.gather(1, targets.clamp(min=0)[:, None]).squeeze(1).masked_fill(targets == IGNORED, 0.0)
+    at_target = log_p.gather(1, _places(targets, x.shape[1])).squeeze(1).masked_fill(targets == IGNORED, 0.0)
     entropy = (
         -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(1) if wants_entropy else torch.zeros_like(at_target)
     )
@@ -370,7 +382,7 @@ def log_probability_gradient_reference_(
     p = log_p.exp()
     of_target = d_log_p.to(z.dtype).masked_fill(targets == IGNORED, 0.0)[:, None]
     d_z = -of_target * p
-    d_z.scatter_add_(1, targets.clamp(min=0)[:, None], of_target)
+    d_z.scatter_add_(1, _places(targets, x.shape[1]), of_target)
     if d_entropy is not None:
         d_z -= d_entropy.to(z.dtype)[:, None] * p * (log_p + entropy[:, None])
     _chain_(d_z, z, x, shape)

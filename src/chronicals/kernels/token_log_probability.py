@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.logit_rows import Shape, log_probabilities, log_probability_gradient_
+from chronicals.kernels.logit_rows import IGNORED, Shape, log_probabilities, log_probability_gradient_
 
 
 def chunks(rows: int, size: int) -> list[slice]:
@@ -163,8 +163,8 @@ def token_log_probability(
 
     Args:
         hidden: ``[T, D]``; differentiable, like ``weight`` ``[V, D]`` and ``bias`` ``[V]`` where they require it.
-        targets: int64 ``[T]``; the log-probability of −100 is 0, on a card NaN outside the vocabulary. The entropy is
-            that of every row.
+        targets: int64 ``[T]``; the log-probability of −100 is 0. One outside the vocabulary is an IndexError on the CPU; on a
+            card its log-probability is NaN. The entropy is that of every row.
         scale, softcap: applied to the logits, in this order; ``scale`` is one over a temperature.
         chunk_size: no more rows of logits than these exist at a time.
         entropy: whether entropies are wanted; zeros otherwise.
@@ -190,7 +190,7 @@ def token_log_probability_reference(
     z = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
     z = z if softcap is None else softcap * torch.tanh(z / softcap)
     log_p = torch.log_softmax(z, 1)
-    ignored = targets < 0
+    ignored = targets == IGNORED
     return (
         log_p.gather(1, targets.masked_fill(ignored, 0)[:, None]).squeeze(1).masked_fill(ignored, 0.0),
         -(log_p.exp() * log_p).sum(1),
