@@ -161,7 +161,7 @@ def test_paths_and_errors_are_printed_as_they_are(place, within):
     where = "checked [x] :100:" + "/long" * 60
     done = within("train", "recipe.yaml", "--check", "--output-dir", where)
     assert done.code == 0 and done.stdout.endswith(f"the report is in {where}\n")
-    done = within("train", "recipe.yaml", "--data", ":key:[a].jsonl")
+    done = within("train", "recipe.yaml", "--data", ":key:[a].jsonl", "--output-dir", "untouched")
     assert done.code == 1 and ":key:[a].jsonl" in done.stderr
 
 
