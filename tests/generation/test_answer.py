@@ -93,6 +93,29 @@ def test_evaluation_tokenises_as_training_did(overfitted, tmp_path):
     assert evaluation.loss == pytest.approx(runs.trajectory(overfitted.parent)[-1][1], rel=0.05)
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_an_adapter_as_peft_saves_it_speaks_as_its_model_does(tmp_path, named):
+    """Without a tokenizer beside it; one that is there is taken."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    tiny.llama().save_pretrained(base)
+    tiny.tokenizer().save_pretrained(base)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(base), peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    model.save_pretrained(folder)
+    if not named:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
+    trained = load_trained(folder, None if named else str(base))
+    assert trained.chats and trained.tokenizer.get_vocab() == tiny.tokenizer().get_vocab()
+    assert isinstance(answer(trained, QUESTION, max_new_tokens=3), str)
+    own = tiny.tokenizer()
+    own.chat_template = None
+    own.save_pretrained(folder)
+    assert not load_trained(folder, str(base)).chats
+
+
 def test_a_folder_without_a_model(tmp_path):
     with pytest.raises(ValueError, match="neither a model"):
         load_trained(tmp_path)

@@ -50,7 +50,7 @@ class Trained:
 
 
 def load_trained(folder: str | Path, base_model: str | None = None, trust_remote_code: bool = False) -> Trained:
-    """Load a model, an adapter, a checkpoint, or the folder of a whole run.
+    """Load a model, an adapter, a checkpoint, or the folder of a whole run; with an adapter's own tokenizer or its model's.
 
     Args:
         folder: any of them, or a hub name.
@@ -70,9 +70,10 @@ def load_trained(folder: str | Path, base_model: str | None = None, trust_remote
         if not base:
             raise ValueError(f"{path}: an adapter that does not say which model it belongs to; give base_model")
         model = load_adapter(load_model(base, dtype, trust_remote_code), path)
+        spoken = path if any(path.glob("tokenizer*")) else base  # PEFT writes none beside its adapter
     else:
-        model = load_model(path, dtype, trust_remote_code)
-    tokenizer = load_tokenizer(path, trust_remote_code)
+        model, spoken = load_model(path, dtype, trust_remote_code), path
+    tokenizer = load_tokenizer(spoken, trust_remote_code)
     return Trained(_on_card(model), tokenizer, tuple(about.get("kinds", ())), about.get("taught", {}))
 
 
