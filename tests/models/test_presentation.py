@@ -1,5 +1,7 @@
 """Packed, padded or alone: a document's logits and the gradients of all parameters are the same."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -68,6 +70,50 @@ def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
     for name in expected:
         assert expected[name].any(), name
         assert distance(got[name], expected[name]) <= TOLERANCE, name
+
+
+PEFT = {
+    "plain": ({"lora_dropout": 0.0}, True),
+    "dora": ({"use_dora": True}, True),
+    "rows of the embedding": ({"trainable_token_indices": [5, 6]}, True),
+    "active after some tokens": ({"alora_invocation_tokens": [5, 6]}, False),
+}
+
+
+@pytest.mark.parametrize("kind", PEFT)
+def test_pefts_wrapping_is_looked_through_where_its_adapters_take_every_token_by_itself(kind):
+    """Packed, then, as the class in it is: the same states and gradients of the adapters as from padded rows."""
+    peft = pytest.importorskip("peft")
+    options, looked_through = PEFT[kind]
+    inner = build("llama")
+    model = peft.get_peft_model(
+        inner, peft.LoraConfig(r=3, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **options)
+    )
+    presented = present(model)
+    assert (presented.model is inner) == presented.packed == looked_through
+    if not looked_through:
+        return
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    batch = hand_made_batch([torch.randint(1, 61, (length,)) for length in (7, 2, 11)])
+    batch = dataclasses.replace(batch, targets=batch.input_ids)
+    upstream = torch.randn(len(batch), 32)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    found = []
+    for way in (presented, present(model, packing=False)):
+        with way.attending_documents():
+            states = way.hidden_states(batch)
+        found.append([states, *torch.autograd.grad((states * upstream).sum(), trained)])
+    for got, expected in zip(*found, strict=True):
+        assert expected.any() and distance(got, expected) <= TOLERANCE
+
+
+def test_pefts_prompts_are_not_looked_through():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+    presented = present(model)
+    assert presented.model is model and not presented.packed
 
 
 @pytest.mark.parametrize("family", PACKABLE + PADDED)

@@ -60,6 +60,17 @@ def test_lora_is_written_for_peft_and_the_base_is_untouched(tmp_path):
         assert torch.equal(tensor, base[name])
 
 
+def test_a_model_in_pefts_wrapping_trains_in_packs(tmp_path, caplog):
+    """As the model in it does; adapters of ours on top are refused."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    with caplog.at_level("INFO"):
+        runs.train(tmp_path, model=peft.get_peft_model(tiny.llama(), config), max_steps=2)
+    assert "use_sequence_packing: on" in caplog.text and "use_fused_kernels: on" in caplog.text
+    with pytest.raises(ValueError, match="leave use_lora out"):
+        runs.train(tmp_path / "both", model=peft.get_peft_model(tiny.llama(), config), use_lora=True)
+
+
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_mixed_precision_learns(tmp_path, mode):
     model = tiny.llama()

@@ -75,7 +75,7 @@ class PresentedModel:
     """A model together with the way it takes a Batch.
 
     Attributes:
-        model: the Hugging Face model.
+        model: the Hugging Face model, without PEFT's wrapping by LoRA.
         packed: True where it takes documents end to end.
         head_is_read: True where its head is taken as tensors, False where the model's own logits must be used.
     """
@@ -185,15 +185,24 @@ def padded_arguments(batch: Batch) -> tuple[dict[str, Any], Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "use_cache": False}, places
 
 
+def within_lora(model: Any) -> Any:
+    """The model in PEFT's wrapping by LoRA, whose layers take every token by itself; any other model as it is."""
+    adapters = getattr(model, "peft_config", {}) if hasattr(model, "get_base_model") else {}
+    plain = [a.peft_type == "LORA" and not getattr(a, "alora_invocation_tokens", None) for a in adapters.values()]
+    return model.get_base_model() if plain and all(plain) else model
+
+
 def present(model: Any, packing: bool = True, fused_head: bool = True) -> PresentedModel:
     """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
 
     Args:
+        model: a Hugging Face model, or PEFT's wrapping of one, which with LoRA is looked through.
         packing: False always takes padded rows.
         fused_head: False always takes the model's own logits.
     """
     from chronicals.models.packability import prove_packability
 
+    model = within_lora(model)
     proof = prove_packability(model)
     head_is_read = False
     if fused_head and proof.head_proved:

@@ -110,6 +110,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
             ),
         )
     presented = present(model, fused_head=config.use_fused_kernels)
+    model = presented.model
     if reason := why_neighbours_matter(model.config, config.max_seq_length):
         logger.warning("%s", reason)
     forget_policies(model)
