@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from chronicals.benchmark.work import SIZES, plan_work
 from chronicals.cli import benchmark as command
+from chronicals.cli.app import app
 from chronicals.config import ConfigurationError, Recipe
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
@@ -109,6 +111,8 @@ def test_flags_that_are_wrong_are_named():
         command._peers("ligr", "fixed")
     with pytest.raises(ConfigurationError, match="variant='dropout'"):
         command._changes("dropout")
+    with pytest.raises(ConfigurationError, match=r"variant='memory=\[tiled_mlp': a value that is not YAML"):
+        command._changes("memory=[tiled_mlp")
     with pytest.raises(ConfigurationError, match="variant='use_fp8=true,batch_size=4': batch_size decides what a step holds"):
         command._changes("use_fp8=true,batch_size=4")
     with pytest.raises(ConfigurationError, match="max_steps=50: a benchmark decides it itself"):
@@ -117,6 +121,21 @@ def test_flags_that_are_wrong_are_named():
         command._recipe(None, {"trackers": ["wandb"]})
     with pytest.raises(ConfigurationError, match="trust_remote_code=True: a benchmark runs no code of a model"):
         command._recipe(None, {"trust_remote_code": True})
+
+
+@pytest.mark.parametrize("option", ["--variant", "--scouted-variant"])
+@pytest.mark.parametrize(
+    "changes, message",
+    [("lora_droput=0.5", "did you mean 'lora_dropout'"), ("logits_chunk_size=0", "logits_chunk_size=0: Input should")],
+)
+def test_a_variant_that_is_no_configuration_is_named_before_anything_runs(tmp_path, monkeypatch, option, changes, message):
+    def measure(*_):
+        raise AssertionError("an arm would run")
+
+    monkeypatch.setattr("chronicals.benchmark.rounds.measure", measure)
+    given = ["benchmark", "--model", "tiny", "--folder", str(tmp_path), option, changes]
+    done = CliRunner().invoke(app, given)
+    assert isinstance(done.exception, ConfigurationError) and message in str(done.exception)
 
 
 def test_a_mode_that_contradicts_the_recipe_is_refused(tmp_path):

@@ -75,6 +75,8 @@ def benchmark(
     with contextlib.ExitStack() as scratch:
         place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))
         work = plan_work(place, name, data, mode or ("lora" if uses_lora else "full"), fields, steps, warm_up)
+        for changes in (*options.variants, *options.scouted):
+            work.config(**changes)  # raises here, before any arm has run, where a field is unknown or has a wrong value
         with console.status("") as status:
 
             def say(words: str) -> None:
@@ -139,7 +141,10 @@ def _changes(text: str) -> dict[str, Any]:
     pairs = [part.partition("=") for part in re.split(r",(?![^\[]*\])", text)]  # not at commas of a list
     if not all(name and sign for name, sign, _ in pairs):
         raise ConfigurationError(f"variant={text!r}: expected field=value, with commas between several")
-    changes = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    try:
+        changes = {name.strip(): yaml.safe_load(value) for name, _, value in pairs}
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"variant={text!r}: a value that is not YAML: {' '.join(str(error).split())}") from error
     if wrong := STEPS & changes.keys():
         raise ConfigurationError(
             f"variant={text!r}: {min(wrong)} decides what a step holds or trains, and arms are compared step by step; "
