@@ -100,6 +100,24 @@ def test_the_home_folder_of_a_recipe(tmp_path, monkeypatch):
     assert recipe.config().output_dir == tmp_path / "out" and Recipe(model="owner/name", data="d").model == "owner/name"
 
 
+@pytest.mark.parametrize("text, twice", [("model: a\nmodel: b\ndata: d\n", "model"), ("data: {path: a, path: b}\n", "path")])
+def test_a_field_that_stands_twice_is_refused(tmp_path, text, twice):
+    (tmp_path / "recipe.yaml").write_text(text)
+    with pytest.raises(ConfigurationError, match=rf"{twice} stands twice; keep one\n.*line"):
+        Recipe.from_yaml(tmp_path / "recipe.yaml")
+
+
+@pytest.mark.parametrize("field", ["learning_rate", "lora_alpha", "lora_plus_ratio", "weight_decay", "adam_epsilon"])
+def test_infinity_is_no_size(field):
+    with pytest.raises(ConfigurationError, match=f"^{field}=inf: Input should be a finite number"):
+        Recipe(**GIVEN, **{field: float("inf")})
+
+
+def test_a_wrong_share_of_the_gate_is_named_with_its_rule():
+    with pytest.raises(ConfigurationError, match="^gate: cut_stop='x': Input should be a valid number"):
+        Recipe(**GIVEN, gate=["duplicate_row=0.1", "cut_stop=x"])
+
+
 def test_replace_keeps_the_kind():
     recipe = Recipe(**GIVEN).replace(seed=3)
     assert type(recipe) is Recipe and recipe.seed == 3 and recipe.explicit == {*GIVEN, "seed"}

@@ -21,6 +21,10 @@ class ConfigurationError(ValueError):
     """A field has a value that is wrong or cannot be honoured here; the message names field, value and remedy."""
 
 
+ENTRIES = ("gate", "columns")
+"""Fields of named entries, whose name a message has beside the field's."""
+
+
 def explain(cls: type, error: pydantic.ValidationError) -> ConfigurationError:
     """One line per wrong field: its name, the value it was given, what is allowed, and the nearest name if unknown."""
     known = [field.name for field in dataclasses.fields(cls)]
@@ -33,7 +37,8 @@ def explain(cls: type, error: pydantic.ValidationError) -> ConfigurationError:
             near = difflib.get_close_matches(name, known, n=1)
             lines.append(f"{name}: no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
         else:
-            lines.append(f"{name}={detail['input']!r}: {detail['msg']}")
+            inside = [part for part in detail["loc"][1:] if isinstance(part, str)] if name in ENTRIES else []
+            lines.append(f"{': '.join([name, *inside])}={detail['input']!r}: {detail['msg']}")
     return ConfigurationError("; ".join(lines))
 
 
@@ -63,6 +68,7 @@ NOT_YET: dict[str, tuple[Any, str]] = {
 """Fields of the published interface that this version cannot honour: the one value accepted, and what to do instead."""
 
 Positive = Annotated[int, Field(gt=0)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
@@ -93,6 +99,22 @@ OwnPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(pa
 """``~`` is the home folder, also where no shell has seen it."""
 
 
+MERGE = "tag:yaml.org,2002:merge"
+"""Of ``<<``, which may stand several times."""
+
+
+class _EachOnce(yaml.SafeLoader):
+    """YAML in which no field may stand twice, the first of which would be lost."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set[str]()
+        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.tag != MERGE):
+            if key.value in seen:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands twice; keep one", key.start_mark)
+            seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
 def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """``fields`` under ``others``, which win: where these say how long the run is, it is not said in both ways."""
     kept = dict(fields)
@@ -114,7 +136,7 @@ class ChronicalsConfig:
         ConfigurationError: a field is unknown, of the wrong type, out of range, or not available in this version.
     """
 
-    learning_rate: float = Field(default=2e-4, gt=0, description="Peak learning rate")
+    learning_rate: Finite = Field(default=2e-4, gt=0, description="Peak learning rate")
     batch_size: Positive = Field(default=4, description="Packs in one forward pass, on each GPU")
     max_seq_length: Positive = Field(default=2048, description="Tokens in a pack; longer rows are cut or split")
     gradient_accumulation_steps: Positive = Field(default=4, description="Forward passes in one optimizer step")
@@ -142,19 +164,19 @@ class ChronicalsConfig:
 
     use_lora: bool = Field(default=False, description="Train low-rank adapters instead of the weights")
     lora_rank: Positive = Field(default=64, description="Rank of the adapters")
-    lora_alpha: float = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
+    lora_alpha: Finite = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
     lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
     lora_target_modules: list[str] | str | None = Field(
         default=None, description="Linear layers to adapt: names, or one regular expression (default: all but the head)"
     )
     use_rslora: bool = Field(default=False, description="Scale adapters by alpha / sqrt(rank)")
     use_lora_plus: bool = Field(default=True, description="With LoRA: matrix B learns faster than A")
-    lora_plus_ratio: float = Field(default=16.0, ge=1, description="How many times faster B learns")
+    lora_plus_ratio: Finite = Field(default=16.0, ge=1, description="How many times faster B learns")
 
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices")
+    weight_decay: Finite = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices")
     adam_beta1: Share = Field(default=0.9, description="Decay of the first moment")
     adam_beta2: Share = Field(default=0.999, description="Decay of the second moment")
-    adam_epsilon: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment")
+    adam_epsilon: Finite = Field(default=1e-8, gt=0, description="Added to the root of the second moment")
     max_grad_norm: Annotated[float | None, BeforeValidator(_none_for_infinity)] = Field(
         default=1.0, gt=0, description="Gradients are clipped to this norm; inf does not clip"
     )
@@ -315,7 +337,7 @@ class ChronicalsConfig:
         """
         path = Path(path)
         try:
-            fields = yaml.safe_load(path.read_text())
+            fields = yaml.load(path.read_text(), _EachOnce)
         except OSError as error:
             raise ConfigurationError(f"{path}: cannot be read ({error.strerror})") from error
         except (yaml.YAMLError, UnicodeDecodeError) as error:
