@@ -38,8 +38,9 @@ def test_what_the_user_sets_wins_and_what_a_benchmark_decides_is_dropped(tmp_pat
 
 def test_no_tracker_and_no_evaluation_of_the_users_run_is_in_a_measured_one(tmp_path):
     recipe = Recipe(
-        model="tiny", data="fixed", trackers=["wandb"], eval_steps=10, early_stopping_patience=2, mixed_precision="fp32"
-    ).config()
+        model="tiny", data="fixed", mixed_precision="fp32", trackers=["wandb"],
+        validation_split=0.1, eval_steps=10, early_stopping_patience=2,
+    ).config()  # fmt: skip
     fields = {name: value for name, value in recipe.to_dict().items() if name in recipe.explicit}
     for config in (plan_work(tmp_path, "tiny", "fixed", "full", fields, 3, 1).config(), made.work(tmp_path).config()):
         assert (config.trackers, config.eval_steps, config.early_stopping_patience) == ([], None, None)

@@ -66,6 +66,15 @@ def test_model_and_data_are_required(missing):
         Recipe(**fields)
 
 
+def test_evaluations_need_something_held_out():
+    with pytest.raises(ConfigurationError, match="^eval_steps=5: nothing is held out .*; set validation_data or"):
+        Recipe(**GIVEN, eval_steps=5)
+    assert Recipe(**GIVEN, eval_steps=5, validation_split=0.1).config().eval_steps == 5
+    assert Recipe(**GIVEN, eval_steps=5, validation_data="held.jsonl").config().eval_steps == 5
+    with pytest.raises(ConfigurationError, match="early_stopping_patience needs eval_steps"):
+        Recipe(**GIVEN, early_stopping_patience=2)
+
+
 def test_errors_are_those_of_the_configuration():
     with pytest.raises(ConfigurationError, match="modle: no such field; did you mean 'model'"):
         Recipe(**GIVEN, modle="x")

@@ -10,7 +10,7 @@ import pydantic
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from chronicals.config.config import ChronicalsConfig, laid_over, remembers_what_was_set
+from chronicals.config.config import ChronicalsConfig, ConfigurationError, laid_over, remembers_what_was_set
 from chronicals.config.data_source import OptionalSources, Sources
 from chronicals.config.presets import preset_fields
 
@@ -38,6 +38,14 @@ class Recipe(ChronicalsConfig):
         """
         fields = laid_over(preset_fields(preset) if preset is not None else {}, cls.read_yaml(file) if file is not None else {})
         return cls(**laid_over(fields, flags))
+
+    def check(self) -> None:
+        """What concerns more than one field, and what is evaluated on."""
+        super().check()
+        if self.eval_steps is not None and self.validation_data is None and not self.validation_split:
+            raise ConfigurationError(
+                f"eval_steps={self.eval_steps}: nothing is held out to evaluate on; set validation_data or validation_split"
+            )
 
     def config(self) -> ChronicalsConfig:
         """The configuration without the model and the data; one epoch where neither steps nor epochs were given."""
