@@ -352,7 +352,7 @@ def test_help_teaches(command, tmp_path):
 
 def test_quickstart_small(tmp_path):
     """The road of ``quickstart`` with a smaller model and one epoch."""
-    from chronicals.training.quickstart import Size, run_quickstart
+    from chronicals.training.quickstart import WRITTEN, Size, run_quickstart
 
     size = Size(width=64, layers=2, vocab_size=600, epochs=1, batch_size=2, learning_rate=3e-3, mixed_precision="fp32")
     done = run_quickstart(tmp_path / "quick", size=size)
@@ -360,3 +360,28 @@ def test_quickstart_small(tmp_path):
     assert done.after.loss < 0.8 * done.before.loss
     assert len(done.answers) == 2 and all(answer.before != answer.after for answer in done.answers)
     assert done.result.report.exists()
+    assert {path.name for path in (tmp_path / "quick").iterdir()} <= WRITTEN
+
+
+def test_quickstart_deletes_nothing_but_what_one_wrote(within, monkeypatch, tmp_path):
+    class Began(ValueError):
+        pass
+
+    def begin(*_):
+        raise Began("training began")
+
+    monkeypatch.setattr("chronicals.training.quickstart.run_quickstart", begin)
+    (tmp_path / "untrained").mkdir()
+    (tmp_path / "my.jsonl").touch()
+    done = within("quickstart", "--folder", tmp_path)
+    assert done.code == 1 and "holds 'my.jsonl', which no quickstart wrote" in done.stderr and (tmp_path / "my.jsonl").exists()
+    (tmp_path / "my.jsonl").unlink()
+    assert "training began" in within("quickstart", "--folder", tmp_path).stderr and not tmp_path.exists()
+
+
+@pytest.mark.parametrize(
+    "given", [["generate", "base", "--seed", 2**63], ["generate", "base", "--max-new-tokens", 0], ["quickstart", "--seed", -1]]
+)
+def test_numbers_out_of_range_are_told_with_their_flag(within, given):
+    done = within(*given)
+    assert done.code == 2 and f"Invalid value for '{given[-2]}'" in done.stderr

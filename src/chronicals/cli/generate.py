@@ -11,9 +11,9 @@ def generate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     prompt: Annotated[str | None, typer.Option(help="Ask this and stop; without it a chat begins")] = None,
     base_model: Annotated[str | None, typer.Option(help="The model of an adapter, where it does not say")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer")] = 256,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling")] = 0,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
     """Ask a trained model, once or in a chat.

@@ -10,7 +10,7 @@ import typer
 
 def quickstart(
     folder: Annotated[Path, typer.Option(help="Where to write; an earlier quickstart goes")] = Path("chronicals-quickstart"),
-    seed: Annotated[int, typer.Option(help="Seed of model, split and order")] = 42,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of model, split and order")] = 42,
 ) -> None:
     """Train a small model on this machine, now: no arguments, no download, CPU or GPU.
 
@@ -24,12 +24,16 @@ def quickstart(
     from rich.table import Table
 
     from chronicals.config import ConfigurationError
-    from chronicals.training.quickstart import run_quickstart
+    from chronicals.training.quickstart import WRITTEN, run_quickstart
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     if folder.exists():
         if not (folder / "untrained").exists():
             raise ConfigurationError(f"folder={str(folder)!r}: exists; choose another with --folder, or delete it")
+        if others := sorted({path.name for path in folder.iterdir()} - WRITTEN):
+            raise ConfigurationError(
+                f"folder={str(folder)!r}: holds {others[0]!r}, which no quickstart wrote; move it, or choose another folder"
+            )
         shutil.rmtree(folder)
     done = run_quickstart(folder, seed)
     table = Table("held out", "before", "after", title=f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters")
