@@ -229,9 +229,12 @@ def test_a_line_that_does_not_parse_is_named(place, within):
     assert done.code == 1 and "bad.jsonl:41" in done.stderr
 
 
-def test_check_stops_after_the_report(place):
-    done = chronicals("train", "recipe.yaml", "--check", "--output-dir", "never", folder=place)
-    assert done.returncode == 0 and "40 rows" in done.stderr
+def test_check_stops_after_the_report_in_lines_that_a_pipe_gets_whole(place):
+    name = "x" * 200 + ".jsonl"
+    (place / name).write_text((place / "data.jsonl").read_text())
+    done = chronicals("train", "recipe.yaml", "--data", name, "--check", "--output-dir", "never", folder=place)
+    assert done.returncode == 0
+    assert any(line.startswith(f"{name}: 40 rows") and line.endswith("%)") for line in done.stderr.splitlines())
     assert [path.name for path in (place / "never").iterdir()] == ["train_dataset.json"]
     assert json.loads((place / "never" / "train_dataset.json").read_text())["rows"] == 40
 

@@ -42,11 +42,7 @@ for command in (quickstart, train, evaluate, generate, benchmark, verify, doctor
 
 def main() -> None:
     """Entry point: an error a user can mend is one paragraph and exit code 1; Ctrl-C after a checkpoint is 130."""
-    logging.basicConfig(
-        level=logging.INFO,
-        format="%(message)s",
-        handlers=[RichHandler(console=Console(stderr=True), show_path=False, show_time=False, show_level=False)],
-    )
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_log_handler()])
     _quieten()
     try:
         app()
@@ -66,6 +62,14 @@ def _words(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
+
+
+def _log_handler() -> logging.Handler:
+    """Lines fitted to a terminal; into a file or a pipe, each message as the line it is."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        return logging.StreamHandler()
+    return RichHandler(console=console, show_path=False, show_time=False, show_level=False)
 
 
 def _quieten() -> None:
