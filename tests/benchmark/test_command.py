@@ -138,6 +138,12 @@ def test_a_variant_that_is_no_configuration_is_named_before_anything_runs(tmp_pa
     assert isinstance(done.exception, ConfigurationError) and message in str(done.exception)
 
 
+def test_the_figures_are_not_written_where_the_bars_are(tmp_path, monkeypatch):
+    monkeypatch.setattr("chronicals.benchmark.rounds.measure", None)
+    done = CliRunner().invoke(app, ["benchmark", "--model", "tiny", "--output", str(tmp_path / "row.png")])
+    assert isinstance(done.exception, ConfigurationError) and "ends in .json" in str(done.exception)
+
+
 def test_a_mode_that_contradicts_the_recipe_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="mode='full' contradicts use_lora=True"):
         plan_work(tmp_path, "tiny", "fixed", "full", {"use_lora": True}, None, 2)

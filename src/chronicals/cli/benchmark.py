@@ -57,9 +57,12 @@ def benchmark(
     from chronicals.benchmark.record import draw, to_dict
     from chronicals.benchmark.rounds import Options, Row, measure
     from chronicals.benchmark.work import plan_work
+    from chronicals.config import ConfigurationError
 
     console = Console(stderr=True)
     make_room_for(output)
+    if output and output.suffix == ".png":
+        raise ConfigurationError(f"output={str(output)!r}: the bars are written there; name a file that ends in .json")
     name, data, fields, uses_lora = _recipe(recipe, flags)
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     options = Options(
