@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from chronicals.kernels.fp8 import BLOCK, Scaled, dequantize, fp8_quantize, fp8_turned, lacks_fp8, scale_shape
+from chronicals.kernels.launch import differentiable_once
 
 MULTIPLE = 16
 """Of every dimension of an FP8 product on a card."""
@@ -161,7 +161,7 @@ class _FP8Linear(torch.autograd.Function):
         return scaled_product(x_rows, rows, x.dtype, fast=True)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         of_x, of_weight, *_ = ctx.needs_input_grad
         x_values, x_scale, values, scale = ctx.saved_tensors

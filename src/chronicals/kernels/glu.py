@@ -16,9 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from chronicals.kernels.launch import Tile, in_rows, next_power_of_2, runs_triton, tl, triton, with_room
+from chronicals.kernels.launch import Tile, differentiable_once, in_rows, next_power_of_2, runs_triton, tl, triton, with_room
 from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -157,6 +156,7 @@ class _GLU(torch.autograd.Function):
         return y.view(gate.shape)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d_gate, d_up = _backward(in_rows(dy), *ctx.saved_tensors, ctx.activation)
         return d_gate.view(dy.shape), d_up.view(dy.shape), None
@@ -172,7 +172,7 @@ class _GLUOfBoth(torch.autograd.Function):
         return with_peak(peak, *_forward(*both.chunk(2, -1), activation, room, peak is not None))
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return with_peak(ctx.peak, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)), *(None,) * 5
 

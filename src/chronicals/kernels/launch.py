@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -75,6 +75,22 @@ def interpreting() -> Iterator[None]:
         yield
     finally:
         _interpreted = before
+
+
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """For the backward pass of a Function: refuses to be differentiated itself. torch's ``once_differentiable`` leaves that
+    part of a second derivative out, without a word, where the upstream gradient is a constant."""
+
+    @functools.wraps(backward)
+    def once(ctx: Any, *gradients: Tensor) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"create_graph=True: {type(ctx).__name__} has no second derivative; take one of the model as it was before "
+                "patch_model, or of the operation's reference"
+            )
+        return backward(ctx, *gradients)
+
+    return once
 
 
 def in_rows(x: Tensor) -> Tensor:

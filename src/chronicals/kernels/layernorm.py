@@ -16,7 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import WIDEST, Tile, in_rows, multiprocessors, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import (
+    WIDEST,
+    Tile,
+    differentiable_once,
+    in_rows,
+    multiprocessors,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 
 WARPS_A_PROCESSOR = 16
 """Of the backward kernel: few programs, each with the next rows under way."""
@@ -153,6 +163,7 @@ class _LayerNorm(torch.autograd.Function):
         return y.view(x.shape)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         wanted = ctx.needs_input_grad[1:3]
         dx, sums = _backward(in_rows(dy), *ctx.saved_tensors, *wanted)

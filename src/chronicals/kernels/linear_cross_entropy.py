@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.launch import differentiable_once, runs_triton, tl, triton
 from chronicals.kernels.logit_rows import IGNORED, Shape, loss_and_gradient_, shaped_reference
 from chronicals.kernels.products import product
 from chronicals.kernels.token_log_probability import check_head, chunk_logits, chunks, product_type, token_log_probability
@@ -172,6 +172,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         scaled = [
             _scale(gradient, upstream, torch.empty_like(gradient, dtype=kind)) if wanted else None

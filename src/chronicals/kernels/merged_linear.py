@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from chronicals.kernels.adapter_gradients import LAYERS, adapter_gradients
 from chronicals.kernels.dropped_products import (
@@ -36,7 +35,7 @@ from chronicals.kernels.dropped_products import (
 )
 from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_linear import MULTIPLE, FP8Weight, scaled_product
-from chronicals.kernels.launch import in_rows, runs_triton, tl, triton
+from chronicals.kernels.launch import differentiable_once, in_rows, runs_triton, tl, triton
 from chronicals.kernels.linear_cross_entropy import Adapter
 from chronicals.kernels.peak import Peak
 from chronicals.kernels.products import product, product_into
@@ -259,7 +258,7 @@ class _MergedLinear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         merged: Merged = ctx.merged
         rows, seed, *adapters = ctx.saved_tensors

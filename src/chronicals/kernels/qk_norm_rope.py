@@ -19,9 +19,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from chronicals.kernels.launch import WIDEST, Tile, multiprocessors, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import (
+    WIDEST,
+    Tile,
+    differentiable_once,
+    multiprocessors,
+    next_power_of_2,
+    runs_triton,
+    tl,
+    triton,
+)
 from chronicals.kernels.qk_rope import (
     check_rope,
     copy_heads,
@@ -358,7 +366,7 @@ class _MergedQKNormRope(torch.autograd.Function):
         return q_out.squeeze(0).transpose(0, 1), k_out.squeeze(0).transpose(0, 1), v.detach()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         weights, wanted, (offset, interleaved, room) = ctx.saved_tensors[2:4], ctx.needs_input_grad[1:3], ctx.options
         d_qkv, sums = _merged_backward(*gradients, *ctx.saved_tensors, offset, interleaved, any(wanted), room)
@@ -379,6 +387,7 @@ class _QKNormRope(torch.autograd.Function):
         return q_out, k_out
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         weights, wanted = ctx.saved_tensors[2:4], ctx.needs_input_grad[2:4]
         given = dense(dq_out), dense(dk_out), *ctx.saved_tensors

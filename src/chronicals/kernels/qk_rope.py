@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from chronicals.kernels.launch import Tile, next_power_of_2, runs_triton, tl, triton, with_room
+from chronicals.kernels.launch import Tile, differentiable_once, next_power_of_2, runs_triton, tl, triton, with_room
 
 
 def _tile(half: int, rest: int) -> Tile:
@@ -220,6 +219,7 @@ class _Rotation(torch.autograd.Function):
         return q.detach(), k.detach()  # not mark_dirty, which refuses two views, as q and k of a model are
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return *_rotate_both(d_q, d_k, *ctx.saved_tensors, ctx.interleaved, True), None, None, None, None
 
@@ -264,7 +264,7 @@ class _MergedRotation(torch.autograd.Function):
         return q.detach(), k.detach(), v.detach()
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return _merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options), *(None,) * 5
 

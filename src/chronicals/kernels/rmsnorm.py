@@ -22,6 +22,7 @@ from torch import Tensor
 from chronicals.kernels.launch import (
     WIDEST,
     Tile,
+    differentiable_once,
     in_rows,
     multiprocessors,
     next_power_of_2,
@@ -207,6 +208,7 @@ class _RMSNorm(torch.autograd.Function):
         return (y, x if residual is None else total.view(x.shape)) if forks else y
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor | None, extra: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         s, weight, rstd = ctx.saved_tensors
         if dy is None and extra is None:

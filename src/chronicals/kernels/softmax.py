@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import WIDEST, Tile, in_rows, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import WIDEST, Tile, differentiable_once, in_rows, next_power_of_2, runs_triton, tl, triton
 
 
 def _tile(width: int, backward: bool) -> Tile:
@@ -144,6 +144,7 @@ class _Softmax(torch.autograd.Function):
         return y.view(x.shape)
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
         (y,) = ctx.saved_tensors
         return _backward(in_rows(dy), y).view(dy.shape)

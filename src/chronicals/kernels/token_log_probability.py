@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.logit_rows import IGNORED, Shape, log_probabilities, log_probability_gradient_
 
 
@@ -134,6 +135,7 @@ class _TokenLogProbability(torch.autograd.Function):
         return log_p, entropy
 
     @staticmethod
+    @differentiable_once
     def backward(ctx: Any, d_log_p: Tensor, d_entropy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         hidden, weight, bias, targets, lse, entropy = ctx.saved_tensors
         wanted = [bool(needed) for needed in ctx.needs_input_grad[:3]]
