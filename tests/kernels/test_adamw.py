@@ -244,6 +244,22 @@ def test_nothing_at_all_and_mixed_types(device):
         fused_adamw_(tensors, **OPTIONS)
 
 
+@pytest.mark.parametrize("what, kind", [("squares", torch.bfloat16), ("squares", torch.float64), ("lows", torch.int32)])
+def test_states_of_other_types_are_refused(what, kind, device):
+    """The kernel takes them for what the means are, and would write beyond them."""
+    tensors = drawn(torch.bfloat16, torch.float32, device)
+    setattr(tensors, what, [x.to(kind) for x in getattr(tensors, what)])
+    with pytest.raises(ValueError, match="squares like means, lows in int16"):
+        fused_adamw_(tensors, **OPTIONS)
+
+
+def test_a_gradient_of_another_size_is_refused(device):
+    tensors = drawn(torch.float32, torch.float32, device)
+    tensors.gradients[0] = tensors.gradients[0].flatten()[:1].clone()
+    with pytest.raises(ValueError, match="row 1 of the tensors has"):
+        fused_adamw_(tensors, **OPTIONS)
+
+
 def test_who_saved_a_weight_notices(device):
     tensors = drawn(torch.float32, torch.float32, device, shapes=[(5,)])
     weight = tensors.weights[0].requires_grad_()

@@ -138,8 +138,12 @@ def fused_adamw_(
     if not tensors.weights:
         return
     kinds = {(w.dtype, g.dtype, m.dtype) for w, g, m in zip(tensors.weights, tensors.gradients, tensors.means, strict=True)}
-    if len(kinds) > 1:
-        raise ValueError(f"weights, gradients and states are {kinds}: one set of types at a time")
+    others = {x.dtype for x in tensors.squares} - {m for _, _, m in kinds}, {x.dtype for x in tensors.lows} - {torch.int16}
+    if len(kinds) > 1 or any(others):
+        raise ValueError(
+            f"weights, gradients and means are {kinds}, squares and lows of other types than these and int16 {others}: "
+            "one set of types at a time, squares like means, lows in int16"
+        )
     if not _runs_here(tensors):
         fused_adamw_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
         return

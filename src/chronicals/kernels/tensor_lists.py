@@ -70,11 +70,16 @@ def tables_looked_up() -> Iterator[list[Tensor]]:
 
 
 def table_of(rows: Sequence[Sequence[Tensor]]) -> Table:
-    """The table of dense tensors on one device; kept while they stay where they are."""
+    """The table of dense tensors on one device; kept while they stay where they are.
+
+    Raises:
+        ValueError: a row has tensors of other sizes than the first.
+    """
     device, sizes = rows[0][0].device, tuple(x.numel() for x in rows[0])
     addresses = tuple(x.data_ptr() for row in rows for x in row)
     key = addresses, sizes, device
     if key not in _tables:
+        _check_sizes(rows, sizes)
         if len(_tables) >= KEPT:
             _tables.pop(next(iter(_tables)))
         aligned = all(address % 16 == 0 for address in addresses) and all(size % 8 == 0 for size in sizes)
@@ -83,6 +88,14 @@ def table_of(rows: Sequence[Sequence[Tensor]]) -> Table:
     for found in _looked_up:
         found += _tables[key].on_device
     return _tables[key]
+
+
+def _check_sizes(rows: Sequence[Sequence[Tensor]], sizes: tuple[int, ...]) -> None:
+    """A kernel would read and write beyond the smaller ones."""
+    for number, row in enumerate(rows):
+        own = tuple(x.numel() for x in row)
+        if own != sizes:
+            raise ValueError(f"row {number} of the tensors has {own} elements, the first {sizes}: they must be alike")
 
 
 def _division(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
