@@ -1,5 +1,8 @@
 """What all kernels share: none is differentiated twice, and where they run."""
 
+import logging
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from chronicals.kernels import (
     fused_qk_rope,
     fused_rmsnorm,
     fused_softmax,
+    launch,
     linear_cross_entropy,
     token_log_probability,
 )
@@ -55,3 +59,14 @@ def test_a_second_derivative_is_refused_not_left_out(name, device):
     loss = DIFFERENTIATED[name](x).sum() + x.pow(3).sum()
     with pytest.raises(RuntimeError, match="create_graph=True: .* has no second derivative"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+def test_kernels_run_on_the_current_card_only(monkeypatch, caplog):
+    """Triton launches there whatever card its tensors are on; elsewhere the reference runs, which is said once."""
+    monkeypatch.setattr(launch, "_interpreted", False)
+    monkeypatch.setattr(launch, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    here, there = (SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, get_device=lambda n=n: n) for n in (0, 61))
+    with caplog.at_level(logging.WARNING):
+        assert launch.runs_triton(here, here) and not launch.runs_triton(there, there) and not launch.runs_triton(there)
+    assert [record.getMessage().count("torch.cuda.set_device(61)") for record in caplog.records] == [1]

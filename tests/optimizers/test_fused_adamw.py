@@ -99,6 +99,15 @@ def test_groups_keep_their_own_rate_and_decay():
         torch.testing.assert_close(a.detach() - s, moved, rtol=1e-5, atol=4e-7 * s.abs().max().item())
 
 
+def test_weights_on_several_devices_are_updated_apart():
+    """A launch reaches one of them."""
+    weights = [nn.Parameter(torch.randn(3, device=device)) for device in ("cpu", "meta", "cpu")]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    launches = FusedAdamW(weights)._launches(weights)
+    assert [[w.device.type for w in tensors.weights] for _, _, tensors in launches] == [["cpu", "cpu"], ["meta"]]
+
+
 def test_weights_without_a_gradient_stay():
     parameters = weights()
     optimizer = FusedAdamW(parameters, lr=1e-2, weight_decay=0.1)

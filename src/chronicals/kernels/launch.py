@@ -1,7 +1,7 @@
 """Where a Triton kernel runs, and what all launches share.
 
-Kernels run on a CUDA device; elsewhere the plain reference does. Within ``interpreting()`` they run on the CPU too, for
-tests, which needs TRITON_INTERPRET=1 before the first import. Without Triton (not Linux) only the references exist.
+Kernels run on the current CUDA device; elsewhere the plain reference does. Within ``interpreting()`` they run on the CPU too,
+for tests, which needs TRITON_INTERPRET=1 before the first import. Without Triton (not Linux) only the references exist.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 triton: Any = importlib.import_module("triton") if HAS_TRITON else SimpleNamespace(jit=lambda function: function)
@@ -41,8 +44,24 @@ class Tile:
 def runs_triton(*tensors: Tensor | None) -> bool:
     """Whether all of ``tensors`` are where, and of a type that, a kernel takes."""
     there = [x for x in tensors if x is not None]
-    on_card = HAS_TRITON and all(x.is_cuda for x in there)
+    on_card = HAS_TRITON and all(x.is_cuda for x in there) and _is_current(there[0])
     return (on_card or _interpreted) and all(x.dtype in TYPES for x in there)
+
+
+def _is_current(x: Tensor) -> bool:
+    """Whether ``x`` is on the card that Triton launches on. What is compiled makes it so by itself."""
+    if torch.compiler.is_compiling() or x.get_device() == torch.cuda.current_device():
+        return True
+    _say_elsewhere(x.get_device(), torch.cuda.current_device())
+    return False
+
+
+@functools.cache
+def _say_elsewhere(index: int, current: int) -> None:
+    logger.warning(
+        "tensors are on cuda:%d, kernels run on the current device, cuda:%d: plain torch takes their place, which is slower; "
+        "call torch.cuda.set_device(%d) before", index, current, index,
+    )  # fmt: skip
 
 
 def runs_in_16_bit(*tensors: Tensor) -> bool:

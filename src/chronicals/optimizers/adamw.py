@@ -136,14 +136,15 @@ class FusedAdamW(torch.optim.Optimizer):
         """The data of weights lies elsewhere but is the same: the lower halves of their masters stay valid."""
         self._versions = {parameter: _stamp(parameter) for parameter in self._versions}
 
-    def _by_type(self, parameters: list[Tensor]) -> dict[tuple[torch.dtype, torch.dtype, bool], Tensors]:
-        """Those that have a gradient, by the types of weight and gradient and by whether there is a master."""
-        found: dict[tuple[torch.dtype, torch.dtype, bool], Tensors] = {}
+    def _by_type(self, parameters: list[Tensor]) -> dict[tuple[object, ...], Tensors]:
+        """Those that have a gradient, by device, the types of weight and gradient, and whether there is a master."""
+        found: dict[tuple[object, ...], Tensors] = {}
         for parameter in parameters:
             if parameter.grad is None:
                 continue
             state = self.state_of(parameter)
-            tensors = found.setdefault((parameter.dtype, parameter.grad.dtype, "low" in state), Tensors())
+            kind = parameter.device, parameter.dtype, parameter.grad.dtype, "low" in state
+            tensors = found.setdefault(kind, Tensors())
             tensors.weights.append(parameter)
             tensors.gradients.append(parameter.grad)
             tensors.means.append(state["exp_avg"])
