@@ -118,9 +118,8 @@ def test_a_second_backward_through_the_first_is_refused():
     layer = LoRALinear(nn.Linear(IN, OUT), LoRAConfig(rank=RANK, dropout=0.0), IN, OUT)
     nn.init.normal_(layer.lora_B)
     x = torch.randn(5, IN, requires_grad=True)
-    (slope,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        slope.square().sum().backward()
+    with pytest.raises(RuntimeError, match="create_graph=True: _WithAdapterBackward has no second derivative"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (2, 5)], ids=str)

@@ -16,8 +16,8 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
 from chronicals.lora.config import LoRAConfig
 
@@ -101,7 +101,7 @@ class _WithAdapter(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         rows, weight, a, b, down = ctx.saved_tensors
         kind = rows.dtype
