@@ -50,22 +50,55 @@ def test_batch_times_accumulation(reference, tmp_path, batch, accumulation):
     assert_one_trajectory(runs.trajectory(tmp_path), expected)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two cards, or none")
-@pytest.mark.parametrize("batch, accumulation", [(2, 2), pytest.param(4, 1, marks=pytest.mark.long)])
-def test_two_ranks(reference, tmp_path, batch, accumulation):
-    expected, changes = reference
-    program = (
-        "import sys, runs, torch, pathlib; torch.set_num_threads(1);"
-        f"runs.train(pathlib.Path({str(tmp_path)!r}), batch_size={batch}, gradient_accumulation_steps={accumulation}, "
-        f"max_steps=8, **{changes!r})"
-    )
-    script = tmp_path / "ranked.py"
-    script.write_text(program)
+def with_two_ranks(folder, program):
+    """What the processes print; ``program`` begins with what it needs to train in ``folder``."""
+    script = folder / "ranked.py"
+    begin = f"import os, pathlib, signal, sys, runs, torch\ntorch.set_num_threads(1)\nfolder = pathlib.Path({str(folder)!r})\n"
+    script.write_text(begin + program)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two cards, or none")
+
+
+@needs_two
+@pytest.mark.parametrize("batch, accumulation", [(2, 2), pytest.param(4, 1, marks=pytest.mark.long)])
+def test_two_ranks(reference, tmp_path, batch, accumulation):
+    expected, changes = reference
+    with_two_ranks(
+        tmp_path,
+        f"runs.train(folder, batch_size={batch}, gradient_accumulation_steps={accumulation}, max_steps=8, **{changes!r})",
+    )
     assert_one_trajectory(runs.trajectory(tmp_path), expected)
+
+
+@needs_two
+def test_two_ranks_stop_together(tmp_path):
+    """Where a signal comes to one of them while they evaluate, so that the other has not heard of it."""
+    told = """
+import faulthandler
+from chronicals.training import Interrupted, trainer
+
+faulthandler.dump_traceback_later(120, exit=True)
+evaluate = trainer.evaluate
+
+def signalled(*given):
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGTERM)
+    return evaluate(*given)
+
+trainer.evaluate = signalled
+try:
+    runs.train(folder, validation_split=0.2, eval_steps=2, max_steps=6)
+except Interrupted as error:
+    print(error)
+"""
+    said = with_two_ranks(tmp_path, told)
+    assert "stopped by SIGTERM after step 2" in said and "stopped by a signal to another rank after step 2" in said
 
 
 def test_packed_and_alone(tmp_path):

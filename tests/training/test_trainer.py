@@ -13,7 +13,7 @@ from chronicals.data import DataError
 from chronicals.objectives import NextToken
 from chronicals.objectives.terms import Term
 from chronicals.optimizers import FusedAdamW
-from chronicals.training import Callback, ChronicalsTrainer, TrainingError, audit, in_backward
+from chronicals.training import Callback, ChronicalsTrainer, Evaluation, TrainingError, audit, in_backward, trainer
 
 
 def test_loss_falls_and_everything_is_written(tmp_path):
@@ -180,6 +180,18 @@ def test_early_stop(tmp_path):
     )
     assert result.steps < 200
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
+
+
+def test_an_early_stop_is_saved_and_lasts(tmp_path, monkeypatch):
+    """Resumed, such a run is over, unless it is to be more patient."""
+    losses = iter([3.0, 4.0, 4.0, 4.0])
+    monkeypatch.setattr(trainer, "evaluate", lambda *_: Evaluation(next(losses), 1.0, 0.0, 1))
+    options = {"validation_split": 0.2, "eval_steps": 1, "save_steps": None}
+    assert runs.train(tmp_path, early_stopping_patience=2, **options).steps == 3
+    before = runs.weights(tmp_path)
+    assert runs.train(tmp_path, early_stopping_patience=2, resume=True, **options).steps == 3
+    assert all(torch.equal(before[name], weight) for name, weight in runs.weights(tmp_path).items())
+    assert runs.train(tmp_path, early_stopping_patience=3, resume=True, **options).steps == 4
 
 
 def test_epochs(tmp_path):

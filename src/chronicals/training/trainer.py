@@ -183,12 +183,11 @@ class ChronicalsTrainer:
         self, run: Run, train_once: TrainOnce, presented: PresentedModel, precision: Precision, optimizer: FusedAdamW,
         stream: BatchStream, eval_store: TokenStore | None,
     ) -> None:  # fmt: skip
-        config = self.config
         audit = FirstStepAudit(self.model, optimizer) if run.step == 0 else None
         pending, began = None, Moment(self.device)
         self.model.train()
 
-        for step in stream.steps(run.position, count=run.total_steps - run.step):
+        for step in stream.steps(run.position, count=0 if self._gains_no_more(run) else run.total_steps - run.step):
             rate = self._set_learning_rate(optimizer, run)
             scalars = train_once(step, audit.see_gradients if audit else None)
             run.step, run.position = run.step + 1, step.position
@@ -208,11 +207,12 @@ class ChronicalsTrainer:
                 pending = None
                 if "evaluate" in due:
                     self._evaluate(run, presented, precision, eval_store)
-                if "save" in due or self._stop:
+                told, enough = self._stopped_anywhere(), self._gains_no_more(run)  # told while it evaluated, too
+                if "save" in due or told or enough:
                     self._save(run, optimizer, precision, stream.store)
-                if self._stop:
+                if told:
                     raise Interrupted(f"{self._stop} after step {run.step}; {self._how_to_resume()}")
-                if config.early_stopping_patience and run.evaluations_without_gain >= config.early_stopping_patience:
+                if enough:
                     logger.info("stopped early after step %d: no better held-out loss", run.step)
                     break
                 began = Moment(self.device)
@@ -227,6 +227,10 @@ class ChronicalsTrainer:
         if self._stopped_anywhere():
             due.add("stop")
         return due
+
+    def _gains_no_more(self, run: Run) -> bool:
+        patience = self.config.early_stopping_patience
+        return patience is not None and run.evaluations_without_gain >= patience
 
     def _deliver(self, run: Run, presented: PresentedModel, pending: PendingMetrics) -> None:
         metrics = pending.arrive()
