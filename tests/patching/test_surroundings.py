@@ -108,6 +108,49 @@ def test_modules_with_hooks_are_left_alone():
     assert norm.forward is kept
 
 
+@pytest.fixture
+def alone():
+    """A process group of one."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def shard(model, mesh, apart=()):
+    """Layers, those modules together and the rest."""
+    from torch.distributed.fsdp import fully_shard
+
+    for unit in filter(None, [*model.model.layers, [model.get_submodule(path) for path in apart], model]):
+        fully_shard(unit, mesh=mesh)
+
+
+def test_logits_looked_at_after_the_head_is_sharded_again(alone):
+    _, patched, _ = pair()
+    shard(patched, alone)
+    out = patched(**inputs())
+    out.loss.backward()
+    with pytest.raises(RuntimeError, match="sharded again; look at them before the backward pass"):
+        (out.logits * 2).sum()
+
+
+@pytest.mark.parametrize("apart", [[], ["lm_head"], ["model.norm", "lm_head"]], ids=str)
+def test_sharded_after_patching(apart, alone):
+    """A head that is sharded by itself has its weight while it is called, and not when the loss is computed."""
+    plain, patched, _ = pair()
+    shard(patched, alone, apart)
+    rows = inputs()
+    expected, got = plain(**rows), patched(**rows)
+    torch.testing.assert_close(got.loss, expected.loss)
+    torch.testing.assert_close(got.logits * 1, expected.logits, rtol=1e-4, atol=1e-4)
+    for loss in (expected.loss, got.loss):
+        loss.backward()
+    for (name, own), sharded in zip(plain.named_parameters(), patched.parameters(), strict=True):
+        assert families.distance(sharded.grad.full_tensor(), own.grad) <= 1e-5, name
+    unpatch_model(patched)
+    assert not any("forward" in vars(module) for module in patched.modules())
+    torch.testing.assert_close(patched(**rows).loss, expected.loss)
+
+
 def test_an_adapter_on_the_head():
     """The head is no plain linear layer any more, whether the adapter came first or last."""
     from peft import LoraConfig, get_peft_model

@@ -64,9 +64,14 @@ class LazyLogits(Tensor):
         """The logits as a tensor.
 
         Raises:
-            RuntimeError: the head's weight was changed since.
+            RuntimeError: the head's weight was changed since, or is sharded again.
         """
         if self.whole is None:
+            if type(self.head.weight) not in (nn.Parameter, Tensor):
+                raise RuntimeError(
+                    "the logits are asked for after the head's weight was sharded again; look at them before the backward "
+                    "pass, or undo patch_model"
+                )
             if self.head.weight._version != self.version:
                 raise RuntimeError(
                     "the logits are asked for after the weights changed; look at them before the optimizer's step, or "

@@ -97,7 +97,8 @@ def remove(model: Any) -> None:
 
 def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor:
     seam: LossSeam = head._chronicals_loss_seam  # type: ignore[assignment]
-    if not seam.active or type(head.weight) not in (nn.Parameter, Tensor):
+    sharded = type(head) is not nn.Linear or type(head.weight) not in (nn.Parameter, Tensor)  # whole in this call alone
+    if sharded or not seam.active:
         return F.linear(hidden, head.weight, head.bias)
     return LazyLogits(hidden, head, autocast_type(hidden) or hidden.dtype)
 
