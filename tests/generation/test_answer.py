@@ -121,6 +121,21 @@ def test_a_folder_without_a_model(tmp_path):
         load_trained(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["nowhere", "base"])
+def test_a_base_model_for_what_is_no_adapter(tmp_path, name):
+    tiny.llama().save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=f"base_model='other': .*{name} is no adapter's folder.*; leave it out"):
+        load_trained(tmp_path / name, base_model="other")
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "chronicals.json"])
+def test_a_file_of_a_model_that_is_no_json_is_named(tmp_path, file):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / file).write_text('{"r": ')
+    with pytest.raises(ValueError, match=rf"{file}: is no JSON \(.+\); .* save the model again"):
+        load_trained(tmp_path)
+
+
 def test_plain_text_with_a_chat_template_that_never_stops(tmp_path):
     """The template is not what is trained, so nothing is asked of it; the end of the text stops."""
     tokenizer = tiny.tokenizer()

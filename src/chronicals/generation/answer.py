@@ -61,12 +61,15 @@ def load_trained(folder: str | Path, base_model: str | None = None, trust_remote
     """
     path = _model_folder(Path(folder))
     dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
+    is_adapter = path is not None and (path / CONFIG_FILE).exists()
+    if base_model is not None and not is_adapter:
+        raise ValueError(f"base_model={base_model!r}: {folder} is no adapter's folder, which alone needs it; leave it out")
     if path is None:
         return Trained(_on_card(load_model(folder, dtype, trust_remote_code)), load_tokenizer(folder, trust_remote_code))
     file = path / "chronicals.json"
-    about = json.loads(file.read_text()) if file.exists() else {}
-    if (path / CONFIG_FILE).exists():
-        base = base_model or json.loads((path / CONFIG_FILE).read_text()).get("base_model_name_or_path")
+    about = _read(file) if file.exists() else {}
+    if is_adapter:
+        base = base_model or _read(path / CONFIG_FILE).get("base_model_name_or_path")
         if not base:
             raise ValueError(f"{path}: an adapter that does not say which model it belongs to; give base_model")
         model = load_adapter(load_model(base, dtype, trust_remote_code), path)
@@ -136,6 +139,13 @@ def _model_folder(folder: Path) -> Path | None:
         if (path / "config.json").exists() or (path / CONFIG_FILE).exists():
             return path
     raise ValueError(f"{folder}: holds neither a model, an adapter, nor a run of chronicals")
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: is no JSON ({error}); it was cut or changed, save the model again") from error
 
 
 def _on_card(model: Any) -> Any:
