@@ -122,6 +122,13 @@ def test_infinity_is_no_size(field):
         Recipe(**GIVEN, **{field: float("inf")})
 
 
+def test_a_pattern_of_layers_is_a_regular_expression():
+    with pytest.raises(ConfigurationError, match=r"^lora_target_modules='\(q': is no regular expression: missing \)"):
+        Recipe(**GIVEN, lora_target_modules="(q")
+    for targets in (None, "all-linear", ".*q_proj", ["q_proj", "("]):
+        assert Recipe(**GIVEN, lora_target_modules=targets).lora_target_modules == targets
+
+
 def test_a_wrong_share_of_the_gate_is_named_with_its_rule():
     with pytest.raises(ConfigurationError, match="^gate: cut_stop='x': Input should be a valid number"):
         Recipe(**GIVEN, gate=["duplicate_row=0.1", "cut_stop=x"])

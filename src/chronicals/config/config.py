@@ -7,6 +7,7 @@ import difflib
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -15,6 +16,7 @@ import pydantic
 import yaml
 from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
+from pydantic_core import PydanticCustomError
 
 
 class ConfigurationError(ValueError):
@@ -83,6 +85,15 @@ RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"
 def _named_shares(value: Any) -> Any:
     """A mapping as it is; ``name=share`` texts, as the command line has them, as one."""
     return dict(text.split("=", 1) for text in value) if isinstance(value, list) and all("=" in t for t in value) else value
+
+
+def _pattern(value: Any) -> Any:
+    """``value``, which as a text is matched against paths of layers."""
+    try:
+        re.compile(value if isinstance(value, str) else "")
+    except re.error as error:
+        raise PydanticCustomError("pattern", "is no regular expression: {reason}", {"reason": str(error)}) from None
+    return value
 
 
 def _none_named(value: Any) -> Any:
@@ -166,7 +177,7 @@ class ChronicalsConfig:
     lora_rank: Positive = Field(default=64, description="Rank of the adapters")
     lora_alpha: Finite = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
     lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
-    lora_target_modules: list[str] | str | None = Field(
+    lora_target_modules: Annotated[list[str] | str | None, AfterValidator(_pattern)] = Field(
         default=None, description="Linear layers to adapt: names, or one regular expression (default: all but the head)"
     )
     use_rslora: bool = Field(default=False, description="Scale adapters by alpha / sqrt(rank)")
