@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 import torch
 
+import tiny
 from chronicals.benchmark.arms.loop import padded
 from chronicals.benchmark.arms.trainer import documents_in, train_with_trainer
+from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import Plan
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
-from chronicals.benchmark.work import Document, Work, documents_of, plan_work
+from chronicals.benchmark.work import Document, Work, _write_adapter, documents_of, plan_work
 from chronicals.config import ConfigurationError, Recipe
 
 
@@ -160,3 +162,13 @@ def test_a_trainers_step_is_as_large_as_ours(tmp_path, monkeypatch):
     assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (2, 3)
     (step,) = work.documents_by_step(1)
     assert len(step) == 2 * 3
+
+
+def test_adapters_of_a_peer_are_scaled_as_ours(tmp_path):
+    pytest.importorskip("peft")
+    work = planned(tmp_path, mode="lora", lora_rank=4, lora_alpha=2.5, lora_target_modules=["q_proj"])
+    tiny.llama().save_pretrained(work.model)
+    _write_adapter(work)
+    model = with_peft(tiny.llama(), work)
+    scales = {layer.scaling["default"] for layer in model.modules() if hasattr(layer, "lora_A")}
+    assert scales == {2.5 / 4}

@@ -59,7 +59,7 @@ def _load(work: Work, recompute: bool) -> tuple[Any, Any]:
     )  # fmt: skip
     if work.mode == "lora":
         model = FastLanguageModel.get_peft_model(
-            model, r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0, bias="none",
+            model, r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0, bias="none", use_rslora=config.use_rslora,
             target_modules=config.lora_target_modules or list(PROJECTIONS), use_gradient_checkpointing=way,
         )  # fmt: skip
         start_from(model, work.folder / "adapter")

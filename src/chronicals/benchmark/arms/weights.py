@@ -33,7 +33,7 @@ def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False) -> A
 
     config = work.config()
     described = peft.LoraConfig(
-        r=config.lora_rank, lora_alpha=int(config.lora_alpha), lora_dropout=0.0, use_rslora=config.use_rslora,
+        r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, use_rslora=config.use_rslora,
         target_modules=config.lora_target_modules or list(PROJECTIONS), bias="none", task_type="CAUSAL_LM",
     )  # fmt: skip
     model = peft.get_peft_model(model, described, autocast_adapter_dtype=autocast_adapter_dtype)
