@@ -28,7 +28,8 @@ often, in which rows, and what to do. `chronicals train --check` stops there; `c
 `FILE --model M`, shows rows as the model will see them.
 
 A rule is an error where it touches a larger share of the rows than it may, else a warning. All errors are told at once.
-Rows that cannot be used are left out. Other shares are set by name, in a recipe or as `--gate duplicate_row=0.1`:
+Rows that cannot be used are left out. Other shares are set by name, in a recipe or as `--gate duplicate_row=0.1`; `evaluate`
+keeps those of the run, or takes `--gate`:
 
 ```yaml
 gate:
