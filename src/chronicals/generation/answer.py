@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.rows import CHATS
@@ -97,6 +99,8 @@ def answer(
         text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
         ids = tokenizer.prompt(text)
     produced = generate(trained, ids, max_new_tokens, temperature, seed)
+    if produced and produced[-1] in trained.stops:  # which need not be a special token
+        produced.pop()
     return trained.tokenizer.decode(produced, skip_special_tokens=True).strip()
 
 
@@ -107,27 +111,42 @@ def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temper
     Raises:
         ValueError: there is nothing to follow, no room for a token, or a temperature below zero.
     """
-    if not ids or max_new_tokens < 1 or not 0 <= temperature < math.inf:
+    if not ids:
+        raise ValueError("ids is empty: a model goes on from at least one token; ask something")
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf:
         raise ValueError(
-            f"{len(ids)} ids, max_new_tokens={max_new_tokens}, temperature={temperature}: there must be an id at least, room "
-            "for a token, and a temperature from 0 up"
+            f"max_new_tokens={max_new_tokens}, temperature={temperature}: give a token at least, and a number from 0"
         )
     model, tokenizer, stops = trained.model, trained.tokenizer, trained.stops
     inputs = torch.tensor([ids], device=input_device(model))
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     devices = [inputs.device] if inputs.device.type == "cuda" else []
-    with in_evaluation(model), torch.random.fork_rng(devices=devices):
+    with in_evaluation(model), _settings(model, likeliest=temperature == 0), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         out = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=max_new_tokens,
+            num_return_sequences=1,
+            return_dict_in_generate=False,
             eos_token_id=stops or None,
             num_beams=1,
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
             **sampling,
         )
     return out[0, len(ids) :].tolist()
+
+
+@contextmanager
+def _settings(model: Any, likeliest: bool) -> Iterator[None]:
+    """Within, to take the likeliest token: without the beams and penalties that the model comes with."""
+    own = model.generation_config
+    if likeliest:
+        model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def _model_folder(folder: Path) -> Path | None:
