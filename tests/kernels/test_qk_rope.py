@@ -239,6 +239,22 @@ def test_in_place_on_a_leaf_is_refused(device):
         fused_qk_rope(q, k, *tables(2, 13, 16, device=device), in_place=True)
 
 
+@pytest.mark.parametrize("shared", ["heads", "batch", "both"])
+def test_in_place_on_what_would_be_turned_twice_is_refused(shared, device):
+    q, k = default_layout(2, 4, 2, 13, 16, torch.float32, device)()
+    k = {"heads": k[:, :1].expand(2, 2, 13, 16), "batch": k[:1].expand(2, 2, 13, 16), "both": q}[shared]
+    with pytest.raises(RuntimeError, match="turned twice; use in_place=False"):
+        fused_qk_rope(q, k, *tables(2, 13, 16, device=device), in_place=True)
+
+
+def test_tables_that_are_learned_get_their_gradient(device):
+    q, k = default_layout(2, 4, 2, 13, 16, torch.float32, device)()
+    given = [x.clone().requires_grad_() for x in tables(2, 13, 16, device=device)]
+    expected = torch.autograd.grad(sum(x.square().mul(x).sum() for x in module.qk_rope_reference(q, k, *given)), given)
+    found = torch.autograd.grad(sum(x.square().mul(x).sum() for x in fused_qk_rope(q, k, *given)), given)
+    assert all(torch.equal(a, b) and a.any() for a, b in zip(expected, found))
+
+
 def test_in_place_is_noticed_by_who_saved_the_values(device):
     """A product that needs the queries for its gradient must not take the rotated ones."""
     x = torch.randn(2, 13, 6 * 16, device=device, requires_grad=True)

@@ -284,13 +284,13 @@ def fused_qk_rope(
     Args:
         q, k: ``[B, H, S, D]``, or packed ``[T, H, D]``; the number of heads may differ.
         cos, sin: ``[B, S, R]`` (``B`` may be 1), or packed ``[T, R]``; R ≤ D, filled over all R channels as
-            transformers does.
+            transformers does. Plain torch rotates by those that require a gradient.
         in_place: overwrite ``q`` and ``k``, which must not be used afterwards: what is returned stands in their place.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
 
     Raises:
         ValueError: shapes do not fit each other.
-        RuntimeError: a leaf that requires a gradient would be overwritten.
+        RuntimeError: a leaf that requires a gradient would be overwritten, or an element would be twice.
     """
     check_rope(q, k, cos, sin)
     packed = q.ndim == 3
@@ -298,12 +298,22 @@ def fused_qk_rope(
     cos, sin = (table[None] if packed else table for table in (cos, sin))
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    if in_place and torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (q, k)):
-        raise RuntimeError("a leaf that requires a gradient would lose its value; rotate it with in_place=False")
-    run = _Rotation.apply if runs_triton(q, k, cos, sin) else _rotate_without_kernel
+    if in_place:
+        _check_places(q, k)
+    learned = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
+    run = _Rotation.apply if runs_triton(q, k, cos, sin) and not learned else _rotate_without_kernel
     of_q, of_k = run(of_q, of_k, cos, sin, interleaved, in_place)
     # squeeze, since an index would copy the gradient
     return (of_q.squeeze(0).transpose(0, 1), of_k.squeeze(0).transpose(0, 1)) if packed else (of_q, of_k)
+
+
+def _check_places(q: Tensor, k: Tensor) -> None:
+    """Raises RuntimeError unless each element of both can be overwritten by itself."""
+    if torch.is_grad_enabled() and any(x.requires_grad and x.is_leaf for x in (q, k)):
+        raise RuntimeError("a leaf that requires a gradient would lose its value; rotate it with in_place=False")
+    expanded = any(stride == 0 and size > 1 for x in (q, k) for stride, size in zip(x.stride(), x.shape))
+    if expanded or q is k:
+        raise RuntimeError("q or k is expanded, or both are one tensor, which would be turned twice; use in_place=False")
 
 
 def fused_qkv_rope(
