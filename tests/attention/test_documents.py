@@ -68,6 +68,20 @@ def test_scale(softcap):
     compare(lengths, qkv(sum(lengths)), scale=0.4, softcap=softcap)
 
 
+@pytest.mark.parametrize("cu", [[0, 4], [2, 9], [0, 4, 12], [0, 6, 4, 9], [0], []], ids=str)
+def test_bounds_that_do_not_cover_the_tokens_are_refused(cu):
+    """The result would have other rows than the queries."""
+    q, k, v = qkv(9)()
+    with pytest.raises(ValueError, match="must rise from 0 to the 9 tokens"):
+        document_attention(q, k, v, torch.tensor(cu, dtype=torch.int32), 9)
+
+
+def test_no_tokens_at_all():
+    q, k, v = (x.requires_grad_() for x in qkv(0)())
+    document_attention(q, k, v, torch.zeros(3, dtype=torch.int32), 0).sum().backward()
+    assert q.grad.shape == q.shape
+
+
 def test_non_contiguous():
     """As the model gives them: heads before tokens, out of one merged product."""
     lengths = random_lengths(4, 30)

@@ -17,13 +17,25 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _longest: int, scale: float, window: int | None,
     softcap: float | None, sinks: Tensor | None, _room: int = 0,
 ) -> Tensor:  # fmt: skip
-    bounds = cu.tolist()
+    bounds = _bounds(cu, len(q))
     out = [
         _one(q[start:end], k[start:end], v[start:end], scale, window, softcap, sinks)
         for start, end in zip(bounds, bounds[1:])
         if end > start
     ]
-    return torch.cat(out) if out else torch.zeros_like(q)
+    return torch.cat(out) if out else q.clone()
+
+
+def _bounds(cu: Tensor, tokens: int) -> list[int]:
+    """On the host.
+
+    Raises:
+        ValueError: they do not cover the tokens, each once.
+    """
+    bounds: list[int] = cu.tolist()
+    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or any(end < start for start, end in zip(bounds, bounds[1:])):
+        raise ValueError(f"cu_seqlens={bounds}: must rise from 0 to the {tokens} tokens of q")
+    return bounds
 
 
 def _one(
