@@ -50,6 +50,13 @@ def test_steps_that_an_arm_does_not_report_are_not_compared():
     assert refusal(measurement(losses=[7.0, None, None, None, 6.6]), REFERENCE, Tolerance()) is None
 
 
+@pytest.mark.parametrize("name, word", [("losses", "loss"), ("grad_norms", "gradient norm")])
+def test_an_arm_that_reports_none_of_the_compared_steps_has_no_speed(name, word):
+    """Later ones, which nothing is set beside, prove nothing."""
+    late = measurement(steps=8, **{name: [None] * 5 + [99.0] * 3})
+    assert f"no {word} of the first 5 steps" in refusal(late, REFERENCE, Tolerance())
+
+
 def test_dropout_widens_the_norms_alone():
     noisy = measurement(grad_norms=changed(REFERENCE.grad_norms, 2, 1.15))
     assert refusal(noisy, REFERENCE, Tolerance()) and refusal(noisy, REFERENCE, Tolerance(), dropout=True) is None

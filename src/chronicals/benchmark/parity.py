@@ -26,8 +26,8 @@ def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tol
     """Why the arm's speed may not be printed; None if it may.
 
     Zero or non-finite gradients and losses in any step, weights that did not change, more than the tolerance between its
-    first losses or gradient norms and those of the reference, or no reference at all. Rounds that go on after others were
-    compared in their first.
+    first losses or gradient norms and those of the reference, none to compare, or no reference at all. Rounds that go on
+    after others were compared in their first.
     """
     norms = [norm for norm in measured.grad_norms if norm is not None]
     losses = [loss for loss in measured.losses if loss is not None]
@@ -49,9 +49,10 @@ def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tol
         ("loss", measured.losses, reference.losses, tolerance.loss),
         ("gradient norm", measured.grad_norms, reference.grad_norms, tolerance.grad_norm * factor),
     ):
-        for step, (a, b) in enumerate(zip(own, exact[:COMPARED]), 1):
-            if a is None or b is None:
-                continue
+        pairs = [(step, a, b) for step, (a, b) in enumerate(zip(own, exact[:COMPARED]), 1) if a is not None and b is not None]
+        if not pairs:
+            return f"it reports no {name} of the first {len(exact[:COMPARED])} steps, which the reference has"
+        for step, a, b in pairs:
             limit = allowed / 2 if step == 1 else allowed
             if not abs(a - b) <= limit * abs(b):  # nor where the reference is no number
                 return f"step {step}: {name} {a:.4f} where the fp32 reference has {b:.4f} (more than {limit:.1%} apart)"
