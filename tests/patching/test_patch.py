@@ -208,6 +208,18 @@ def test_a_loss_is_of_logits_as_a_hook_left_them(write):
     assert_same(*found)
 
 
+@pytest.mark.parametrize("patch", [patch_model, patch_parts])
+def test_a_patched_model_is_not_written_to_a_file_that_cannot_be_read(patch, tmp_path):
+    model = families.build("llama")
+    patch(model)
+    with pytest.raises(TypeError, match=r"state_dict\(\) or use save_pretrained, or call unpatch_model"):
+        torch.save(copy.deepcopy(model), tmp_path / "model.pt")
+    unpatch_model(model)
+    torch.save(model, tmp_path / "model.pt")
+    inputs = batch()
+    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(**inputs).loss, model(**inputs).loss)
+
+
 def test_a_copy_of_a_patched_model_stands_alone():
     _, patched, _ = pair("llama")
     twin = copy.deepcopy(patched)

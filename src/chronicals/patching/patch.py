@@ -18,6 +18,19 @@ from chronicals.patching.tiled_mlps import forget_policies
 EXPERTS = "experts keep their own products"
 
 
+class Whole:
+    """In a patched model: its forwards are made by patching, so it would be written to a file that cannot be read."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a patched model cannot be serialised whole: save its state_dict() or use save_pretrained, or call "
+            "unpatch_model(model) first"
+        )
+
+    def __deepcopy__(self, memo: dict) -> Whole:
+        return self
+
+
 def patch_model(model: Any) -> PatchReport:
     """Replace what can be proved equal by kernels; parameters keep names, shapes and identity.
 
@@ -56,6 +69,8 @@ def _patch(model: Any, seams: bool, whole_layers: bool = False) -> PatchReport:
     if seams and not report.mentions(loss.NAME):
         _replace_loss(target, plan, report)
         _replace_attention(target, plan, report)
+    if report.replaced:
+        target._chronicals_whole = Whole()
     return report
 
 
@@ -69,7 +84,8 @@ def unpatch_model(model: Any) -> None:
         if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
             del module.forward
     lay_apart(target)
-    vars(target).pop("_chronicals_report", None)
+    for name in ("_chronicals_report", "_chronicals_whole"):
+        vars(target).pop(name, None)
 
 
 def _inside(model: Any) -> Any:
