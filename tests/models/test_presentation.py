@@ -96,7 +96,7 @@ def test_pefts_wrapping_is_looked_through_where_its_adapters_take_every_token_by
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=0.3)
-    batch = hand_made_batch([torch.randint(1, 61, (length,)) for length in (7, 2, 11)])
+    batch = hand_made_batch([torch.randint(1, 61, (7,)), torch.tensor([5, 6]), torch.randint(1, 61, (11,))])
     batch = dataclasses.replace(batch, targets=batch.input_ids)
     upstream = torch.randn(len(batch), 32)
     trained = [p for p in model.parameters() if p.requires_grad]
