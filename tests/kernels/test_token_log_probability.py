@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import chronicals.kernels.logit_rows as module
-from chronicals.kernels import fused_cross_entropy, token_log_probability
+from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, token_log_probability
 from chronicals.kernels.logit_rows import IGNORED
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
@@ -73,6 +73,21 @@ def test_losses_of_tokens_are_log_probabilities(device):
     hidden, weight, targets = draw_head(torch.float32, device)()
     losses = fused_cross_entropy(hidden, weight, targets, chunk_size=4, reduction="none")
     torch.testing.assert_close(losses, -both(hidden, weight, targets)[0])
+
+
+@pytest.mark.parametrize("head", [token_log_probability, linear_cross_entropy])
+@pytest.mark.parametrize("softcap", [0.0, -3.0, float("nan"), float("inf")])
+def test_a_softcap_that_is_no_bound_is_refused(softcap, head, device):
+    """0 was a bound of 1 to the kernels, and of 0 without them."""
+    with pytest.raises(ValueError, match=f"softcap={softcap}: must be a positive number"):
+        head(*draw_head(torch.float32, device)(), softcap=softcap)
+
+
+@pytest.mark.parametrize("head", [token_log_probability, linear_cross_entropy])
+def test_targets_of_another_type_are_refused(head, device):
+    hidden, weight, targets = draw_head(torch.float32, device)()
+    with pytest.raises(ValueError, match=r"targets are torch.float32: .*targets.long\(\)"):
+        head(hidden, weight, targets.float())
 
 
 PROBABILITY_MUTATIONS = {

@@ -215,9 +215,10 @@ def linear_cross_entropy(
         gradient_type: the type in which the head's gradient is summed over chunks, at least that of ``hidden``.
 
     Raises:
-        ValueError: shapes do not fit, ``chunk_size`` < 1, or ``label_smoothing`` is not in [0, 1).
+        ValueError: shapes or types do not fit, ``chunk_size`` < 1, ``softcap`` is not positive, or ``label_smoothing`` is
+            not in [0, 1).
     """
-    check_head(hidden, weight, targets, bias, chunk_size)
+    check_head(hidden, weight, targets, bias, chunk_size, softcap)
     if weights is not None and weights.shape != targets.shape:
         raise ValueError(f"weights has shape {tuple(weights.shape)}: expected [{len(targets)}]")
     if not 0 <= label_smoothing < 1:

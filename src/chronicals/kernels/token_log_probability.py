@@ -10,6 +10,7 @@ The upstream gradient differs from token to token, so the backward pass makes th
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -37,10 +38,17 @@ def product_type(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
 
 
-def check_head(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_size: int) -> None:
-    """Raises ValueError unless hidden is ``[T, D]``, weight ``[V, D]``, targets ``[T]`` and bias ``[V]``."""
+def check_head(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, chunk_size: int, softcap: float | None
+) -> None:
+    """Raises ValueError unless hidden is ``[T, D]``, weight ``[V, D]``, targets int64 or int32 ``[T]``, bias ``[V]``, and the
+    numbers are in their ranges."""
     if chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size}: must be at least 1")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"softcap={softcap}: must be a positive number, or None where there is no bound")
+    if targets.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"targets are {targets.dtype}: expected torch.int64; give targets.long()")
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}: expected "
@@ -172,9 +180,9 @@ def token_log_probability(
         entropy: whether entropies are wanted; zeros otherwise.
 
     Raises:
-        ValueError: shapes do not fit or ``chunk_size`` < 1.
+        ValueError: shapes or types do not fit, ``chunk_size`` < 1, or ``softcap`` is not positive.
     """
-    check_head(hidden, weight, targets, bias, chunk_size)
+    check_head(hidden, weight, targets, bias, chunk_size, softcap)
     return _TokenLogProbability.apply(hidden, weight, bias, targets.contiguous(), scale, softcap, chunk_size, entropy)
 
 
