@@ -2,6 +2,7 @@
 
 import sys
 
+import pytest
 import torch
 
 from chronicals.verification import inspect_machine, self_test
@@ -26,6 +27,8 @@ def test_every_kernel_passes_here():
         "attention",
         "fp8_linear",
         "adamw",
+        "gradient_norm",
+        "dropped_products",
     }
     for result in results:
         assert result.passed, result
@@ -35,6 +38,20 @@ def test_every_kernel_passes_here():
 def test_a_wrong_kernel_is_found(monkeypatch):
     monkeypatch.setattr(MODULE, "fused_swiglu", lambda gate, up: torch.nn.functional.silu(gate) * up * 1.02)
     assert [result.name for result in self_test() if not result.passed] == ["swiglu"]
+
+
+def test_a_wrong_norm_of_gradients_is_found(monkeypatch):
+    """Every step is clipped by it."""
+    right = MODULE.gradient_norm
+    monkeypatch.setattr(MODULE, "gradient_norm", lambda tensors: right(tensors[1:]))
+    assert [result.name for result in self_test() if not result.passed] == ["gradient_norm"]
+
+
+@pytest.mark.parametrize("name", ["dropped_gradient_of_down", "add_dropped_product_"])
+def test_another_mask_in_the_backward_pass_is_found(monkeypatch, name):
+    right = getattr(MODULE, name)
+    monkeypatch.setattr(MODULE, name, lambda one, other, *rest: right(one, other, *rest[:-2], rest[-2] + 1, rest[-1]))
+    assert [result.name for result in self_test() if not result.passed] == ["dropped_products"]
 
 
 def test_a_wrong_scale_is_found(monkeypatch):

@@ -27,9 +27,17 @@ from chronicals.kernels import (
     token_log_probability,
 )
 from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
+from chronicals.kernels.dropped_products import (
+    add_dropped_product_,
+    draw_seed,
+    dropped_down,
+    dropped_gradient_of_down,
+    dropped_reference,
+)
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import fp8_linear, fp8_linear_reference
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
+from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
@@ -150,7 +158,16 @@ def self_test() -> list[SelfTest]:
     if not lacks_fp8(device):
         inputs = gate, random(width, width) * 0.1
         compared.append(_compare("fp8_linear", kernels, fp8_linear, rounded_linear, inputs, fp8_linear_reference))
-    return [*compared, _compare_adamw(kernels, device)]
+    dropped = _compare_dropped(kernels, gate, random(8, width), random(tokens, 8))
+    norms = [gate, up.float(), hidden.half()]
+    norm, plain_norm, exact_norm = (
+        function([x.to(kind or x.dtype) for x in norms])
+        for function, kind in ((gradient_norm, None), (gradient_norm_reference, None), (_norm, torch.float64))
+    )
+    return [
+        *compared, dropped, _judged("gradient_norm", kernels, [norm], [plain_norm], [exact_norm], torch.float32),
+        _compare_adamw(kernels, device),
+    ]  # fmt: skip
 
 
 def _compare(
@@ -160,14 +177,40 @@ def _compare(
     exact_inputs, definition = tuple(x.double() for x in inputs), definition or plain
     upstream = torch.randn_like(definition(*exact_inputs))
     exact = _outputs(definition, exact_inputs, upstream)
+    return _judged(
+        name, runs_as, _outputs(ours, inputs, upstream), _outputs(plain, inputs, upstream), exact, inputs[0].dtype
+    )  # fmt: skip
+
+
+def _judged(
+    name: str, runs_as: str, ours: list[Tensor], plain: list[Tensor], exact: list[Tensor], dtype: torch.dtype
+) -> SelfTest:
     pairs = [
-        tuple(float((got - e).norm() / e.norm()) for got in (a.double(), b.double()))
-        for a, b, e in zip(_outputs(ours, inputs, upstream), _outputs(plain, inputs, upstream), exact)
+        tuple(float((got.double() - e).norm() / e.norm()) for got in (a, b)) for a, b, e in zip(ours, plain, exact, strict=True)
     ]
-    rounding = 2 * torch.finfo(inputs[0].dtype).eps
+    rounding = 2 * torch.finfo(dtype).eps
     passed = all(error <= max(ALLOWED * plain_error, rounding) for error, plain_error in pairs)
     error, plain_error = (max(errors) for errors in zip(*pairs))
     return SelfTest(name, runs_as, error, plain_error, passed)
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    return torch.cat([x.flatten() for x in tensors]).norm()
+
+
+def _compare_dropped(runs_as: str, x: Tensor, a: Tensor, g: Tensor, dropout: float = 0.1) -> SelfTest:
+    """The three products of an adapter under dropout, beside those of what the reference keeps."""
+    seed = draw_seed(x)
+
+    def by_products(x: Tensor, a: Tensor, g: Tensor) -> list[Tensor]:
+        kept = dropped_reference(x, seed, dropout)
+        return [kept @ a.t(), g.t() @ kept, x + dropped_reference(g @ a, seed, dropout)]
+
+    u = x.new_empty(len(x), len(a))
+    dropped_down(x, a, seed, dropout, u)
+    ours = [u, dropped_gradient_of_down(g, x, seed, dropout), add_dropped_product_(x.clone(), g, a, seed, dropout)]
+    exact = by_products(x.double(), a.double(), g.double())
+    return _judged("dropped_products", runs_as, ours, by_products(x, a, g), exact, x.dtype)
 
 
 def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
