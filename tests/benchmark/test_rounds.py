@@ -283,6 +283,15 @@ def test_the_time_limit_ends_the_rounds_and_says_so(bench):
     assert any("time limit" in note for note in row.notes)
 
 
+def test_an_arm_that_failed_takes_no_more_of_the_time(bench, monkeypatch):
+    """The others' rounds go on, though it would not fit any more."""
+    monkeypatch.setattr(rounds._Session, "_expected", lambda session, arm: 1e9 if arm.name in session.row.failed else 0.0)
+    decide = rounds._Session.decide
+    monkeypatch.setattr(rounds._Session, "decide", lambda *given: (bench.crash.add("liger"), decide(*given)))
+    row = bench.measure(against=["liger", "transformers"], rounds=3, time_limit=1e6)
+    assert "liger" in row.failed and len(row.orders) == 3 and not any("time limit" in note for note in row.notes)
+
+
 def test_the_record_holds_everything_with_the_raw_samples(bench, tmp_path):
     result = json.loads(json.dumps(to_dict(bench.measure(against=["liger"], rounds=2), commit="abc")))
     assert result["commit"] == "abc" and result["versions"]["torch"] and result["floor"] == FLOOR

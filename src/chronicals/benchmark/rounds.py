@@ -221,7 +221,7 @@ class _Session:
             return
         last_goes_on = len(arms) > 1 and arms[-1].name in self.waiting and arms[0].name not in self.waiting
         for number in range(self.options.rounds):
-            if self._late(sum(self._expected(arm) for arm in arms)):
+            if self._late(sum(self._expected(arm) for arm in arms if self._able(arm))):
                 self.row.notes.append(f"stopped by the time limit after {number} of {self.options.rounds} decisive rounds")
                 self.say(self.row.notes[-1])
                 return
