@@ -10,10 +10,11 @@ import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import DataError
+from chronicals.distributed import Ranks
 from chronicals.objectives import NextToken
 from chronicals.objectives.terms import Term
 from chronicals.optimizers import FusedAdamW
-from chronicals.training import Callback, ChronicalsTrainer, Evaluation, TrainingError, audit, in_backward, trainer
+from chronicals.training import Callback, ChronicalsTrainer, Evaluation, TrainingError, audit, in_backward, preparation, trainer
 
 
 def test_loss_falls_and_everything_is_written(tmp_path):
@@ -395,3 +396,12 @@ def test_large_weights_are_watched_to_their_last_bit(where, monkeypatch):
     changed = model.weight.data if where == "weight" else optimizer.state[model.weight]["low"]
     changed.view(torch.int16).view(-1)[-1] += 1
     assert watching.coverage().moved == 30
+
+
+def test_the_models_card_becomes_the_current_one(monkeypatch):
+    """Kernels are launched on that, wherever their tensors are."""
+    current = []
+    monkeypatch.setattr(preparation, "input_device", lambda _: torch.device("cuda", 1))
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    preparation.one_device(tiny.llama(), Ranks())
+    assert current == [torch.device("cuda", 1)]

@@ -35,7 +35,7 @@ CHECKPOINTED = "_chronicals_checkpointed"
 
 
 def one_device(model: Any, ranks: Ranks) -> torch.device:
-    """The single device of the model; a process of several moves it to its own card.
+    """The single device of the model, which becomes the current one; a process of several moves it to its own card.
 
     Raises:
         ConfigurationError: the model is spread over devices.
@@ -50,7 +50,10 @@ def one_device(model: Any, ranks: Ranks) -> torch.device:
             f"the model is spread over {', '.join(sorted(map(str, devices)))}; load it on one device, for example with "
             'device_map={"": 0}'
         )
-    return input_device(model)
+    device = input_device(model)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where kernels are launched
+    return device
 
 
 def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
