@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Override what you need; every method is called on the first rank only."""
+    """Override what you need; every method is called on the first rank only, and may call the model, to generate say."""
 
     def run_began(self, run: Run) -> None:
         """Before the first step; ``run`` knows total steps, first step and folders. What it raises stops the run."""
