@@ -398,6 +398,14 @@ def test_large_weights_are_watched_to_their_last_bit(where, monkeypatch):
     assert watching.coverage().moved == 30
 
 
+def test_settings_of_adapters_that_are_not_asked_for_are_told(caplog):
+    told = "lora_rank, lora_alpha: set, but use_lora is off"
+    for changes in ({}, {"use_lora": True, "lora_rank": 4}, {"lora_rank": 4, "lora_alpha": 8}):
+        with caplog.at_level(logging.WARNING):
+            preparation.prepare_model(tiny.llama(), ChronicalsConfig(**changes))
+        assert (told in caplog.text) == ("lora_alpha" in changes)
+
+
 def test_the_models_card_becomes_the_current_one(monkeypatch):
     """Kernels are launched on that, wherever their tensors are."""
     current = []

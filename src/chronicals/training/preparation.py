@@ -99,6 +99,12 @@ def open_stores(
     return training, open_held_out(rest, config, report_of("eval_dataset"))
 
 
+def _adapter_settings(config: ChronicalsConfig) -> list[str]:
+    """Fields about adapters that were set to something of their own, where none are asked for."""
+    fields, usual = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"), ChronicalsConfig()
+    return [name for name in fields if not config.use_lora and getattr(config, name) != getattr(usual, name)]
+
+
 def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple[PresentedModel, dict[str, Decision]]:
     """Adapters, the way in, what runs of what is permitted; logged with the reasons."""
     if config.use_lora and not hasattr(model, "chronicals_lora"):
@@ -112,6 +118,8 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
                 config.use_rslora,
             ),
         )
+    elif unused := _adapter_settings(config):
+        logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
     presented = present(model, fused_head=config.use_fused_kernels)
     model = presented.model
     if reason := why_neighbours_matter(model.config, config.max_seq_length):
