@@ -93,6 +93,14 @@ def test_the_same_documents_and_the_same_report():
     assert_same_by_processes(planted_rows())
 
 
+@pytest.mark.parametrize("at_once", [1, 3, 7, 100])
+def test_the_same_however_many_rows_the_tokenizer_is_given_at_once(at_once):
+    whole = list(chunks_of([*planted_rows(), *(("bad", BadRow("torn", "unparsable")),) * 20]))
+    in_parts = ChunkEncoder(encoder().tokenizer, WIDTH, at_once=at_once).encoded(whole)
+    for (_, one), (_, other) in zip(in_parts, encoder().encoded(whole), strict=True):
+        assert facts(one) == facts(other)
+
+
 def test_the_same_under_other_settings():
     of = encoder(objective="sft", train_on_roles=["user", "assistant"], train_on_turns="last")
     of.overlong = "drop"

@@ -19,11 +19,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chronicals.data.chunks import ChunkEncoder
+from chronicals.data.chunks import Chunk, ChunkEncoder
 from chronicals.data.frames import chunk_of_frame, frame_of_encoded, read_frame, write_frame
 from chronicals.data.template import Tokenizer
 
 HOW = "how.json"
+
+AT_ONCE = 128
+"""Rows that the tokenizer is given at once: it has one thread here, and many hold memory."""
 
 Pipes = tuple[int, int]
 
@@ -89,7 +92,8 @@ def main() -> None:
     how = json.loads((folder / HOW).read_text())
     tokenizer = tokenizer_in(folder, how)
     same = tokenizer.fingerprint() == how["fingerprint"]
-    encoder = ChunkEncoder(tokenizer, how["width"], how["overlong"])
+    encoder = ChunkEncoder(tokenizer, how["width"], how["overlong"], AT_ONCE)
+    list(encoder.encoded([Chunk(0, ["a row"], [{"text": "a"}])]))  # what the first row makes, all share
     gc.freeze()
     sys.exit(divided(pipes, lambda own: serve(encoder, same, own)))
 
