@@ -92,7 +92,7 @@ def run(model, store, config: ChronicalsConfig, padding: int, looked_at: set[int
             if plain is not None and number + 1 in looked_at:
                 plain.load({name: path.weight(name) for name in path.trained})
                 with exact_products():
-                    _, exact = plain.differentiate(documents_of(store, stream, step.position - stream.packs_a_step))
+                    _, exact = plain.differentiate(documents_of(store, stream, step.began))
             made = path.step(step, number)
             losses.append(made.loss)
             if exact is not None:

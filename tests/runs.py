@@ -6,26 +6,24 @@ from typing import Any
 import torch
 
 import tiny
-from chronicals.config import ChronicalsConfig
+from chronicals.config.config import ChronicalsConfig, laid_over
 from chronicals.training import ChronicalsTrainer, TrainingResult
 from chronicals.training.callbacks import read_metrics
 
 
 def config(folder: Path, **changes: Any) -> ChronicalsConfig:
-    return ChronicalsConfig(
-        **{
-            "learning_rate": 3e-3,
-            "batch_size": 2,
-            "gradient_accumulation_steps": 2,
-            "max_seq_length": 128,
-            "max_steps": 6,
-            "mixed_precision": "fp32",
-            "use_torch_compile": False,  # on a card every layer would be compiled, for minutes
-            "output_dir": folder / "run",
-            "cache_dir": folder / "tokens",
-            **changes,
-        }
-    )
+    usual = {
+        "learning_rate": 3e-3,
+        "batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_seq_length": 128,
+        "max_steps": 6,
+        "mixed_precision": "fp32",
+        "use_torch_compile": False,  # on a card every layer would be compiled, for minutes
+        "output_dir": folder / "run",
+        "cache_dir": folder / "tokens",
+    }
+    return ChronicalsConfig(**laid_over(usual, changes))
 
 
 def train(

@@ -58,7 +58,7 @@ def check(store, **settings):
     stream = BatchStream(store, config, FILLER, epochs=2)
     count = 0
     for step in stream.steps(count=stream.steps_in_all + 1):
-        packs = stream.packs_of(step.position - stream.packs_a_step)
+        packs = stream.packs_of(step.began)
         held = {pack[0]: pack for pack in packs if len(pack)}
         for batch in step.batches:
             starts = batch.input_ids.view(-1, stream.width)[:, :2].tolist()

@@ -306,7 +306,8 @@ def test_past_the_last_epoch_packs_are_empty_and_count_nothing(make_store):
             assert (batch.input_ids == FILLER).all()
             assert (batch.targets == IGNORED).all()
             assert batch.cu_seqlens[-1] == 80
-    assert [step.position for step in steps] == [6 * (n + 1) for n in range(last + 3)]
+    assert [step.began for step in steps] == [6 * n for n in range(last + 3)]
+    assert [step.position for step in steps] == [min(6 * (n + 1), packs) for n in range(last + 3)]
 
 
 def test_an_endless_stream_goes_on(make_store):
@@ -348,6 +349,32 @@ def test_the_order_is_a_function_of_the_seed(make_store):
         orders.append([documents(batch) for batch in stream])
     assert orders[0] == orders[2] != orders[1]
     assert sorted(n for batch in orders[0] for n in batch) == sorted(n for batch in orders[1] for n in batch)
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        ({"batch_size": 2, "gradient_accumulation_steps": 3, "num_epochs": 7, "learning_rate": 1.0}, True),
+        ({"seed": 2}, False),
+        ({"packing_strategy": "in-order"}, False),
+        ({"max_documents": 1}, False),
+        ({"use_sequence_packing": False}, False),
+    ],
+)
+def test_the_fingerprint_is_of_the_order(make_store, changes, same):
+    store, settings = make_store(60, 30), config(90)
+    (stream,) = streams(store, settings)
+    changed = streams(store, settings.replace(**changes), ranks=2)[1]
+    assert (changed.fingerprint == stream.fingerprint) is same
+
+
+def test_the_fingerprint_is_of_the_documents(make_store):
+    """Two parts of one store, of as many documents of the same lengths."""
+    store = make_store(60, 30)
+    store.lengths[:] = 1
+    parts = [store.subset(np.arange(first, first + 20)) for first in (0, 20, 0)]
+    prints = [streams(part, config(90))[0].fingerprint for part in parts]
+    assert prints[0] == prints[2] != prints[1]
 
 
 def test_without_shuffling_packs_come_as_planned_in_every_epoch(make_store):

@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import json
 import logging
@@ -10,8 +11,11 @@ from safetensors.torch import load_file, save_file
 
 import runs
 import tiny
+from chronicals.config.config import laid_over
+from chronicals.data import TokenStore
 from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module
+from chronicals.training.callbacks import Callback, read_metrics
 from chronicals.training.checkpoint import (
     check_folder,
     checkpoints,
@@ -205,6 +209,72 @@ def test_a_run_is_not_overwritten(run_folder):
 def test_other_data_is_refused_on_resume(run_folder):
     with pytest.raises(CheckpointError, match="other data"):
         runs.train(run_folder, rows=tiny.chat_rows(7), resume=True, max_steps=9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"seed": 1}, r"seed=1 \(before: 42\)"),
+        ({"use_sequence_packing": False}, r"use_sequence_packing=False \(before: True\)"),
+        ({"packing_strategy": "in-order"}, r"packing_strategy='in-order' \(before: 'best-fit'\)"),
+        ({"max_documents": 1}, r"max_documents=1 \(before: None\)"),
+        ({"validation_split": 0.2}, r"validation_split=0.2 \(before: 0.0\)"),
+    ],
+)
+def test_another_order_is_refused_on_resume(run_folder, changes, named):
+    """What the run's position counts would be other documents."""
+    with pytest.raises(CheckpointError, match=f"another order than before.*{named}.*resume with what the run began with"):
+        runs.train(run_folder, resume=True, **{"max_steps": 9, **changes})
+
+
+def test_other_rows_held_out_are_refused_on_resume(tmp_path):
+    """The same rows and configuration, but what was held out of them is now given beside them."""
+    runs.train(tmp_path, validation_split=0.2, max_steps=2)
+    with pytest.raises(CheckpointError, match="another order than before.*other rows are held out"):
+        runs.train(tmp_path, validation_split=0.2, eval_rows=tiny.chat_rows(65)[60:], max_steps=4, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ({}, {"batch_size": 1}),
+        ({}, {"batch_size": 3}),
+        ({}, {"gradient_accumulation_steps": 5}),
+        ({"num_epochs": 1}, {}),
+        ({"max_steps": 7}, {}),
+    ],
+)
+def test_every_epoch_is_whole_in_whatever_steps_it_goes_on(tmp_path, first, then):
+    """38 packs are no whole number of steps; all targets are three times those of one epoch, however steps are cut."""
+    rows, settings = tiny.chat_rows(38), {"num_epochs": 3, "use_sequence_packing": False, "save_steps": 2}
+
+    class Stop(Callback):
+        def step_done(self, metrics):
+            if not first and metrics.step == 17:
+                raise KeyboardInterrupt
+
+    with contextlib.suppress(KeyboardInterrupt):
+        runs.train(tmp_path, rows, callbacks=[Stop()], **laid_over(settings, first))
+    runs.train(tmp_path, rows, resume=True, **laid_over(settings, then))
+    steps = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    store = TokenStore.open(*(tmp_path / "tokens").glob("*.arrow"))
+    assert sum(step["targets"] for step in steps) == 3 * store.targets.sum()
+    assert steps[-1]["targets"] > 0
+    assert steps[-1]["epoch"] == 3.0
+    assert steps[-1]["learning_rate"] < 0.2 * steps[len(steps) // 2]["learning_rate"]
+
+
+def test_changed_settings_are_told_on_resume(run_folder, caplog):
+    with caplog.at_level(logging.WARNING):
+        runs.train(run_folder, max_steps=7, learning_rate=1e-3, save_steps=None, resume=True)
+    assert "learning_rate=0.001 (before: 0.003), max_steps=7 (before: 6), output_dir=" in caplog.text
+
+
+def test_adapters_are_not_whole_weights(tmp_path):
+    """And nothing is asked of the network for them."""
+    runs.train(tmp_path, use_lora=True, lora_rank=4, max_steps=1)
+    with pytest.raises(CheckpointError, match="holds adapters, and the model has none; set use_lora"):
+        runs.train(tmp_path, max_steps=2, resume=True)
 
 
 def test_another_model_is_refused_on_resume(run_folder):

@@ -8,6 +8,8 @@ on with empty packs, which count nothing.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
@@ -56,11 +58,13 @@ class Step:
     Attributes:
         batches: as many as there are accumulation steps.
         counts: of the whole step, all ranks.
-        position: packs consumed once this step is done; what a checkpoint stores.
+        began: position at which it begins, packs consumed before it.
+        position: packs consumed once this step is done, empty ones not counted; what a checkpoint stores.
     """
 
     batches: list[Batch]
     counts: Counts
+    began: int
     position: int
 
 
@@ -116,12 +120,23 @@ class BatchStream:
     @property
     def steps_in_all(self) -> int | None:
         """Steps until every epoch is consumed, None without end."""
-        return None if self.epochs is None else -(-len(self.plan) * self.epochs // self.packs_a_step)
+        return self.steps_left(0)
+
+    def steps_left(self, position: int) -> int | None:
+        """Steps from ``position`` until every epoch is consumed, None without end."""
+        return None if self.epochs is None else max(0, -(-(len(self.plan) * self.epochs - position) // self.packs_a_step))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Of the order in which documents come, which a position counts in; how many a step takes is not part of it."""
+        order = hashlib.sha256(f"{self.shuffle} {self.seed}".encode())
+        for column in (self.store.id_starts[self.plan.documents], self.plan.offsets):
+            order.update(column.tobytes())
+        return order.hexdigest()
 
     def epoch_at(self, position: int) -> float:
         """Passes over the data after so many packs."""
-        passes = position / len(self.plan)
-        return passes if self.epochs is None else min(passes, float(self.epochs))
+        return self._consumed(position) / len(self.plan)
 
     def __len__(self) -> int:
         """Micro-batches of this rank in the epochs asked for (one if endless)."""
@@ -156,8 +171,11 @@ class BatchStream:
                         "damaged: delete it, and it will be built again"
                     ) from None
                 memory, counts = submitted.popleft()
-                position, count = position + self.packs_a_step, None if count is None else count - 1
-                yield Step(memory.batches(facts), counts, position)
+                began, position, count = position, position + self.packs_a_step, None if count is None else count - 1
+                yield Step(memory.batches(facts), counts, began, self._consumed(position))
+
+    def _consumed(self, position: int) -> int:
+        return position if self.epochs is None else min(position, len(self.plan) * self.epochs)
 
     def packs_of(self, position: int) -> list[np.ndarray]:
         """The documents of each pack of the step that begins at ``position``, of all ranks, by their number in the store."""

@@ -171,6 +171,8 @@ def load_checkpoint(folder: Path, model: Any, optimizer: FusedAdamW, rank: int =
 
 def _load_weights(folder: Path, model: Any) -> None:
     """Through ``from_pretrained``, which undoes whatever ``save_pretrained`` did to names and shapes."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError("it holds adapters, and the model has none; set use_lora as before")
     kinds = {parameter.dtype for parameter in model.parameters()}
     dtype = kinds.pop() if len(kinds) == 1 else torch.float32  # which holds what any of them holds
     stored = type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True).state_dict()

@@ -52,6 +52,9 @@ TrainOnce = Callable[[Step, Callable[[], None] | None], dict[str, torch.Tensor]]
 TAUGHT = ("objective", "train_on_roles", "train_on_turns", "max_seq_length", "overlong", "gate")
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
 
+ORDERED_BY = ("seed", "use_sequence_packing", "packing_strategy", "max_documents", "validation_split")
+"""Fields of the configuration that decide in which order documents come."""
+
 MAX_SKIPPED = 20
 """Steps in a row that may be skipped for a gradient that is not finite, while the fp16 loss scale adapts."""
 
@@ -131,7 +134,7 @@ class ChronicalsTrainer:
         run = Run(stream.steps_in_all or config.max_steps, self.output_dir)
         torch.manual_seed(config.seed + self.ranks.rank)
         if resume:
-            self._resume(run, optimizer, precision, train_store)
+            self._resume(run, optimizer, precision, stream)
         run.trainable_share = self._trainable_share()
         model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
         with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run, presented):
@@ -209,7 +212,7 @@ class ChronicalsTrainer:
                     self._evaluate(run, presented, precision, eval_store)
                 told, enough = self._stopped_anywhere(), self._gains_no_more(run)  # told while it evaluated, too
                 if "save" in due or told or enough:
-                    self._save(run, optimizer, precision, stream.store)
+                    self._save(run, optimizer, precision, stream)
                 if told:
                     raise Interrupted(f"{self._stop} after step {run.step}; {self._how_to_resume()}")
                 if enough:
@@ -310,34 +313,53 @@ class ChronicalsTrainer:
     def _how_to_resume(self) -> str:
         return f"go on with train(..., resume=True), or chronicals train --resume --output-dir {self.output_dir}"
 
-    def _resume(self, run: Run, optimizer: FusedAdamW, precision: Precision, store: TokenStore) -> None:
+    def _resume(self, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream) -> None:
         folder = checkpoint.newest_valid(self.output_dir)
         if folder is None:
             logger.info("%s: no whole checkpoint, the run begins anew", self.output_dir)
             return
         state = checkpoint.load_state(folder)
-        if state["data"] != store.key:
+        if state["data"] != stream.store.key:
             raise CheckpointError(
                 f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
                 "what the run began with, or choose another output_dir"
             )
+        changed = self._changed_since(state["config"])
+        if state["order"] != stream.fingerprint:
+            reasons = [changed[name] for name in ORDERED_BY if name in changed] or ["other rows are held out"]
+            raise CheckpointError(
+                f"{folder}: documents would come in another order than before ({', '.join(reasons)}), some never, others "
+                "twice; resume with what the run began with, or choose another output_dir"
+            )
+        if changed:
+            logger.warning("resuming with %s", ", ".join(changed.values()))
         checkpoint.load_checkpoint(folder, self.model, optimizer, self.ranks.rank)
         precision.load_state(state["precision"])
         run.step, run.position = state["step"], state["position"]
         run.best_loss, run.evaluations_without_gain = state["best_loss"], state["evaluations_without_gain"]
-        logger.info("resumed from %s", folder)
+        left = stream.steps_left(run.position)
+        if left is not None:  # which may take more or fewer packs than those that were done
+            run.total_steps = run.step + left
+        logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
 
-    def _save(self, run: Run, optimizer: FusedAdamW, precision: Precision, store: TokenStore) -> None:
+    def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
+        """Fields of the configuration that are not as before, and how each is told."""
+        now = self.config.to_dict()
+        changed = [name for name in now.keys() & before.keys() if now[name] != before[name]]
+        return {name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)}
+
+    def _save(self, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream) -> None:
         random_states = checkpoint.random_states(self.ranks)
         if self.ranks.first:
             state = {
                 "position": run.position,
-                "data": store.key,
+                "data": stream.store.key,
+                "order": stream.fingerprint,
                 "precision": precision.state(),
                 "best_loss": run.best_loss,
                 "evaluations_without_gain": run.evaluations_without_gain,
                 "config": self.config.to_dict(),
-                "about": self._about(store),
+                "about": self._about(stream.store),
             }
             checkpoint.save_checkpoint(
                 self.output_dir, run.step, self.model, self.tokenizer, optimizer, state, random_states,

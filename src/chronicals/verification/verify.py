@@ -128,7 +128,7 @@ def verify(
     compared = _Comparison(path, fp32, plain, config, device)
     with path.stepping():
         for number, step in enumerate(stream.steps(count=steps)):
-            compared.one_step(step, number, documents_of(store, stream, step.position - stream.packs_a_step))
+            compared.one_step(step, number, documents_of(store, stream, step.began))
             if progress is not None:
                 progress(number + 1, steps)
     return compared.verification(notes, _facts(model, config, device, steps))
