@@ -78,6 +78,7 @@ def ours(folder: Path, data: Path, tokenizer, count: int) -> dict:
 
 
 def bare(folder: Path, data: Path, tokenizer, count: int) -> dict:
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
     rows = load(data, count)
     template = "messages" in rows[0]
     texts = [
