@@ -151,7 +151,9 @@ def measured(arm: str, folder: Path, data: Path, count: int) -> dict:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{arm}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    sample = json.loads(done.stdout.splitlines()[-1])
+    print(f"{arm:14}{count:10,} {data.stem:15}{sample['seconds']:6.1f} s", flush=True)
+    return sample
 
 
 def main() -> None:
