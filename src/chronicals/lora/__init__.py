@@ -1,8 +1,8 @@
 """Low-rank adapters, in PEFT's format on disk."""
 
-from chronicals.lora.apply import adapters, apply_lora
+from chronicals.lora.apply import adapters, adapts, apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.layers import LoRALinear
 from chronicals.lora.peft_format import load_adapter, save_adapter
 
-__all__ = ["LoRAConfig", "LoRALinear", "adapters", "apply_lora", "load_adapter", "save_adapter"]
+__all__ = ["LoRAConfig", "LoRALinear", "adapters", "adapts", "apply_lora", "load_adapter", "save_adapter"]

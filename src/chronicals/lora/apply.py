@@ -58,6 +58,12 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
+def adapts(model: nn.Module, wanted: list[str] | str) -> bool:
+    """Whether the adapted layers are those that ``wanted`` names, as in a LoRAConfig."""
+    named = targeted_paths(model, wanted) if wanted == "all-linear" else _matches(model, wanted)
+    return {path.removesuffix(".base_layer") for path in named} == {path for path, _ in adapters(model)}
+
+
 def linear_shape(layer: Any) -> tuple[int, int] | None:
     """``(in, out)`` of a linear layer, None if it is something else."""
     if isinstance(layer, nn.Linear):

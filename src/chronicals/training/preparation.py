@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Ranks
-from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora
 from chronicals.memory import CHEAP, decoder_layers, enable_gradient_checkpointing, recomputes
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
@@ -99,27 +100,50 @@ def open_stores(
     return training, open_held_out(rest, config, report_of("eval_dataset"))
 
 
-def _adapter_settings(config: ChronicalsConfig) -> list[str]:
-    """Fields about adapters that were set to something of their own, where none are asked for."""
-    fields, usual = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"), ChronicalsConfig()
-    return [name for name in fields if not config.use_lora and getattr(config, name) != getattr(usual, name)]
+ADAPTERS = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_target_modules": "target_modules",
+    "use_rslora": "use_rslora",
+}
+"""Fields about adapters, and what each is called in a LoRAConfig."""
+
+
+def _attach_adapters(model: Any, config: ChronicalsConfig) -> None:
+    """Those that are asked for; where there are some already, they are trained.
+
+    Raises:
+        ConfigurationError: they have another shape than was asked for.
+    """
+    usual = ChronicalsConfig()
+    if hasattr(model, "chronicals_lora"):
+        _keep_adapters(model, config)
+    elif config.use_lora:
+        apply_lora(model, LoRAConfig(**{own: getattr(config, name) for name, own in ADAPTERS.items()}))
+    elif unused := [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]:
+        logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
+
+
+def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
+    """Go on with what is attached, under the dropout that was asked for."""
+    if "lora_dropout" in config.explicit:
+        model.chronicals_lora = replace(model.chronicals_lora, dropout=config.lora_dropout)
+        for _, layer in adapters(model):
+            layer.dropout = config.lora_dropout
+    for name in config.explicit & ADAPTERS.keys():
+        asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
+        as_asked = asked is None or adapts(model, asked) if name == "lora_target_modules" else asked == found
+        if not as_asked:
+            raise ConfigurationError(
+                f"{name}={asked!r}: the model has adapters already, with {found!r}; leave {name} out to train those, or load "
+                "the model anew"
+            )
 
 
 def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple[PresentedModel, dict[str, Decision]]:
     """Adapters, the way in, what runs of what is permitted; logged with the reasons."""
-    if config.use_lora and not hasattr(model, "chronicals_lora"):
-        apply_lora(
-            model,
-            LoRAConfig(
-                config.lora_rank,
-                config.lora_alpha,
-                config.lora_dropout,
-                config.lora_target_modules,
-                config.use_rslora,
-            ),
-        )
-    elif unused := _adapter_settings(config):
-        logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
+    _attach_adapters(model, config)
     presented = present(model, fused_head=config.use_fused_kernels)
     model = presented.model
     if reason := why_neighbours_matter(model.config, config.max_seq_length):
