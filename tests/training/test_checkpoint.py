@@ -264,6 +264,15 @@ def test_every_epoch_is_whole_in_whatever_steps_it_goes_on(tmp_path, first, then
     assert steps[-1]["learning_rate"] < 0.2 * steps[len(steps) // 2]["learning_rate"]
 
 
+def test_resumed_at_its_end_a_run_has_the_same_result(tmp_path):
+    """As where a script is started again that always resumes."""
+    first = runs.train(tmp_path, validation_split=0.2)
+    page = first.report.read_text()
+    second = runs.train(tmp_path, validation_split=0.2, resume=True)
+    assert (second.steps, second.loss, second.evaluation) == (first.steps, first.loss, first.evaluation)
+    assert f"{first.evaluation.loss:.4f}" in page and "held-out loss</th>" in second.report.read_text()
+
+
 def test_changed_settings_are_told_on_resume(run_folder, caplog):
     with caplog.at_level(logging.WARNING):
         runs.train(run_folder, max_steps=7, learning_rate=1e-3, save_steps=None, resume=True)

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import logging
 import math
@@ -11,6 +12,7 @@ import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import DataError
 from chronicals.distributed import Ranks
+from chronicals.lora import LoRAConfig, adapters, apply_lora
 from chronicals.objectives import NextToken
 from chronicals.objectives.terms import Term
 from chronicals.optimizers import FusedAdamW
@@ -293,6 +295,21 @@ def test_callbacks_see_the_run(tmp_path):
     assert log.seen == [("began", 2), ("step", 1), ("step", 2), ("evaluated", 2), ("ended", 2)]
 
 
+def test_every_callback_is_ended(tmp_path):
+    """Also where one of them fails in that."""
+    ended = []
+
+    class Ends(Callback):
+        def run_ended(self, run):
+            ended.append(self)
+            raise OSError("no room for my notes")
+
+    both = [Ends(), Ends()]
+    with pytest.raises(OSError, match="no room"):
+        runs.train(tmp_path, max_steps=1, callbacks=both)
+    assert ended == both
+
+
 def test_a_callback_may_generate(tmp_path):
     """What the model says by then, and the run goes on as if it had not been asked."""
     asked, model = [], tiny.llama()
@@ -404,6 +421,38 @@ def test_settings_of_adapters_that_are_not_asked_for_are_told(caplog):
         with caplog.at_level(logging.WARNING):
             preparation.prepare_model(tiny.llama(), ChronicalsConfig(**changes))
         assert (told in caplog.text) == ("lora_alpha" in changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, None),
+        ({"lora_rank": 4, "lora_alpha": 8, "use_rslora": False}, None),
+        ({"lora_rank": 8}, "lora_rank=8: the model has adapters already, with 4"),
+        ({"lora_alpha": 16}, "lora_alpha=16"),
+        ({"use_rslora": True}, "use_rslora=True"),
+        ({"lora_target_modules": None}, None),
+        ({"lora_target_modules": ["self_attn.q_proj", "v_proj"]}, None),
+        ({"lora_target_modules": r".*\.(v|q)_proj"}, None),
+        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules"),
+        ({"lora_target_modules": ["q_proj", "k_proj", "v_proj"]}, "lora_target_modules"),
+        ({"lora_target_modules": "all-linear"}, "lora_target_modules='all-linear'"),
+    ],
+)
+@pytest.mark.parametrize("use_lora", [True, False])
+def test_adapters_that_are_there_are_as_asked_for(changes, named, use_lora):
+    model = apply_lora(tiny.llama(), LoRAConfig(rank=4, alpha=8, dropout=0.2, target_modules=["v_proj", "q_proj"]))
+    config = ChronicalsConfig(use_lora=use_lora, **changes)
+    with pytest.raises(ConfigurationError, match=named) if named else contextlib.nullcontext():
+        preparation.prepare_model(model, config)
+    assert {layer.dropout for _, layer in adapters(model)} == {0.2}
+
+
+def test_adapters_that_are_there_drop_what_is_asked_for(tmp_path):
+    model = apply_lora(tiny.llama(), LoRAConfig(rank=4, dropout=0.2))
+    runs.train(tmp_path, model=model, max_steps=1, lora_dropout=0.3)
+    assert {layer.dropout for _, layer in adapters(model)} == {0.3}
+    assert json.loads((tmp_path / "run" / "model" / "adapter_config.json").read_text())["lora_dropout"] == 0.3
 
 
 def test_the_models_card_becomes_the_current_one(monkeypatch):

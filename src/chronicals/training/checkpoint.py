@@ -122,7 +122,7 @@ def save_checkpoint(
         save_model(aside / MODEL, model, tokenizer, state.get("about", {}))
         save_file(_optimizer_tensors(model, optimizer), aside / OPTIMIZER)
         save_file(random_states, aside / RNG)
-        (aside / STATE).write_text(json.dumps({**state, "step": step}, indent=1))
+        (aside / STATE).write_text(json.dumps(state, indent=1))
 
     write_folder(folder, fill)
     for old in [other for other in checkpoints(output_dir) if other.name < folder.name][keep - 1 :]:

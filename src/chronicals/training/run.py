@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from chronicals.training.audit import Coverage
 from chronicals.training.evaluation import Evaluation
+
+KEPT = ("step", "position", "best_loss", "evaluations_without_gain", "last_loss")
+"""Attributes of a run that a checkpoint keeps, beside the evaluation."""
 
 Outcome = Literal["finished", "interrupted", "failed"]
 
@@ -42,6 +46,16 @@ class Run:
     evaluation: Evaluation | None = None
     coverage: Coverage | None = None
     outcome: Outcome = "failed"
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it, as JSON."""
+        kept = {name: getattr(self, name) for name in KEPT}
+        return {**kept, "evaluation": self.evaluation and self.evaluation.to_dict()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        for name in KEPT:
+            setattr(self, name, state[name])
+        self.evaluation = state["evaluation"] and Evaluation(**state["evaluation"])
 
     def evaluated(self, evaluation: Evaluation) -> None:
         better = evaluation.loss < self.best_loss

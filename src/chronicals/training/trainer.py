@@ -335,8 +335,7 @@ class ChronicalsTrainer:
             logger.warning("resuming with %s", ", ".join(changed.values()))
         checkpoint.load_checkpoint(folder, self.model, optimizer, self.ranks.rank)
         precision.load_state(state["precision"])
-        run.step, run.position = state["step"], state["position"]
-        run.best_loss, run.evaluations_without_gain = state["best_loss"], state["evaluations_without_gain"]
+        run.load_state(state)
         left = stream.steps_left(run.position)
         if left is not None:  # which may take more or fewer packs than those that were done
             run.total_steps = run.step + left
@@ -352,12 +351,10 @@ class ChronicalsTrainer:
         random_states = checkpoint.random_states(self.ranks)
         if self.ranks.first:
             state = {
-                "position": run.position,
+                **run.state(),
                 "data": stream.store.key,
                 "order": stream.fingerprint,
                 "precision": precision.state(),
-                "best_loss": run.best_loss,
-                "evaluations_without_gain": run.evaluations_without_gain,
                 "config": self.config.to_dict(),
                 "about": self._about(stream.store),
             }
@@ -431,9 +428,9 @@ class ChronicalsTrainer:
             run.outcome = "interrupted"
             raise
         finally:
-            with self._as_it_came(presented):
-                for callback in began:
-                    callback.run_ended(run)
+            with self._as_it_came(presented), ExitStack() as ending:
+                for callback in reversed(began):
+                    ending.callback(callback.run_ended, run)
 
     def _told_to_stop(self, reason: str) -> None:
         self._stop = reason
