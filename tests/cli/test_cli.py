@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 import tiny
 from chronicals.cli import main
@@ -83,6 +86,36 @@ def test_model_and_data_are_enough(place, within):
     lines = [json.loads(line) for line in (place / "chronicals-output" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["epoch"] == 1.0
     assert sum(line["epoch"] == 1.0 for line in lines) == 1
+
+
+@pytest.mark.parametrize("model", ["out", "out/model"])
+def test_an_adapter_is_trained_on(place, trained, within, tmp_path, model):
+    """With a rate that changes next to nothing it stays what it was."""
+    arguments = ["train", "recipe.yaml", "--model", model, "--max-steps", 1, "--learning-rate", 1e-7, "--output-dir"]
+    ran = within(*arguments, tmp_path / "more")
+    assert ran.code == 0, ran.stderr
+    before, after = (load_file(run / "model" / "adapter_model.safetensors") for run in (place / "out", tmp_path / "more"))
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(before[name], after[name], atol=2e-5) and before[name].any() for name in before)
+    described = json.loads((tmp_path / "more" / "model" / "adapter_config.json").read_text())
+    assert (described["r"], described["base_model_name_or_path"]) == (4, "base")
+    ran = within(*arguments, tmp_path / "other", "--use-lora", "--lora-rank", 8)
+    assert ran.code == 1 and "lora_rank=8: the model has adapters already, with 4" in ran.stderr
+
+
+def test_what_takes_a_model_takes_an_adapter(place, trained, within, tmp_path):
+    """Whether it says which its model is, or that is given."""
+    shutil.copytree(place / "out" / "model", tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": None}))
+    assert within("data", "show", "data.jsonl", "--model", "out", "--rows", 1).code == 0
+    given = ["recipe.yaml", "--output-dir", tmp_path / "checked", "--model", tmp_path / "adapter"]
+    ran = within("train", *given, "--check")
+    assert ran.code == 1 and "does not say which model it belongs to; give base_model" in ran.stderr
+    assert within("train", *given, "--check", "--base-model", "base").code == 0
+    assert within("verify", *given, "--base-model", "base", "--steps", 5).code == 0
+    ran = within("train", "recipe.yaml", "--output-dir", tmp_path / "checked", "--base-model", "base")
+    assert ran.code == 1 and "base_model='base': base is no adapter's folder" in ran.stderr
 
 
 def test_evaluate_prints_a_table_and_json(place, trained, within):
@@ -206,8 +239,7 @@ def test_where_figures_go_is_seen_to_before_the_work(place, within, monkeypatch,
     def begin(*_):
         raise Began("the work began")
 
-    monkeypatch.setattr("chronicals.generation.load_trained", begin)
-    monkeypatch.setattr("chronicals.models.load_model", begin)
+    monkeypatch.setattr("chronicals.lora.SavedModel.model", begin)
     folder = f"figures-of-{command[0]}"
     done = within(*command, "--data", "data.jsonl", "--output", f"{folder}/of/it.json")
     assert "the work began" in done.stderr and (place / folder / "of").is_dir()

@@ -60,7 +60,7 @@ def show(
     from chronicals.data import Tokenizer, build_store, plan_packs
     from chronicals.data.building import log_report
     from chronicals.data.gate import check_shares
-    from chronicals.models import load_tokenizer
+    from chronicals.lora import SavedModel
 
     flags: dict[str, Any] = {
         "model": model, "max_seq_length": max_seq_length, "objective": objective, "train_on_turns": train_on_turns,
@@ -72,7 +72,8 @@ def show(
     config = Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
     check_shares(config.gate)
     records = _read(config, skip, rows)
-    tokenizer, console = load_tokenizer(config.model, config.trust_remote_code), Console(highlight=False)
+    tokenizer = SavedModel.find(config.model, config.base_model).tokenizer(config.trust_remote_code)
+    console = Console(highlight=False)
     with TemporaryDirectory() as folder:
         store = build_store(
             records, Tokenizer.configured(tokenizer, config), config.max_seq_length, Path(folder), overlong=config.overlong

@@ -29,22 +29,23 @@ def train(
 
     from chronicals.config import Recipe
     from chronicals.distributed import Ranks
-    from chronicals.models import load_config, load_model, load_tokenizer
+    from chronicals.lora import SavedModel
     from chronicals.models.loading import DTYPES
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.preparation import open_stores
 
     plan = Recipe.given(preset, recipe, **flags)
     config, console = plan.config(), Console(emoji=False, highlight=False, soft_wrap=True)
-    tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
+    saved = SavedModel.find(plan.model, plan.base_model)
+    tokenizer = saved.tokenizer(plan.trust_remote_code)
     if check:
-        embedding_rows = load_config(plan.model, plan.trust_remote_code).get_text_config().vocab_size
+        embedding_rows = saved.config(plan.trust_remote_code).get_text_config().vocab_size
         open_stores(
             plan.data, plan.validation_data, embedding_rows, tokenizer, config, Ranks(), reports=config.output_dir
         )  # fmt: skip
         console.print(f"the data can be trained on; the report is in {escape(str(config.output_dir))}")
         return
-    model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)
+    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code)
     result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:

@@ -38,15 +38,16 @@ def verify(
     from rich.progress import Progress
 
     from chronicals.config import Recipe
-    from chronicals.models import load_model, load_tokenizer
+    from chronicals.lora import SavedModel
     from chronicals.models.loading import DTYPES
     from chronicals.verification import verify as compare
 
     plan = Recipe.given(preset, recipe, **flags)
     config, console = plan.config(), Console(stderr=True)
     make_room_for(output)
-    tokenizer = load_tokenizer(plan.model, plan.trust_remote_code)
-    model = load_model(plan.model, DTYPES[config.mixed_precision], plan.trust_remote_code)
+    saved = SavedModel.find(plan.model, plan.base_model)
+    tokenizer = saved.tokenizer(plan.trust_remote_code)
+    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("steps in three arms", total=steps)
         found = compare(

@@ -21,7 +21,10 @@ class Recipe(ChronicalsConfig):
     """A run that can be repeated from a file: ``chronicals train recipe.yaml``."""
 
     model: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
-        description="Folder or hub name of the model to start from"
+        description="What to start from: folder or hub name of a model, folder of an adapter or a run, to train on"
+    )
+    base_model: Annotated[str | None, AfterValidator(lambda name: name and os.path.expanduser(name))] = Field(
+        default=None, description="The model of an adapter, where it does not say"
     )
     data: Sources = Field(
         description="What to train on: a file, a folder, a pattern or a hub name; path=2 sees each row twice; may be repeated"
@@ -49,7 +52,7 @@ class Recipe(ChronicalsConfig):
 
     def config(self) -> ChronicalsConfig:
         """The configuration without the model and the data; one epoch where neither steps nor epochs were given."""
-        own = {"model", "data", "validation_data", "trust_remote_code"}
+        own = {"model", "base_model", "data", "validation_data", "trust_remote_code"}
         chosen = {name: getattr(self, name) for name in self.explicit - own}
         if "max_steps" not in self.explicit and self.num_epochs is None:
             chosen["num_epochs"] = 1

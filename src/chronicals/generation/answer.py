@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,9 +15,8 @@ from transformers import GenerationConfig
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.rows import CHATS
 from chronicals.data.template import Message
-from chronicals.lora import load_adapter
-from chronicals.lora.peft_format import CONFIG_FILE
-from chronicals.models import in_evaluation, input_device, load_model, load_tokenizer
+from chronicals.lora import SavedModel
+from chronicals.models import in_evaluation, input_device
 
 
 @dataclass(frozen=True)
@@ -61,25 +59,11 @@ def load_trained(folder: str | Path, base_model: str | None = None, trust_remote
     Raises:
         ValueError: it cannot be loaded, with what to do.
     """
-    path = _model_folder(Path(folder))
     dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
-    is_adapter = path is not None and (path / CONFIG_FILE).exists()
-    if base_model is not None and not is_adapter:
-        raise ValueError(f"base_model={base_model!r}: {folder} is no adapter's folder, which alone needs it; leave it out")
-    if path is None:
-        return Trained(_on_card(load_model(folder, dtype, trust_remote_code)), load_tokenizer(folder, trust_remote_code))
-    file = path / "chronicals.json"
-    about = _read(file) if file.exists() else {}
-    if is_adapter:
-        base = base_model or _read(path / CONFIG_FILE).get("base_model_name_or_path")
-        if not base:
-            raise ValueError(f"{path}: an adapter that does not say which model it belongs to; give base_model")
-        model = load_adapter(load_model(base, dtype, trust_remote_code), path)
-        spoken = path if any(path.glob("tokenizer*")) else base  # PEFT writes none beside its adapter
-    else:
-        model, spoken = load_model(path, dtype, trust_remote_code), path
-    tokenizer = load_tokenizer(spoken, trust_remote_code)
-    return Trained(_on_card(model), tokenizer, tuple(about.get("kinds", ())), about.get("taught", {}))
+    saved = SavedModel.find(folder, base_model)
+    model, tokenizer = saved.model(dtype, trust_remote_code), saved.tokenizer(trust_remote_code)
+    model = model.to("cuda") if torch.cuda.is_available() else model
+    return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), saved.about.get("taught", {}))
 
 
 def answer(
@@ -147,25 +131,3 @@ def _settings(model: Any, likeliest: bool) -> Iterator[None]:
         yield
     finally:
         model.generation_config = own
-
-
-def _model_folder(folder: Path) -> Path | None:
-    """Where the weights are: the folder itself, ``model`` in it, or in its newest checkpoint. None: not a folder."""
-    if not folder.is_dir():
-        return None
-    checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
-    for path in (folder, folder / "model", *(checkpoint / "model" for checkpoint in checkpoints)):
-        if (path / "config.json").exists() or (path / CONFIG_FILE).exists():
-            return path
-    raise ValueError(f"{folder}: holds neither a model, an adapter, nor a run of chronicals")
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: is no JSON ({error}); it was cut or changed, save the model again") from error
-
-
-def _on_card(model: Any) -> Any:
-    return model.to("cuda") if torch.cuda.is_available() else model

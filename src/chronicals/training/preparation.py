@@ -136,8 +136,8 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
         as_asked = asked is None or adapts(model, asked) if name == "lora_target_modules" else asked == found
         if not as_asked:
             raise ConfigurationError(
-                f"{name}={asked!r}: the model has adapters already, with {found!r}; leave {name} out to train those, or load "
-                "the model anew"
+                f"{name}={asked!r}: the model has adapters already, with {found!r}; leave {name} out to train those, or begin "
+                "with the model without them"
             )
 
 

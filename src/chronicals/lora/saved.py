@@ -1,0 +1,100 @@
+"""What a name stands for: a model, an adapter with its model, a checkpoint, or the folder of a whole run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.lora.peft_format import CONFIG_FILE, load_adapter
+from chronicals.models import load_config, load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model where it is stored; nothing of it is loaded yet.
+
+    Attributes:
+        place: folder of its weights, or of its adapter's, or a hub name.
+        adapted: whether that is an adapter's, which is loaded with its model.
+        base: the adapter's model, a folder or hub name, where it is known.
+        about: what chronicals wrote beside it; empty where it comes from elsewhere.
+    """
+
+    place: Path | str
+    adapted: bool = False
+    base: str | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def find(cls, name: str | Path, base_model: str | None = None) -> SavedModel:
+        """What is at a folder or hub name; in the folder of a run its ``model``, else the newest checkpoint's.
+
+        Args:
+            base_model: the model of an adapter, where the adapter does not say.
+
+        Raises:
+            ValueError: ``base_model`` is given for what is no adapter, or a file is no JSON.
+        """
+        folder = _weights_of(Path(name))
+        adapted = (folder / CONFIG_FILE).exists()
+        if base_model is not None and not adapted:
+            raise ValueError(f"base_model={base_model!r}: {name} is no adapter's folder, which alone needs it; leave it out")
+        file = folder / "chronicals.json"
+        about = _read(file) if file.exists() else {}
+        base = base_model or _read(folder / CONFIG_FILE).get("base_model_name_or_path") if adapted else None
+        return cls(folder if folder.is_dir() else name, adapted, base, about)
+
+    def model(self, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+        """It, in host memory, with our adapters where it has any.
+
+        Raises:
+            ValueError: it cannot be loaded, with what to do.
+        """
+        if self.adapted:
+            return load_adapter(load_model(self._whole, dtype, trust_remote_code), self.place)
+        if isinstance(self.place, Path) and not (self.place / "config.json").exists():
+            raise ValueError(f"{self.place}: holds neither a model, an adapter, nor a run of chronicals")
+        return load_model(self.place, dtype, trust_remote_code)
+
+    def config(self, trust_remote_code: bool = False) -> Any:
+        """Of transformers.
+
+        Raises:
+            ValueError: it cannot be loaded, with what to do.
+        """
+        return load_config(self._whole, trust_remote_code)
+
+    def tokenizer(self, trust_remote_code: bool = False) -> Any:
+        """Its own, or its model's: PEFT writes none beside an adapter.
+
+        Raises:
+            ValueError: it cannot be loaded, with what to do.
+        """
+        own = not self.adapted or any(Path(self.place).glob("tokenizer*"))
+        return load_tokenizer(self.place if own else self._whole, trust_remote_code)
+
+    @property
+    def _whole(self) -> Path | str:
+        """Where the whole model is."""
+        if self.adapted and not self.base:
+            raise ValueError(f"{self.place}: an adapter that does not say which model it belongs to; give base_model")
+        return self.base if self.base else self.place
+
+
+def _weights_of(folder: Path) -> Path:
+    """The folder itself, ``model`` in it, or in its newest checkpoint: the first that holds weights, else the first."""
+    checkpoints = sorted((folder / "checkpoints").glob("step-*"), reverse=True)
+    places = [folder, folder / "model", *(checkpoint / "model" for checkpoint in checkpoints)]
+    return next((place for place in places if (place / "config.json").exists() or (place / CONFIG_FILE).exists()), folder)
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file}: is no JSON ({error}); it was cut or changed, save the model again") from error
