@@ -279,6 +279,20 @@ def test_changed_settings_are_told_on_resume(run_folder, caplog):
     assert "learning_rate=0.001 (before: 0.003), max_steps=7 (before: 6), output_dir=" in caplog.text
 
 
+def test_another_model_under_an_adapter_is_told_on_resume(tmp_path, caplog):
+    """Its shapes are the same, so that nothing else would show."""
+
+    def model(name):
+        made = tiny.llama()
+        made.config._name_or_path = name
+        return made
+
+    runs.train(tmp_path, model=model("one"), use_lora=True, lora_rank=4, max_steps=1)
+    with caplog.at_level(logging.WARNING):
+        runs.train(tmp_path, model=model("other"), use_lora=True, lora_rank=4, max_steps=1, resume=True)
+    assert "resuming with model='other' (before: 'one')" in caplog.text
+
+
 def test_adapters_are_not_whole_weights(tmp_path):
     """And nothing is asked of the network for them."""
     runs.train(tmp_path, use_lora=True, lora_rank=4, max_steps=1)

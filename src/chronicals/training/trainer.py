@@ -324,7 +324,7 @@ class ChronicalsTrainer:
                 f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
                 "what the run began with, or choose another output_dir"
             )
-        changed = self._changed_since(state["config"])
+        changed = self._changed_since(state["settings"])
         if state["order"] != stream.fingerprint:
             reasons = [changed[name] for name in ORDERED_BY if name in changed] or ["other rows are held out"]
             raise CheckpointError(
@@ -341,9 +341,13 @@ class ChronicalsTrainer:
             run.total_steps = run.step + left
         logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
 
+    def _settings(self) -> dict[str, Any]:
+        """The configuration as JSON, and where the model came from."""
+        return {"model": self.model.config._name_or_path, **self.config.to_dict()}
+
     def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
-        """Fields of the configuration that are not as before, and how each is told."""
-        now = self.config.to_dict()
+        """Settings that are not as before, and how each is told."""
+        now = self._settings()
         changed = [name for name in now.keys() & before.keys() if now[name] != before[name]]
         return {name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)}
 
@@ -355,7 +359,7 @@ class ChronicalsTrainer:
                 "data": stream.store.key,
                 "order": stream.fingerprint,
                 "precision": precision.state(),
-                "config": self.config.to_dict(),
+                "settings": self._settings(),
                 "about": self._about(stream.store),
             }
             checkpoint.save_checkpoint(
