@@ -169,7 +169,8 @@ def leaking_decoder(model, leak):
 
     def forward(**inputs):
         out = own(**inputs)
-        out.last_hidden_state = out.last_hidden_state + leak * out.last_hidden_state.roll(1, 1)
+        before = torch.nn.functional.pad(out.last_hidden_state[:, :-1], (0, 0, 1, 0))
+        out.last_hidden_state = out.last_hidden_state + leak * before
         return out
 
     decoder.forward = forward
@@ -203,6 +204,23 @@ def test_a_class_whose_attention_never_hears_of_bounds_is_refused():
     proof = prove_packability(randomise(cls(configuration("llama"))))
     assert not proof.packed
     assert "does not take document bounds" in proof.reason and "does not pass document bounds on" in proof.reason
+
+
+def seeing_ahead():
+    """A model of BERT's family as it is pretrained, and Gemma 3 as it makes embeddings."""
+    from transformers import BertConfig, BertLMHeadModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 61}
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    yield lambda ahead: BertLMHeadModel(BertConfig(**sizes, **quiet, is_decoder=not ahead))
+    yield lambda ahead: build("gemma3", use_bidirectional_attention=ahead)
+
+
+@pytest.mark.parametrize("model", seeing_ahead())
+def test_a_model_that_sees_what_it_is_to_predict_is_refused(model):
+    with pytest.raises(ValueError, match="sees the tokens that it is to predict.*is_decoder=True.*use_bidirectional_attention"):
+        present(model(True))
+    assert present(model(False)) is not None
 
 
 def test_a_head_that_does_more_than_it_says_is_not_understood(caplog):

@@ -29,11 +29,12 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Packability:
-    """What the twin showed; ``reason`` says why where ``packed`` is False."""
+    """What the twin showed; ``reason`` says why where ``packed`` is False; ``causal``: no state hears of later tokens."""
 
     packed: bool
     head_proved: bool
     reason: str = ""
+    causal: bool = True
 
 
 _PROVED: dict[tuple[type, str], Packability] = {}
@@ -76,6 +77,8 @@ def _prove(cls: Any, config: Any) -> Packability:
     except Exception as error:  # any class of transformers may object to its sizes in its own way
         return Packability(False, False, f"a small twin could not be run ({type(error).__name__}: {error})")
     head_proved = _head_is_understood(twin)
+    if not _is_causal(twin):
+        return Packability(False, head_proved, "its states hear of later tokens", causal=False)
     try:
         for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
             for name, expected, got in zip(("hidden states", "gradients"), alone, _documents_packed(twin, order)):
@@ -110,6 +113,16 @@ def _documents_packed(twin: Any, order: tuple[int, ...]) -> tuple[list[Tensor], 
     pieces = dict(zip(order, flat.split(lengths)))
     states = [pieces[n] for n in range(len(order))]
     return [state.detach() for state in states], [_embedding_gradient(twin, torch.cat(states))]
+
+
+@torch.no_grad()
+def _is_causal(twin: Any) -> bool:
+    """Whether the states before the last token stay as they are when that is another one."""
+    ids = _documents(twin)[2][None]
+    other = ids.clone()
+    other[0, -1] = FIRST_TOKEN + (ids[0, -1] == FIRST_TOKEN)
+    first, second = (twin.get_decoder()(input_ids=x, use_cache=False).last_hidden_state[0, :-1] for x in (ids, other))
+    return bool(_distance(first, second) <= TOLERANCE)
 
 
 def _embedding_gradient(twin: Any, states: Tensor) -> Tensor:

@@ -199,11 +199,19 @@ def present(model: Any, packing: bool = True, fused_head: bool = True) -> Presen
         model: a Hugging Face model, or PEFT's wrapping of one, which with LoRA is looked through.
         packing: False always takes padded rows.
         fused_head: False always takes the model's own logits.
+
+    Raises:
+        ValueError: the model sees the tokens that it is to predict.
     """
     from chronicals.models.packability import prove_packability
 
     model = within_lora(model)
     proof = prove_packability(model)
+    if not proof.causal:
+        raise ValueError(
+            f"{type(model).__name__} sees the tokens that it is to predict: its states change with later ones; let it attend "
+            "to earlier ones alone (is_decoder=True in BERT's family, use_bidirectional_attention=False in Gemma 3's)"
+        )
     head_is_read = False
     if fused_head and proof.head_proved:
         try:
