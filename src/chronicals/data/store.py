@@ -61,6 +61,11 @@ class TokenStore:
         return len(self.lengths)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest document, 0 without any."""
+        return int(self.lengths.max(initial=0))
+
+    @property
     def key(self) -> str:
         return self.path.stem
 

@@ -3,6 +3,7 @@
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import input_device, load_config, load_model, load_tokenizer
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
+from chronicals.models.positions import check_positions
 from chronicals.models.presentation import PresentedModel, in_evaluation, present
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "Packability",
     "PresentedModel",
     "UnknownHead",
+    "check_positions",
     "in_evaluation",
     "input_device",
     "load_config",

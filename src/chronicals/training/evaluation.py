@@ -11,7 +11,7 @@ import torch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Source, open_store
 from chronicals.distributed import Ranks
-from chronicals.models import PresentedModel, in_evaluation, input_device, present
+from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.training.precision import Precision
 
@@ -60,8 +60,10 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
 
     Raises:
         DataError: it cannot be read, or nothing in it is trained.
+        ValueError: the model has no positions for it, or sees the tokens that it is to predict.
     """
     store = open_store(data, tokenizer, config)
+    check_positions(model, store.longest)
     stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=1, shuffle=False)
     device = input_device(model)
     with present(model, fused_head=config.use_fused_kernels).attending_documents() as presented:

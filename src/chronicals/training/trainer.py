@@ -15,7 +15,7 @@ from chronicals.data import BatchStream, Tokenizer, TokenStore
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
 from chronicals.memory import ActivationOffload
-from chronicals.models import PresentedModel
+from chronicals.models import PresentedModel, check_positions
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
 from chronicals.patching import lay_apart
@@ -111,6 +111,7 @@ class ChronicalsTrainer:
             train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, config, self.ranks,
             reports=self.output_dir,
         )  # fmt: skip
+        check_positions(model, max(store.longest for store in (train_store, eval_store) if store is not None))
         torch.manual_seed(config.seed)
         presented, decisions = prepare_model(model, config, self.ranks.count)
         teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")

@@ -26,6 +26,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
+from chronicals.models import check_positions
 from chronicals.patching import layers_in_fp8
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
 from chronicals.verification import comparison
@@ -111,6 +112,7 @@ def verify(
     config = config.replace(lora_dropout=0.0, master_weights=True)
     embedding_rows = model.get_input_embeddings().weight.shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
+    check_positions(model, store.longest)
     stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=config.num_epochs, pin=device.type == "cuda")
     if stream.steps_in_all is not None and stream.steps_in_all < steps:
         notes.append(f"the data has {stream.steps_in_all} steps in num_epochs={config.num_epochs}, not {steps}")

@@ -1,0 +1,61 @@
+"""How far a model counts: a table of positions ends, rotary ones go on beyond what the model was made for."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
+
+logger = logging.getLogger(__name__)
+
+FEW = 16
+"""Positions of the twin."""
+
+
+def check_positions(model: Any, longest: int) -> None:
+    """Whether ``model`` has positions for a document of ``longest`` tokens; said in the log where it was not made for them.
+
+    Raises:
+        ValueError: it has none.
+    """
+    text = model.config.get_text_config()
+    stated = getattr(text, "max_position_embeddings", None)
+    if not isinstance(stated, int) or longest <= stated:
+        return
+    found = (
+        f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), documents have up to {longest:,}"
+    )
+    if _has_no_more(model):
+        raise ValueError(f"{found}: set max_seq_length to at most {stated}")
+    if longest > stated * _stretched(text):
+        logger.warning(
+            "%s: max_seq_length=%d keeps to them, or give its configuration a RoPE that reaches further", found, stated
+        )
+
+
+def _stretched(text: Any) -> float:
+    """By what the rotary positions are stretched; whether that is in the number already, configurations do not agree."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+    return max(float(part.get("factor") or 1.0) for part in parts)
+
+
+def _has_no_more(model: Any) -> bool:
+    """Seen on a small random twin, which fails beyond its last position; False where there is no twin to see it on."""
+    try:
+        config = twin_config(model.config)
+        config.get_text_config().max_position_embeddings = FEW
+        with plain_surroundings():
+            decoder = build_twin(type(model), config).get_decoder()
+            decoder(input_ids=torch.full((1, FEW), FIRST_TOKEN), use_cache=False)
+    except Exception:  # any class of transformers may object to its sizes in its own way
+        return False
+    try:
+        with plain_surroundings():
+            decoder(input_ids=torch.full((1, 2 * FEW), FIRST_TOKEN), use_cache=False)
+    except (IndexError, RuntimeError, ValueError):
+        return True
+    return False
