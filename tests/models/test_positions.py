@@ -36,6 +36,13 @@ def test_a_model_is_refused_where_it_fails_by_itself(family, caplog):
     assert fails == (family == "gpt2") and torch.equal(state, torch.get_rng_state())
 
 
+def test_a_class_that_knows_no_bound_may_say_so_with_a_negative_one(caplog):
+    model = build("llama")
+    model.config.max_position_embeddings = -1
+    check_positions(model, 1000)
+    assert not caplog.text
+
+
 def test_a_table_with_places_before_the_first_position():
     from transformers import OPTConfig, OPTForCausalLM
 

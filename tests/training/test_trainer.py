@@ -423,6 +423,32 @@ def test_settings_of_adapters_that_are_not_asked_for_are_told(caplog):
         assert (told in caplog.text) == ("lora_alpha" in changes)
 
 
+def other_classes():
+    import transformers
+
+    shape = tiny.llama().config
+    sizes = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 300}
+    yield transformers.LlamaModel(shape), "LlamaModel has no head that predicts tokens; load it with AutoModelForCausalLM"
+    yield transformers.LlamaForSequenceClassification(shape), "LlamaForSequenceClassification has no head"
+    yield transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)), "has an encoder beside its decoder"
+
+
+@pytest.mark.parametrize(("model", "reason"), other_classes())
+def test_another_kind_of_model_is_refused(tmp_path, model, reason):
+    with pytest.raises(ValueError, match=reason):
+        runs.train(tmp_path, model=model)
+
+
+def test_attention_dropout_is_honoured_in_padded_rows(tmp_path, caplog):
+    """As GPT-2 has it."""
+    first, again, none = (
+        runs.train(tmp_path / name, model=tiny.llama(attention_dropout=share), max_steps=1)
+        for name, share in (("first", 0.4), ("again", 0.4), ("none", 0.0))
+    )
+    assert "takes padded rows, not packs: it has attention dropout (attention_dropout=0.4; with 0" in caplog.text
+    assert first.loss == again.loss != none.loss
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -23,7 +23,7 @@ def check_positions(model: Any, longest: int) -> None:
     """
     text = model.config.get_text_config()
     stated = getattr(text, "max_position_embeddings", None)
-    if not isinstance(stated, int) or longest <= stated:
+    if not isinstance(stated, int) or stated <= 0 or longest <= stated:
         return
     found = (
         f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), documents have up to {longest:,}"

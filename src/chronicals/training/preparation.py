@@ -57,6 +57,15 @@ def one_device(model: Any, ranks: Ranks) -> torch.device:
     return device
 
 
+def check_class(model: Any) -> None:
+    """Raises ValueError where the model is no causal language model."""
+    name = type(model).__name__
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} has an encoder beside its decoder; only causal language models are trained here")
+    if model.get_output_embeddings() is None:
+        raise ValueError(f"{name} has no head that predicts tokens; load it with AutoModelForCausalLM")
+
+
 def check_precision(config: ChronicalsConfig, device: torch.device) -> None:
     """Raises ConfigurationError where the card has no bf16."""
     on_card = device.type == "cuda"

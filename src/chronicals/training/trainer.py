@@ -32,6 +32,7 @@ from chronicals.training.precision import Precision
 from chronicals.training.preparation import (
     Source,
     build_optimizer,
+    check_class,
     check_precision,
     one_device,
     open_stores,
@@ -69,13 +70,15 @@ class ChronicalsTrainer:
         callbacks: further callbacks; those for files and progress, and the trackers, are there anyway.
 
     Raises:
-        ValueError: the configuration cannot be honoured with this model on this machine; the message names the field.
+        ValueError: it is another kind of model, or the configuration cannot be honoured with it on this machine; the message
+            names the field.
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig | None = None, callbacks: Sequence[Callback] = ()):
         self.model, self.tokenizer, self.config = model, tokenizer, config or ChronicalsConfig()
         self.ranks = Ranks.current()
         self.output_dir = self.config.output_dir
+        check_class(model)
         self.device = one_device(model, self.ranks)
         check_precision(self.config, self.device)
         self.objective = OBJECTIVES[self.config.objective](self.config.logits_chunk_size)
