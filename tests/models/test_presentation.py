@@ -270,9 +270,11 @@ def test_bounds_that_are_missing_are_not_guessed():
         model(input_ids=torch.randint(1, 61, (1, 9)))
 
 
-def test_attention_dropout_is_refused_by_name():
-    model = build("llama", attention_dropout=0.1)
+def test_attention_dropout_is_refused_by_name_where_it_came_later():
+    model = build("llama")
     presented, batch = present(model), hand_made_batch([torch.randint(1, 61, (9,))])
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
     with presented.attending_documents():
         with pytest.raises(ValueError, match=r"attention dropout 0\.1 is not supported; set attention_dropout=0"):
             presented.logits(batch)

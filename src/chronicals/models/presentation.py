@@ -192,6 +192,13 @@ def within_lora(model: Any) -> Any:
     return model.get_base_model() if plain and all(plain) else model
 
 
+def _attention_dropout(config: Any) -> str:
+    """That and how the model drops what it attends to, which our attention does not; else empty."""
+    shares = {name: share for name, share in vars(config).items() if name.startswith("att") and "drop" in name}
+    dropped = [f"{name}={share}" for name, share in shares.items() if isinstance(share, float) and share > 0]
+    return f"it has attention dropout ({', '.join(dropped)}; with 0 in its configuration it takes packs)" if dropped else ""
+
+
 def present(model: Any, packing: bool = True, fused_head: bool = True) -> PresentedModel:
     """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
 
@@ -220,7 +227,8 @@ def present(model: Any, packing: bool = True, fused_head: bool = True) -> Presen
             logger.warning("%s: the model's own logits are used, which takes more memory", error)
     elif fused_head:
         logger.warning("the head of %s could not be proved: its own logits are used", type(model).__name__)
-    packed = packing and proof.packed
-    if packing and not packed:
-        logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, proof.reason)
+    reason = proof.reason or _attention_dropout(model.config.get_text_config())
+    if packing and reason:
+        logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, reason)
+    packed = packing and not reason
     return PresentedModel(model, packed, head_is_read)
