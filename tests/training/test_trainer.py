@@ -439,6 +439,22 @@ def test_another_kind_of_model_is_refused(tmp_path, model, reason):
         runs.train(tmp_path, model=model)
 
 
+@pytest.mark.parametrize("adapt", [None, "ours", "peft"])
+def test_quantised_weights_are_trained_through_adapters_alone(tmp_path, adapt):
+    """As transformers marks a model whose weights a quantiser packed; norms and embeddings would be trained in silence."""
+    peft = pytest.importorskip("peft")
+    model = tiny.llama()
+    model.is_quantized = True
+    if adapt == "peft":
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    with (
+        pytest.raises(ConfigurationError, match="quantised and cannot be.*use_lora=True")
+        if not adapt
+        else contextlib.nullcontext()
+    ):
+        runs.train(tmp_path, model=model, max_steps=1, use_lora=adapt == "ours")
+
+
 def test_attention_dropout_is_honoured_in_padded_rows(tmp_path, caplog):
     """As GPT-2 has it."""
     first, again, none = (

@@ -123,15 +123,23 @@ def _attach_adapters(model: Any, config: ChronicalsConfig) -> None:
     """Those that are asked for; where there are some already, they are trained.
 
     Raises:
-        ConfigurationError: they have another shape than was asked for.
+        ConfigurationError: they have another shape than was asked for, or there are none and the weights cannot be trained.
     """
     usual = ChronicalsConfig()
     if hasattr(model, "chronicals_lora"):
         _keep_adapters(model, config)
     elif config.use_lora:
         apply_lora(model, LoRAConfig(**{own: getattr(config, name) for name, own in ADAPTERS.items()}))
+    elif _is_quantised(model) and not any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise ConfigurationError("use_lora=False: the model's weights are quantised and cannot be trained; set use_lora=True")
     elif unused := [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]:
         logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
+
+
+def _is_quantised(model: Any) -> bool:
+    """Whether transformers loaded it so, and not in a way that is made for training."""
+    quantiser = getattr(model, "hf_quantizer", None)
+    return bool(getattr(model, "is_quantized", False)) and not getattr(quantiser, "is_qat_trainable", False)
 
 
 def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
