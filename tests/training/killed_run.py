@@ -50,26 +50,10 @@ def run(folder: str, variant: str, resume: bool, kill_at: int | None, events_fil
     runs.train(
         Path(folder), rows=tiny.chat_rows(30), resume=resume, save_steps=2, save_total_limit=2,
         batch_size=1, gradient_accumulation_steps=2, num_epochs=2, max_seq_length=96, validation_split=0.1, eval_steps=3,
-        **_without_steps(CHANGES[variant]),
+        **CHANGES[variant],
     )  # fmt: skip
     if events_file:
         Path(events_file).write_text("\n".join(events))
-
-
-def _without_steps(changes):
-    import runs
-
-    original = runs.config
-
-    def by_epochs(folder, **fields):
-        from chronicals.config import ChronicalsConfig
-
-        base = original(folder)
-        kept = {name: getattr(base, name) for name in base.explicit if name != "max_steps"}
-        return ChronicalsConfig(**{**kept, **fields})
-
-    runs.config = by_epochs
-    return changes
 
 
 def in_a_process(*arguments) -> int:

@@ -200,10 +200,8 @@ def test_an_early_stop_is_saved_and_lasts(tmp_path, monkeypatch):
 def test_epochs(tmp_path):
     from chronicals.data import create_dataloader
 
-    original = runs.config(tmp_path)
-    kept = {name: getattr(original, name) for name in original.explicit if name != "max_steps"}
-    config = ChronicalsConfig(**kept, num_epochs=3)
-    result = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config).train(tiny.chat_rows())
+    config = runs.config(tmp_path, num_epochs=3)
+    result = runs.train(tmp_path, tiny.chat_rows(), num_epochs=3)
     packs = len(create_dataloader(tiny.chat_rows(), tiny.tokenizer(), config).plan)
     assert result.steps == math.ceil(3 * packs / 4)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
