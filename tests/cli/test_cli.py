@@ -76,7 +76,7 @@ def trained(place):
 def test_train_with_a_recipe_and_flags(place, trained):
     assert "generate out" in trained.stdout
     state = json.loads(next((place / "out" / "checkpoints").glob("*/state.json")).read_text())
-    assert state["step"] == 4 and state["settings"]["lora_rank"] == 4 and state["settings"]["learning_rate"] == 3e-3
+    assert state["step"] == 4 and state["config"]["lora_rank"] == 4 and state["config"]["learning_rate"] == 3e-3
     assert (place / "out" / "model" / "adapter_model.safetensors").exists()
 
 

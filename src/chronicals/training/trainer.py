@@ -328,7 +328,7 @@ class ChronicalsTrainer:
                 f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
                 "what the run began with, or choose another output_dir"
             )
-        changed = self._changed_since(state["settings"])
+        changed = self._changed_since({"model": state["model"], **state["config"]})
         if state["order"] != stream.fingerprint:
             reasons = [changed[name] for name in ORDERED_BY if name in changed] or ["other rows are held out"]
             raise CheckpointError(
@@ -345,13 +345,9 @@ class ChronicalsTrainer:
             run.total_steps = run.step + left
         logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
 
-    def _settings(self) -> dict[str, Any]:
-        """The configuration as JSON, and where the model came from."""
-        return {"model": self.model.config._name_or_path, **self.config.to_dict()}
-
     def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
-        """Settings that are not as before, and how each is told."""
-        now = self._settings()
+        """Where the model came from and fields of the configuration that are not as before, and how each is told."""
+        now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
         changed = [name for name in now.keys() & before.keys() if now[name] != before[name]]
         return {name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)}
 
@@ -363,7 +359,8 @@ class ChronicalsTrainer:
                 "data": stream.store.key,
                 "order": stream.fingerprint,
                 "precision": precision.state(),
-                "settings": self._settings(),
+                "model": self.model.config._name_or_path,
+                "config": self.config.to_dict(),
                 "about": self._about(stream.store),
             }
             checkpoint.save_checkpoint(
