@@ -12,7 +12,7 @@ import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import DataError
 from chronicals.distributed import Ranks
-from chronicals.lora import LoRAConfig, adapters, apply_lora
+from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter
 from chronicals.objectives import NextToken
 from chronicals.objectives.terms import Term
 from chronicals.optimizers import FusedAdamW
@@ -474,7 +474,7 @@ def test_attention_dropout_is_honoured_in_padded_rows(tmp_path, caplog):
         ({"lora_target_modules": None}, None),
         ({"lora_target_modules": ["self_attn.q_proj", "v_proj"]}, None),
         ({"lora_target_modules": r".*\.(v|q)_proj"}, None),
-        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules"),
+        ({"lora_target_modules": ["q_proj"]}, "lora_target_modules=.*, with .*v_proj"),
         ({"lora_target_modules": ["q_proj", "k_proj", "v_proj"]}, "lora_target_modules"),
         ({"lora_target_modules": "all-linear"}, "lora_target_modules='all-linear'"),
     ],
@@ -486,6 +486,14 @@ def test_adapters_that_are_there_are_as_asked_for(changes, named, use_lora):
     with pytest.raises(ConfigurationError, match=named) if named else contextlib.nullcontext():
         preparation.prepare_model(model, config)
     assert {layer.dropout for _, layer in adapters(model)} == {0.2}
+
+
+def test_of_many_adapted_layers_an_error_tells_some(tmp_path):
+    """As a saved adapter names them, each by its whole path."""
+    save_adapter(apply_lora(tiny.llama(), LoRAConfig(rank=4)), tmp_path)
+    model = load_adapter(tiny.llama(), tmp_path)
+    with pytest.raises(ConfigurationError, match=r"with model\.layers\.0\S+(, \S+){3} and 10 others; leave"):
+        preparation.prepare_model(model, ChronicalsConfig(lora_target_modules=["q_proj"]))
 
 
 def test_adapters_that_are_there_drop_what_is_asked_for(tmp_path):

@@ -118,6 +118,9 @@ ADAPTERS = {
 }
 """Fields about adapters, and what each is called in a LoRAConfig."""
 
+FEW = 4
+"""Names of layers that an error tells."""
+
 
 def _attach_adapters(model: Any, config: ChronicalsConfig) -> None:
     """Those that are asked for; where there are some already, they are trained.
@@ -144,18 +147,20 @@ def _is_quantised(model: Any) -> bool:
 
 def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
     """Go on with what is attached, under the dropout that was asked for."""
+    for name in sorted(config.explicit & ADAPTERS.keys() - {"lora_dropout"}):
+        asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
+        as_asked = asked is None or adapts(model, asked) if name == "lora_target_modules" else asked == found
+        if not as_asked:
+            if isinstance(found, list) and len(found) > FEW:
+                found = f"{', '.join(found[:FEW])} and {len(found) - FEW} others"
+            raise ConfigurationError(
+                f"{name}={asked!r}: the model has adapters already, with {found}; leave {name} out to train those, or begin "
+                "with the model without them"
+            )
     if "lora_dropout" in config.explicit:
         model.chronicals_lora = replace(model.chronicals_lora, dropout=config.lora_dropout)
         for _, layer in adapters(model):
             layer.dropout = config.lora_dropout
-    for name in config.explicit & ADAPTERS.keys():
-        asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
-        as_asked = asked is None or adapts(model, asked) if name == "lora_target_modules" else asked == found
-        if not as_asked:
-            raise ConfigurationError(
-                f"{name}={asked!r}: the model has adapters already, with {found!r}; leave {name} out to train those, or begin "
-                "with the model without them"
-            )
 
 
 def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple[PresentedModel, dict[str, Decision]]:
