@@ -36,6 +36,13 @@ def test_a_model_is_refused_where_it_fails_by_itself(family, caplog):
     assert fails == (family == "gpt2") and torch.equal(state, torch.get_rng_state())
 
 
+def test_pefts_wrapping_is_looked_through():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("gpt2"), peft.LoraConfig(r=2, target_modules=["c_attn"]))
+    with pytest.raises(ValueError, match="GPT2LMHeadModel is made for 128 positions.*at most 128"):
+        check_positions(model, 129)
+
+
 def test_a_class_that_knows_no_bound_may_say_so_with_a_negative_one(caplog):
     model = build("llama")
     model.config.max_position_embeddings = -1

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from chronicals.models.presentation import within_lora
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ def check_positions(model: Any, longest: int) -> None:
     Raises:
         ValueError: it has none.
     """
+    model = within_lora(model)
     text = model.config.get_text_config()
     stated = getattr(text, "max_position_embeddings", None)
     if not isinstance(stated, int) or stated <= 0 or longest <= stated:
