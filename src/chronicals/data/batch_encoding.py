@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from chronicals.data.byte_pairs import BytePairs, Encode, HasIds
 from chronicals.data.chat_template import Asked
 from chronicals.data.conversation import Conversation, texts_said
 from chronicals.data.gate import DataError
@@ -60,28 +61,48 @@ class BatchEncoder:
         if self.fast:
             self._begin_kind = {"text": self._text, "completion": self._completion, "chat": self._conversation}
         self._before: dict[str, list[int]] = {}
+        self._byte_pairs: BytePairs | None = None
+
+    def on_one_core(self) -> None:
+        """From now on tokenise in the caller's own thread: by tiktoken, or as before where that may give other ids."""
+        if self.fast:
+            self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
 
     def encode(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
         """For each batch, its rows' tokens, or the errors that ``Tokenizer.encode`` raises for them.
 
         While a batch is tokenised, without the GIL, the next is rendered and the one before is the caller's.
         """
+        if self._byte_pairs is not None:
+            for records, wheres in batches:
+                texts = Texts(self.cuts)
+                begun = self._begun(records, wheres, texts)
+                texts.tokenise(self._byte_pairs.encode)
+                yield self._finished(begun, texts)
+            return
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
             ahead: tuple[list[Finish | DataError], Texts, Future[None]] | None = None
             for records, wheres in batches:
                 texts = Texts(self.cuts)
                 begun = self._begun(records, wheres, texts)
-                tokenised = beside.submit(texts.tokenise, self.encoder.tokenizer)
+                tokenised = beside.submit(texts.tokenise, self._by_rust)
                 if ahead is not None:
-                    yield self._finished(*ahead)
+                    ahead[2].result()
+                    yield self._finished(*ahead[:2])
                 ahead = begun, texts, tokenised
             if ahead is not None:
-                yield self._finished(*ahead)
+                ahead[2].result()
+                yield self._finished(*ahead[:2])
 
-    def _finished(
-        self, begun: list[Finish | DataError], texts: Texts, tokenised: Future[None]
-    ) -> list[TokenArrays | DataError]:
-        tokenised.result()
+    def _by_rust(self, texts: Sequence[str], special: bool) -> Sequence[HasIds]:
+        """Without what the last caller left in the tokenizer, which calling it by transformers would reset, too."""
+        backend = self.encoder.tokenizer.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = False
+        return backend.encode_batch_fast(texts, add_special_tokens=special)
+
+    def _finished(self, begun: list[Finish | DataError], texts: Texts) -> list[TokenArrays | DataError]:
         texts.collect(self.beginning, self.ending)
         return [row if isinstance(row, DataError) else _caught(row) for row in begun]
 
@@ -355,7 +376,7 @@ class Texts:
         self._cuts = cuts
         self._texts: dict[bool, list[str]] = {True: [], False: []}
         self._whole: dict[bool, list[bool]] = {True: [], False: []}
-        self._encodings: dict[bool, list[Any]] = {}
+        self._encodings: dict[bool, Sequence[HasIds]] = {}
         self._ids: dict[bool, _Joined] = {}
 
     def add(self, text: str, special: bool, whole: bool = False) -> tuple[bool, int]:
@@ -364,15 +385,10 @@ class Texts:
         self._whole[special].append(whole)
         return special, len(self._texts[special]) - 1
 
-    def tokenise(self, tokenizer: Any) -> None:
-        """By its Rust part, without what the last caller left in it, which calling it by transformers would reset, too."""
+    def tokenise(self, encode: Encode) -> None:
         for special, texts in self._texts.items():
             if texts:
-                backend = tokenizer.backend_tokenizer
-                backend.no_truncation()
-                backend.no_padding()
-                backend.encode_special_tokens = False
-                self._encodings[special] = backend.encode_batch_fast(texts, add_special_tokens=special)
+                self._encodings[special] = encode(texts, special)
 
     def collect(self, beginning: int | None, ending: int | None) -> None:
         """Take the ids over: Python's part, for which tokenising the next batch need not wait."""

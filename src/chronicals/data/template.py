@@ -95,6 +95,10 @@ class Tokenizer:
         """``encode_batch`` of each; the next one is taken and begun while one is tokenised."""
         return self._batch.encode(batches)
 
+    def on_one_core(self) -> None:
+        """For a process among many: from now on batches are tokenised in the thread that asks for them."""
+        self._batch.on_one_core()
+
     @functools.cached_property
     def _batch(self) -> BatchEncoder:
         return BatchEncoder(self)

@@ -98,6 +98,7 @@ def main() -> None:
     how = json.loads((folder / HOW).read_text())
     tokenizer = tokenizer_in(folder, how)
     same = tokenizer.fingerprint() == how["fingerprint"]
+    tokenizer.on_one_core()
     encoder = ChunkEncoder(tokenizer, how["width"], how["overlong"], AT_ONCE)
     list(encoder.encoded([Chunk(0, ["a row"], [{"text": "a"}])]))  # what the first row makes, all share
     gc.freeze()
