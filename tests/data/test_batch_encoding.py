@@ -46,7 +46,13 @@ def one_by_one(encoder, records):
 
 
 def assert_same(encoder, records):
-    """In batches of any size; returns how many rows have tokens."""
+    """In batches of any size, by threads beside and on one core; returns how many rows have tokens."""
+    assert_same_as_now(encoder, records)
+    encoder.on_one_core()
+    return assert_same_as_now(encoder, records)
+
+
+def assert_same_as_now(encoder, records):
     size = random.choice([1, 3, 100])
     wheres = [f"row {number}" for number in range(len(records))]
     parts = [(records[n : n + size], wheres[n : n + size]) for n in range(0, len(records), size)]
@@ -139,6 +145,22 @@ def test_plain_conversations_are_not_left_to_the_definition(name, monkeypatch):
         assert (ids.tolist(), trained.astype(bool).tolist()) == (wanted, mask)
 
 
+def test_on_one_core_rows_are_not_left_to_the_rust_part(monkeypatch):
+    encoder = Tokenizer(tiny.tokenizer())
+    encoder.on_one_core()
+    monkeypatch.setattr(batch_encoding.BatchEncoder, "_by_rust", lambda *_: pytest.fail("left to the Rust part"))
+    assert assert_same_as_now(encoder, [{"text": "a"}, {"prompt": "a", "completion": "é"}, *tiny.chat_rows(5)]) == 7
+
+
+def test_a_template_that_cannot_be_read_is_said_where_it_is_used():
+    tokenizer = tiny.tokenizer()
+    for template_text in ("{% for", {"a": "b", "c": "d"}, None):
+        tokenizer.chat_template = template_text
+        encoder = Tokenizer(tokenizer)
+        encoder.on_one_core()
+        assert assert_same_as_now(encoder, tiny.chat_rows(2)) == 0
+
+
 def merging():
     """A tokenizer under which an answer that begins with newlines merges with its opening, and such an answer."""
     tokenizer = train_tokenizer(["a\n\n\n"] * 20, vocab_size=300)
@@ -197,10 +219,14 @@ def test_rows_of_every_kind_are_the_same_and_keep_their_order(marks, objective):
     assert assert_same(Tokenizer(tokenizer, objective), [random.choice(make)() for _ in range(60)])
 
 
-def test_what_the_last_caller_left_in_the_tokenizer_does_not_matter():
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_the_last_caller_left_in_the_tokenizer_does_not_matter(alone):
     tokenizer = tiny.tokenizer()
     tokenizer(["a", "b c d e f"], padding="max_length", truncation=True, max_length=2)
-    assert assert_same(Tokenizer(tokenizer), [{"text": "what is the answer?"}, *tiny.chat_rows(2)]) == 3
+    encoder = Tokenizer(tokenizer)
+    if alone:
+        encoder.on_one_core()
+    assert assert_same_as_now(encoder, [{"text": "what is the answer?"}, *tiny.chat_rows(2)]) == 3
 
 
 def test_a_tokenizer_that_splits_special_tokens_is_taken_at_its_word():

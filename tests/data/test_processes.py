@@ -370,3 +370,17 @@ def test_a_process_never_imports_torch(tmp_path):
         "worker.main()"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 7
+
+
+def test_a_process_tokenises_by_tiktoken(tmp_path):
+    TokenizingProcesses(encoder())._describe(tmp_path)
+    program = (
+        "import sys\n"
+        "from chronicals.data import worker\n"
+        f"sys.argv = ['worker', {str(tmp_path)!r}]\n"
+        "try:\n"
+        "    worker.main()\n"
+        "except SystemExit as ended:\n"
+        "    sys.exit(ended.code or 7 * ('tiktoken' in sys.modules))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program]).returncode == 7

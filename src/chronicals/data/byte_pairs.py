@@ -98,16 +98,16 @@ class BytePairs:
     def of(cls, backend: Any, rust: Encode) -> BytePairs | None:
         """None where tiktoken is not known to give the same ids as this ``tokenizers.Tokenizer``."""
         described = json.loads(backend.to_str())
-        pattern, around = _pattern(described), _around(backend, described["post_processor"])
+        pattern, around = _pattern(described), _around(rust, described["post_processor"])
         if pattern is None or around is None or not _cuts_plainly(described):
             return None
-        added = {token["content"]: token["id"] for token in described["added_tokens"]}
-        ranks = _ranks(described["model"], set(added.values()))
+        ranks = _ranks(described["model"])
         if ranks is None:
             return None
         import tiktoken
 
         encoding = tiktoken.Encoding("byte pairs", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
+        added = {token["content"]: token["id"] for token in described["added_tokens"]}
         longest_first = sorted(filter(None, added), key=len, reverse=True)
         cut = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         return cls(rust, encoding, added, cut, around, described["normalizer"] is not None)
@@ -160,14 +160,14 @@ def _cuts_plainly(described: dict[str, Any]) -> bool:
     return plain and (described["normalizer"] is None or described["normalizer"] == {"type": "NFC"})
 
 
-def _ranks(model: dict[str, Any], added: set[int]) -> dict[bytes, int] | None:
+def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
     """Ids of the tokens that merging may give, by their bytes; None where merging by lowest id may give others."""
     vocabulary, merges = model["vocab"], [(left, right) for left, right in model.get("merges", ())]
     altered = any(model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
     if model["type"] != "BPE" or altered or (np.diff([vocabulary["".join(merge)] for merge in merges]) < 0).any():
         return None
     letters = _letters()
-    words = {word: id for word, id in vocabulary.items() if id not in added and letters.keys() >= set(word)}
+    words = {word: id for word, id in vocabulary.items() if letters.keys() >= set(word)}
     if not words.keys() >= letters.keys():
         return None
     reached, halves = _reached(vocabulary, merges, words)
@@ -198,11 +198,11 @@ def _letters() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
 
 
-def _around(backend: Any, post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:
+def _around(rust: Encode, post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:
     """What is put before and after a text, or None where that might depend on the text."""
     steps = post["processors"] if post and post["type"] == "Sequence" else [post]
     if not all(step is None or step["type"] in ("ByteLevel", "TemplateProcessing") for step in steps):
         return None
-    text, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    text, whole = (rust(["a"], special)[0].ids for special in (False, True))
     places = [n for n in range(len(whole)) if whole[n : n + len(text)] == text]
     return (whole[: places[0]], whole[places[0] + len(text) :]) if len(places) == 1 else None

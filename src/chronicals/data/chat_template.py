@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import jinja2
 
 from chronicals.data.gate import DataError
 from chronicals.data.rows import THOUGHTS
@@ -70,6 +73,20 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Any):
         self.tokenizer = tokenizer
+
+    def copy_globals_once(self) -> None:
+        """Render faster from now on, in this whole process.
+
+        For each text jinja copies the template's globals, which it keeps in a ``ChainMap``; a dict is copied in a tenth of the
+        time, and nothing is put into either afterwards.
+        """
+        from transformers.utils import chat_template_utils
+
+        compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
+        if compile_template is not None and self.tokenizer.chat_template is not None:
+            with contextlib.suppress(ValueError, jinja2.TemplateError):  # what is wrong with it is said where it is used
+                compiled = compile_template(self.tokenizer.get_chat_template())
+                compiled.globals = dict(compiled.globals)
 
     @functools.cached_property
     def dialect(self) -> Dialect:

@@ -96,8 +96,9 @@ class Tokenizer:
         return self._batch.encode(batches)
 
     def on_one_core(self) -> None:
-        """For a process among many: from now on batches are tokenised in the thread that asks for them."""
+        """For a process that does nothing else: from now on batches are tokenised in the thread that asks for them."""
         self._batch.on_one_core()
+        self.template.copy_globals_once()
 
     @functools.cached_property
     def _batch(self) -> BatchEncoder:
