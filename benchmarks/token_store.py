@@ -77,13 +77,19 @@ def ours(folder: Path, data: Path, tokenizer, count: int) -> dict:
     return {"seconds": built, "reopened_seconds": time.perf_counter() - begun, "tokens": int(store.lengths.sum())}
 
 
+def rendered(folder: Path, data: Path, tokenizer, count: int) -> list[str]:
+    kept = folder / f"rendered-{count}-{data.stem}.json"
+    if not kept.exists():
+        rows = load(data, count)
+        template = "messages" in rows[0]
+        texts = [tokenizer.apply_chat_template(row["messages"], tokenize=False) if template else row["text"] for row in rows]
+        kept.write_text(json.dumps(texts))
+    return json.loads(kept.read_text())
+
+
 def bare(folder: Path, data: Path, tokenizer, count: int) -> dict:
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
-    rows = load(data, count)
-    template = "messages" in rows[0]
-    texts = [
-        tokenizer.apply_chat_template(row["messages"], tokenize=False) if template else row["text"] for row in rows
-    ]  # fmt: skip
+    texts = rendered(folder, data, tokenizer, count)
     begun, tokens = time.perf_counter(), 0
     for start in range(0, count, CHUNK):
         tokens += sum(map(len, tokenizer.backend_tokenizer.encode_batch(texts[start : start + CHUNK])))
