@@ -54,6 +54,8 @@ def texts_said(message: Message) -> list[str]:
     if isinstance(content, list):
         content = "".join(part["text"] for part in content)
     inside, _, answer = content.rpartition("</think>")
+    if not inside and message.keys() == {"role", "content"}:
+        return [answer.strip()]
     thoughts = (message.get(name) for name in THOUGHTS)
     calls = message.get("tool_calls") or []
     return [

@@ -67,13 +67,18 @@ SPEAKERS = {
 """Other names of the roles."""
 
 
+def is_object(value: Any) -> bool:
+    """Whether it has named fields; of a dict this is known sooner than ``Mapping`` can say it."""
+    return type(value) is dict or isinstance(value, Mapping)
+
+
 def kind_of(record: Any, where: str) -> str:
     """The name in ``KINDS`` of a row; a field that is None is not there.
 
     Raises:
         DataError: it is no object, or of no kind; ``where`` says which row.
     """
-    if type(record) is not dict and not isinstance(record, Mapping):
+    if not is_object(record):
         raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}", "wrong_type")
     kind = _kind_with(frozenset([name for name, value in record.items() if value is not None]))
     if kind is None:
@@ -152,7 +157,7 @@ def texts_of(record: Record) -> list[str]:
     found: list[Any] = []
     for value in map(record.get, ("messages", "prompt", "completion", "text")):
         for message in value if isinstance(value, list) else ():
-            if not isinstance(message, Mapping):
+            if not is_object(message):
                 continue  # what is wrong with it is said where it is encoded
             found += [message.get("content")] if len(message) == 2 else map(message.get, ("content", *THOUGHTS))
         found += [] if isinstance(value, list) else [value]
@@ -210,7 +215,7 @@ def _from_instruction(record: Record, where: str) -> list[Message]:
 
 def _messages(messages: Any, name: str, where: str) -> list[Message]:
     messages = messages.tolist() if hasattr(messages, "tolist") else messages
-    if not isinstance(messages, Sequence) or isinstance(messages, str):
+    if type(messages) is not list and (not isinstance(messages, Sequence) or isinstance(messages, str)):
         raise DataError(f"{where}: {name} must be a list of messages, this is {type(messages).__name__}", "wrong_type")
     if not messages:
         raise DataError(f"{where}: {name} must be a list with at least one message", "empty_conversation")
@@ -218,7 +223,7 @@ def _messages(messages: Any, name: str, where: str) -> list[Message]:
 
 
 def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, Mapping):
+    if not is_object(message):
         raise DataError(f"{where} must be an object with 'role' and 'content', this is {type(message).__name__}", "wrong_type")
     if len(message) == 2 and message.get("role") in ROLES and isinstance(message.get("content"), str):
         return dict(message)
