@@ -294,9 +294,9 @@ def token_stores(stores: dict) -> list[str]:
     """A row each rate, and each whole store."""
     lines, cores = [], stores["machine"]["cores"]
     for kind, arms in stores["rates"].items():
-        ours = arms["ours"]
+        ours, compared = arms["ours"], stores["samples"][kind]["ours"][0]["rows"]
         lines.append(
-            f"| store of {kind}, {cores} cores | {ours:,.0f} rows/s: {ours / arms['encode_batch']:.2f} of `encode_batch`, "
+            f"| store of {compared:,} {kind}, {cores} cores | {ours:,.0f} rows/s: {ours / arms['encode_batch']:.2f} of `encode_batch`, "
             f"{ours / arms['datasets.map']:.2f} times `datasets.map` |"
         )
     for kind, run in stores["whole"].items():
