@@ -296,8 +296,8 @@ def token_stores(stores: dict) -> list[str]:
     for kind, arms in stores["rates"].items():
         ours, compared = arms["ours"], stores["samples"][kind]["ours"][0]["rows"]
         lines.append(
-            f"| store of {compared:,} {kind}, {cores} cores | {ours:,.0f} rows/s: {ours / arms['encode_batch']:.2f} of `encode_batch`, "
-            f"{ours / arms['datasets.map']:.2f} times `datasets.map` |"
+            f"| store of {compared:,} {kind}, {cores} cores | {ours:,.0f} rows/s: "
+            f"{ours / arms['encode_batch']:.2f} of `encode_batch`, {ours / arms['datasets.map']:.2f} times `datasets.map` |"
         )
     for kind, run in stores["whole"].items():
         lines.append(
