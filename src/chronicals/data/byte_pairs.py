@@ -6,11 +6,11 @@ the Rust part.
 - Added tokens are cut out of the text first, the leftmost and of these the longest, here by a regular expression.
 - Each part is split into pieces by one of ``PATTERNS``. Both regular expression engines split it alike if its characters
   are ``SETTLED``: later versions of Unicode gave others a class, and each engine has its own version.
-- In each piece neighbours are merged. tokenizers merges whichever pair stands first in its list of merges; tiktoken
-  the one whose union has the lowest id. Wherever two neighbours are whole tokens, nothing has been merged across their
-  ends, so they became what the bytes of their union, alone, become on the way. Hence a union that its own bytes become
-  is available in both at once, one that they do not become in neither (``_reached``); and if the unions of the list have
-  rising ids, both choose the same among the available.
+- In each piece neighbours are merged: by tokenizers the pair that stands first in its list of merges, by tiktoken the
+  one whose union has the lowest id. What two neighbours are made of was merged without regard to what lies outside them,
+  so they stand as they would on the way of their union's bytes alone. A union that its bytes alone become can therefore
+  be merged by both whenever its halves meet, and the halves of one that they do not become never meet; ``_ranks`` tells
+  which is which. Where ids rise along the list of merges, both choose the same of the pairs that they can merge.
 
 tiktoken takes a piece that is a token without merging, as tokenizers does under ``ignore_merges``; without it, tokens
 that no merges reach are left out.
@@ -166,36 +166,33 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
     altered = any(model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
     if model["type"] != "BPE" or altered or (np.diff([vocabulary["".join(merge)] for merge in merges]) < 0).any():
         return None
-    letters = _letters()
-    words = {word: id for word, id in vocabulary.items() if letters.keys() >= set(word)}
-    if not words.keys() >= letters.keys():
-        return None
-    reached, halves = _reached(vocabulary, merges, words)
-    if model["ignore_merges"] and halves:
-        return None
-    kept = words if model["ignore_merges"] else reached
-    return {bytes(map(letters.__getitem__, word)): id for word, id in kept.items()}
-
-
-def _reached(
-    vocabulary: dict[str, int], merges: list[tuple[str, str]], words: dict[str, int]
-) -> tuple[dict[str, int], bool]:  # fmt: skip
-    """Those of ``words`` that merging their bytes gives; and whether it stops at the two halves of any other.
-
-    Halves that are not merged there are merged by tiktoken, if it knows the whole.
-    """
     from tokenizers.models import BPE
 
-    model = BPE(vocab=vocabulary, merges=merges, cache_capacity=0)  # the tokenizer's own keeps the words it has seen
-    parts = {word: len(model.tokenize(word)) for word in words}
-    return {word: id for word, id in words.items() if parts[word] == 1}, 2 in parts.values()
+    merging = BPE(vocab=vocabulary, merges=merges, cache_capacity=0)  # the tokenizer's own keeps the words it has seen
+    ranks = dict[bytes, int]()
+    for word, id in vocabulary.items():
+        try:
+            letters = word.translate(_BYTES).encode("latin-1")
+        except UnicodeEncodeError:
+            continue  # nothing is merged to a word whose letters stand for no bytes
+        parts = len(merging.tokenize(word))
+        if parts == 2 and model["ignore_merges"]:
+            return None  # tiktoken merges them wherever they meet, for it must know the whole
+        if parts == 1 or model["ignore_merges"]:
+            ranks[letters] = id
+    return ranks if all(bytes([byte]) in ranks for byte in range(256)) else None
 
 
-def _letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for (GPT-2's: printable ones stand for themselves)."""
+def _byte_letters() -> dict[int, int]:
+    """The byte that each letter of a byte-level vocabulary stands for, by their code points (GPT-2): printable ones stand for
+    themselves. What stands for none becomes a letter that is no byte.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = (byte for byte in range(256) if byte not in printable)
-    return {chr(byte): byte for byte in printable} | {chr(256 + number): byte for number, byte in enumerate(others)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return dict.fromkeys(others, ord("\uffff")) | {256 + number: byte for number, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
 
 
 def _around(rust: Encode, post: dict[str, Any] | None) -> tuple[list[int], list[int]] | None:
