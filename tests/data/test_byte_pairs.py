@@ -134,7 +134,7 @@ def merged_otherwise(of=BytePairs, models=200):
         pairs = made(tokenizer, of)
         if pairs is not None:
             taken += 1
-            wrong += bool(differing(tokenizer, pairs, [wild("abc", 14) for _ in range(60)]))
+            wrong += bool(differing(tokenizer, pairs, [*(wild("abc", 14) for _ in range(60)), wild("abc", 900)]))
     return taken, wrong
 
 
@@ -227,6 +227,9 @@ OTHERS = {
     "lower case": lambda: with_part("normalizer", normalizers.Lowercase()),
     "composed and more": lambda: with_part("normalizer", normalizers.NFKC()),
     "another post-processor": lambda: with_part("post_processor", processors.BertProcessing(("a", 1), ("b", 2))),
+    "texts twice": lambda: with_part("post_processor", processors.TemplateProcessing(single="$A $A", special_tokens=[])),
+    "no texts": lambda: with_part("post_processor", processors.TemplateProcessing(single="a", special_tokens=[("a", 5)])),
+    "no steps": lambda: with_part("pre_tokenizer", pre_tokenizers.Sequence([])),
     "a token between words alone": lambda: with_token(single_word=True),
     "a token that takes the blanks before it": lambda: with_token(lstrip=True),
     "a token that takes the blanks after it": lambda: with_token(rstrip=True),
