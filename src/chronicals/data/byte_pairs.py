@@ -59,8 +59,8 @@ SETTLED = re.compile(
 LONGEST = 1 << 18
 """Letters from which on a text is left to the Rust part: tiktoken panics where a million blanks follow each other."""
 
-
 PROBES = ["", "a", " It's 12 o'clock\n\n  already,\tand\u00a0LATE (caf\u00e9)."]
+"""Texts that both tokenise before the first row."""
 
 
 class Ids(NamedTuple):
