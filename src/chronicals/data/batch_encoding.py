@@ -64,7 +64,7 @@ class BatchEncoder:
         self._byte_pairs: BytePairs | None = None
 
     def on_one_core(self) -> None:
-        """From now on tokenise in the caller's own thread: by tiktoken, or as before where that may give other ids."""
+        """From now on tokenise in the caller's own thread by tiktoken, and as before what that may give other ids."""
         if self.fast:
             self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
 

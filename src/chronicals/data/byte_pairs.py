@@ -1,16 +1,17 @@
 """Byte-level BPE by tiktoken: the ids that a fast tokenizer's Rust part gives, in a third of its time.
 
 The two give the same ids because, and where, they agree in each of three steps; what is not known to agree is left to
-the Rust part.
+the Rust part, texts that its normaliser would change among it.
 
 - Added tokens are cut out of the text first, the leftmost and of these the longest, here by a regular expression.
-- Each part is split into pieces by one of ``PATTERNS``. Both regular expression engines split it alike if its characters
-  are ``SETTLED``: later versions of Unicode gave others a class, and each engine has its own version.
+- Each part is split into pieces: by ``GPT2``, ``GPT2_DIGITS`` or one of ``PATTERNS``. Both programs split it alike if its
+  characters are ``SETTLED``: later versions of Unicode gave others a class, and each program has its own version.
 - In each piece neighbours are merged: by tokenizers the pair that stands first in its list of merges, by tiktoken the
-  one whose union has the lowest id. What two neighbours are made of was merged without regard to what lies outside them,
-  so they stand as they would on the way of their union's bytes alone. A union that its bytes alone become can therefore
-  be merged by both whenever its halves meet, and the halves of one that they do not become never meet; ``_ranks`` tells
-  which is which. Where ids rise along the list of merges, both choose the same of the pairs that they can merge.
+  one whose union has the lowest id, of equal ones the leftmost. What two neighbours are made of was merged without regard
+  to what lies outside them, so they stand as they would on the way of their union's bytes alone. A union that its bytes
+  alone become can therefore be merged by both whenever its halves meet. The halves of any other never meet, unless its
+  bytes alone end as these two, which tokenizers leaves and tiktoken, if it knows the union, merges; ``_ranks`` tells them
+  apart. Where ids do not fall along the list of merges, both choose the same of the pairs that they can merge.
 
 tiktoken takes a piece that is a token without merging, as tokenizers does under ``ignore_merges``; without it, tokens
 that no merges reach are left out.
@@ -54,7 +55,8 @@ SETTLED = re.compile(
     "\u2190-\u23f3\u2460-\u2b4c\u3001-\u303f\u3041-\u3096\u3099-\u30ff\u4e00-\u9fa5\uac00-\ud7a3\uff01-\uff5e"
     "\ufe0f\U0001f300-\U0001f64f\U0001f680-\U0001f6c5]*"
 )
-"""Characters of the scripts and symbols most written, which all have had their class since Unicode 6.1 or longer."""
+"""Characters of the scripts and symbols most written. Their letters, marks and numbers have been such since Unicode 6.1 or
+longer; a symbol that was no character before falls where it fell then."""
 
 LONGEST = 1 << 18
 """Letters from which on a text is left to the Rust part: tiktoken panics where a million blanks follow each other."""
@@ -99,7 +101,11 @@ class BytePairs:
 
     @classmethod
     def of(cls, backend: Any, rust: Encode) -> BytePairs | None:
-        """None where tiktoken is not known to give the same ids as this ``tokenizers.Tokenizer``."""
+        """None where tiktoken is not known to give the same ids as this ``tokenizers.Tokenizer``, as it was read from a file.
+
+        Args:
+            rust: tokenises by it, with added tokens found in the text, nothing cut off and nothing padded.
+        """
         described = json.loads(backend.to_str())
         pattern, around = _pattern(described), _around(rust, described["post_processor"])
         if pattern is None or around is None or not _cuts_plainly(described):
@@ -173,7 +179,10 @@ def _ranks(model: dict[str, Any]) -> dict[bytes, int] | None:
     """Ids of the tokens that merging may give, by their bytes; None where merging by lowest id may give others."""
     vocabulary, merges = model["vocab"], [(left, right) for left, right in model.get("merges", ())]
     altered = any(model.get(name) for name in ("dropout", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
-    if model["type"] != "BPE" or altered or (np.diff([vocabulary["".join(merge)] for merge in merges]) < 0).any():
+    if model["type"] != "BPE" or altered:
+        return None
+    unions = [vocabulary.get("".join(merge), -1) for merge in merges]
+    if -1 in unions or (np.diff(unions) < 0).any():
         return None
     from tokenizers.models import BPE
 
