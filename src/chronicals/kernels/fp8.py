@@ -123,46 +123,87 @@ def _put_columns(columns_ptr, given, inverse, row, column, inside, rows):
 
 
 @triton.jit
-def _scales(
-    common, most_ptr, scale_ptr, here, size, before, tile, SCALING: tl.constexpr, LIMIT: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _scales(common, most_ptr, scale_ptr, here, size, before, tile, SCALING: tl.constexpr, LIMIT: tl.constexpr):
     """Those of a tile's rows or columns, written by the first tile that has them; ``before`` are the tiles in front of it."""
+    scale, at = tl.zeros(here.shape, tl.float32) + common, tl.arange(0, here.shape[0])
     if SCALING == "row":
-        common = _scale_of(tl.load(most_ptr + here, mask=here < size, other=0.0), LIMIT)
-        tl.store(scale_ptr + here, common, mask=here < tl.where(before == 0, size, 0))
+        scale = _scale_of(tl.load(most_ptr + here, mask=here < size, other=0.0), LIMIT)
+        tl.store(scale_ptr + here, scale, mask=here < tl.where(before == 0, size, 0))
     elif SCALING == "tensor":
-        tl.store(scale_ptr + tl.arange(0, BLOCK), common, mask=tile + tl.arange(0, BLOCK) == 0)
+        tl.store(scale_ptr + at, scale, mask=tile + at == 0)
     else:
-        tl.store(scale_ptr + tile + tl.arange(0, BLOCK), common, mask=tl.arange(0, BLOCK) == 0)
-    return common
+        tl.store(scale_ptr + tile + at, scale, mask=at == 0)
+    return scale
+
+
+@triton.jit
+def _put_pairs(
+    columns_ptr, upper, lower, inverse, pair, column, rows, width,
+    KIND: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Two rows as columns: what lies together in a column becomes a number of 16 bits before it is turned."""
+    inverse, there = inverse[None, :], ((column < width) | WHOLE)[:, None]
+    upper, lower = (upper.to(tl.float32) * inverse).to(KIND), (lower.to(tl.float32) * inverse).to(KIND)
+    turned = tl.trans(_pairs(upper, lower, INTERPRETED))
+    if columns_ptr.dtype.element_ty == tl.uint16:
+        place = columns_ptr + column.to(tl.int64)[:, None] * (rows // 2) + pair[None, :]
+        tl.store(place, turned, mask=there & ((pair < rows // 2) | WHOLE)[None, :])
+    else:  # a column of an odd length begins anywhere
+        place = columns_ptr + column.to(tl.int64)[:, None] * rows + 2 * pair[None, :]
+        tl.store(place, (turned & 255).to(tl.uint8), mask=there & (2 * pair < rows)[None, :])
+        tl.store(place + 1, (turned >> 8).to(tl.uint8), mask=there & (2 * pair + 1 < rows)[None, :])
+
+
+@triton.jit
+def _pairs(upper, lower, INTERPRETED: tl.constexpr):
+    """``upper + 256 · lower`` of their bits; on a card four at a time are two permutations of bytes."""
+    upper, lower = upper.to(tl.uint8, bitcast=True), lower.to(tl.uint8, bitcast=True)
+    if INTERPRETED:
+        return upper.to(tl.uint16) | (lower.to(tl.uint16) << 8)
+    permuted: tl.constexpr = "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;"
+    return tl.inline_asm_elementwise(permuted, "=r,=r,r,r", [upper, lower], dtype=tl.uint16, is_pure=True, pack=4)
+
+
+@triton.jit
+def _inverses(scale, SCALING: tl.constexpr):
+    """Those of rows are gathered from themselves: else each thread divides for all that it has a part of."""
+    inverse = _inverse(scale)
+    return tl.gather(inverse, tl.arange(0, scale.shape[0]), 0) if SCALING == "row" else inverse
 
 
 @triton.jit
 def _tiles_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride,
     SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A tile, read once. Maxima of tensors and rows are there, or a tensor's scale is; that of a square is found here."""
+    """A tile, read once, the upper and the lower of each two rows apart. Maxima of tensors and rows are there, or a tensor's
+    scale is; that of a square is found here."""
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     left, top = tl.program_id(0) % across, tl.program_id(0) // across
-    row, column = top * BLOCK + tl.arange(0, BLOCK), left * BLOCK + tl.arange(0, BLOCK)
-    given, inside = _values(x_ptr, row, column, rows, width, stride, WHOLE)
-    common = tl.zeros((BLOCK,), tl.float32)
+    pair, column = top * (BLOCK // 2) + tl.arange(0, BLOCK // 2), left * BLOCK + tl.arange(0, BLOCK)
+    row = 2 * pair
+    upper, of_upper = _values(x_ptr, row, column, rows, width, stride, WHOLE)
+    lower, of_lower = _values(x_ptr, row + 1, column, rows, width, stride, WHOLE)
+    common = 0.0
     if SCALING == "tensor":
-        common += tl.load(of_rows_ptr)
+        common = tl.load(of_rows_ptr)
         if not KNOWN:
             common = _scale_of(common, LIMIT)
     elif SCALING == "square":
-        common = _scale_of(common + tl.max(tl.max(tl.abs(given.to(tl.float32)), 1), 0), LIMIT)
+        sizes = tl.maximum(tl.abs(upper.to(tl.float32)), tl.abs(lower.to(tl.float32)))
+        common = _scale_of(tl.max(tl.max(sizes, 1), 0), LIMIT)
     if ROWS:
         tile = top * across + left
-        scale = _scales(common, of_rows_ptr, rows_scale_ptr, row, rows, left, tile, SCALING, LIMIT, BLOCK)
-        _put_rows(rows_ptr, given, _inverse(scale), row, column, inside, width)
+        of_upper_rows = _scales(common, of_rows_ptr, rows_scale_ptr, row, rows, left, tile, SCALING, LIMIT)
+        of_lower_rows = _scales(common, of_rows_ptr, rows_scale_ptr, row + 1, rows, left, tile, SCALING, LIMIT)
+        _put_rows(rows_ptr, upper, _inverses(of_upper_rows, SCALING), row, column, of_upper, width)
+        _put_rows(rows_ptr, lower, _inverses(of_lower_rows, SCALING), row + 1, column, of_lower, width)
     if COLUMNS:
         tile = left * down + top
-        scale = _scales(common, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, LIMIT, BLOCK)
-        _put_columns(columns_ptr, given, _inverse(scale), row, column, inside, rows)
+        scale = _scales(common, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, LIMIT)
+        inverse = _inverses(scale, SCALING)
+        _put_pairs(columns_ptr, upper, lower, inverse, pair, column, rows, width, rows_ptr.dtype.element_ty, WHOLE, INTERPRETED)
 
 
 @triton.jit
@@ -265,20 +306,12 @@ def _quantize(
     known = most if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
     whole = rows % BLOCK == width % BLOCK == 0
-    for wanted in _turns(x, layout):
-        _tiles_kernel[(_tiles(x),)](
-            x, *extremes, *made[:2], *made[-2:], rows, width, stride, scaling, scale is not None, *wanted, limit, whole, BLOCK,
-            num_warps=8, maxnreg=REGISTERS,
-        )  # fmt: skip
+    turned = made[-2].view(torch.uint8 if made[-2].shape[1] % 2 else torch.uint16)
+    _tiles_kernel[(_tiles(x),)](
+        x, *extremes, *made[:2], turned, made[-1], rows, width, stride, scaling, scale is not None, layout != "columns",
+        layout != "rows", limit, whole, BLOCK, not x.is_cuda, num_warps=8, maxnreg=REGISTERS,
+    )  # fmt: skip
     return made
-
-
-def _turns(x: Tensor, layout: str) -> list[tuple[bool, bool]]:
-    """Rows and columns of each launch. Not both of fp32: Triton 3.6 compiles the turned store of what it has in common with
-    the other wrongly for a card."""
-    if layout == "both" and x.dtype == torch.float32:
-        return [(True, False), (False, True)]
-    return [(layout != "columns", layout != "rows")]
 
 
 def _tiles(x: Tensor) -> int:
