@@ -186,10 +186,6 @@ FAULTS = {
     "pairs upside down": ("(rows // 2) + pair[None, :]", "(rows // 2) + (rows // 2 - 1 - pair)[None, :]"),
     "the lower rows of an odd number left out": ("(turned >> 8).to(tl.uint8)", "(turned & 255).to(tl.uint8)"),
     "the last row of an odd number left out": ("mask=there & (2 * pair < rows)", "mask=there & (2 * pair < rows - 1)"),
-    "scales of columns not gathered": (
-        "tl.gather(inverse, tl.arange(0, scale.shape[0]), 0)",
-        "tl.gather(inverse, tl.arange(0, scale.shape[0]) * 0, 0)",
-    ),
     "the maximum with its sign": ("sizes = tl.abs(given.to(tl.float32))", "sizes = given.to(tl.float32)"),
     "the first rows of a square alone": (
         "tl.max(tl.max(sizes, 1), 0)",

@@ -165,10 +165,10 @@ def _pairs(upper, lower, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _inverses(scale, SCALING: tl.constexpr):
-    """Those of rows are gathered from themselves: else each thread divides for all that it has a part of."""
-    inverse = _inverse(scale)
-    return tl.gather(inverse, tl.arange(0, scale.shape[0]), 0) if SCALING == "row" else inverse
+def _inverses(scale):
+    """Gathered from themselves: else each thread divides for all that it has a part of, and what has one scale is converted
+    once for both layouts, which Triton 3.6 then stores in a wrong order."""
+    return tl.gather(_inverse(scale), tl.arange(0, scale.shape[0]), 0)
 
 
 @triton.jit
@@ -197,12 +197,12 @@ def _tiles_kernel(
         tile = top * across + left
         of_upper_rows = _scales(common, of_rows_ptr, rows_scale_ptr, row, rows, left, tile, SCALING, LIMIT)
         of_lower_rows = _scales(common, of_rows_ptr, rows_scale_ptr, row + 1, rows, left, tile, SCALING, LIMIT)
-        _put_rows(rows_ptr, upper, _inverses(of_upper_rows, SCALING), row, column, of_upper, width)
-        _put_rows(rows_ptr, lower, _inverses(of_lower_rows, SCALING), row + 1, column, of_lower, width)
+        _put_rows(rows_ptr, upper, _inverses(of_upper_rows), row, column, of_upper, width)
+        _put_rows(rows_ptr, lower, _inverses(of_lower_rows), row + 1, column, of_lower, width)
     if COLUMNS:
         tile = left * down + top
         scale = _scales(common, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, LIMIT)
-        inverse = _inverses(scale, SCALING)
+        inverse = _inverses(scale)
         _put_pairs(columns_ptr, upper, lower, inverse, pair, column, rows, width, rows_ptr.dtype.element_ty, WHOLE, INTERPRETED)
 
 
