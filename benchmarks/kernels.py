@@ -324,8 +324,8 @@ def adapters():
         def plain(x=x, upstream=upstream, frozen=frozen):
             return torch.mm(x.detach(), frozen.matrix.t()), torch.mm(upstream, frozen.matrix)
 
-        for name, dropout in ((f"merged_linear {name}", 0.0), (f"merged_linear {name} dropout 0.05", 0.05)):
-            yield Row(name, {"ours": graphed(partial(adapted, dropout))}, products=graphed(plain))
+        for suffix, dropout in (("", 0.0), (" dropout 0.05", 0.05)):
+            yield Row(f"merged_linear {name}{suffix}", {"ours": graphed(partial(adapted, dropout))}, products=graphed(plain))
     for tokens, sizes, rank in ((8192, (14336,) * 2, 16), (8192, (4096, 1024, 1024), 16), (2**14, (4864,) * 2, 32)):
         yield from gradients_of_adapters(tokens, sizes, rank)
     x, g, a = random(2**14, 4864), random(2**14, 32), random(32, 4864)
