@@ -1,6 +1,6 @@
 """Every kernel on a card: its error, its share of the measured copy rate or of cuBLAS, beside Liger and torch.compile.
 
-    python benchmarks/kernels.py OUTPUT.json [--commit HASH] [--only NAME ...]
+    python benchmarks/kernel_rates.py OUTPUT.json [--commit HASH] [--only NAME ...]
 
 Tensors of at least 256 MB, so that the L2 cache is cold; the arms of a row take turns; a sample is one call with the
 device busy before it, so that the host is not measured. Median, with all samples in the file. One table last.
@@ -20,6 +20,7 @@ import torch
 import torch._functorch.config as donated
 import triton
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from chronicals import kernels
 from chronicals.kernels import dropped_products
@@ -40,6 +41,8 @@ from chronicals.kernels.qk_rope import qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.patching import decoder_layer, lay_side_by_side, patch_parts
 
 donated.donated_buffer = False  # a compiled backward is called again and again here
 
@@ -57,7 +60,7 @@ class Row:
         name: kernel, direction and shape.
         arms: calls by name; ``ours`` first.
         bytes: that must move, or
-        products: calls whose time is the floor.
+        products: calls whose time is the floor: the same products, or the same layers without adapters.
         error: of ours beside the plain operation's own, both against fp64; ours must be at most 1.5 times as large.
     """
 
@@ -358,6 +361,52 @@ def gradients_of_adapters(tokens: int, sizes: tuple[int, ...], rank: int):
     )
 
 
+def layers():
+    """Four fused decoder layers of the 8B shape over 8192 tokens, forward and backward, with adapters of rank 16 on every
+    linear layer, beside the same layers frozen, which give the gradient of their input alone."""
+    count, tokens = 4, 8192
+    shape = LlamaConfig(
+        num_hidden_layers=count, hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
+        vocab_size=256, max_position_embeddings=tokens,
+    )  # fmt: skip
+    x, upstream = random(1, tokens, 4096).requires_grad_(), random(1, tokens, 4096)
+
+    def built(dropout: float | None) -> LlamaModel:
+        with torch.device("cuda"):
+            model = LlamaForCausalLM(shape).bfloat16().requires_grad_(False)
+        if dropout is not None:
+            apply_lora(model, LoRAConfig(rank=16, dropout=dropout))
+        patch_parts(model, whole_layers=True)
+        lay_side_by_side(model)
+        return model.model
+
+    def step(model: LlamaModel, asked: list[Tensor], given: dict) -> tuple[Tensor, ...]:
+        y = x
+        for layer in model.layers:
+            y = layer(y, **given)
+        return torch.autograd.grad(y, asked, upstream)
+
+    models = {"frozen": built(None), "": built(0.0), " dropout 0.05": built(0.05)}
+    for documents in (1, 4, 16):
+        bounds = torch.arange(0, tokens + 1, tokens // documents, dtype=torch.int32, device="cuda")
+        positions = (torch.arange(tokens, device="cuda") % (tokens // documents))[None]
+        given = {
+            "position_embeddings": models["frozen"].rotary_emb(x, positions), "position_ids": positions,
+            "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": tokens // documents,
+            "max_length_k": tokens // documents,
+        }  # fmt: skip
+        calls = {}
+        for name, model in models.items():
+            asked = [x, *(p for p in model.layers.parameters() if p.requires_grad)]
+            before = decoder_layer.runs[0]
+            calls[name] = graphed(partial(step, model, asked, given))
+            if decoder_layer.runs[0] != before + 2 * count:
+                raise RuntimeError("the layers did not run fused")
+        frozen = calls.pop("frozen")
+        for name, call in calls.items():
+            yield Row(f"decoder layers {documents} x {tokens // documents}{name}", {"ours": call}, products=frozen)
+
+
 def graphed(call: Callable[[], object]) -> Callable[[], object]:
     """The call as a CUDA graph, as a step has it: what the host takes for its launches is left out."""
     aside = torch.cuda.Stream()
@@ -418,7 +467,7 @@ def fp8():
 
 GROUPS = {
     "optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads,
-    "adapters": adapters, "fp8": fp8,
+    "adapters": adapters, "layers": layers, "fp8": fp8,
 }  # fmt: skip
 
 
