@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chronicals.kernels import fused_cross_entropy, linear_cross_entropy
+from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, two_streams
 from chronicals.kernels.launch import interpreting
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from comparison import assert_as_exact_as_plain
@@ -395,7 +395,7 @@ MUTATIONS = {
     "last chunk only": ("beta = 0 if first else 1", "beta = 0"),
     "no upstream gradient": ("_scale(gradient, upstream,", "_scale(gradient, torch.ones_like(upstream),"),
     "bias of one chunk": ("factors[:, None].to(x.dtype), first)", "factors[:, None].to(x.dtype), True)"),
-    "chunks of hidden at the beginning": ("factors, d_picked[part])", "factors, d_picked[: len(x)])"),
+    "chunks of hidden at the beginning": ("_put_of_states, d_picked[part]", "_put_of_states, d_picked[: len(x)]"),
     "token weights of the first rows": ("weights if weights is None or rows is None else weights[rows]", "weights"),
 }
 
@@ -424,10 +424,7 @@ def test_kernels_of_the_rows(device):
 
 
 FACTORS = {
-    "hidden states without factors": (
-        "_scale(product(x, narrow, factors.dtype), factors,",
-        "_scale(product(x, narrow, factors.dtype), one,",
-    ),
+    "hidden states without factors": ("factors.dtype), factors, out)", "factors.dtype), one, out)"),
     "head without factors": ("_scale(hidden, factors,", "_scale(hidden, one,"),
     "bias without factors": ("factors[:, None].to(x.dtype), first", "one.expand(len(x), 1), first"),
     "factors of another row": ("at // width * factor_stride", "at // width // 2 * factor_stride"),
@@ -526,6 +523,39 @@ def test_places_of_the_trained_rows_without_asking_the_device(device):
     targets = draw_targets(61, torch.device("meta") if device.type == "meta" else device)
     expected = (targets != IGNORED).nonzero().squeeze(1)
     assert torch.equal(module._places(targets != IGNORED, len(expected)), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("trained", ["both", "states", "head"])
+@pytest.mark.parametrize("count", [None, 2000])
+def test_gradients_made_at_once_are_those_made_in_turn(count, trained, device):
+    """Bit for bit, from several chunks, captured and replayed too."""
+    torch.manual_seed(3)
+    hidden, weight = (torch.randn(n, 896, device=device, dtype=torch.bfloat16) for n in (2999, 30011))
+    targets = torch.randint(0, len(weight), (len(hidden),), device=device)
+    targets[2000:] = IGNORED
+    stream, found, replayed = torch.cuda.Stream(priority=two_streams.FIRST), [], None
+
+    def gradients():
+        leaves = hidden.detach().requires_grad_(trained != "head"), weight.detach().requires_grad_(trained != "states")
+        loss = linear_cross_entropy(*leaves, targets, count=count, chunk_size=700, gradient_type=torch.bfloat16)
+        return loss, *torch.autograd.grad(loss, [x for x in leaves if x.requires_grad])
+
+    expected = gradients()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(10):
+            found.append(gradients())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        replayed = gradients()
+    for _ in range(10):
+        for tensor in replayed:
+            tensor.detach().fill_(7.0)
+        graph.replay()
+        found.append([x.clone() for x in replayed])
+    for got in found:
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.gpu

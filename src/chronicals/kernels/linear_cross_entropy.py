@@ -10,6 +10,7 @@ at hand, and scaled later: three products, none repeated. Floor: 6·T·D·V oper
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from chronicals.kernels.launch import differentiable_once, runs_triton, tl, trit
 from chronicals.kernels.logit_rows import IGNORED, Shape, loss_and_gradient_, shaped_reference
 from chronicals.kernels.products import product
 from chronicals.kernels.token_log_probability import check_head, chunk_logits, chunks, product_type, token_log_probability
+from chronicals.kernels.two_streams import at_once
 
 ROWS = 4352
 """Rows of logits that exist at a time. On an H200, 16384 rows, 896 wide, with a vocabulary of 151936 take 23.7 ms in chunks
@@ -76,16 +78,18 @@ def _forward(
     rows = _trained_rows(targets, count)
     picked, wanted_targets = (hidden, targets) if rows is None else (hidden[rows], targets[rows])
     weights = weights if weights is None or rows is None else weights[rows]
-    d_picked = d_hidden if rows is None else torch.zeros_like(picked)
+    d_picked = torch.zeros_like(picked) if wanted[0] and rows is not None else d_hidden
     buffer = hidden.new_empty((min(chunk_size, len(picked)), len(narrow)))
     for part in chunks(len(picked), chunk_size):
         x = chunk_logits(picked[part], narrow, bias, buffer)
         of_row = None if weights is None else weights[part]
         losses, factors = loss_and_gradient_(x, wanted_targets[part], of_row, shape, any(wanted))
         total += losses.sum()
-        if wanted[0]:
-            _scale(product(x, narrow, factors.dtype), factors, d_picked[part])
-        _accumulate_of_head(of_head, x, picked[part], factors, weight.shape[1], first=part.start == 0)
+        at_once(
+            partial(_put_of_states, d_picked[part], x, narrow, factors),
+            partial(_accumulate_of_head, of_head, x, picked[part], factors, weight.shape[1], part.start == 0),
+            x.device,
+        )
     if wanted[0] and rows is not None:
         d_hidden[rows] = d_picked
     if not len(picked):
@@ -136,9 +140,17 @@ def _places(kept: Tensor, count: int) -> Tensor:
     return torch.empty_like(slot).scatter_(0, slot, torch.arange(len(kept), device=kept.device))[:count]
 
 
+def _put_of_states(out: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> None:
+    """The gradient of a chunk's hidden states, of rows of logits whose gradient is ``factors`` ``[rows]`` times ``x``."""
+    if out.numel():
+        _scale(product(x, weight, factors.dtype), factors, out)
+
+
 def _accumulate_of_head(of_head: list[Tensor], x: Tensor, hidden: Tensor, factors: Tensor, width: int, first: bool) -> None:
-    """Add the shares of a chunk: rows of logits whose gradient is ``factors`` ``[rows]`` times ``x``."""
+    """Add the shares of such a chunk."""
     d_weight, d_more, d_bias = of_head
+    if not any(gradient.numel() for gradient in of_head):
+        return
     scaled = _scale(hidden, factors, torch.empty_like(hidden))
     for gradient, columns in ((d_weight, scaled[:, :width]), (d_more, scaled[:, width:])):
         if gradient.numel():

@@ -23,6 +23,7 @@ from chronicals.batch import Batch
 from chronicals.data.loader import Step
 from chronicals.kernels.gradient_norm import norm_tables
 from chronicals.kernels.tensor_lists import tables_looked_up
+from chronicals.kernels.two_streams import FIRST
 from chronicals.models import PresentedModel
 from chronicals.objectives import Objective
 from chronicals.optimizers import FusedAdamW
@@ -77,7 +78,7 @@ class GraphedStep:
         self.model, self.objective, self.precision = model, objective, precision
         self.parameters, self.optimizer, self.max_grad_norm = parameters, optimizer, max_grad_norm
         self.in_backward = in_backward
-        self.stream = torch.cuda.Stream(precision.device)
+        self.stream = torch.cuda.Stream(precision.device, priority=FIRST)
         self.pool = torch.cuda.graph_pool_handle()
         self.met: set[Shape] = set()
         self.micro: dict[Shape, _Captured] = {}

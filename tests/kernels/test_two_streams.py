@@ -1,0 +1,90 @@
+"""Two calls at once: both done for whatever follows, beside each other only where the current stream goes first."""
+
+import pytest
+import torch
+
+from chronicals.kernels.two_streams import FIRST, at_once
+
+SIDE = 4096
+
+
+def current(device):
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def test_in_turn_where_the_stream_does_not_go_first(device):
+    seen = []
+    at_once(lambda: seen.append(("first", current(device))), lambda: seen.append(("beside", current(device))), device)
+    assert seen == [("first", current(device)), ("beside", current(device))]
+
+
+@pytest.fixture
+def going_first(device):
+    stream = torch.cuda.Stream(device, priority=FIRST)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield stream
+    torch.cuda.synchronize(device)
+
+
+def slow(x):
+    """Long enough that what does not wait for it finds it undone."""
+    for _ in range(20):
+        torch.mm(x, x)
+
+
+@pytest.mark.gpu
+def test_beside_finds_what_was_made_before_and_what_follows_finds_both(going_first, device):
+    x, streams = torch.randn(SIDE, SIDE, device=device), []
+    made, one, two = (torch.zeros(SIDE, device=device) for _ in range(3))
+    for step in range(1, 11):
+        slow(x)
+        made.fill_(step)
+
+        def first(step=step):
+            one.copy_(made)
+
+        def beside():
+            streams.append(current(device))
+            slow(x)
+            two.copy_(made)
+
+        at_once(first, beside, device)
+        assert torch.equal(one + two, torch.full_like(one, 2 * step))
+    assert going_first not in streams and len(set(streams)) == 1
+
+
+@pytest.mark.gpu
+def test_beside_is_waited_for_where_the_first_fails(going_first, device):
+    x, made = torch.randn(SIDE, SIDE, device=device), torch.zeros(SIDE, device=device)
+
+    def beside():
+        slow(x)
+        made.fill_(1.0)
+
+    def first():
+        raise MemoryError
+
+    with pytest.raises(MemoryError):
+        at_once(first, beside, device)
+    assert torch.equal(made.clone(), torch.ones_like(made))
+
+
+@pytest.mark.gpu
+def test_captured(going_first, device):
+    x, (made, one, two) = torch.randn(SIDE, SIDE, device=device), torch.zeros(3, SIDE, device=device)
+    graph = torch.cuda.CUDAGraph()
+
+    def beside():
+        slow(x)
+        two.copy_(made)
+
+    beside()
+    with torch.cuda.graph(graph, stream=going_first):
+        made.add_(1.0)
+        at_once(lambda: one.copy_(made), beside, device)
+        both = one + two
+    made.zero_()
+    for step in range(1, 6):
+        graph.replay()
+        assert torch.equal(both, torch.full_like(both, 2 * step))
