@@ -43,6 +43,15 @@ def test_products_have_their_shapes(kind):
     assert run().shape == {"forward": (256, 32), "dX": (256, 64), "dW": (32, 64)}[kind]
 
 
+@pytest.mark.parametrize("name", ["head", "down"])
+def test_only_what_comes_back_to_the_head_is_of_one_sign(name):
+    operands = {}
+    rates._product(Product(name, "dX", 300, 64, 32, 1), torch.float32, operands)
+    (x, upstream, weight), *_ = operands.values()
+    assert (upstream > 0).all() == (name == "head")
+    assert (x < 0).any() and (weight < 0).any()
+
+
 class Ticking:
     """A clock whose time passes as it is told, with marks that take some of it."""
 
