@@ -231,6 +231,15 @@ def test_what_the_system_refuses_is_an_error_in_a_line(place, within, monkeypatc
     assert done.code == 1 and done.stderr.strip() == "error a process that tokenises was killed; dataset_num_proc=1 needs none"
 
 
+def test_a_model_larger_than_the_card_is_an_error_in_a_line(within, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.00 GiB")
+
+    monkeypatch.setattr("chronicals.lora.SavedModel.model", full)
+    done = within("evaluate", "base", "--data", "data.jsonl")
+    assert done.code == 1 and done.stderr.strip().endswith("error CUDA out of memory. Tried to allocate 28.00 GiB")
+
+
 @pytest.mark.parametrize("command", [["evaluate", "base"], ["verify", "recipe.yaml"]])
 def test_where_figures_go_is_seen_to_before_the_work(place, within, monkeypatch, command):
     class Began(ValueError):

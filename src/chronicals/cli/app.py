@@ -47,9 +47,11 @@ def main() -> None:
     try:
         app()
     except (ValueError, RuntimeError, OSError) as error:
+        from torch import OutOfMemoryError
+
         from chronicals.training.errors import Interrupted, TrainingFailure
 
-        if not isinstance(error, (ValueError, TrainingFailure, OSError)):
+        if not isinstance(error, (ValueError, TrainingFailure, OSError, OutOfMemoryError)):
             raise
         stopped = isinstance(error, Interrupted)
         word = "[bold]stopped[/]" if stopped else "[bold red]error[/]"

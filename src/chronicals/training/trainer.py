@@ -28,6 +28,7 @@ from chronicals.training.evaluation import evaluate
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.metrics import Moment, PendingMetrics, StepMetrics
+from chronicals.training.out_of_memory import saying_what_helps
 from chronicals.training.precision import Precision
 from chronicals.training.preparation import (
     Source,
@@ -103,7 +104,7 @@ class ChronicalsTrainer:
 
         Raises:
             DataError: the data would make training wrong.
-            TrainingError: a loss or gradient is not a number, or nothing is trained.
+            TrainingError: a loss or gradient is not a number, nothing is trained, or the card's memory is too small.
             CheckpointError: a checkpoint could not be written, or ``output_dir`` holds another run.
             Interrupted: stopped by a signal, after a checkpoint.
         """
@@ -116,13 +117,14 @@ class ChronicalsTrainer:
         )  # fmt: skip
         check_positions(model, max(store.longest for store in (train_store, eval_store) if store is not None))
         torch.manual_seed(config.seed)
-        presented, decisions = prepare_model(model, config, self.ranks.count)
-        teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
-        self.ranks.same_weights(model.parameters())
-        try:
-            result = self._run(presented, decisions, train_store, eval_store, resume)
-        finally:
-            self._leave_apart()
+        with saying_what_helps(config, self.device):
+            presented, decisions = prepare_model(model, config, self.ranks.count)
+            teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
+            self.ranks.same_weights(model.parameters())
+            try:
+                result = self._run(presented, decisions, train_store, eval_store, resume)
+            finally:
+                self._leave_apart()
         model.eval()
         return result
 
