@@ -8,9 +8,9 @@ from chronicals.kernels.dropped_products import draw_seed, dropped_reference
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
-SHAPES = [(1, 16, 1), (67, 130, 8), (131, 40, 3), (64, 128, 16), (200, 257, 96), (70, 140, 192), (67, 40, 300)]
+SHAPES = [(1, 16, 1), (67, 130, 8), (131, 40, 3), (64, 128, 16), (200, 257, 96), (70, 140, 192), (67, 40, 300), (40, 300, 24)]
 TYPES = [torch.float32, torch.bfloat16]
-DROPOUTS = [0.05, 0.7]
+DROPOUTS = [2**-16, 0.05, 0.7]
 
 
 def down(x, a, seed, p, of=module):
@@ -135,12 +135,17 @@ def test_seeds_make_masks_of_their_own():
         ("tl.trans(a.to(KIND)), total,", "tl.trans(a.to(KIND)),"),
         ('a.to(KIND), input_precision="ieee") * factor', 'a.to(KIND), input_precision="ieee")'),
         ("tl.store(at, total * factor, mask=(r", "tl.store(at, total, mask=(r"),
+        ("total += tl.load(shares_ptr", "total = tl.load(shares_ptr"),
+        ("begin = tl.program_id(1) * chunk", "begin = 0 * chunk"),
     ],
 )
-def test_planted_faults_are_found(old, new, device):
+def test_planted_faults_are_found(old, new, device, monkeypatch):
     wrong, seed, p = mutant(module, old, new), draw_seed(torch.zeros(1, device=device)), 0.5
+    for of in (module, wrong):  # two programs a block, of which one has two tiles
+        monkeypatch.setattr(of, "multiprocessors", lambda _: 4)
+        monkeypatch.setattr(of, "shared_memory", lambda _: 2**15)
     kind = torch.bfloat16 if device.type == "cuda" else torch.float32  # those that a kernel takes there
-    x, g, a = (torch.randn(*shape, device=device).to(kind) for shape in ((67, 300), (67, 8), (8, 300)))
+    x, g, a = (torch.randn(*shape, device=device).to(kind) for shape in ((40, 300), (40, 8), (8, 300)))
     results = [
         (down(x, a, seed, p, of), of.dropped_gradient_of_down(g, x, seed, p), of.add_dropped_product_(x.clone(), g, a, seed, p))
         for of in (module, wrong)

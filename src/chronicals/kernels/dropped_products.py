@@ -22,8 +22,11 @@ from chronicals.kernels.lowbias32 import WHOLE, lowbias32, lowbias32_reference
 WIDEST_RANK = 256
 """Columns of u that a program holds; wider adapters are taken in slices."""
 
-ROWS, BLOCK = 64, 128
-"""Of x in a program."""
+ROWS, FEW, BLOCK = 64, 32, 128
+"""Rows and columns of x in a program; of adapters of rank 32 and less few rows, so that more programs run at once."""
+
+SUMMED = 8
+"""Rows of u whose shares a program adds up."""
 
 
 @triton.jit
@@ -32,19 +35,21 @@ def _kept(seed, row, first, width, bound, BLOCK: tl.constexpr):
     where these are at least ``bound``."""
     pair = first // 2 + tl.arange(0, BLOCK // 2)
     bits = lowbias32((row[:, None] * ((width + 1) // 2) + pair[None, :]).to(tl.uint32) ^ seed)
-    return tl.interleave(bits & 0xFFFF, bits >> 16) >= bound
+    return tl.interleave(bits << 16, bits) >= (tl.cast(bound, tl.uint32) << 16)
 
 
 @triton.jit
 def _down_kernel(
-    x_ptr, a_ptr, u_ptr, seed_ptr, rows, width, rank, room, x_stride, a_stride, u_stride, bound, factor,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr, EMPTY: tl.constexpr,
+    x_ptr, a_ptr, shares_ptr, seed_ptr, rows, width, rank, chunk, x_stride, a_stride, bound,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, RANK: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
+    """Programs along the second axis take a chunk of the columns each; ``_sum_kernel`` adds their shares up."""
     seed = tl.load(seed_ptr).to(tl.uint32)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     r = tl.arange(0, RANK)
     total = tl.zeros((ROWS, RANK), tl.float32)
-    for first in range(0, width, BLOCK):
+    begin = tl.program_id(1) * chunk
+    for first in range(begin, tl.minimum(width, begin + chunk), BLOCK):
         column = first + tl.arange(0, BLOCK)
         inside = (row < rows)[:, None] & (column < width)[None, :]
         x = tl.load(x_ptr + row.to(tl.int64)[:, None] * x_stride + column[None, :], mask=inside, other=0.0)
@@ -52,13 +57,21 @@ def _down_kernel(
         a_inside = (r < rank)[:, None] & (column < width)[None, :]
         a = tl.load(a_ptr + r[:, None] * a_stride + column[None, :], mask=a_inside, other=0.0)
         total = tl.dot(x.to(KIND), tl.trans(a.to(KIND)), total, input_precision="ieee")
-    at = u_ptr + row.to(tl.int64)[:, None] * u_stride + r[None, :]
-    tl.store(at, (total * factor).to(u_ptr.dtype.element_ty), mask=(row < rows)[:, None] & (r < rank)[None, :])
-    if EMPTY > 0:
-        beside = rank + tl.arange(0, EMPTY)
-        nothing = tl.zeros((ROWS, EMPTY), u_ptr.dtype.element_ty)
-        at = u_ptr + row.to(tl.int64)[:, None] * u_stride + beside[None, :]
-        tl.store(at, nothing, mask=(row < rows)[:, None] & (beside < room)[None, :])
+    at = shares_ptr + (tl.program_id(1) * rows + row.to(tl.int64)[:, None]) * rank + r[None, :]
+    tl.store(at, total, mask=(row < rows)[:, None] & (r < rank)[None, :])
+
+
+@triton.jit
+def _sum_kernel(
+    shares_ptr, u_ptr, rows, parts, rank, room, u_stride, factor, ROWS: tl.constexpr, ROOM: tl.constexpr
+):  # fmt: skip
+    """u of its shares, added up in one order, and zeros beside it."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    r = tl.arange(0, ROOM)[None, :]
+    total = tl.zeros((ROWS, ROOM), tl.float32)
+    for part in range(parts):
+        total += tl.load(shares_ptr + (part * rows + row) * rank + r, mask=(row < rows) & (r < rank), other=0.0)
+    tl.store(u_ptr + row * u_stride + r, (total * factor).to(u_ptr.dtype.element_ty), mask=(row < rows) & (r < room))
 
 
 @triton.jit
@@ -98,20 +111,24 @@ def _of_x_kernel(
     g = tl.load(g_ptr + row.to(tl.int64)[:, None] * g_stride + r[None, :], mask=g_inside, other=0.0)
     a_inside = (r < rank)[:, None] & (column < width)[None, :]
     a = tl.load(a_ptr + r[:, None] * a_stride + column[None, :], mask=a_inside, other=0.0)
-    through = tl.dot(g.to(KIND), a.to(KIND), input_precision="ieee") * factor
-    through = tl.where(_kept(seed, row, first, width, bound, BLOCK), through, 0.0)
     inside = (row < rows)[:, None] & (column < width)[None, :]
     at = dx_ptr + row.to(tl.int64)[:, None] * dx_stride + column[None, :]
-    tl.store(at, (tl.load(at, mask=inside, other=0.0).to(tl.float32) + through).to(dx_ptr.dtype.element_ty), mask=inside)
+    dx = tl.load(at, mask=inside, other=0.0)
+    through = tl.dot(g.to(KIND), a.to(KIND), input_precision="ieee") * factor
+    through = tl.where(_kept(seed, row, first, width, bound, BLOCK), through, 0.0)
+    tl.store(at, (dx.to(tl.float32) + through).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
-def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the kernels are compiled for, and the launch: as many stages, of a tile of x and one of A each, as there is shared
-    memory for."""
+def _constants(x: Tensor, rank: int) -> tuple[dict[str, Any], dict[str, int], int]:
+    """What the kernels are compiled for, the launch, and how many programs then run at once: as many stages, of a tile of x and
+    one of A each, as there is shared memory for."""
     held = max(16, next_power_of_2(rank))
-    stage = (ROWS + held) * BLOCK * x.element_size()
+    rows = FEW if held <= FEW else ROWS
+    stage = (rows + held) * BLOCK * x.element_size()
     stages = max(1, min(3, shared_memory(x.device) // stage))
-    return {"ROWS": ROWS, "BLOCK": BLOCK, "RANK": held, "KIND": multiplied_in(x.dtype)}, {"num_warps": 4, "num_stages": stages}
+    resident = multiprocessors(x.device) * max(1, shared_memory(x.device) // (stages * stage))
+    constants = {"ROWS": rows, "BLOCK": BLOCK, "RANK": held, "KIND": multiplied_in(x.dtype)}
+    return constants, {"num_warps": 4, "num_stages": stages}, resident
 
 
 def _bound(dropout: float) -> tuple[int, float]:
@@ -142,12 +159,17 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
     rows, width = x.shape
     for part in _slices(x, len(a)):
         of_a, of_out = a[part], out[:, part.start :]
-        empty = of_out.shape[1] - len(of_a)
-        (bound, factor), (constants, launch) = _bound(dropout), _constants(x, len(of_a))
-        _down_kernel[(triton.cdiv(rows, ROWS),)](
-            x, of_a, of_out, seed, rows, width, len(of_a), of_out.shape[1], x.stride(0), a.stride(0), out.stride(0), bound,
-            factor, **constants, EMPTY=next_power_of_2(empty) if empty else 0, **launch,
-        )  # fmt: skip
+        rank, room = len(of_a), of_out.shape[1]
+        (bound, factor), (constants, launch, resident) = _bound(dropout), _constants(x, rank)
+        blocks = triton.cdiv(rows, constants["ROWS"])
+        chunk = triton.cdiv(triton.cdiv(width, BLOCK), max(1, resident // blocks)) * BLOCK
+        shares = x.new_empty((triton.cdiv(width, chunk), rows, rank), dtype=torch.float32)
+        _down_kernel[(blocks, len(shares))](
+            x, of_a, shares, seed, rows, width, rank, chunk, x.stride(0), a.stride(0), bound, **constants, **launch
+        )
+        _sum_kernel[(triton.cdiv(rows, SUMMED),)](
+            shares, of_out, rows, len(shares), rank, room, out.stride(0), factor, ROWS=SUMMED, ROOM=next_power_of_2(room)
+        )
 
 
 def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float) -> Tensor:
@@ -157,13 +179,13 @@ def dropped_gradient_of_down(g: Tensor, x: Tensor, seed: Tensor, dropout: float)
         return (g.t() @ kept).to(torch.promote_types(x.dtype, torch.float32))
     rows, width = x.shape
     blocks = triton.cdiv(width, BLOCK)
-    parts = max(1, min(triton.cdiv(rows, ROWS), 4 * multiprocessors(x.device) // blocks))
     found = []
     for part in _slices(x, g.shape[1]):
         of_g = g[:, part]
         rank = of_g.shape[1]
+        (bound, factor), (constants, launch, resident) = _bound(dropout), _constants(x, rank)
+        parts = min(triton.cdiv(rows, constants["ROWS"]), max(1, resident // blocks))
         shares = x.new_empty((parts, rank, width), dtype=torch.float32)
-        (bound, factor), (constants, launch) = _bound(dropout), _constants(x, rank)
         _of_a_kernel[(blocks, parts)](
             of_g, x, shares, seed, rows, width, rank, g.stride(0), x.stride(0), bound, factor,
             **constants, **launch,
@@ -179,8 +201,8 @@ def add_dropped_product_(dx: Tensor, g: Tensor, a: Tensor, seed: Tensor, dropout
     rows, width = dx.shape
     for part in _slices(dx, len(a)):
         of_g, of_a = g[:, part], a[part]
-        (bound, factor), (constants, launch) = _bound(dropout), _constants(dx, len(of_a))
-        _of_x_kernel[(triton.cdiv(rows, ROWS) * triton.cdiv(width, BLOCK),)](
+        (bound, factor), (constants, launch, _) = _bound(dropout), _constants(dx, len(of_a))
+        _of_x_kernel[(triton.cdiv(rows, constants["ROWS"]) * triton.cdiv(width, BLOCK),)](
             dx, of_g, of_a, seed, rows, width, len(of_a), dx.stride(0), g.stride(0), a.stride(0), bound, factor,
             **constants, **launch,
         )  # fmt: skip
