@@ -1,6 +1,7 @@
 """The fused decoder layer: the same hidden states and gradients as the class's own, over documents, in every family."""
 
 import copy
+import inspect
 import logging
 import sys
 
@@ -8,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
+from transformers import DynamicCache
 
 import families
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import ActivationOffload, enable_gradient_checkpointing, tiling
 from chronicals.models import PresentedModel
-from chronicals.models.presentation import packed_arguments
+from chronicals.models.presentation import CACHES, packed_arguments
 from chronicals.patching import (
     decoder_layer,
     forget_policies,
@@ -421,6 +423,31 @@ def test_generation_takes_the_class_way():
     ids = torch.randint(1, families.VOCABULARY, (1, 5))
     expected = model.generate(ids, max_new_tokens=4, do_sample=False)
     assert torch.equal(fused(model).generate(ids, max_new_tokens=4, do_sample=False), expected)
+
+
+def test_a_cache_is_filled_by_the_class(caplog, monkeypatch):
+    monkeypatch.setattr(side_by_side, "_said", set())
+    model, batch = fused(families.build("llama")), families.documents_batch()
+    before = decoder_layer.runs[0]
+    with PresentedModel(model, packed=True, head_is_read=False).attending_documents(), caplog.at_level(logging.WARNING):
+        out = model.get_decoder()(**packed_arguments(batch) | {"use_cache": True})
+    assert out.past_key_values.get_seq_length() == len(batch)
+    assert decoder_layer.runs[0] == before and "part by part: it was given" in caplog.text
+
+
+def test_layers_made_again_leave_a_cache_out_as_the_class_does():
+    """It would be filled a second time when they are."""
+    model, batch = families.build("llama").double(), families.documents_batch()
+    expected = families.states_and_gradients(model, batch)
+    fused(model).train()
+    enable_gradient_checkpointing(model, whole_layers=True)
+    decoder, cache = model.get_decoder(), DynamicCache(config=model.config)
+    name = next(name for name in CACHES if name in inspect.signature(type(decoder).forward).parameters)
+    decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | {name: cache}), with_kwargs=True)
+    with PresentedModel(model, packed=True, head_is_read=False).attending_documents():  # when they are made again, too
+        got = families.states_and_gradients(model, batch)
+    families.assert_same(expected, got)
+    assert cache.get_seq_length() == 0
 
 
 @pytest.mark.parametrize("family", ["cohere", "gpt2", "phi", "gpt_oss"])

@@ -1,5 +1,8 @@
 """Recognising a part by its structure: what computes something else is not taken for it."""
 
+import functools
+import inspect
+
 import pytest
 import torch
 from torch import nn
@@ -224,6 +227,48 @@ def test_a_rotation_is_replaced_in_the_forward_only():
         torch.testing.assert_close(got, expected)
     assert Attention.forward.__globals__["halves"] is halves
     assert form.forward.__globals__["halves"] is not halves
+
+
+def renaming(old, new):
+    """As transformers decorates a forward one of whose arguments has a new name."""
+
+    def decorate(forward):
+        @functools.wraps(forward)
+        def decorated(*args, **kwargs):
+            if old in kwargs:
+                kwargs[new] = kwargs.pop(old)
+            return forward(*args, **kwargs)
+
+        return decorated
+
+    return decorate
+
+
+class DecoratedAttention(nn.Module):
+    forward = renaming("query", "q")(renaming("key", "k")(Attention.forward))
+
+
+class HiddenAttention(nn.Module):
+    """Whose decorator finds what it decorates where nobody else does."""
+
+    @functools.wraps(Attention.forward)
+    def forward(self, *args, **kwargs):
+        return Attention.forward(self, *args, **kwargs)
+
+
+def test_a_rotation_behind_decorators_is_replaced_behind_them():
+    form = recognise_rotary(DecoratedAttention())
+    q, k, cos, sin = torch.randn(2, 5, 4, 16), torch.randn(2, 5, 2, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    got = form.forward(DecoratedAttention(), query=q, key=k, cos=cos, sin=sin)
+    for x, expected in zip(got, Attention()(q, k, cos, sin)):
+        torch.testing.assert_close(x, expected)
+    innermost = inspect.unwrap(form.forward)
+    assert innermost.__globals__["halves"] is not halves
+    assert inspect.unwrap(DecoratedAttention.forward).__globals__["halves"] is halves
+
+
+def test_a_rotation_behind_a_decorator_that_hides_it_is_left():
+    assert recognise_rotary(HiddenAttention()) is None
 
 
 def test_a_rotation_with_a_fault_is_left():

@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 ATTENTION = "chronicals_documents"
 """Name under which document attention is registered with transformers; without a mask function, so no mask is built."""
 
+CACHES = ("cache", "past_key_values")
+"""What transformers calls the keys and values of earlier tokens: from 5.24 on, and before."""
+
 
 def _documents_only(
     module: nn.Module,

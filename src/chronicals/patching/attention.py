@@ -27,7 +27,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from chronicals.attention import document_attention
-from chronicals.models.presentation import set_text_attention, text_attention
+from chronicals.models.presentation import CACHES, set_text_attention, text_attention
 
 NAME = "attention"
 """As the report and a plan call it."""
@@ -107,9 +107,8 @@ def remove(model: Any) -> None:
 
 def _without_cache(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
     """transformers looks for documents in the positions only where there is no cache, which is made unless forbidden."""
-    given = {name for name in ("labels", "shift_labels", "position_ids", "attention_mask", "past_key_values", "use_cache")
-             if kwargs.get(name) is not None}  # fmt: skip
-    packed = "position_ids" in given and not given & {"attention_mask", "past_key_values", "use_cache"}
+    given = {name for name, value in kwargs.items() if value is not None}
+    packed = "position_ids" in given and not given & {"attention_mask", "use_cache", *CACHES}
     return (args, kwargs | {"use_cache": False}) if packed and given & {"labels", "shift_labels"} else None
 
 

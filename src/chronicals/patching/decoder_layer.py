@@ -24,6 +24,7 @@ from chronicals.kernels.peak import Peak
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
 from chronicals.kernels.qk_rope import fused_qkv_rope, heads_of
 from chronicals.memory import draws_numbers, runs_again, tiled
+from chronicals.models.presentation import CACHES
 from chronicals.patching.forms import FORM, Form, does_more, signature
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.norms import RMSNormReads
@@ -144,7 +145,8 @@ def recompute_norms_and_units(model: nn.Module) -> None:
 
 def _forward(anatomy: Anatomy, layer: Any, hidden_states: Tensor, *args: Any, **given: Any) -> Tensor:
     own = type(layer).forward
-    if layer.training and getattr(layer, "gradient_checkpointing", False) and not CHECKPOINTS_CALLS:
+    again = layer.training and getattr(layer, "gradient_checkpointing", False) and not CHECKPOINTS_CALLS
+    if again and all(given.get(name) is None for name in CACHES):  # else the class leaves the cache out
         once = partial(_run, anatomy, layer, own.__wrapped__, **given)  # the class's own, without its checkpoint
         return layer._gradient_checkpointing_func(once, hidden_states, *args)
     return _run(anatomy, layer, own, hidden_states, *args, **given)
@@ -168,7 +170,7 @@ def _run(anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *ar
 
 def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:
     """Raises Unmerged where something is asked that the fused layer does not do."""
-    for name in ("past_key_values", "attention_mask"):
+    for name in (*CACHES, "attention_mask"):
         if given.get(name) is not None:
             raise Unmerged(f"it was given {name}")
     if len(x) != 1 or not isinstance(given.get("position_embeddings"), tuple):

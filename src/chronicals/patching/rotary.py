@@ -1,16 +1,17 @@
 """Rotary embedding: attention modules whose forward calls a rotation ``(q, k, cos, sin, ...)`` of their modelling file.
 
 Such an instance gets its class's own forward, in which that name means the kernel: the code object is the class's, its
-globals a copy with the name replaced. No source is read and no class or module is written to.
+globals a copy with the name replaced, behind the same decorators. No source is read and no class or module is written to.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import FunctionType, ModuleType
+from types import CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -69,8 +70,8 @@ WAYS: dict[str, Way] = {
 
 def recognise_rotary(module: nn.Module) -> Form | None:
     """The form of an attention module that rotates queries and keys as the kernel does, or None."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, FunctionType):
         return None
     own = {name: forward.__globals__[name] for name in forward.__code__.co_names if _rotates(forward.__globals__.get(name))}
     found = {name: _way(function) for name, function in own.items()}
@@ -78,7 +79,9 @@ def recognise_rotary(module: nn.Module) -> Form | None:
     if not ways or len(ways) < len(own):
         return None
     by = "; ".join(dict.fromkeys(f"{KERNEL}, {way}" if way else KERNEL for way in ways.values()))
-    return Form(by, _with_rotations(forward, {name: _rotation(own[name], WAYS[way]) for name, way in ways.items()}))
+    made = _with_rotations(forward, {name: _rotation(own[name], WAYS[way]) for name, way in ways.items()})
+    decorated = _decorated_alike(type(module).forward, made)
+    return None if decorated is None else Form(by, decorated)
 
 
 def _rotates(function: Any) -> bool:
@@ -118,10 +121,28 @@ def _rotation(own: Callable, way: Way) -> Callable:
 
 
 def _with_rotations(forward: FunctionType, rotations: dict[str, Callable]) -> Callable:
-    names = _globals_with(forward, rotations)
-    made = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    made.__kwdefaults__, made.__qualname__ = forward.__kwdefaults__, forward.__qualname__
-    made.__annotations__ = forward.__annotations__
+    return _copied(forward, _globals_with(forward, rotations), forward.__closure__)
+
+
+def _decorated_alike(forward: Any, made: Callable) -> Callable | None:
+    """``made`` behind the decorators of ``forward``, whose closures hold what they decorate; None where one's does not."""
+    decorated = getattr(forward, "__wrapped__", None)
+    if decorated is None:
+        return made
+    inner = _decorated_alike(decorated, made)
+    closure = getattr(forward, "__closure__", None) or ()
+    holds = [cell.cell_contents is decorated for cell in closure]
+    if inner is None or not any(holds):
+        return None
+    cells = tuple(CellType(inner) if there else cell for cell, there in zip(closure, holds))
+    return functools.update_wrapper(_copied(forward, forward.__globals__, cells), inner)
+
+
+def _copied(function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+    """The function with these globals and this closure."""
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+    made.__annotations__ = function.__annotations__
     return made
 
 
