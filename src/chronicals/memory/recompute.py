@@ -116,13 +116,21 @@ def enable_gradient_checkpointing(model: Any, whole_layers: bool = False, first:
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_numbers(model)}  # reading a state takes time
     if whole_layers:
         options["context_fn"] = first_and_again
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    if hasattr(model, "activation_checkpointing_enable"):  # as transformers calls it from 5.24 on
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if getattr(model, "_require_grads_hook", None) is not None:
         model.disable_input_require_grads()  # which re-entrance alone needs: a frozen embedding's gradient
     for layer in decoder_layers(model)[first:] if first is not None else ():
         for module in layer.modules():
             if hasattr(module, "gradient_checkpointing"):
                 module.gradient_checkpointing = False  # type: ignore[assignment]
+
+
+def disable_gradient_checkpointing(model: Any) -> None:
+    """Keep the activations of all layers again."""
+    getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
 
 
 def decoder_layers(model: Any) -> list[torch.nn.Module]:

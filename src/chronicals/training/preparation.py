@@ -13,7 +13,13 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Ranks
 from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora
-from chronicals.memory import CHEAP, decoder_layers, enable_gradient_checkpointing, recomputes
+from chronicals.memory import (
+    CHEAP,
+    decoder_layers,
+    disable_gradient_checkpointing,
+    enable_gradient_checkpointing,
+    recomputes,
+)
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
 from chronicals.patching import (
@@ -172,7 +178,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
         logger.warning("%s", reason)
     forget_policies(model)
     if vars(model.get_decoder()).pop(CHECKPOINTED, False):
-        model.gradient_checkpointing_disable()
+        disable_gradient_checkpointing(model)
     decisions = decide(config, presented, ranks)
     whole_layers = why_not_fused(config, presented) is None
     for decision in decisions.values():
@@ -180,7 +186,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
     recomputed = decisions["use_gradient_checkpointing"]
     own = recomputed.runs and recomputed.layers == 0 and recomputed.how != CHEAP
     if recomputes(model) and not own:
-        model.gradient_checkpointing_disable()
+        disable_gradient_checkpointing(model)
     if recomputed.layers != 0:
         enable_gradient_checkpointing(model, whole_layers, recomputed.layers)
         setattr(model.get_decoder(), CHECKPOINTED, True)
