@@ -72,6 +72,7 @@ HEALTHY = [
     ("gemma3", {"mixed_precision": "bf16", **LORA}),
     ("gpt2", {"mixed_precision": "bf16", **GPT2_LORA}),
     ("mamba", {"mixed_precision": "bf16"}),
+    ("mamba", {"mixed_precision": "fp32", **LORA}),
     ("Mixtral", {"mixed_precision": "fp32", "gradient_accumulation_steps": 1}),
     ("Qwen2Moe", {"mixed_precision": "bf16", **LORA}),
     ("Qwen3Moe", {"mixed_precision": "bf16", "batch_size": 4}),

@@ -1,8 +1,9 @@
 """The plain arms: transformers' own modules and attention, each document a row, one division by the step's count.
 
 Nothing here is shared with the path of training: the model is made anew from its class and configuration, adapters are
-two products in a hook, the loss is a log-softmax of the model's own logits in fp32, the update is torch's AdamW. Documents
-and what is trained in them come from the store, not from a Batch.
+two products in a hook (or one in the weight, where a class reads that instead of calling the layer), the loss is a log-softmax
+of the model's own logits in fp32, the update is torch's AdamW. Documents and what is trained in them come from the store, not
+from a Batch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora.apply import linear_shape
@@ -25,6 +27,9 @@ from chronicals.lora.apply import linear_shape
 ROW_TOKENS, LOGITS = 4096, 2**28
 """Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole attention weights of so many
 tokens, exist at once. One document is never divided."""
+
+FEW_TOKENS, FIRST_TOKEN = 4, 3
+"""Of a forward pass that shows which layers a class calls."""
 
 Document = tuple[np.ndarray, np.ndarray]
 """Ids and mask of a document, as ``TokenStore.document`` gives them."""
@@ -68,7 +73,7 @@ class PlainArm:
         """Keep every weight in the type it has in ``model``, the run's; gradients of several passes meet in fp32."""
         types = {name.replace(".base_layer.", "."): parameter.dtype for name, parameter in model.named_parameters()}
         for name, parameter in self.model.named_parameters():
-            parameter.data = parameter.data.to(types[name])
+            parameter.data = parameter.data.to(types[name.replace("parametrizations.weight.original", "weight")])
             if parameter.requires_grad:
                 parameter.grad_dtype = torch.float32
         self.autocast = autocast
@@ -133,14 +138,48 @@ class PlainArm:
     def _adapt(self, targets: list[str] | str | None, rank: int, scale: float) -> None:
         """``x ↦ layer(x) + scale · B (A x)`` for every targeted layer; the rest is frozen."""
         self.model.requires_grad_(False)
-        for path in targeted(self.model, targets):
+        paths = targeted(self.model, targets)
+        read = _read(self.model, paths)
+        for path in paths:
             layer = self.model.get_submodule(path)
             weight = layer.get_parameter("weight")
             wide, narrow = weight.shape[::-1] if isinstance(layer, nn.Linear) else weight.shape  # Conv1D is [in, out]
             a = nn.Parameter(torch.randn(rank, wide, device=self.device) / math.sqrt(wide))
             b = nn.Parameter(torch.zeros(narrow, rank, device=self.device))
             self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
-            layer.register_forward_hook(_adapter(a, b, scale))
+            if path in read:
+                parametrize.register_parametrization(layer, "weight", _AdaptedWeight(a, b, scale, isinstance(layer, nn.Linear)))
+            else:
+                layer.register_forward_hook(_adapter(a, b, scale))
+
+
+@torch.no_grad()
+def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
+    """Those of the layers that a class does not call where it is called itself: it reads their weights, as Mamba does."""
+    called: set[str] = set()
+    owners = {path.rpartition(".")[0] for path in paths}
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path))
+        for path in {*paths, *owners}
+    ]
+    device = next(model.parameters()).device
+    model(input_ids=torch.full((1, FEW_TOKENS), FIRST_TOKEN, device=device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {path for path in paths if path not in called and path.rpartition(".")[0] in called}
+
+
+class _AdaptedWeight(nn.Module):
+    """``W ↦ W + scale · B A``, of a Conv1D, whose weight is ``[in, out]``, the transpose."""
+
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, scale: float, upright: bool):
+        super().__init__()
+        self.adapter = a, b, scale, upright  # in a tuple, so that they are no parameters of the model
+
+    def forward(self, weight: Tensor) -> Tensor:
+        a, b, scale, upright = self.adapter
+        update = (b @ a) * scale
+        return weight + (update if upright else update.t()).to(weight.dtype)
 
 
 def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float) -> Any:
