@@ -276,6 +276,23 @@ def test_an_unreadable_folder_is_named(tmp_path, content):
         load_adapter(llama(), tmp_path)
 
 
+@pytest.mark.parametrize("field", ["r", "lora_alpha", "target_modules"])
+def test_a_field_that_is_missing_is_named(tmp_path, field):
+    save_adapter(ours(), tmp_path)
+    edit(tmp_path, **{field: None})
+    with pytest.raises(ValueError, match=f"{CONFIG}: {field} is missing"):
+        load_adapter(llama(), tmp_path)
+
+
+def test_a_model_without_adapters_of_ours_has_none_to_save(tmp_path):
+    peft = pytest.importorskip("peft")
+    theirs = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))
+    for model, message in ((llama(), "has no adapters"), (theirs, "its own save_pretrained")):
+        with pytest.raises(ValueError, match=message):
+            save_adapter(model, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_weights_that_are_not_there_are_named(tmp_path):
     save_adapter(ours(), tmp_path)
     (tmp_path / WEIGHTS).unlink()

@@ -16,6 +16,8 @@ from chronicals.lora.config import LoRAConfig
 
 PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+NEEDED = ("r", "lora_alpha", "target_modules")
+"""Fields without which an adapter cannot be read."""
 
 
 def save_adapter(model: Any, folder: str | Path, base_model: str | None = None) -> None:
@@ -23,9 +25,15 @@ def save_adapter(model: Any, folder: str | Path, base_model: str | None = None) 
 
     Args:
         base_model: folder or hub name of the model they belong to.
+
+    Raises:
+        ValueError: there are none, or they are PEFT's, which writes its own.
     """
-    config: LoRAConfig = model.chronicals_lora
     paths = dict(adapters(model))
+    if not paths:
+        theirs = "; PEFT's are written by its own save_pretrained" if hasattr(model, "peft_config") else ""
+        raise ValueError(f"{type(model).__name__} has no adapters of apply_lora or load_adapter{theirs}")
+    config: LoRAConfig = model.chronicals_lora
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -60,6 +68,11 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
     _refuse_what_is_not_plain_lora(folder, described)
+    absent = [field for field in NEEDED if described.get(field) is None]
+    if absent:
+        raise ValueError(
+            f"{folder / CONFIG_FILE}: {', '.join(absent)} is missing; it was cut or changed, save the adapter again"
+        )
     attached = dict(adapters(model))
     config = _config(model, described, attached)
     if attached and model.chronicals_lora.scale != config.scale:
