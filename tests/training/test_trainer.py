@@ -70,6 +70,7 @@ def test_a_model_in_pefts_wrapping_trains_in_packs(tmp_path, caplog):
     with caplog.at_level("INFO"):
         runs.train(tmp_path, model=peft.get_peft_model(tiny.llama(), config), max_steps=2)
     assert "use_sequence_packing: on" in caplog.text and "use_fused_kernels: on" in caplog.text
+    assert "in A matrices that wait for their B" in caplog.text and "got no gradient" not in caplog.text
     with pytest.raises(ValueError, match="leave use_lora out"):
         runs.train(tmp_path / "both", model=peft.get_peft_model(tiny.llama(), config), use_lora=True)
 

@@ -30,7 +30,8 @@ class Coverage:
         attached: of those, held by the optimizer.
         with_gradient: of those, in tensors with a gradient that is not zero.
         moved: of those, in tensors that the first step changed.
-        waiting: of those attached, A matrices of adapters: B starts at zero, so A learns from the second step on.
+        waiting: of those attached, A matrices of adapters, ours or PEFT's: B starts at zero, so A learns from the second step
+            on.
         idle: names of the other asked-for tensors without a gradient.
     """
 
@@ -96,7 +97,7 @@ class FirstStepAudit:
     def coverage(self) -> Coverage:
         moved = [p for name, p in self.attached.items() if not torch.equal(self.before[name], self._mark(p))]
         idle = set(self.asked) - set(self.with_gradient)
-        waiting = {name for name in idle if name.endswith("lora_A") and name[:-1] + "B" in self.with_gradient}
+        waiting = {name for name in idle if "lora_A" in name and name.replace("lora_A", "lora_B") in self.with_gradient}
         return Coverage(
             total=sum(p.numel() for p in self.model.parameters()),
             asked=_count(self.asked.values()),
