@@ -182,6 +182,7 @@ WRITES = {
     "clamp_": lambda logits: logits.clamp_(-0.3, 0.3),
     "a part": lambda logits: logits[:, :-1].div_(2.0),
     "an item": lambda logits: logits.__setitem__((..., 0), -9.0),
+    "a cast that is none": lambda logits: logits.float().mul_(2.0),
 }
 
 
@@ -194,7 +195,7 @@ def test_logits_that_are_written_to_are_written_to(write, records):
         with torch.set_grad_enabled(records):
             logits = model(**inputs).logits
             WRITES[write](logits)
-            found.append(logits + 0)
+            found.append([logits + 0, logits / 0.7, logits.bfloat16()])
     torch.testing.assert_close(found[1], found[0])
 
 
@@ -296,6 +297,134 @@ def test_gradients_through_the_logits():
         (out.loss + out.logits.float().square().mean()).backward()
         found.append((out.loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
     assert_same(*found, tolerance=2e-5)
+
+
+class Squares(torch.autograd.Function):
+    """A mean of squares that torch's own hooks of Python do not see."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.square().mean()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        (x,) = ctx.saved_tensors
+        return upstream * 2 * x / x.numel()
+
+
+class Through(torch.autograd.Function):
+    """Hands tensors on, as DistributedDataParallel does where it looks for unused parameters."""
+
+    @staticmethod
+    def forward(ctx, *tensors):
+        return tensors
+
+    @staticmethod
+    def backward(ctx, *upstream):
+        return upstream
+
+
+def inside(function):
+    return lambda logits: torch.utils.checkpoint.checkpoint(function, logits, use_reentrant=True)
+
+
+def looked_at_in_inference(logits):
+    with torch.inference_mode():
+        logits.argmax(-1)
+    return logits.logsumexp(-1).square().mean()
+
+
+OWN_LOSSES = {
+    "a function": Squares.apply,
+    "of what was handed on": lambda logits: Through.apply(logits)[0].float().square().mean(),
+    "made again": inside(lambda logits: logits.square().mean()),
+    "after a look in inference mode": looked_at_in_inference,
+    "of the rows of a part": lambda logits: torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), torch.ones(16).long()
+    ),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("own", OWN_LOSSES)
+def test_gradients_through_logits_that_somebody_takes(own, family):
+    plain, patched, _ = pair(family)
+    inputs, found = batch(), []
+    for model in (plain, patched):
+        out = model(**inputs)
+        loss = OWN_LOSSES[own](out.logits)
+        loss.backward()
+        found.append((loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    assert_same(*found, tolerance=2e-5)
+
+
+def test_logits_that_are_handed_on_are_not_made():
+    _, patched, _ = pair("llama")
+    out = patched(**batch())
+    (logits,) = Through.apply(out.logits)
+    assert isinstance(logits, LazyLogits) and logits.grad_fn is not None and logits.promise.whole is None
+
+
+def test_a_hook_of_the_heads_gradient_is_called():
+    plain, patched, _ = pair("llama")
+    inputs, found, seen = batch(), [], []
+    for model in (plain, patched):
+        model.lm_head.register_full_backward_hook(lambda _module, _inputs, upstream: seen.append(upstream[0]))
+        found.append(loss_and_gradients(model, **inputs))
+    assert_same(*found, tolerance=2e-5)
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-4, atol=1e-6)
+
+
+def test_a_batch_without_a_label_leaves_the_weights_alone():
+    for model in pair("llama")[:2]:
+        inputs = batch()
+        out = model(input_ids=inputs["input_ids"], labels=torch.full_like(inputs["labels"], -100))
+        out.loss.backward()
+        assert out.loss.isnan() and all(not p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
+def in_place(model):
+    for parameter in model.parameters():
+        parameter.data.add_(parameter.grad, alpha=-1.0)
+
+
+CHANGES_OF_WEIGHTS = {
+    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step(),
+    "data": in_place,
+    "other data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 2),
+    "another type": lambda model: model.double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_WEIGHTS)
+def test_logits_after_a_change_that_no_version_tells_are_refused(change):
+    _, patched, _ = pair("llama")
+    out = patched(**batch())
+    out.loss.backward()
+    CHANGES_OF_WEIGHTS[change](patched)
+    with pytest.raises(RuntimeError, match="after the weights changed"):
+        out.logits.sum()
+
+
+def test_logits_are_of_the_weights_that_the_call_was_given():
+    plain, patched, _ = pair("llama")
+    inputs, found = batch(), []
+    for model in (plain, patched):
+        given = {name: 2 * p.detach() for name, p in model.named_parameters()}
+        found.append(torch.func.functional_call(model, given, kwargs=inputs).logits * 1)
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
+
+
+def test_a_banned_word_makes_no_loss_infinite():
+    plain, _, _ = pair("llama")
+    plain.lm_head.bias = torch.nn.Parameter(torch.zeros(families.VOCABULARY))
+    with torch.no_grad():
+        plain.lm_head.bias[0] = float("-inf")
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    inputs = batch()
+    assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs), tolerance=2e-5)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

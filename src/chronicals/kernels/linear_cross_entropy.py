@@ -262,7 +262,7 @@ def fused_cross_entropy(
             where ignored).
 
     Returns:
-        float32, ready for ``backward``. The mean over no target at all is an error in training and NaN here.
+        float32, ready for ``backward``. The mean over no target at all is an error in training and NaN here, with no gradient.
 
     Raises:
         ValueError: shapes do not fit, ``chunk_size`` < 1, or the reduction is unknown.
@@ -275,7 +275,13 @@ def fused_cross_entropy(
     if reduction == "none":
         return -token_log_probability(rows, lm_head_weight, flat, chunk_size=chunk_size)[0].view(targets.shape)
     total = linear_cross_entropy(rows, lm_head_weight, flat, chunk_size=chunk_size)
-    return total if reduction == "sum" else total / (flat != IGNORED).sum()
+    return total if reduction == "sum" else mean_of(total, flat)
+
+
+def mean_of(total: Tensor, targets: Tensor) -> Tensor:
+    """A sum over the targets that count, divided by their number; where none does NaN without a gradient, as torch has it."""
+    count = (targets != IGNORED).sum()
+    return torch.where(count > 0, total / count.clamp(min=1), torch.nan)
 
 
 def linear_cross_entropy_reference(

@@ -353,7 +353,8 @@ def loss_and_gradient_reference_(
     log_p = torch.log_softmax(z, 1)  # not z − logsumexp(z), which loses what log_softmax keeps of a likely target
     losses = (smoothing - 1) * log_p.gather(1, at_target).squeeze(1)
     lse = torch.logsumexp(z, 1) if shape.z_loss else torch.zeros_like(losses)
-    losses = losses - smoothing * log_p.mean(1) + shape.z_loss * lse.square()
+    spread = smoothing * log_p.mean(1) if smoothing else 0.0  # of a word that is banned it is infinite
+    losses = losses - spread + shape.z_loss * lse.square()
     if wants_gradient:
         d_z = log_p.exp_()
         d_z *= (1 + 2 * shape.z_loss * lse)[:, None]

@@ -1,12 +1,14 @@
 """Logits that are not there until somebody looks: what a head returns while a loss is being computed.
 
 A model's own forward goes on with them as with a tensor: a scale, a softcap and a change of type are remembered, the
-loss takes the hidden states behind them, and any other use computes them as the head itself would have.
+loss takes the hidden states behind them, and any other use computes them as the head itself would have. They stand in
+autograd's graph as the head's outputs would, so that whoever takes them, in Python or not, sends gradients through them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_sparse", "is_quantized")
-METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "is_contiguous", "get_device", "__len__")
+ATTRIBUTES = (
+    "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_sparse", "is_quantized", "grad_fn", "is_leaf",
+    "grad", "retains_grad", "output_nr", "_version", "_base",
+)  # fmt: skip
+METHODS = (
+    "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "is_contiguous", "get_device", "__len__",
+    "register_hook", "retain_grad", "_is_view", "is_inference",
+)  # fmt: skip
 LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES} | {getattr(Tensor, name) for name in METHODS}
-"""What may be asked of logits without computing them."""
+"""What may be asked of logits, and of their place in the graph, without computing them."""
 
 CASTS: dict[Any, torch.dtype] = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
 MULTIPLY = (Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.mul)
@@ -30,76 +38,131 @@ IN_PLACE: dict[Any, Any] = {
 TANH = (Tensor.tanh, torch.tanh)
 
 
-class LazyLogits(Tensor):
-    """Logits ``[..., V]`` of ``hidden`` ``[..., D]``, as ``head`` makes them, after ``steps``.
+SAMPLED = 64
+"""Elements of the weight by which a change is seen that no version tells: of a fused optimizer, or of ``.data``."""
+
+
+@dataclass
+class Promise:
+    """How logits are made, and the logits once they are.
 
     Attributes:
-        hidden: what the head was given.
-        head: the linear layer.
+        hidden, weight, bias: ``[..., D]``, ``[V, D]`` and ``[V]`` or None, as they were when the head was called.
         product: the type that autocast gave the product, or None where it was off.
-        steps: what was done to the logits since: ``("scale", factor)``, ``("tanh",)``, ``("type", dtype)``.
-        whole: the logits, once they were computed; ``unwritten`` is its version then, None where none is kept.
+        steps: what is done to the product: ``("scale", factor)``, ``("tanh",)``, ``("type", dtype)``.
+        records: whether autograd records.
+        graph: the logits, and the views of ``sources`` that they are made of, in a graph of their own: the hidden states may be
+            made of the weight, too.
+        whole: their values.
+        marks: by which a change of hidden, weight and bias is seen.
     """
 
     hidden: Tensor
-    head: nn.Linear
-    steps: tuple[tuple, ...]
-    version: int
-    records: bool
+    weight: Tensor
+    bias: Tensor | None
     product: torch.dtype | None
-    whole: Tensor | None
-    unwritten: int | None
+    records: bool
+    steps: tuple[tuple, ...] = ()
+    graph: tuple[Tensor, tuple[Tensor, ...]] | None = None
+    whole: Tensor | None = None
+    marks: tuple = ()
 
-    @staticmethod
-    def __new__(cls: type, hidden: Tensor, head: nn.Linear, dtype: torch.dtype, steps: tuple = ()) -> LazyLogits:
-        shape = (*hidden.shape[:-1], head.weight.shape[0])
-        records = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=hidden.device, requires_grad=records)
-        made.hidden, made.head, made.steps = hidden, head, steps
-        made.version, made.records, made.whole = head.weight._version, torch.is_grad_enabled(), None
-        made.product = autocast_type(hidden)
-        return made
+    def __post_init__(self) -> None:
+        self.marks = self.marks or tuple(None if x is None else _mark(x) for x in (self.hidden, self.weight, self.bias))
 
-    def computed(self) -> Tensor:
-        """The logits as a tensor.
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """What the logits are made of, and differentiated in."""
+        return tuple(x for x in (self.hidden, self.weight, self.bias) if x is not None and x.requires_grad)
+
+    def values(self) -> Tensor:
+        """The logits, which autograd does not know.
 
         Raises:
-            RuntimeError: the head's weight was changed since, or is sharded again.
+            RuntimeError: what they are made of was changed since, or is sharded again.
         """
         if self.whole is None:
-            if type(self.head.weight) not in (nn.Parameter, Tensor):
-                raise RuntimeError(
-                    "the logits are asked for after the head's weight was sharded again; look at them before the backward "
-                    "pass, or undo patch_model"
-                )
-            if self.head.weight._version != self.version:
-                raise RuntimeError(
-                    "the logits are asked for after the weights changed; look at them before the optimizer's step, or "
-                    "undo patch_model"
-                )
-            kind = self.hidden.device.type
-            autocast = torch.autocast(kind, dtype=self.product, enabled=self.product is not None)
-            with torch.set_grad_enabled(self.records), autocast:
-                x = F.linear(self.hidden, self.head.weight, self.head.bias)
-                for kind, *value in self.steps:
-                    x = STEPS[kind](x, *value)
-            self.whole, self.unwritten = x, None if x.is_inference() else x._version
+            self.graph = x, _ = self._made()
+            keeps = bool(self.steps) and self.steps[-1][0] == "tanh"  # whose gradient is made of what comes out
+            self.whole = x.detach().clone() if keeps else x.detach()
         return self.whole
 
-    def then(self, *step: Any) -> LazyLogits:
+    def _made(self) -> tuple[Tensor, tuple[Tensor, ...]]:
+        self._check()
+        kind = self.hidden.device.type
+        autocast = torch.autocast(kind, dtype=self.product, enabled=self.product is not None)
+        with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.records), autocast:
+            hidden, weight, bias = (None if x is None else x.view_as(x) for x in (self.hidden, self.weight, self.bias))
+            x = F.linear(hidden, weight, bias)
+            for kind, *value in self.steps:
+                x = STEPS[kind](x, *value)
+        return x, tuple(part for part in (hidden, weight, bias) if part is not None and part.requires_grad)
+
+    def gradients(self, upstream: Tensor) -> tuple[Tensor, ...]:
+        """Those of ``sources``."""
+        if self.graph is None or not self.graph[0].requires_grad:  # their values were asked for below autograd
+            self.graph = self._made()
+        return torch.autograd.grad(*self.graph, upstream, retain_graph=True, create_graph=torch.is_grad_enabled())
+
+    def _check(self) -> None:
+        if self.weight.untyped_storage().nbytes() == 0:
+            raise RuntimeError(
+                "the logits are asked for after the head's weight was sharded again; look at them before the backward pass, or "
+                "undo patch_model"
+            )
+        for x, mark in zip((self.hidden, self.weight, self.bias), self.marks):
+            if x is not None and not _is_as(x, mark):
+                what = "hidden states" if x is self.hidden else "weights"
+                raise RuntimeError(
+                    f"the logits are asked for after the {what} changed; look at them before the optimizer's step, or undo "
+                    "patch_model"
+                )
+
+
+def _mark(x: Tensor) -> tuple:
+    """By which a later change is seen."""
+    sample = x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLED)].clone() if isinstance(x, nn.Parameter) else None
+    return None if x.is_inference() else x._version, x.data_ptr(), x.dtype, sample
+
+
+def _is_as(x: Tensor, mark: tuple) -> bool:
+    version, place, kind, sample = mark
+    same = (version is None or x._version == version) and x.data_ptr() == place and x.dtype == kind
+    return same and (sample is None or torch.equal(sample, _mark(x)[-1]))
+
+
+class LazyLogits(Tensor):
+    """Logits ``[..., V]`` that are made as ``promise`` says, when they are needed."""
+
+    promise: Promise
+
+    @staticmethod
+    def __new__(cls: type, promise: Promise) -> LazyLogits:
+        return _Promised.apply(promise, *(promise.sources if promise.records else ()))
+
+    @property
+    def written(self) -> bool:
+        """Whether somebody may have written to them since they were made."""
         with torch._C.DisableTorchFunctionSubclass():
-            dtype = step[1] if step[0] == "type" else self.dtype
-        made = LazyLogits(self.hidden, self.head, dtype, (*self.steps, step))
-        made.version, made.records, made.product = self.version, self.records, self.product
-        return made
+            return self.promise.whole is not None and (self.is_inference() or self._version > 0)
+
+    def computed(self) -> Tensor:
+        """The logits as a tensor, a view of these."""
+        self.promise.values()
+        inference = self.promise.hidden.is_inference()  # a view made without autograd could not be written to under it
+        with torch._C.DisableTorchFunctionSubclass(), torch.inference_mode(inference), torch.set_grad_enabled(not inference):
+            return torch.ops.aten.alias(self)
+
+    def then(self, *step: Any) -> LazyLogits:
+        return LazyLogits(replace(self.promise, steps=(*self.promise.steps, step)))
 
     def scale_and_softcap(self) -> tuple[float, float | None] | None:
         """(s, c) where the steps amount to ``c · tanh(s · x / c)`` or ``s · x``; None where they do not, or where the logits
         were written to."""
-        if self.whole is not None and (self.unwritten is None or self.whole._version != self.unwritten):
+        if self.written:
             return None
         before, after, capped = 1.0, 1.0, False
-        for kind, *value in self.steps:
+        for kind, *value in self.promise.steps:
             if kind == "tanh":
                 if capped:
                     return None
@@ -111,31 +174,58 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in LOOKED_AT:
+        if func in LOOKED_AT or (func is Tensor.view_as and args[0] is args[1]):  # the latter: a Function hands them on
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if args and isinstance(args[0], LazyLogits):
-            step = _step(IN_PLACE.get(func, func), args, kwargs)
-            if func in IN_PLACE and step is not None and args[0].whole is None:
-                args[0].steps += (step,)
-                return args[0]
-            step = None if func in IN_PLACE else step
-            if step == ():
-                return args[0]
-            if step is not None:
-                return args[0].then(*step)
+        logits = args[0] if args and isinstance(args[0], LazyLogits) else None
+        step = None if logits is None else _step(IN_PLACE.get(func, func), args, kwargs)
+        if logits is not None and step == ():
+            return logits
+        if logits is not None and step is not None and logits.promise.whole is None:
+            if func not in IN_PLACE:
+                return logits.then(*step)
+            logits.promise.steps += (step,)
+            return logits
         args, kwargs = tree_map(lambda x: x.computed() if isinstance(x, LazyLogits) else x, (args, kwargs))
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise RuntimeError(f"{func} reached logits that were never computed; undo patch_model and report the model's class")
+        """Below autograd: on the values; on none where they are handed on as they are."""
+        if func is torch.ops.aten.view.default and list(args[1]) == list(args[0].shape):
+            return _wrapper(args[0].promise)
+        given = tree_map(lambda x: x.promise.values() if isinstance(x, LazyLogits) else x, (args, kwargs or {}))
+        out = func(*given[0], **given[1])
+        return args[0] if func._schema.is_mutable and isinstance(args[0], LazyLogits) else out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.computed().__reduce_ex__(protocol)
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         return self.computed().detach().clone()
+
+
+class _Promised(torch.autograd.Function):
+    """Logits that are not there, where the head's outputs would be in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, promise: Promise, *_sources: Tensor) -> LazyLogits:
+        ctx.promise = promise
+        return _wrapper(promise)
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return None, *ctx.promise.gradients(upstream)
+
+
+def _wrapper(promise: Promise) -> LazyLogits:
+    dtype = promise.product or promise.hidden.dtype
+    for kind, *value in promise.steps:
+        dtype = value[0] if kind == "type" else dtype
+    shape = (*promise.hidden.shape[:-1], len(promise.weight))
+    made: Any = torch.Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=promise.hidden.device)
+    made.promise = promise
+    return made
 
 
 def autocast_type(x: Tensor) -> torch.dtype | None:
@@ -154,10 +244,11 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 def _step(func: Any, args: tuple, kwargs: dict) -> tuple | None:
     """The step that ``func`` amounts to, () for none at all, None where the logits must be computed."""
     number = args[1] if len(args) == 2 and type(args[1]) in (int, float) and not kwargs else None
-    if func in CASTS:
-        return "type", CASTS[func]
-    if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
-        return "type", args[1]
+    cast = CASTS.get(func)
+    if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype):
+        cast = args[1]
+    if cast is not None and not kwargs:
+        return () if args[0].dtype == cast else ("type", cast)
     if number is not None and func in MULTIPLY:
         return "scale", float(number)
     if number is not None and func in DIVIDE:

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from chronicals.kernels import linear_cross_entropy
-from chronicals.patching.lazy_logits import LazyLogits, autocast_type
+from chronicals.kernels.linear_cross_entropy import mean_of
+from chronicals.patching.lazy_logits import LazyLogits, Promise, autocast_type
 
 NAME = "loss"
 """As the report and a plan call it."""
@@ -98,9 +99,10 @@ def remove(model: Any) -> None:
 def _head_forward(head: nn.Linear, hidden: Tensor) -> Tensor:
     seam: LossSeam = head._chronicals_loss_seam  # type: ignore[assignment]
     sharded = type(head) is not nn.Linear or type(head.weight) not in (nn.Parameter, Tensor)  # whole in this call alone
-    if sharded or not seam.active:
+    watched = head._backward_hooks or head._backward_pre_hooks  # which want the gradient of logits that are there
+    if sharded or watched or not seam.active:
         return F.linear(hidden, head.weight, head.bias)
-    return LazyLogits(hidden, head, autocast_type(hidden) or hidden.dtype)
+    return LazyLogits(Promise(hidden, head.weight, head.bias, autocast_type(hidden), torch.is_grad_enabled()))
 
 
 class _Loss:
@@ -116,20 +118,20 @@ class _Loss:
         shape = logits.scale_and_softcap() if isinstance(logits, LazyLogits) and self.own is ForCausalLMLoss else None
         if shape is None or (vocab_size is not None and vocab_size != logits.shape[-1]):
             return self.own(
-                logits=logits.computed() if isinstance(logits, LazyLogits) else logits, labels=labels, vocab_size=vocab_size,
+                logits=logits, labels=labels, vocab_size=vocab_size,
                 num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, shift_labels=shift_labels, **kwargs,
             )  # fmt: skip
         assert isinstance(logits, LazyLogits)
         if shift_labels is None:
             assert labels is not None
             shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        targets = shift_labels.reshape(-1).to(logits.hidden.device)
+        promise, (scale, softcap) = logits.promise, shape
+        targets = shift_labels.reshape(-1).to(promise.hidden.device)
         targets = targets.masked_fill(targets == ignore_index, IGNORED)
-        head, (scale, softcap) = logits.head, shape
         self.seam.taken += 1
         total = linear_cross_entropy(
-            logits.hidden.reshape(len(targets), -1), head.weight, targets, bias=head.bias, scale=scale, softcap=softcap
+            promise.hidden.reshape(len(targets), -1), promise.weight, targets, bias=promise.bias, scale=scale, softcap=softcap
         )
         if num_items_in_batch is None:
-            return total / (targets != IGNORED).sum()
+            return mean_of(total, targets)
         return total / (num_items_in_batch.to(total.device) if torch.is_tensor(num_items_in_batch) else num_items_in_batch)
