@@ -92,7 +92,8 @@ class Promise:
         kind = self.hidden.device.type
         autocast = torch.autocast(kind, dtype=self.product, enabled=self.product is not None)
         with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.records), autocast:
-            hidden, weight, bias = (None if x is None else x.view_as(x) for x in (self.hidden, self.weight, self.bias))
+            hidden, weight = self.hidden.view_as(self.hidden), self.weight.view_as(self.weight)
+            bias = None if self.bias is None else self.bias.view_as(self.bias)
             x = F.linear(hidden, weight, bias)
             for kind, *value in self.steps:
                 x = STEPS[kind](x, *value)
