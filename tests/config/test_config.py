@@ -1,7 +1,9 @@
 """ChronicalsConfig: its defaults, its errors, and what it remembers."""
 
+import copy
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -270,6 +272,58 @@ def test_replace_checks():
         ChronicalsConfig().replace(batch_sise=1)
     with pytest.raises(ConfigurationError, match="give one of the two"):
         ChronicalsConfig(max_steps=5).replace(num_epochs=1)
+
+
+def test_an_assignment_is_as_if_the_field_had_been_passed(tmp_path):
+    config = ChronicalsConfig(seed=7)
+    config.use_lora = True
+    config.learning_rate = 1
+    config.warmup_steps = 5
+    config.output_dir = "~/run"
+    passed = ChronicalsConfig(seed=7, use_lora=True, learning_rate=1, warmup_steps=5, output_dir="~/run")
+    assert config == passed and config.explicit == passed.explicit
+    assert type(config.learning_rate) is float and config.output_dir == Path.home() / "run"
+    assert config.replace() == passed and config.replace(batch_size=2).use_lora
+    config.to_yaml(tmp_path / "config.yaml")
+    assert ChronicalsConfig.from_yaml(tmp_path / "config.yaml") == passed
+
+
+REFUSED = [
+    ("batch_size", "four", r"^batch_size='four': Input should be a valid integer"),
+    ("learning_rate", 0, r"^learning_rate=0: Input should be greater than 0$"),
+    ("learning_rte", 3, r"^learning_rte: no such field; did you mean 'learning_rate'\?$"),
+    ("explicit", frozenset(), r"^explicit: no such field"),
+    ("use_8bit_optimizer", True, "not part of this version"),
+    ("num_epochs", 2, r"^num_epochs=2 and max_steps=50: give one of the two$"),
+    ("warmup_steps", 51, r"^warmup_steps=51 exceeds max_steps=50"),
+    ("early_stopping_patience", 3, "needs eval_steps"),
+]
+
+
+@pytest.mark.parametrize("name, value, message", REFUSED, ids=[name for name, *_ in REFUSED])
+def test_an_assignment_that_is_refused_changes_nothing(name, value, message):
+    config, same = (ChronicalsConfig(max_steps=50, gate={"empty": 0.5}) for _ in range(2))
+    with pytest.raises(ConfigurationError, match=message):
+        setattr(config, name, value)
+    assert vars(config) == vars(same)
+
+
+def test_an_assignment_leaves_the_other_values_alone():
+    config = ChronicalsConfig()
+    gate = config.gate
+    config.seed = 3
+    assert config.gate is gate
+
+
+def test_copies_are_assigned_to_by_themselves():
+    config = ChronicalsConfig(seed=7)
+    config.batch_size = 2
+    for copied in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), config.replace()):
+        assert copied == config and copied.explicit == {"seed", "batch_size"}
+        copied.max_steps = 50
+        assert copied.explicit == {"seed", "batch_size", "max_steps"} and config.explicit == {"seed", "batch_size"}
+    other = dataclasses.replace(config, warmup_steps=5)
+    assert (other.batch_size, other.warmup_steps, config.warmup_steps) == (2, 5, 100)
 
 
 # --- YAML ----------------------------------------------------------------------------------------------------------

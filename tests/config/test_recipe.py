@@ -147,3 +147,14 @@ def test_a_recipe_wins_over_the_preset_and_a_flag_over_both(tmp_path):
     assert (recipe.lora_rank, recipe.batch_size) == (64, 5)
     with pytest.raises(ConfigurationError, match="preset='turbo': no such preset; there are fast"):
         Recipe.given("turbo", file)
+
+
+def test_an_assignment_to_a_recipe_reaches_its_configuration():
+    recipe = Recipe(**GIVEN)
+    recipe.use_lora = True
+    recipe.data = [{"path": "a.jsonl", "weight": 2}, "b.jsonl"]
+    assert recipe == Recipe(**GIVEN | {"data": ["a.jsonl=2", "b.jsonl"]}, use_lora=True)
+    assert recipe.config().explicit == {"use_lora", "num_epochs"}
+    with pytest.raises(ConfigurationError, match="nothing is held out to evaluate on"):
+        recipe.eval_steps = 5
+    assert recipe.eval_steps is None

@@ -48,7 +48,8 @@ T = TypeVar("T", bound=type)
 
 
 def remembers_what_was_set(cls: T) -> T:
-    """Keep the names of the fields the user passed, so that 'permitted by default' and 'asked for' can be told apart."""
+    """Keep the names of the fields the user passed or assigned to, so that 'permitted by default' and 'asked for' can be told
+    apart."""
     validated: Callable[..., None] = cls.__init__  # type: ignore[misc]
 
     @functools.wraps(validated)
@@ -60,7 +61,12 @@ def remembers_what_was_set(cls: T) -> T:
         object.__setattr__(self, "explicit", frozenset(fields))
         self.check()
 
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        changed = self.replace(**{name: value})
+        vars(self).update({name: getattr(changed, name), "explicit": changed.explicit})
+
     cls.__init__ = __init__  # type: ignore[misc]
+    cls.__setattr__ = __setattr__  # type: ignore[assignment, method-assign]
     return cls
 
 
@@ -142,6 +148,9 @@ class ChronicalsConfig:
 
     The ``use_*`` switches that are on by default *permit*: card, model and memory decide what runs, and the first
     lines of the log say what and why. A switch that was set explicitly and cannot be honoured raises.
+
+    To assign to a field is to pass it: the value and what it must agree with are checked at once, and what is refused changes
+    nothing. Fields that agree only together are changed together, by ``replace``.
 
     Raises:
         ConfigurationError: a field is unknown, of the wrong type, out of range, or not available in this version.
@@ -250,7 +259,7 @@ class ChronicalsConfig:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
 
     explicit = frozenset[str]()
-    """Names of the fields that were passed."""
+    """Names of the fields that were passed or assigned to."""
 
     def check(self) -> None:
         """What concerns more than one field."""
