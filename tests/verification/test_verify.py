@@ -300,6 +300,13 @@ def test_weights_have_masters_here(tmp_path):
     assert found.passed and any("master_weights=False is true here" in note for note in found.notes)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_optimizer_states_are_fp32_here(tmp_path, precision):
+    found = compare(tmp_path, tiny.llama(), mixed_precision=precision, optimizer_state_dtype="bf16")
+    assert found.passed, found.failures
+    assert "optimizer_state_dtype='bf16' is 'fp32' here: the plain arms round none" in found.notes
+
+
 def test_rotary_frequencies_that_were_cast_are_named(tmp_path, seed):
     found = compare(tmp_path, tiny.llama(seed).bfloat16(), mixed_precision="bf16", seed=seed)
     assert any("inv_freq is off by" in note for note in found.notes)

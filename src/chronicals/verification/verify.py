@@ -109,7 +109,9 @@ def verify(
         notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
     if not config.master_weights:
         notes.append("master_weights=False is true here: the noise of the rounding is larger than an update")
-    config = config.replace(lora_dropout=0.0, master_weights=True)
+    if config.optimizer_state_dtype != "fp32":
+        notes.append(f"optimizer_state_dtype={config.optimizer_state_dtype!r} is 'fp32' here: the plain arms round none")
+    config = config.replace(lora_dropout=0.0, master_weights=True, optimizer_state_dtype="fp32")
     embedding_rows = model.get_input_embeddings().weight.shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
     check_positions(model, store.longest)
