@@ -14,8 +14,11 @@ import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.loader import Memory
 from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.optimizers import SCHEDULES, learning_rate_factor
 from chronicals.patching import patch_model
+from chronicals.training.callbacks import read_metrics
 from chronicals.verification import verify
+from chronicals.verification.reference import scheduled_rates
 
 PATH = "chronicals.verification.path"
 LORA = {"use_lora": True, "lora_rank": 8}
@@ -247,6 +250,57 @@ def test_a_planted_fault_fails(tmp_path, monkeypatch, seed, fault, family, chang
     assert re.search(message, "\n".join(found.failures)), found.failures[:5]
 
 
+def a_constant_rate(*_):
+    return 1.0
+
+
+def no_warmup(schedule, step, total, warmup, *rest):
+    return learning_rate_factor(schedule, step, total, 0, *rest)
+
+
+def an_early_end(schedule, step, total, *rest):
+    return learning_rate_factor(schedule, step, total * 3 // 4, *rest)
+
+
+RATES = [
+    (a_constant_rate, {}, "step 1: 1 of its peak, by lr_scheduler='cosine' 0.1$"),
+    (no_warmup, {"lr_scheduler": "linear"}, "step 1: 1 of its peak, by lr_scheduler='linear' 0.1$"),
+    (no_warmup, {"lr_scheduler": "constant", "warmup_steps": 3}, "step 1: 1 of its peak, by lr_scheduler='constant' 0.333333$"),
+    (an_early_end, {}, "step 12: 0.999416 of its peak, by lr_scheduler='cosine' 0.999695$"),
+    (an_early_end, {"lr_scheduler": "linear"}, "step 12: 0.984615 of its peak, by lr_scheduler='linear' 0.988889$"),
+    (an_early_end, {"lr_scheduler": "wsd"}, "step 62: 0.933333 of its peak, by lr_scheduler='wsd' 1$"),
+]
+
+
+@pytest.mark.parametrize("wrong, changes, message", RATES, ids=[f"{f.__name__}-{n}" for n, (f, *_) in enumerate(RATES)])
+def test_a_wrong_learning_rate_fails_wherever_it_is_in_the_run(tmp_path, monkeypatch, seed, wrong, changes, message):
+    monkeypatch.setattr(f"{PATH}.learning_rate_factor", wrong)
+    found = compare(tmp_path, tiny.llama(seed), max_steps=100, seed=seed, **changes)
+    told = [line for line in found.failures if line.startswith("learning rate")]
+    assert len(told) == 1 and re.search(message, told[0]), found.failures
+
+
+@pytest.mark.parametrize("steps, warmup", [(100, None), (7, 3), (5, 5), (1, None), (13, 12), (1000, 100)])
+@pytest.mark.parametrize("decay", [0.2, 0.95, 0.001])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_plain_rates_are_those_of_the_run(schedule, decay, steps, warmup):
+    given = {} if warmup is None else {"warmup_steps": warmup}
+    config = ChronicalsConfig(
+        max_steps=steps, lr_scheduler=schedule, wsd_decay_ratio=decay, min_lr_ratio=0.1, **given
+    )  # fmt: skip
+    rates = [learning_rate_factor(schedule, n, steps, warmup or steps // 10, 0.1, decay) for n in range(steps)]
+    assert scheduled_rates(config, steps) == pytest.approx(rates, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("changes", [{"lr_scheduler": "wsd", "max_steps": 12}, {"warmup_steps": 3, "num_epochs": 2}])
+def test_the_trainer_has_the_plain_rates(tmp_path, changes):
+    given = runs.config(tmp_path, **changes)
+    runs.train(tmp_path, tiny.chat_rows(40), **changes)
+    trained = [line["learning_rate"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    rates = [given.learning_rate * rate for rate in scheduled_rates(given, len(trained))]
+    assert len(trained) > 5 and trained == pytest.approx(rates, rel=1e-6)
+
+
 # --- what it says -------------------------------------------------------------------------------------------------------
 
 
@@ -280,6 +334,11 @@ def test_an_epoch_of_fewer_steps_is_said(tmp_path, seed):
     )  # fmt: skip
     found = verify(tiny.llama(seed), tiny.tokenizer(), config, tiny.chat_rows(30))
     assert found.passed and 0 < len(found.losses) < 5 and "num_epochs=1" in found.notes[0]
+
+
+def test_a_run_of_fewer_steps_is_said(tmp_path, seed):
+    found = compare(tmp_path, tiny.llama(seed), max_steps=2, seed=seed)
+    assert found.passed and len(found.losses) == 2 and found.notes == ["the run has max_steps=2, not 5"]
 
 
 def test_the_figures_are_json(tmp_path, seed):

@@ -31,8 +31,9 @@ def verify(
 
     The first steps of the run are computed three times from the same weights: as `train` would, by plain transformers in
     fp32 (eager attention, no packing, no accumulation), and by plain transformers in the run's own type. The loss of each
-    step and the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is. Exit code 1
-    if one is further, or if something that should be trained is not.
+    step and the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is; the
+    learning rate of every step of the whole run must be its schedule's. Exit code 1 if one is further, if one is another, or
+    if something that should be trained is not.
     """
     from rich.console import Console
     from rich.progress import Progress

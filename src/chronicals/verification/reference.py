@@ -2,8 +2,8 @@
 
 Nothing here is shared with the path of training: the model is made anew from its class and configuration, adapters are
 two products in a hook (or one in the weight, where a class reads that instead of calling the layer), the loss is a log-softmax
-of the model's own logits in fp32, the update is torch's AdamW. Documents and what is trained in them come from the store, not
-from a Batch.
+of the model's own logits in fp32, the update is torch's AdamW at the rates that the schedules are defined by. Documents and
+what is trained in them come from the store, not from a Batch.
 """
 
 from __future__ import annotations
@@ -274,6 +274,27 @@ def without_dropout(model: nn.Module) -> list[str]:
     ]
 
 
+def scheduled_rates(config: ChronicalsConfig, steps: int) -> list[float]:
+    """The learning rate of each step of a run of so many, as a share of the peak.
+
+    In a warm-up of n steps it rises by 1 / n a step, to the peak; one that was not asked for takes a tenth of the run at most.
+    Then it goes, with what is left of the steps, from the peak towards ``min_lr_ratio``, which the step after the last
+    would have: along half a wave of the cosine, or in a line; wsd in a line over its share of all steps, and before that, as
+    constant always, it stays.
+    """
+    warmup = config.warmup_steps if "warmup_steps" in config.explicit else min(config.warmup_steps, steps // 10)
+    rates = [(step + 1) / warmup for step in range(min(warmup, steps))]
+    falling: float = steps - warmup
+    if config.lr_scheduler == "wsd":
+        falling = min(falling, config.wsd_decay_ratio * steps)
+    for left in range(steps - warmup, 0, -1):
+        height = 1.0 if config.lr_scheduler == "constant" else min(1.0, left / falling)
+        if config.lr_scheduler == "cosine":
+            height = math.sin(math.pi / 2 * height) ** 2
+        rates.append(config.min_lr_ratio + (1.0 - config.min_lr_ratio) * height)
+    return rates
+
+
 class PlainAdamW:
     """torch's AdamW with states of its own over fp32 copies, which are set before every update.
 
@@ -298,7 +319,7 @@ class PlainAdamW:
         )
 
     def update(self, before: Mapping[str, Tensor], gradients: Mapping[str, Tensor], factor: float) -> None:
-        """One update of ``weights`` from the values ``before``; ``factor`` is the schedule's."""
+        """One update of ``weights`` from the values ``before``; ``factor`` is of ``scheduled_rates``."""
         with torch.no_grad():
             for name, parameter in self.weights.items():
                 parameter.copy_(before[name])

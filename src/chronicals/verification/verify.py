@@ -3,7 +3,8 @@
 Three arms compute every step from the same weights, those that the path of training has at that moment:
 
     ours    the path of training with the user's options: packs, kernels, accumulation, adapters, clipping, schedule
-    fp32    plain transformers: eager attention, a document a row, one mean over the step, torch's AdamW
+    fp32    plain transformers: eager attention, a document a row, one mean over the step, torch's AdamW at the rates of
+            the schedule, which ours must have at every step of the whole run
     plain   the same in the run's own types, with the attention transformers takes by itself, which is the scale of what
             rounding does (of an fp32 run: a document a pass, eager)
 
@@ -34,13 +35,24 @@ from chronicals.verification.comparison import Deviation, StepLoss, Tally, round
 from chronicals.verification.eight_bits import round_products
 from chronicals.verification.modules import Modules
 from chronicals.verification.path import Made, TrainingPath
-from chronicals.verification.reference import Document, PlainAdamW, PlainArm, changed_buffers, exact_products, without_dropout
+from chronicals.verification.reference import (
+    Document,
+    PlainAdamW,
+    PlainArm,
+    changed_buffers,
+    exact_products,
+    scheduled_rates,
+    without_dropout,
+)
 
 FEWEST, MOST = 5, 20
 PACKAGES = ("chronicals", "torch", "triton", "transformers", "flash-attn-4")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN_SCALE = 2.0**12
 """Loss scale of the plain arm in fp16: below what overflows, above what underflows, in a model that trains."""
+
+RATE = 1e-9
+"""Share of the peak by which a learning rate may be off, in fp64."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +103,7 @@ def verify(
 
     Args:
         train_dataset, eval_dataset: as ``ChronicalsTrainer.train`` takes them.
-        steps: 5 to 20; fewer where the data has fewer.
+        steps: 5 to 20; fewer where the run has fewer.
         progress: called with the steps done and the steps in all.
 
     Raises:
@@ -116,9 +128,11 @@ def verify(
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
     check_positions(model, store.longest)
     stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=config.num_epochs, pin=device.type == "cuda")
-    if stream.steps_in_all is not None and stream.steps_in_all < steps:
-        notes.append(f"the data has {stream.steps_in_all} steps in num_epochs={config.num_epochs}, not {steps}")
-        steps = stream.steps_in_all
+    total = config.max_steps if stream.steps_in_all is None else stream.steps_in_all
+    if total < steps:
+        there = f"{total} steps in num_epochs={config.num_epochs}" if config.num_epochs else f"max_steps={total}"
+        notes.append(f"the run has {there}, not {steps}")
+        steps = total
     if device.type == "cuda" and config.use_cuda_graphs:
         notes.append("steps run without CUDA graphs here, to look at gradients before the update")
     exact = config.mixed_precision == "fp32"
@@ -129,7 +143,7 @@ def verify(
     if config.use_fp8:
         for name in layers_in_fp8(model):
             round_products(plain.model.get_submodule(name))
-    compared = _Comparison(path, fp32, plain, config, device)
+    compared = _Comparison(path, fp32, plain, config, scheduled_rates(config, total), device)
     with path.stepping():
         for number, step in enumerate(stream.steps(count=steps)):
             compared.one_step(step, number, documents_of(store, stream, step.began))
@@ -146,8 +160,11 @@ def documents_of(store: TokenStore, stream: BatchStream, position: int) -> list[
 class _Comparison:
     """The three arms, and the sums over the steps done so far."""
 
-    def __init__(self, path: TrainingPath, fp32: PlainArm, plain: PlainArm, config: ChronicalsConfig, device: torch.device):
-        self.path, self.fp32, self.plain, self.config, self.device = path, fp32, plain, config, device
+    def __init__(
+        self, path: TrainingPath, fp32: PlainArm, plain: PlainArm, config: ChronicalsConfig, rates: list[float],
+        device: torch.device,
+    ):  # fmt: skip
+        self.path, self.fp32, self.plain, self.config, self.rates, self.device = path, fp32, plain, config, rates, device
         start = self._weights()
         self.modules = Modules.of({name: tensor.shape for name, tensor in start.items()})
         self.gradients, self.updates, self.sizes = (
@@ -179,7 +196,7 @@ class _Comparison:
         plain_losses, plain = self.plain.differentiate(documents, scale)
         targets = sum(int(trained[1:].sum()) for _, trained in documents)
         self.losses.append((made.loss, exact_losses, plain_losses, targets))
-        self._compare(made, exact, plain, before, self.path.rate_factor(number))
+        self._compare(made, exact, plain, before, self.rates[number])
 
     @torch.no_grad()
     def _compare(
@@ -213,6 +230,7 @@ class _Comparison:
         asked, trained = set(self.fp32.trained), set(self.path.trained)
         failures = [f"{name}: not trained, though the options ask for it" for name in sorted(asked - trained)]
         failures += [f"{name}: trained, though the options do not ask for it" for name in sorted(trained - asked)]
+        failures += self._wrong_rates()[:1]
         if not losses:
             failures.append(f"no step could be compared: the gradients of all steps ({self.skipped}) are not finite")
         elif self.skipped and self.config.mixed_precision != "fp16":
@@ -231,6 +249,16 @@ class _Comparison:
                     f"{found.module}: {found.quantity} deviates by {found.deviation:.2e}, allowed {found.allowed:.2e}"
                 )
         return failures
+
+    def _wrong_rates(self) -> list[str]:
+        """Of all steps of the run."""
+        pairs = [(self.path.rate_factor(number), rate) for number, rate in enumerate(self.rates)]
+        by = f"by lr_scheduler={self.config.lr_scheduler!r}"
+        return [
+            f"learning rate of step {number + 1}: {ours:.6g} of its peak, {by} {rate:.6g}"
+            for number, (ours, rate) in enumerate(pairs)
+            if not abs(ours - rate) <= RATE
+        ]
 
 
 def _facts(model: Any, config: ChronicalsConfig, device: torch.device, steps: int) -> dict[str, Any]:
