@@ -9,6 +9,7 @@ from chronicals.verification.comparison import (
     StepLoss,
     Tally,
     decided,
+    optimizer_floors,
     rounding_walk,
     step_losses,
     update_floors,
@@ -130,3 +131,11 @@ def test_an_update_is_not_judged_for_its_gradient_again(modules):
     rows = list(tally(modules, lambda name, step: 0.0, 0.0).values())
     floors = update_floors(rows, modules, torch.ones(len(modules.names)), torch.full((len(modules.names),), 1e-7))
     assert torch.all(floors >= torch.finfo(torch.float32).eps / 1e-7)
+
+
+def test_an_optimizer_may_miss_what_fp32_rounds():
+    weights, changes = torch.tensor([100.0, 100.0, 0.0]), torch.tensor([1e-3, 1.0, 1.0])
+    eps = torch.finfo(torch.float32).eps
+    assert optimizer_floors(weights, changes).tolist() == pytest.approx(
+        [rounding_walk(1) + 1e5 * eps, rounding_walk(1) + 100 * eps, rounding_walk(1)]
+    )

@@ -87,6 +87,7 @@ def test_a_healthy_run_passes(tmp_path, seed, family, changes):
     found = compare(tmp_path, build(family, seed), seed=seed, **changes)
     assert found.passed, found.failures
     assert len(found.losses) == 5 and all(row.deviation >= 0 for row in found.gradients)
+    assert len(found.optimizer) == len(found.gradients) and all(row.share < 0.5 for row in found.optimizer)
     for row in found.gradients:
         unused = row.norm_ratio == row.deviation == 0.0  # an expert that no token was sent to has no gradient in any arm
         assert row.cosine > 0.99 or row.plain > 0.1 or unused, row
@@ -250,6 +251,52 @@ def test_a_planted_fault_fails(tmp_path, monkeypatch, seed, fault, family, chang
     assert re.search(message, "\n".join(found.failures)), found.failures[:5]
 
 
+def of_groups(**wrong):
+    """Every group of the optimizer has ``wrong`` in the place of what was asked for."""
+
+    def plant(monkeypatch):
+        path = sys.modules[PATH]
+        right = path.build_optimizer
+
+        def built(*given):
+            optimizer = right(*given)
+            for group in optimizer.param_groups:
+                group.update({name: value for name, value in wrong.items() if group[name]})
+            return optimizer
+
+        monkeypatch.setattr(path, "build_optimizer", built)
+
+    return plant
+
+
+def no_clipping(monkeypatch):
+    path = sys.modules[PATH]
+    right = path.train_step
+    monkeypatch.setattr(path, "train_step", lambda *given: right(*given[:7], None, *given[8:]))
+
+
+ALONE = [
+    ("weight_decay-0", of_groups(weight_decay=0.0), {"weight_decay": 0.1}),
+    ("weight_decay-10", of_groups(weight_decay=0.1), {"weight_decay": 0.01}),
+    ("weight_decay-10-warming-up", of_groups(weight_decay=0.1), {"weight_decay": 0.01, "max_steps": 1000}),
+    ("weight_decay-lora", of_groups(weight_decay=0.0), {"weight_decay": 0.1, **LORA}),
+    ("beta2", of_groups(betas=(0.9, 0.95)), {}),
+    ("beta2-in-backward", of_groups(betas=(0.9, 0.95)), IN_BACKWARD),
+    ("eps", of_groups(eps=1e-6), {}),
+    ("clipping", no_clipping, {"max_grad_norm": 0.1}),
+    ("clipping-lora", no_clipping, {"max_grad_norm": 0.1, **LORA}),
+]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("plant, changes", [case[1:] for case in ALONE], ids=[name for name, *_ in ALONE])
+def test_a_fault_of_the_optimizer_alone_fails_in_every_type(tmp_path, monkeypatch, seed, plant, changes, precision):
+    plant(monkeypatch)
+    found = compare(tmp_path, tiny.llama(seed), mixed_precision=precision, seed=seed, **changes)
+    assert re.search(r"q_proj.*: optimizer deviates", "\n".join(found.failures)), found.failures[:5]
+    assert found.optimizer[0].share > 3
+
+
 def a_constant_rate(*_):
     return 1.0
 
@@ -345,6 +392,7 @@ def test_the_figures_are_json(tmp_path, seed):
     import json
 
     found = json.loads(json.dumps(compare(tmp_path, tiny.llama(seed), seed=seed).to_dict(), allow_nan=False))
+    assert {row["quantity"] for row in found["optimizer"]} == {"optimizer"}
     assert found["passed"] and found["facts"]["versions"]["transformers"] and found["facts"]["configuration"]["seed"] == seed
 
 

@@ -31,9 +31,9 @@ def verify(
 
     The first steps of the run are computed three times from the same weights: as `train` would, by plain transformers in
     fp32 (eager attention, no packing, no accumulation), and by plain transformers in the run's own type. The loss of each
-    step and the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is; the
-    learning rate of every step of the whole run must be its schedule's. Exit code 1 if one is further, if one is another, or
-    if something that should be trained is not.
+    step and the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is; the update
+    must be what torch's AdamW makes of the run's own gradients but for roundings in fp32, and the learning rate of every step
+    of the whole run its schedule's. Exit code 1 if one is not, or if something that should be trained is not.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -73,7 +73,7 @@ def _show(found: Verification, console: Console) -> None:
         figures = (f"{value:.6f}" for value in (row.ours, row.fp32, row.plain))
         losses.add_row(str(row.step), *figures, f"{abs(row.ours - row.fp32):.1e}", f"{row.allowed:.1e}")
     modules = Table("module", "of", "deviation", "plain's", "allowed", "cosine", "norm", "", show_edge=False)
-    rows = sorted([*found.gradients, *found.updates], key=lambda row: -row.share)
+    rows = sorted([*found.gradients, *found.updates, *found.optimizer], key=lambda row: -row.share)
     for deviation in rows[:SHOWN]:
         modules.add_row(
             deviation.module, deviation.quantity,

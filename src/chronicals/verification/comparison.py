@@ -27,6 +27,9 @@ Floors, for roundings that p does not show:
         element k roundings off zero is turned by 1 / k, and a share of 0.8 dk roundings of the elements of a normal
         distribution lie there; those below ``CLEAR`` are left out, the squares of the others add up to 0.8 / CLEAR
         roundings.
+
+Of the optimizer alone, which torch's AdamW repeats with our gradients, f is what that makes of them, and nothing but floors is
+allowed: the last but one, and the walk of f through the operations of an update, fewer than a layer's.
 """
 
 from __future__ import annotations
@@ -62,10 +65,10 @@ class Deviation:
     """One module's gradient or update.
 
     Attributes:
-        quantity: ``gradient`` or ``update``.
+        quantity: ``gradient``, ``update``, or ``optimizer``: the update beside that of torch's AdamW from our gradients.
         module: its path.
         deviation: ours, relative Frobenius distance from fp32: median of the steps, or all together where that is less.
-        overall, plain: ours and the plain arm's, all steps summed together.
+        overall, plain: ours and the plain arm's, all steps summed together; of the optimizer alone there is no plain arm.
         allowed: what ``deviation`` may be at most, and a quarter of what ``overall`` may be.
         cosine, norm_ratio: of ours and fp32, all steps together.
     """
@@ -200,7 +203,17 @@ def update_floors(gradients: list[Deviation], modules: Modules, weights: Tensor,
     """``[M]``: the floors of updates, from the rows of the gradients, ‖w‖ ``[M]`` and ‖Δw‖ ``[M]``."""
     off = {row.module: max(row.allowed, row.overall) for row in gradients}
     d = torch.tensor([off[name] for name in modules.names], dtype=torch.float64).nan_to_num(1.0, 1.0).clamp(max=1.0)
-    return torch.maximum(d + (UNCLEAR * d).sqrt(), torch.finfo(torch.float32).eps * weights / changes.clamp(min=TINY))
+    return torch.maximum(d + (UNCLEAR * d).sqrt(), _of_a_difference(weights, changes))
+
+
+def optimizer_floors(weights: Tensor, changes: Tensor) -> Tensor:
+    """``[M]``: the floors of updates from the same gradients, from ‖w‖ ``[M]`` and ‖Δw‖ ``[M]``."""
+    return rounding_walk(1) + _of_a_difference(weights, changes)
+
+
+def _of_a_difference(weights: Tensor, changes: Tensor) -> Tensor:
+    """Relative error of Δw where it is the difference of two weights rounded in fp32."""
+    return torch.finfo(torch.float32).eps * weights / changes.clamp(min=TINY)
 
 
 def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> list[StepLoss]:

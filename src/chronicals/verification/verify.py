@@ -8,7 +8,8 @@ Three arms compute every step from the same weights, those that the path of trai
     plain   the same in the run's own types, with the attention transformers takes by itself, which is the scale of what
             rounding does (of an fp32 run: a document a pass, eager)
 
-Only the states of the optimizers differ by more than one step's roundings, for each arm keeps its own.
+Only the states of the optimizers differ by more than one step's roundings, for each arm keeps its own. What one does with
+gradients is also compared by itself, at fp32's roundings in every type: torch's AdamW, with states of its own, takes ours.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class Verification:
     Attributes:
         losses: a row for each step.
         gradients, updates: a row for each module, worst first.
+        optimizer: the same of the updates that torch's AdamW makes of our gradients.
         failures: in words, empty if the run is as exact as plain transformers in its own type.
         notes: what was done differently from the run, by name.
         facts: the run, the machine, the versions.
@@ -70,6 +72,7 @@ class Verification:
     losses: list[StepLoss]
     gradients: list[Deviation]
     updates: list[Deviation]
+    optimizer: list[Deviation]
     failures: list[str]
     notes: list[str]
     facts: dict[str, Any] = field(default_factory=dict)
@@ -86,6 +89,7 @@ class Verification:
             "losses": [row.to_dict() for row in self.losses],
             "gradients": [row.to_dict() for row in self.gradients],
             "updates": [row.to_dict() for row in self.updates],
+            "optimizer": [row.to_dict() for row in self.optimizer],
             "facts": self.facts,
         }
 
@@ -167,11 +171,11 @@ class _Comparison:
         self.path, self.fp32, self.plain, self.config, self.rates, self.device = path, fp32, plain, config, rates, device
         start = self._weights()
         self.modules = Modules.of({name: tensor.shape for name, tensor in start.items()})
-        self.gradients, self.updates, self.sizes = (
-            Tally(quantity, self.modules, device) for quantity in ("gradient", "update", "weight")
+        self.gradients, self.updates, self.optimizer, self.sizes = (
+            Tally(quantity, self.modules, device) for quantity in ("gradient", "update", "optimizer", "weight")
         )
         lora = hasattr(path.model, "chronicals_lora")
-        self.fp32_optimizer, self.plain_optimizer = (PlainAdamW(start, config, lora) for _ in range(2))
+        self.fp32_optimizer, self.plain_optimizer, self.our_gradients = (PlainAdamW(start, config, lora) for _ in range(3))
         layers = path.model.config.get_text_config().num_hidden_layers
         self.walk = rounding_walk(layers)
         self.losses: list[tuple[float, Tensor, Tensor, int]] = []
@@ -204,7 +208,8 @@ class _Comparison:
     ) -> None:
         self.fp32_optimizer.update(before, exact, factor)
         self.plain_optimizer.update(before, plain, factor)
-        for tally in (self.gradients, self.updates, self.sizes):
+        self.our_gradients.update(before, made.gradients, factor)
+        for tally in (self.gradients, self.updates, self.optimizer, self.sizes):
             tally.begin_step()
         for name, weight in before.items():
             nothing = torch.zeros((), device=self.device).expand_as(weight)
@@ -214,6 +219,8 @@ class _Comparison:
             after = self.path.weight(name) if name in self.path.trained else weight
             arms = after, self.plain_optimizer.weights[name], self.fp32_optimizer.weights[name]
             self.updates.add(name, *((now - weight) * clear for now in arms))
+            due = self.our_gradients.weights[name] - weight
+            self.optimizer.add(name, after - weight, due, due)
             self.sizes.add(name, weight, weight, weight)
 
     def verification(self, notes: list[str], facts: dict[str, Any]) -> Verification:
@@ -222,11 +229,13 @@ class _Comparison:
         eps = torch.finfo(TYPES[self.config.mixed_precision]).eps
         losses = comparison.step_losses(self.losses, self.walk)
         gradients = self.gradients.deviations(max(eps, self.walk))
-        sizes, changes = (tally.sums()[..., 0].sum(0).sqrt() for tally in (self.sizes, self.updates))
+        sizes, changes, due = (tally.sums()[..., 0].sum(0).sqrt() for tally in (self.sizes, self.updates, self.optimizer))
         updates = self.updates.deviations(comparison.update_floors(gradients, self.modules, sizes, changes))
-        return Verification(losses, gradients, updates, self._failures(losses, gradients, updates), notes, facts)
+        optimizer = self.optimizer.deviations(comparison.optimizer_floors(sizes, due))
+        failures = self._failures(losses, [*gradients, *updates, *optimizer])
+        return Verification(losses, gradients, updates, optimizer, failures, notes, facts)
 
-    def _failures(self, losses: list[StepLoss], gradients: list[Deviation], updates: list[Deviation]) -> list[str]:
+    def _failures(self, losses: list[StepLoss], rows: list[Deviation]) -> list[str]:
         asked, trained = set(self.fp32.trained), set(self.path.trained)
         failures = [f"{name}: not trained, though the options ask for it" for name in sorted(asked - trained)]
         failures += [f"{name}: trained, though the options do not ask for it" for name in sorted(trained - asked)]
@@ -239,7 +248,7 @@ class _Comparison:
             f"loss of step {row.step}: {row.ours:.6g}, in fp32 {row.fp32:.6g}, may differ by {row.allowed:.1e}"
             for row in comparison.wrong_losses(losses)
         ]
-        for found in (*gradients, *updates):
+        for found in rows:
             if found.missing:
                 failures.append(f"{found.module}: {found.quantity} is zero; in fp32 it is not")
             elif not math.isfinite(found.allowed):
