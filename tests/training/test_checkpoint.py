@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 import runs
@@ -99,6 +100,18 @@ def test_full_disk_leaves_the_old_checkpoint(run_folder, monkeypatch):
     assert not list((folder / "checkpoints").glob(".*"))
 
 
+@pytest.mark.parametrize(
+    ("number", "message"), [(28, "disk is full"), (122, "disk is full"), (27, "cannot be written.*File too large")]
+)
+def test_what_safetensors_says_of_the_disk_is_told(tmp_path, monkeypatch, number, message):
+    def broken(*_):
+        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
+
+    monkeypatch.setattr(module, "save_file", broken)
+    with pytest.raises(CheckpointError, match=message):
+        runs.train(tmp_path, max_steps=1)
+
+
 def test_full_disk_for_real(tmp_path):
     """On a file system of half a megabyte."""
     small = tmp_path / "small"
@@ -166,15 +179,25 @@ def test_each_rank_has_its_random_numbers_back(tmp_path, caplog):
     assert "written by fewer processes, that of rank 2 draws its random numbers anew" in caplog.text
 
 
-def test_adapters_of_peft_come_back(tmp_path):
-    """Whatever a fresh wrapping had in their place."""
+def wrapped(seed=0, names=("default",), **changes):
+    """A model with adapters of PEFT, of which the last is active."""
     peft = pytest.importorskip("peft")
+    made = tiny.llama()
+    torch.manual_seed(seed)
+    options = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.0, "task_type": "CAUSAL_LM", **changes}
+    made = peft.get_peft_model(made, peft.LoraConfig(**options), adapter_name=names[0])
+    for name in names[1:]:
+        made.add_adapter(name, peft.LoraConfig(**options))
+    made.set_adapter(names[-1])
+    return made
+
+
+@pytest.mark.parametrize("names", [("default",), ("mine",), ("default", "second")], ids=str)
+def test_adapters_of_peft_come_back(tmp_path, names):
+    """Whatever a fresh wrapping had in their place."""
 
     def model(seed):
-        made = tiny.llama()
-        torch.manual_seed(seed)
-        config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
-        return peft.get_peft_model(made, config)
+        return wrapped(seed, names)
 
     options = {"lr_scheduler": "constant", "warmup_steps": 0, "save_steps": 3}
     runs.train(tmp_path / "whole", model=model(1), max_steps=6, **options)
@@ -309,3 +332,22 @@ def test_state_holds_what_was_consumed_not_prefetched(finished):
     for folder in checkpoints(finished / "run"):
         state = json.loads((folder / "state.json").read_text())
         assert state["position"] == state["step"] * 2 * 2
+
+
+@pytest.mark.parametrize("changes", [{"lora_alpha": 99}, {"r": 8}], ids=str)
+def test_other_adapters_of_peft_are_not_gone_on_with(tmp_path, changes):
+    runs.train(tmp_path, model=wrapped(), max_steps=1)
+    with pytest.raises(CheckpointError, match=f"has {next(iter(changes))}="):
+        runs.train(tmp_path, model=wrapped(**changes), max_steps=2, resume=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"), [({"num_hidden_layers": 1}, "are not in both"), ({"hidden_size": 32}, "there and .* here")], ids=str
+)
+def test_another_architecture_is_not_gone_on_with(tmp_path, shape, message):
+    runs.train(tmp_path, max_steps=1)
+    other = tiny.llama(**shape)
+    before = {name: p.clone() for name, p in other.named_parameters()}
+    with pytest.raises(CheckpointError, match=message):
+        runs.train(tmp_path, model=other, max_steps=2, resume=True)
+    assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())

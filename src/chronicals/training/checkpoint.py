@@ -73,7 +73,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
                 f"{target}: the disk is full ({shutil.disk_usage(target.parent).free / 2**20:.0f} MiB free); free some "
                 "or lower save_total_limit; the checkpoints written before are intact"
             ) from error
-        if isinstance(error, OSError):
+        if isinstance(error, OSError) or "I/O error" in str(error):
             raise CheckpointError(f"{target}: cannot be written: {error}") from error
         raise
 
@@ -164,7 +164,7 @@ def load_checkpoint(folder: Path, model: Any, optimizer: FusedAdamW, rank: int =
             prefix = f"{name}:"
             state = {key[len(prefix) :]: value for key, value in stored.items() if key.startswith(prefix)}
             optimizer.load_state(parameter, state)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: does not belong to this model: {error}") from error
     restore_random_states(load_file(folder / RNG), rank, folder)
 
@@ -177,20 +177,35 @@ def _load_weights(folder: Path, model: Any) -> None:
     dtype = kinds.pop() if len(kinds) == 1 else torch.float32  # which holds what any of them holds
     stored = type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True).state_dict()
     own = model.state_dict()
-    missing = set(own) - set(stored)
-    if missing:
-        raise ValueError(f"{len(missing)} tensors are missing, the first is {min(missing)}")
+    if stored.keys() != own.keys():
+        raise ValueError(
+            f"{len(stored.keys() ^ own.keys())} tensors are not in both, the first is {min(stored.keys() ^ own.keys())}"
+        )
+    for name, tensor in own.items():
+        if tensor.shape != stored[name].shape:
+            raise ValueError(f"{name} is {list(stored[name].shape)} there and {list(tensor.shape)} here")
     for name, tensor in own.items():
         tensor.copy_(stored[name])
 
 
-def _load_peft(folder: Path, model: Any) -> None:
-    """What PEFT's wrapping of a model saved: its adapters."""
-    from peft import set_peft_model_state_dict
+SHAPED_BY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
+"""Fields of PEFT's configuration without whose values an adapter's matrices mean something else."""
 
-    found = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
-    if found.unexpected_keys:
-        raise ValueError(f"the model has no {found.unexpected_keys[0]}")
+
+def _load_peft(folder: Path, model: Any) -> None:
+    """What PEFT's wrapping of a model saved: its adapters, those that are not ``default`` in folders by their names."""
+    from peft import PeftConfig, set_peft_model_state_dict
+
+    for adapter, config in model.peft_config.items():
+        place = folder if adapter == "default" else folder / adapter
+        before = PeftConfig.from_pretrained(str(place))
+        for field in SHAPED_BY:
+            if getattr(before, field, None) != getattr(config, field, None):
+                values = getattr(before, field, None), getattr(config, field, None)
+                raise ValueError(f"adapter {adapter!r} has {field}={values[0]!r} there and {values[1]!r} here")
+        found = set_peft_model_state_dict(model, load_file(place / "adapter_model.safetensors"), adapter_name=adapter)
+        if found.unexpected_keys:
+            raise ValueError(f"the model has no {found.unexpected_keys[0]}")
 
 
 def _trained(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -247,8 +262,9 @@ def _sync(path: Path) -> None:
 
 
 def _is_full(error: BaseException) -> bool:
-    """safetensors reports a full disk as an error of its own, with the system's words in it."""
-    return getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error) or "os error 28" in str(error)
+    """Or its quota is; safetensors reports that as an error of its own, with the system's words in it."""
+    numbers = errno.ENOSPC, errno.EDQUOT
+    return getattr(error, "errno", None) in numbers or any(f"os error {number})" in str(error) for number in numbers)
 
 
 def _remove_leftovers(target: Path) -> None:
