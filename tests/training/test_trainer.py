@@ -75,6 +75,49 @@ def test_a_model_in_pefts_wrapping_trains_in_packs(tmp_path, caplog):
         runs.train(tmp_path / "both", model=peft.get_peft_model(tiny.llama(), config), use_lora=True)
 
 
+def adapted_beside_its_head():
+    model = apply_lora(tiny.llama(), LoRAConfig(rank=4))
+    model.lm_head.weight.requires_grad_(True)
+    return model
+
+
+def wrapped_beside_its_norm():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny.llama(), peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize(("made", "lost"), [(adapted_beside_its_head, "lm_head"), (wrapped_beside_its_norm, "norm")])
+def test_what_would_be_trained_and_not_saved_is_refused(tmp_path, made, lost):
+    with pytest.raises(ValueError, match=rf"{lost}\.weight: would be trained beside adapters, which alone are saved"):
+        runs.train(tmp_path, model=made())
+
+
+def test_what_peft_saves_beside_adapters_is_trained(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"], bias="all", task_type="CAUSAL_LM")
+    runs.train(tmp_path, model=peft.get_peft_model(tiny.llama(), config), max_steps=1)
+
+
+def test_prompts_of_peft_are_refused_by_name(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny.llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="'default' learns a prompt"):
+        runs.train(tmp_path, model=model)
+
+
+def test_settings_of_generation_that_could_not_be_saved_are_settled_before(tmp_path, caplog):
+    model = tiny.llama()
+    model.generation_config.temperature = 0.6
+    with caplog.at_level(logging.WARNING):
+        result = runs.train(tmp_path, model=model, max_steps=1)
+    saved = json.loads((result.model_dir / "generation_config.json").read_text())
+    assert saved["do_sample"] is True and saved["temperature"] == 0.6 and "do_sample is set" in caplog.text
+    model.generation_config = None
+    runs.train(tmp_path / "none", model=model, max_steps=1)
+
+
 @pytest.mark.parametrize("mode", ["bf16", "fp16"])
 def test_mixed_precision_learns(tmp_path, mode):
     model = tiny.llama()

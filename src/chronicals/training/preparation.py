@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import GenerationConfig
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
@@ -145,6 +146,31 @@ def _attach_adapters(model: Any, config: ChronicalsConfig) -> None:
         logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
 
 
+def _check_adapters(model: Any) -> None:
+    """Raises ConfigurationError where something is trained beside adapters, which alone are saved, or PEFT's are prompts."""
+    if hasattr(model, "chronicals_lora"):
+        saved = [matrix for _, layer in adapters(model) for matrix in (layer.lora_A, layer.lora_B)]
+    elif theirs := getattr(model, "peft_config", None):
+        from peft import get_peft_model_state_dict
+
+        if prompts := [name for name, kind in theirs.items() if kind.is_prompt_learning]:
+            raise ConfigurationError(
+                f"PEFT's adapter {prompts[0]!r} learns a prompt, which stands before every document and fits no pack; take LoRA"
+            )
+        each = [get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in theirs]
+        saved = [tensor for tensors in each for tensor in tensors.values()]
+    else:
+        return
+    places = {tensor.data_ptr() for tensor in saved}
+    lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in places]
+    if lost:
+        others = f" and {len(lost) - FEW} others" if len(lost) > FEW else ""
+        raise ConfigurationError(
+            f"{', '.join(lost[:FEW])}{others}: would be trained beside adapters, which alone are saved; freeze them, or train "
+            "without adapters"
+        )
+
+
 def _is_quantised(model: Any) -> bool:
     """Whether transformers loaded it so, and not in a way that is made for training."""
     quantiser = getattr(model, "hf_quantizer", None)
@@ -172,6 +198,7 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
 def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple[PresentedModel, dict[str, Decision]]:
     """Adapters, the way in, what runs of what is permitted; logged with the reasons."""
     _attach_adapters(model, config)
+    _check_adapters(model)
     presented = present(model, fused_head=config.use_fused_kernels)
     model = presented.model
     if reason := why_neighbours_matter(model.config, config.max_seq_length):
@@ -204,14 +231,34 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
 
 
 def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
-    """The stop token that is trained is where generation ends, also for whoever loads the model."""
-    generation = model.generation_config
+    """The stop token that is trained is where generation ends, also for whoever loads the model. Where its settings contradict
+    each other, that is settled now: transformers would refuse to save them when the run ends."""
+    generation = model.generation_config = model.generation_config or GenerationConfig()
+    _settle(generation)
     known = generation.eos_token_id
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     stops = known + [stop for stop in stop_token_ids(tokenizer, chats) if stop not in known]
     generation.eos_token_id = stops or None
     if tokenizer.pad_token_id is not None:
         generation.pad_token_id = tokenizer.pad_token_id
+
+
+def _settle(generation: Any) -> None:
+    """Settings of sampling without ``do_sample``, as some models come with, mean that it samples.
+
+    Raises:
+        ConfigurationError: they contradict each other in something else.
+    """
+    try:
+        generation.validate(strict=True)
+    except ValueError:
+        before, generation.do_sample = generation.do_sample, True
+        try:
+            generation.validate(strict=True)
+        except ValueError as error:
+            generation.do_sample = before
+            raise ConfigurationError(f"the model's generation_config could not be saved: {error}; mend it first") from error
+        logger.warning("generation_config: it has settings of sampling, so do_sample is set")
 
 
 def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, sums_gradients: bool) -> FusedAdamW:
