@@ -28,16 +28,18 @@ class Precision:
         self.good_steps = torch.zeros((), device=device)
 
     def prepare(self, model: Any, optimizer: FusedAdamW) -> None:
-        """Bring the weights into their type, in place; trained fp32 values are kept exactly in bf16's master."""
+        """Bring the weights into their type, in place; trained fp32 values are kept exactly in bf16's master. Those that the
+        class keeps in fp32 when transformers loads it in another type, such as routers, stay so."""
         frozen = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.mode]
-        adapted = hasattr(model, "chronicals_lora")
-        for parameter in model.parameters():
+        adapted, patterns = hasattr(model, "chronicals_lora"), _kept_in_fp32(model, frozen)
+        for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
                 continue
             value = parameter.data
+            stays = value.dtype == torch.float32 and any(pattern in name for pattern in patterns)
             if not parameter.requires_grad:
-                parameter.data = value.to(frozen)
-            elif self.mode == "bf16" and not adapted:
+                parameter.data = value if stays else value.to(frozen)
+            elif self.mode == "bf16" and not adapted and not stays:
                 parameter.data = value.to(torch.bfloat16)
                 optimizer.set_master(parameter, value.float())
             else:
@@ -62,3 +64,9 @@ class Precision:
     def load_state(self, state: dict[str, float]) -> None:
         self.scale.fill_(state["scale"])
         self.good_steps.fill_(state["good_steps"])
+
+
+def _kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
+    """Parts of the names of weights that are fp32 where transformers loads the model in ``dtype``."""
+    fields = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())
+    return {part for field in fields for part in getattr(model, f"_keep_in_fp32_modules{field}", None) or ()}
