@@ -17,6 +17,7 @@ from chronicals.objectives import NextToken
 from chronicals.objectives.terms import Term
 from chronicals.optimizers import FusedAdamW
 from chronicals.training import Callback, ChronicalsTrainer, Evaluation, TrainingError, audit, in_backward, preparation, trainer
+from chronicals.training.precision import Precision
 
 
 def test_loss_falls_and_everything_is_written(tmp_path):
@@ -73,6 +74,75 @@ def test_a_model_in_pefts_wrapping_trains_in_packs(tmp_path, caplog):
     assert "in A matrices that wait for their B" in caplog.text and "got no gradient" not in caplog.text
     with pytest.raises(ValueError, match="leave use_lora out"):
         runs.train(tmp_path / "both", model=peft.get_peft_model(tiny.llama(), config), use_lora=True)
+
+
+def deepseek():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 300, "max_position_embeddings": 512}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **heads, **latent, **experts))
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["adapters", "full"])
+def test_what_a_class_keeps_in_fp32_stays_so(tmp_path, lora):
+    """A router whose weights were rounded would send tokens to other experts."""
+    model = deepseek()
+    gate = model.model.layers[1].mlp.gate.weight
+    torch.nn.init.normal_(gate, std=0.3)
+    before = gate.detach().clone()
+    options = {"use_lora": True, "lora_target_modules": ["o_proj"]} if lora else {"learning_rate": 1e-9}
+    runs.train(tmp_path, model=model, mixed_precision="bf16", max_steps=1, **options)
+    assert gate.dtype == torch.float32 and model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+    torch.testing.assert_close(gate.detach(), before, rtol=0, atol=1e-8)
+
+
+def test_a_shell_of_the_compilers_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"model\.compile\(\) compiles in place"):
+        ChronicalsTrainer(torch.compile(tiny.llama(), backend="eager"), tiny.tokenizer(), runs.config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"eval_steps": 2}, "eval_steps=2: nothing is held out"),
+        ({"num_epochs": 1, "warmup_steps": 1000}, "warmup_steps=1000 exceeds the"),
+    ],
+)
+def test_what_could_never_happen_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigurationError, match=message):
+        runs.train(tmp_path, **changes)
+
+
+class Leaving(Callback):
+    """Leaves the model in evaluation."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def step_done(self, metrics):
+        self.model.eval()
+
+
+def test_a_callback_that_leaves_the_model_in_evaluation_changes_nothing(tmp_path):
+    same = {"max_steps": 4, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.5, "learning_rate": 1e-2}
+    quiet = runs.train(tmp_path / "quiet", model=tiny.llama(), **same)
+    model = tiny.llama()
+    assert runs.train(tmp_path / "leaving", model=model, callbacks=[Leaving(model)], **same).loss == quiet.loss
+
+
+def test_adapters_of_peft_learn_by_lora_plus_where_it_is_asked_for(tmp_path):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for asked in (False, True):
+        chosen = ChronicalsConfig(**({"use_lora_plus": True, "lora_plus_ratio": 8.0} if asked else {}), mixed_precision="fp32")
+        model = peft.get_peft_model(tiny.llama(), config)
+        optimizer = preparation.build_optimizer(model, chosen, Precision("fp32", torch.device("cpu")), False)
+        rates = sorted({group["lr"] for group in optimizer.param_groups})
+        assert rates == pytest.approx([2e-4, 1.6e-3] if asked else [2e-4])
 
 
 def adapted_beside_its_head():

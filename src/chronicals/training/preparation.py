@@ -67,6 +67,10 @@ def one_device(model: Any, ranks: Ranks) -> torch.device:
 def check_class(model: Any) -> None:
     """Raises ValueError where the model is no causal language model."""
     name = type(model).__name__
+    if hasattr(model, "_orig_mod"):
+        raise ValueError(
+            "torch.compile(model) is a shell around the model; give the model itself, which model.compile() compiles in place"
+        )
     if model.config.is_encoder_decoder:
         raise ValueError(f"{name} has an encoder beside its decoder; only causal language models are trained here")
     if model.get_output_embeddings() is None:
@@ -280,7 +284,8 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
         "state_dtype": torch.bfloat16 if config.optimizer_state_dtype == "bf16" else torch.float32,
         "master": config.master_weights,
     }
-    if hasattr(model, "chronicals_lora") and config.use_lora_plus:
+    of_peft = bool(getattr(model, "peft_config", None)) and "use_lora_plus" in config.explicit
+    if config.use_lora_plus and (hasattr(model, "chronicals_lora") or of_peft):
         optimizer = create_lora_plus_optimizer(
             model, config.learning_rate, config.lora_plus_ratio, config.weight_decay, **options
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from chronicals.config import ChronicalsConfig
+from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, Tokenizer, TokenStore
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
@@ -115,6 +115,10 @@ class ChronicalsTrainer:
             train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, config, self.ranks,
             reports=self.output_dir,
         )  # fmt: skip
+        if eval_store is None and config.eval_steps is not None:
+            raise ConfigurationError(
+                f"eval_steps={config.eval_steps}: nothing is held out; give eval_dataset or validation_split"
+            )
         check_positions(model, max(store.longest for store in (train_store, eval_store) if store is not None))
         torch.manual_seed(config.seed)
         with saying_what_helps(config, self.device):
@@ -138,6 +142,11 @@ class ChronicalsTrainer:
         optimizer = build_optimizer(model, config, precision, sums_gradients=several)
         stream = self._stream(train_store, config.num_epochs, shuffle=True)
         run = Run(stream.steps_in_all or config.max_steps, self.output_dir)
+        if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:
+            raise ConfigurationError(
+                f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the run: the peak would never be "
+                "reached"
+            )
         torch.manual_seed(config.seed + self.ranks.rank)
         if resume:
             self._resume(run, optimizer, precision, stream)
@@ -247,6 +256,7 @@ class ChronicalsTrainer:
         with self._as_it_came(presented):
             for callback in self.callbacks:
                 callback.step_done(metrics)
+        self._train_on()
         run.last_loss = metrics.loss
 
     def _guard(self, run: Run, metrics: StepMetrics) -> None:
@@ -387,6 +397,7 @@ class ChronicalsTrainer:
         with self._as_it_came(presented):
             for callback in self.callbacks:
                 callback.evaluated(run.step, evaluation)
+        self._train_on()
 
     def _finish(self, run: Run, store: TokenStore) -> TrainingResult:
         model_dir, report = self.output_dir / "model", self.output_dir / "report.html"
@@ -420,6 +431,11 @@ class ChronicalsTrainer:
     def _as_it_came(self, presented: PresentedModel) -> AbstractContextManager[None]:
         """Within: the model attends as it did before the run, for a user's callback that calls it."""
         return presented.attending_as_before() if self._others_call else nullcontext()
+
+    def _train_on(self) -> None:
+        """Whatever mode a user's callback left the model in."""
+        if self._others_call:
+            self.model.train()
 
     @contextmanager
     def _callbacks_around(self, run: Run, presented: PresentedModel) -> Iterator[None]:
