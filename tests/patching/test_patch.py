@@ -364,6 +364,10 @@ def test_logits_that_are_handed_on_are_not_made():
     out = patched(**batch())
     (logits,) = Through.apply(out.logits)
     assert isinstance(logits, LazyLogits) and logits.grad_fn is not None and logits.promise.whole is None
+    seen = []
+    logits.grad_fn.register_hook(lambda *_: seen.append(1))
+    (logits.float() * 2).sum().backward()
+    assert seen, "the gradient took another way"
 
 
 def test_a_hook_of_the_heads_gradient_is_called():

@@ -133,9 +133,14 @@ def _is_as(x: Tensor, mark: tuple) -> bool:
 
 
 class LazyLogits(Tensor):
-    """Logits ``[..., V]`` that are made as ``promise`` says, when they are needed."""
+    """Logits ``[..., V]`` that are made as ``promise`` says, when they are needed.
+
+    Attributes:
+        handed_on: they came out of a Function, through which gradients must go.
+    """
 
     promise: Promise
+    handed_on = False
 
     @staticmethod
     def __new__(cls: type, promise: Promise) -> LazyLogits:
@@ -182,7 +187,7 @@ class LazyLogits(Tensor):
         step = None if logits is None else _step(IN_PLACE.get(func, func), args, kwargs)
         if logits is not None and step == ():
             return logits
-        if logits is not None and step is not None and logits.promise.whole is None:
+        if logits is not None and step is not None and logits.promise.whole is None and not logits.handed_on:
             if func not in IN_PLACE:
                 return logits.then(*step)
             logits.promise.steps += (step,)
@@ -194,7 +199,9 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Below autograd: on the values; on none where they are handed on as they are."""
         if func is torch.ops.aten.view.default and list(args[1]) == list(args[0].shape):
-            return _wrapper(args[0].promise)
+            made = _wrapper(args[0].promise)
+            made.handed_on = True
+            return made
         given = tree_map(lambda x: x.promise.values() if isinstance(x, LazyLogits) else x, (args, kwargs or {}))
         out = func(*given[0], **given[1])
         return args[0] if func._schema.is_mutable and isinstance(args[0], LazyLogits) else out
