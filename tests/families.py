@@ -103,6 +103,16 @@ def build(family: str, random: bool = True, **changes: Any) -> Any:
     return randomise(model) if random else model
 
 
+def minimax_m3(**changes: Any) -> Any:
+    """A layer that attends to everything and one to the blocks that its indexer chooses."""
+    from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig
+
+    sizes = {key: value for key, value in GPT_OSS.items() if key != "sliding_window"} | {"rotary_dim": 4}
+    sizes |= {"index_n_heads": 2, "index_head_dim": 8, "layer_types": ["full_attention", "minimax_m3_sparse"]}
+    config = MiniMaxM3VLTextConfig(**{**SIZES, **sizes, **changes})
+    return randomise(MiniMaxM3VLForCausalLM(config).float().train())
+
+
 @torch.no_grad()
 def randomise(model: Any) -> Any:
     for parameter in model.parameters():

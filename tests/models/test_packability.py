@@ -6,7 +6,7 @@ import torch
 from chronicals.models import present, prove_packability, why_neighbours_matter
 from chronicals.models.packability import DOCUMENT_LENGTHS, twin_config
 from chronicals.patching.plan import plan_for
-from families import PACKABLE, PADDED, build, configuration, randomise
+from families import PACKABLE, PADDED, build, configuration, minimax_m3, randomise
 
 
 @pytest.mark.parametrize("family", [*PACKABLE, "gpt_oss"])
@@ -27,6 +27,12 @@ def test_recurrent_convolutional_and_alibi_families_are_refused(family):
     proof = prove_packability(build(family))
     assert not proof.packed and proof.head_proved
     assert "packed documents change each other's hidden states" in proof.reason
+
+
+def test_sparse_attention_is_refused():
+    """Under the name of ours its class leaves the choice of blocks to us, who would attend to everything."""
+    proof = prove_packability(minimax_m3())
+    assert not proof.packed and "MiniMaxM3VLAttention asks by what name it attends" in proof.reason
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba"])

@@ -7,7 +7,9 @@ import torch
 
 import families
 from chronicals import patch_model, unpatch_model
-from chronicals.patching import attention
+from chronicals.models.attention_names import who_asks
+from chronicals.models.twin import build_twin, plain_surroundings, twin_config
+from chronicals.patching import attention, plan
 from patching.test_patch import assert_same, loss_and_gradients
 
 FAMILIES = ["llama", "gemma3", "mistral", "qwen3", "gpt2", "granite"]
@@ -170,3 +172,30 @@ def test_unknown_patterns_are_not_taken_for_documents():
     assert attention._pattern(window) == attention.Pattern(window=4)
     assert attention._pattern(or_masks(causal_mask_function, window)) is None
     assert attention._pattern(and_masks(causal_mask_function, lambda b, h, q, k: q - k < 3)) is None
+
+
+def test_sparse_attention_stays():
+    """Its class makes the mask of blocks for eager and SDPA by name; the documents' attention would attend to everything."""
+    plain = families.minimax_m3(index_block_size=16, index_topk_blocks=1).double()
+    patched = copy.deepcopy(plain)
+    report = patch_model(patched)
+    assert any(entry.part == "attention" and "MiniMaxM3VLAttention asks" in entry.reason for entry in report.left), str(report)
+    ids = torch.randint(1, families.VOCABULARY, (1, 64))
+    rows = {"input_ids": ids, "labels": ids}
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+
+
+def test_a_twin_sees_sparse_attention(monkeypatch):
+    """Its blocks are shorter than its rows, whatever the model's are."""
+    model = families.minimax_m3(hidden_size=256, head_dim=64)
+    assert model.config.index_block_size * model.config.index_topk_blocks > 2000
+    monkeypatch.setattr(plan, "who_asks", lambda modules: "")
+    with plain_surroundings():
+        twin = build_twin(type(model), twin_config(model.config)).train().double()
+        assert plan._why_not_documents(twin)
+
+
+def test_who_asks_by_what_name_it_attends():
+    """GPT-2 asks for eager alone, to round in its own way."""
+    assert who_asks(families.minimax_m3().modules()) == "MiniMaxM3VLAttention"
+    assert not any(who_asks(families.build(family).modules()) for family in FAMILIES)

@@ -44,6 +44,11 @@ SMALL = {
     "n_group": 1,
     "topk_group": 1,
     "floor_scale": 4,
+    "index_topk": 4,
+    "index_block_size": 2,
+    "index_topk_blocks": 1,
+    "index_local_blocks": 1,
+    "index_kpool": 2,
 }
 """Sizes of the twin, for the fields that a configuration has."""
 

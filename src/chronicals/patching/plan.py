@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from chronicals.batch import IGNORED, Batch
 from chronicals.models import PresentedModel
+from chronicals.models.attention_names import who_asks
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.patching import attention, decoder_layer, loss
 from chronicals.patching.forms import Form, signature
@@ -180,6 +181,9 @@ def _why_not_documents(twin: Any) -> str:
     expected = {kind: found for kind, found in expected.items() if agree(found, found)}  # some give no number at padding
     if not attention.is_offered(twin):
         return "it does not attend through transformers' interface"
+    asking = who_asks(twin.modules())
+    if asking:
+        return f"{asking} asks by what name it attends and may do otherwise for ours"
     attention.install(twin)
     before = attention.runs[0]
     try:
