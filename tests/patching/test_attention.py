@@ -85,6 +85,40 @@ def test_packed_rows_without_a_word_of_a_cache():
     assert not patched._forward_pre_hooks and not patched._forward_pre_hooks_with_kwargs
 
 
+POSITIONS = {
+    "one document": torch.arange(10),
+    "a document's end": torch.arange(5, 15),
+    "a gap": torch.tensor([0, 1, 2, 3, 4, 50, 51, 52, 53, 54]),
+    "a gap within packs": torch.tensor([0, 1, 2, 30, 31, 0, 1, 2, 3, 4]),
+    "nothing but zeros": torch.zeros(10, dtype=torch.long),
+    "downwards": torch.arange(10).flip(0),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONS)
+def test_positions_that_are_no_packs_are_as_they_were(kind):
+    """The same results, and the cache, which no word was said of."""
+    plain, patched = pair("llama")
+    ids = torch.randint(1, families.VOCABULARY, (2, 10))
+    rows = {"input_ids": ids, "labels": ids, "position_ids": POSITIONS[kind].expand(2, -1)}
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+    assert patched(**rows).past_key_values is not None
+
+
+def test_positions_are_looked_at_where_they_are_given(monkeypatch):
+    """What is looked at is waited for, on a card."""
+    _, patched = pair("llama")
+    looked = []
+    monkeypatch.setattr(attention, "_are_packs", lambda positions: looked.append(positions))
+    for make in ROWS.values():
+        patched(**make())
+    assert not looked, "they say use_cache, or give no positions"
+    rows = packed()
+    del rows["use_cache"]
+    patched(**rows)
+    assert len(looked) == 1
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_padding_on_the_left_is_as_it_was(implementation):
     plain, patched = pair("llama", implementation)

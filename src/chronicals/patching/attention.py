@@ -7,7 +7,8 @@ bounds of the documents. Anything else (a cache, padding on the left, a mask of 
 ``torch.compile``) goes to the implementation the model had. Outputs at padding are zero, where no label may be.
 
 Bounds that are given (``cu_seq_lens_q``, as ``DataCollatorWithFlattening`` gives them) are kept, whatever else is;
-restarting positions count where transformers counts them, which is without a cache (``use_cache=False``).
+restarting positions count where transformers counts them, which is without a cache (``use_cache=False``): packs that are
+trained on go without one.
 
 Shapes: B rows, S positions, T real tokens, H query heads, K key/value heads, D head width.
 """
@@ -106,10 +107,23 @@ def remove(model: Any) -> None:
 
 
 def _without_cache(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """transformers looks for documents in the positions only where there is no cache, which is made unless forbidden."""
+    """transformers looks for documents in the positions only where there is no cache, which is made unless forbidden.
+
+    It would take any jump for the end of a document, so that only for packs the cache is forbidden. To look at positions waits
+    for the device: once in a step that is given them, never in another.
+    """
     given = {name for name, value in kwargs.items() if value is not None}
-    packed = "position_ids" in given and not given & {"attention_mask", "use_cache", *CACHES}
-    return (args, kwargs | {"use_cache": False}) if packed and given & {"labels", "shift_labels"} else None
+    asked = "position_ids" in given and not given & {"attention_mask", "use_cache", *CACHES}
+    trains = asked and given & {"labels", "shift_labels"}
+    return (args, kwargs | {"use_cache": False}) if trains and _are_packs(kwargs["position_ids"]) else None
+
+
+def _are_packs(positions: Any) -> bool:
+    """Whether rows of positions count up or begin again at 0, and do both; not to be seen while compiling."""
+    if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.ndim != 2:
+        return False
+    counts, begins = positions.diff() == 1, positions[:, 1:] == 0
+    return bool((counts | begins).all() & counts.any() & begins.any())
 
 
 def _mask(implementation: str, batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any:
