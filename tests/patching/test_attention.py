@@ -184,6 +184,14 @@ def test_unpatched_it_attends_as_before():
     assert patched.config._attn_implementation == "sdpa"
 
 
+def test_given_another_implementation_since_it_keeps_that_one():
+    _, patched = pair("llama")
+    patched.set_attn_implementation("eager")
+    unpatch_model(patched)
+    assert patched.config._attn_implementation == "eager"
+    assert not patched._forward_pre_hooks and not patched._forward_pre_hooks_with_kwargs
+
+
 def test_saved_it_does_not_know_us(tmp_path):
     _, patched = pair("llama")
     patched.save_pretrained(tmp_path)

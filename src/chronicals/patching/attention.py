@@ -98,12 +98,12 @@ def install(model: Any) -> None:
 
 
 def remove(model: Any) -> None:
-    """Back to what the model had."""
+    """Back to what the model had, or was given since."""
     if in_place(model):
         set_text_attention(model, text_attention(model).removeprefix(PREFIX))
-        for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _without_cache]:
-            del model._forward_pre_hooks[key]
-            model._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _without_cache]:
+        del model._forward_pre_hooks[key]
+        model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _without_cache(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
