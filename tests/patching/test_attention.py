@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import LlamaForCausalLM
 
 import families
 from chronicals import patch_model, unpatch_model
@@ -182,6 +183,98 @@ def test_unpatched_it_attends_as_before():
     assert again.counts()["document_attention"] == 1 and patched.config._attn_implementation == "chronicals_over_sdpa"
     unpatch_model(patched)
     assert patched.config._attn_implementation == "sdpa"
+
+
+def two_of_one_configuration():
+    config = families.configuration("llama")
+    return config, *(families.randomise(LlamaForCausalLM(config).double()) for _ in range(2))
+
+
+def test_a_model_of_the_same_configuration_is_left_alone():
+    config, patched, other = two_of_one_configuration()
+    rows, before = padded(), attention.runs[0]
+    expected = loss_and_gradients(other, **rows)
+    patch_model(patched)
+    assert other.config is config and config._attn_implementation == "sdpa"
+    assert_same(expected, loss_and_gradients(other, **rows), tolerance=0)
+    assert attention.runs[0] == before
+    patch_model(other)
+    unpatch_model(other)
+    loss_and_gradients(patched, **rows)
+    assert attention.runs[0] > before, "the first lost its attention with the second's"
+
+
+def test_unpatched_it_has_the_configuration_it_had():
+    config, patched, _ = two_of_one_configuration()
+    patch_model(patched)
+    assert patched.model.config is patched.config is not config
+    patched.resize_token_embeddings(families.VOCABULARY + 3, mean_resizing=False)
+    patched.config.use_cache = False
+    unpatch_model(patched)
+    assert all(getattr(module, "config", config) is config for module in patched.modules())
+    assert config.vocab_size == families.VOCABULARY + 3 and not config.use_cache
+    assert config._attn_implementation == "sdpa"
+
+
+def test_the_text_within_a_larger_model_has_a_configuration_of_its_own():
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    text = families.configuration("gemma3").to_dict()
+    config = Gemma3Config(text_config=text, vision_config={**sees, "image_size": 28, "patch_size": 14})
+    patched, other = (Gemma3ForConditionalGeneration(config) for _ in range(2))
+    attention.install(patched)
+    assert patched.config.text_config is patched.model.language_model.config
+    assert patched.config.text_config._attn_implementation == "chronicals_over_sdpa"
+    assert patched.model.vision_tower.config is other.model.vision_tower.config
+    assert config.vision_config._attn_implementation == config.text_config._attn_implementation == "sdpa"
+    attention.remove(patched)
+    assert patched.config is config and patched.model.language_model.config is config.text_config
+
+
+def with_a_copied_layer(model):
+    model.model.layers.append(copy.deepcopy(model.model.layers[0]))
+    model.model.layers[-1].self_attn.layer_idx = 2
+    model.config.num_hidden_layers = 3
+    return model
+
+
+def with_layers_of_peft(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], layer_replication=[(0, 2), (0, 2)]))
+
+
+@pytest.mark.parametrize("grow", [with_a_copied_layer, with_layers_of_peft])
+@pytest.mark.parametrize("first", ["grown", "patched"])
+def test_layers_with_a_configuration_of_their_own(grow, first):
+    model = families.build("llama").double()
+    plain = grow(copy.deepcopy(model))
+    if first == "patched":
+        patch_model(model)
+    patched = grow(model)
+    patch_model(patched)
+    patched.load_state_dict(plain.state_dict())
+    rows, before = padded(), attention.runs[0]
+    expected = loss_and_gradients(plain, **rows)
+    assert_same(expected, loss_and_gradients(patched, **rows))
+    assert attention.runs[0] - before == plain.config.num_hidden_layers
+    unpatch_model(patched)
+    assert all(module.config._attn_implementation == "sdpa" for module in patched.modules() if hasattr(module, "config"))
+    assert_same(expected, loss_and_gradients(patched, **rows))
+
+
+def test_a_copy_of_a_patched_model_is_unpatched_by_itself():
+    plain, patched = pair("llama")
+    twin = copy.deepcopy(patched)
+    unpatch_model(twin)
+    assert twin.config._attn_implementation == twin.model.config._attn_implementation == "sdpa"
+    assert not any(name.startswith("_chronicals") for name in vars(twin))
+    rows, before = padded(), attention.runs[0]
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(twin, **rows))
+    assert attention.runs[0] == before
+    loss_and_gradients(patched, **rows)
+    assert attention.runs[0] > before
 
 
 def test_given_another_implementation_since_it_keeps_that_one():

@@ -146,22 +146,41 @@ def text_attention(model: Any) -> str:
     return model.config.get_text_config()._attn_implementation
 
 
+def parts_of(config: Any) -> Iterator[Any]:
+    """The configuration, and those within it."""
+    yield config
+    for name in config.sub_configs:
+        part = getattr(config, name, None)
+        if part is not None:
+            yield from parts_of(part)
+
+
+def text_configs(model: Any) -> list[Any]:
+    """The configurations that modules of the text hold: a layer that was copied has one of its own."""
+    text = model.config.get_text_config()
+    others = {id(part) for part in parts_of(model.config)} - {id(text)}
+    held = {id(value): value for module in model.modules() for value in vars(module).values() if type(value) is type(text)}
+    return [config for key, config in ({id(text): text} | held).items() if key not in others]
+
+
 def set_text_attention(model: Any, name: str) -> None:
-    """Towers of other kinds keep theirs."""
-    config = model.config
-    part = next((key for key in config.sub_configs if getattr(config, key, None) is config.get_text_config()), None)
-    model.set_attn_implementation(name if part is None else {part: name})
+    """Towers of other kinds keep theirs, and a class that cannot be told what to attend with is not."""
+    if model._can_set_attn_implementation():
+        for config in text_configs(model):
+            config._attn_implementation_internal = name
 
 
 @contextmanager
 def attending(model: Any, name: str) -> Iterator[str]:
     """Within: the model's text attends with ``name``; gives what it did before, and will again."""
     before = text_attention(model)
+    own = [(config, config._attn_implementation) for config in text_configs(model)]
     set_text_attention(model, name)
     try:
         yield before
     finally:
-        set_text_attention(model, before)
+        for config, implementation in own:
+            config._attn_implementation_internal = implementation
 
 
 def packed_arguments(batch: Batch) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from chronicals.attention import document_attention
-from chronicals.models.presentation import CACHES, set_text_attention, text_attention
+from chronicals.models.presentation import CACHES, text_configs
+from chronicals.patching import own_config
 
 NAME = "attention"
 """As the report and a plan call it."""
@@ -72,15 +73,11 @@ class Pattern:
     packs: Tensor | None = None
 
 
-def in_place(model: Any) -> bool:
-    """Whether the attention of the model's text is ours."""
-    return text_attention(model).startswith(PREFIX)
-
-
 def why_not(model: Any) -> str:
     """Why the attention of this instance must stay; empty where it need not."""
-    if text_attention(model) not in IMPLEMENTATIONS:
-        return f"{text_attention(model)} is left as it is"
+    for config in text_configs(model):
+        if config._attn_implementation not in IMPLEMENTATIONS:
+            return f"{config._attn_implementation} is left as it is"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "its layers lie on several devices"
     return ""
@@ -93,14 +90,18 @@ def is_offered(model: Any) -> bool:
 
 def install(model: Any) -> None:
     """Let ours stand before what the model's text has; towers of other kinds keep theirs."""
-    set_text_attention(model, PREFIX + text_attention(model))
+    own_config.take(model, text_configs(model))
+    for config in text_configs(model):
+        config._attn_implementation_internal = PREFIX + config._attn_implementation
     model.register_forward_pre_hook(_without_cache, with_kwargs=True)
 
 
 def remove(model: Any) -> None:
     """Back to what the model had, or was given since."""
-    if in_place(model):
-        set_text_attention(model, text_attention(model).removeprefix(PREFIX))
+    for config in text_configs(model):
+        if config._attn_implementation:
+            config._attn_implementation_internal = config._attn_implementation.removeprefix(PREFIX)
+    own_config.give_back(model)
     for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _without_cache]:
         del model._forward_pre_hooks[key]
         model._forward_pre_hooks_with_kwargs.pop(key, None)
