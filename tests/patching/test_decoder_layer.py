@@ -374,6 +374,18 @@ def test_what_somebody_put_into_a_layer_is_called(part, how):
     families.assert_same(found[0], found[2])
 
 
+@pytest.mark.parametrize("patch", [patch_parts, fused])
+def test_another_activation_is_the_one_that_is_called(patch):
+    batch, found = families.documents_batch(), []
+    plain = families.build("qwen3").double()
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    for model in (plain, patched):
+        model.get_decoder().layers[0].mlp.act_fn = torch.nn.ReLU()
+        found.append(families.states_and_gradients(model, batch))
+    families.assert_same(*found)
+
+
 def test_transformers_own_hooks_that_look_on_leave_layers_fused():
     model, batch = fused(families.build("llama").double()), families.documents_batch()
     with PresentedModel(model, packed=True, head_is_read=False).attending_documents():

@@ -134,6 +134,22 @@ def test_other_mlps_are_not_taken_for_them(module):
     assert recognise_gated_mlp(random(module)) is None
 
 
+@pytest.mark.parametrize(
+    "first, then",
+    [
+        (nn.SiLU(), nn.ReLU()),
+        (nn.GELU(), nn.GELU(approximate="tanh")),
+        (torch.nn.functional.silu, torch.nn.functional.relu),
+    ],
+    ids=["another class", "another setting", "another function"],
+)
+def test_an_activation_that_is_another_since_is_called(first, then):
+    form, x = recognise_gated_mlp(random(MLP(first, factor=1))), torch.randn(3, 12)
+    module = random(MLP(then, factor=1))
+    assert form is not None
+    torch.testing.assert_close(form.forward(module, x), module(x), rtol=0, atol=0)
+
+
 class Gated(LlamaRMSNorm):
     """A norm that may be given more than its input, by a name of its own."""
 

@@ -215,6 +215,8 @@ class _Layer:
         for module in (self.attention, layer.mlp, *layer.mlp.children(), *self._norms()):
             if does_more(module):
                 raise Unmerged(f"{type(module).__name__} has hooks or another forward")
+        if anatomy.mlp.uncalled.changed(layer.mlp):
+            raise Unmerged(f"{type(layer.mlp).__name__} has another activation")
         if any(p.dtype != dtype for norm in self._norms() for p in norm.parameters(recurse=False)):
             raise Unmerged(f"its input is {dtype}, a norm's weight is not")
         self.multiplier = getattr(layer, "residual_multiplier", 1.0)

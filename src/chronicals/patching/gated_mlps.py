@@ -6,27 +6,47 @@ The linear children are called as modules, so whatever they have become (adapter
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_geglu, fused_swiglu
-from chronicals.patching.forms import Form, Forward, as_called, does_more, is_proved, random_numbers, takes_one_tensor
+from chronicals.patching.forms import Form, Forward, as_called, does_more, is_proved, random_numbers, settings, takes_one_tensor
 
 ACTIVATIONS = {"fused_swiglu": "silu", "fused_geglu (tanh)": "gelu_tanh", "fused_geglu": "gelu"}
 """By the names of the gates, those of ``glu_of_both``."""
 
 
+class Uncalled:
+    """What a form of ``proved`` computes itself: functions that the module keeps, and the children of these names."""
+
+    def __init__(self, proved: nn.Module, names: Iterable[str]):
+        self.own = settings(proved)
+        self.children = {name: _kind(getattr(proved, name)) for name in names}
+
+    def changed(self, module: nn.Module) -> bool:
+        """Whether they are something else in ``module``, or somebody put something into one of them."""
+        children = ((getattr(module, name), kind) for name, kind in self.children.items())
+        return settings(module) != self.own or any(_kind(child) != kind or does_more(child) for child, kind in children)
+
+
+def _kind(module: Any) -> tuple:
+    return type(module), settings(module)
+
+
 @dataclass(frozen=True)
 class GatedMLPReads:
-    """Names of the children whose outputs side by side are gate and up, of the last child, and the activation."""
+    """Names of the children whose outputs side by side are gate and up, of the last child, the activation, and what is not
+    called for it."""
 
     first: tuple[str, ...]
     down: str
     activation: str
+    uncalled: Uncalled
 
 
 GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -44,18 +64,19 @@ def recognise_gated_mlp(module: nn.Module) -> Form | None:
         return None
     if not takes_one_tensor(module):
         return None
+    uncalled = Uncalled(module, others)
     with random_numbers(module):
-        for by, width, forward, reads in _candidates(linear):
+        for by, width, forward, reads in _candidates(linear, uncalled):
             x = torch.randn(2, 5, width)
             try:
                 if is_proved(module, forward, [x, 0.1 * x, 300.0 * x]):
-                    return Form(by, as_called(module, _unless_changed(forward, tuple(others))), reads)
+                    return Form(by, as_called(module, _unless_changed(forward, uncalled)), reads)
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None  # a module that does not take such a tensor is no MLP
     return None
 
 
-def _candidates(linear: dict[str, nn.Linear]) -> Iterator[tuple[str, int, Forward, GatedMLPReads | None]]:
+def _candidates(linear: dict[str, nn.Linear], uncalled: Uncalled) -> Iterator[tuple[str, int, Forward, GatedMLPReads | None]]:
     """Names of the gate, up and down children (or of the merged and down), where their widths allow."""
     for names in itertools.permutations(linear):
         *first, down = (linear[name] for name in names)
@@ -66,21 +87,19 @@ def _candidates(linear: dict[str, nn.Linear]) -> Iterator[tuple[str, int, Forwar
             continue
         for by, activate in GATES.items():
             if len(first) == 2:
-                reads = GatedMLPReads(names[:2], names[2], ACTIVATIONS[by])
+                reads = GatedMLPReads(names[:2], names[2], ACTIVATIONS[by], uncalled)
                 yield by, first[0].in_features, _apart(names[0], names[1], names[2], activate), reads
             else:
                 for gate_first in (True, False):
-                    merged = GatedMLPReads(names[:1], names[1], ACTIVATIONS[by]) if gate_first else None
+                    merged = GatedMLPReads(names[:1], names[1], ACTIVATIONS[by], uncalled) if gate_first else None
                     yield f"{by}, merged", first[0].in_features, _merged(names[0], names[1], activate, gate_first), merged
 
 
-def _unless_changed(forward: Forward, others: tuple[str, ...]) -> Forward:
-    """``forward``, which does not call these children, or the class's own where somebody put something into one of them."""
+def _unless_changed(forward: Forward, uncalled: Uncalled) -> Forward:
+    """``forward``, or the class's own where what it does not call is not what was proved."""
 
     def unless_changed(module: nn.Module, x: Tensor) -> Tensor:
-        if any(does_more(getattr(module, name)) for name in others):
-            return type(module).forward(module, x)
-        return forward(module, x)
+        return type(module).forward(module, x) if uncalled.changed(module) else forward(module, x)
 
     return unless_changed
 
