@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers.models.qwen2 import modeling_qwen2
 
 import families
 from chronicals import patch_model, unpatch_model
@@ -518,3 +519,46 @@ def test_on_the_meta_device_nothing_is_touched():
 def test_anything_but_a_model_is_refused():
     with pytest.raises(ValueError, match="expected a model of transformers"):
         patch_model(torch.nn.Linear(2, 2))
+
+
+def halved_mlp(self, x):
+    return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 0.5
+
+
+def turned_twice(q, k, cos, sin, *rest, **options):
+    q, k = rotate(q, k, cos, sin, *rest, **options)
+    return 2 * q, k
+
+
+def turned_back(q, k, cos, sin, *rest, **options):
+    return rotate(q, k, cos, -sin, *rest, **options)
+
+
+def attends_to_less(module, query, *given, **options):
+    out, weights = attend(module, query, *given, **options)
+    return 0.5 * out, weights
+
+
+REPLACED = {
+    "a forward": (modeling_qwen2.Qwen2MLP, "forward", halved_mlp),
+    "a function": (modeling_qwen2, "apply_rotary_pos_emb", turned_twice),
+    "a rotation by another": (modeling_qwen2, "apply_rotary_pos_emb", turned_back),
+    "another function": (modeling_qwen2, "eager_attention_forward", attends_to_less),
+}
+rotate, attend = modeling_qwen2.apply_rotary_pos_emb, modeling_qwen2.eager_attention_forward
+
+
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_was_replaced_in_a_class_since_is_what_is_patched(what, monkeypatch):
+    """After a model of the class and configuration was patched already."""
+    plain, patched = families.build("qwen2", attn_implementation="eager"), families.build("qwen2", attn_implementation="eager")
+    patched.load_state_dict(plain.state_dict())
+    inputs = batch()
+    patch_model(patched)
+    before = loss_and_gradients(patched, **inputs)
+    unpatch_model(patched)
+    monkeypatch.setattr(*REPLACED[what])
+    patch_model(patched)
+    expected = loss_and_gradients(plain, **inputs)
+    assert not torch.equal(before[0], expected[0])
+    assert_same(expected, loss_and_gradients(patched, **inputs), tolerance=2e-5)

@@ -107,6 +107,12 @@ def signature(module: nn.Module) -> tuple:
     return type(module), tuple(own.items()), tuple(children), tuple(numbers(module)), settings(module)
 
 
+def functions_beside(forward: Callable) -> tuple:
+    """The functions that the file of ``forward`` has, each of which somebody may replace."""
+    names = getattr(inspect.unwrap(forward), "__globals__", {})
+    return tuple(value for value in names.values() if isinstance(value, FunctionType))
+
+
 def numbers(module: nn.Module) -> list[str]:
     """Names of the numbers that a module keeps."""
     return [name for name, value in vars(module).items() if type(value) is float and name[0] != "_"]

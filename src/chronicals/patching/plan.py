@@ -16,7 +16,7 @@ from chronicals.models import PresentedModel
 from chronicals.models.attention_names import who_asks
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.patching import attention, decoder_layer, loss
-from chronicals.patching.forms import Form, signature
+from chronicals.patching.forms import Form, functions_beside, signature
 from chronicals.patching.gated_mlps import recognise_gated_mlp
 from chronicals.patching.gated_norms import recognise_gated_norm
 from chronicals.patching.norms import recognise_norm
@@ -42,7 +42,7 @@ gradient of a key's bias is nothing but rounding, and classes round to fp32 here
 @dataclass
 class Plan:
     """Forms by the signature of a module, whole decoder layers by theirs, and whether the seams of loss and attention hold;
-    ``reasons`` for the rest."""
+    ``reasons`` for the rest; ``code`` is that of the classes it was proved with."""
 
     forms: dict[tuple, tuple[str, Form]] = field(default_factory=dict)
     layers: dict[tuple, Form] = field(default_factory=dict)
@@ -50,6 +50,11 @@ class Plan:
     loss: bool = False
     attention: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
+    code: dict[type[nn.Module], tuple] = field(default_factory=dict)
+
+    def is_of_today(self) -> bool:
+        """Whether nobody replaced a forward, or a function beside it, since it was made."""
+        return all(_code_of(cls) == code for cls, code in self.code.items())
 
     def without(self, role: str) -> Plan:
         kept = {key: entry for key, entry in self.forms.items() if entry[0] != role}
@@ -70,11 +75,16 @@ def plan_for(model: Any) -> Plan:
     except (AttributeError, TypeError, ValueError) as error:
         return _from_shells(model, f"its configuration cannot be made small ({error})")
     key = (type(model), config.to_json_string(use_diff=False))
-    if key not in _PLANS:
+    if key not in _PLANS or not _PLANS[key].is_of_today():
         with plain_surroundings():
-            _PLANS[key] = _make(type(model), config)
+            plan = _PLANS[key] = _make(type(model), config)
+        plan.code = {cls: _code_of(cls) for cls in (type(model), *(kind[0] for kind in plan.seen if kind))}
     plan = _PLANS[key]
     return _from_shells(model, plan.reasons["model"]) if NO_TWIN in plan.seen.values() else plan
+
+
+def _code_of(cls: type[nn.Module]) -> tuple:
+    return cls.forward, *functions_beside(cls.forward)
 
 
 def _from_shells(model: nn.Module, reason: str) -> Plan:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_qk_rope
-from chronicals.patching.forms import TOLERANCE, Form
+from chronicals.patching.forms import TOLERANCE, Form, functions_beside
 
 KERNEL = "fused_qk_rope"
 ARGUMENTS = ["q", "k", "cos", "sin"]
@@ -148,7 +148,8 @@ def _copied(function: FunctionType, names: dict[str, Any], closure: tuple[CellTy
 
 def _globals_with(forward: FunctionType, rotations: dict[str, Callable]) -> dict[str, Any]:
     """The globals of ``forward`` with these replaced, as those of a module: ``torch.compile`` looks them up there."""
-    name = f"chronicals.patching.rotary.{forward.__module__}.{'.'.join(sorted(rotations))}"
+    version = hash(functions_beside(forward))  # somebody may have replaced one since
+    name = f"chronicals.patching.rotary.{forward.__module__}.{'.'.join(sorted(rotations))}.{version}"
     if name not in sys.modules:
         module = ModuleType(name)
         vars(module).update(forward.__globals__, __name__=name, **rotations)
