@@ -34,6 +34,9 @@ class Whole:
 def patch_model(model: Any) -> PatchReport:
     """Replace what can be proved equal by kernels; parameters keep names, shapes and identity.
 
+    The configuration becomes the model's own copy until ``unpatch_model``: change it as ``model.config``. What transformers
+    allows by the name of an attention alone (``generate_batch``, ``config.output_attentions = True``) wants an unpatched model.
+
     Args:
         model: a causal language model of transformers, or PEFT's wrapping of one.
 
