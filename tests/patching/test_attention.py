@@ -130,6 +130,23 @@ def test_padding_on_the_left_is_as_it_was(implementation):
     assert attention.runs[0] == before
 
 
+@pytest.mark.parametrize("shifted", [False, True])
+def test_labels_at_padding_are_predicted_from_what_the_model_makes_there(shifted, caplog):
+    """An old habit of tutorials: the labels are the ids."""
+    attention._say_labels_at_padding.cache_clear()
+    plain, patched = pair("llama")
+    rows, right = padded(), padded()
+    rows["labels"] = rows["input_ids"]
+    if shifted:
+        rows["shift_labels"] = torch.nn.functional.pad(rows["labels"][:, 1:], (0, 1), value=-100)
+    expected, before = loss_and_gradients(plain, **rows), attention.runs[0]
+    for _ in range(2):
+        assert_same(expected, loss_and_gradients(patched, **rows))
+    assert attention.runs[0] == before and caplog.text.count("labels stand at padding") == 1
+    assert_same(loss_and_gradients(plain, **right), loss_and_gradients(patched, **right))
+    assert attention.runs[0] == before + plain.config.num_hidden_layers
+
+
 @pytest.mark.parametrize("left", [False, True])
 def test_generation_of_padded_rows(left):
     plain, patched = (model.float().eval() for model in pair("gemma3"))

@@ -4,7 +4,8 @@ Behind transformers' interfaces for masks and for attention stands, for every im
 of ours by the name ``chronicals_over_<that>``. The mask interface is told how a mask comes about; where that is causality,
 padding, packed positions and a sliding window and nothing else, no mask is made, and ``document_attention`` runs over the
 bounds of the documents. Anything else (a cache, padding on the left, a mask of somebody's own, dropout,
-``torch.compile``) goes to the implementation the model had. Outputs at padding are zero, where no label may be.
+``torch.compile``) goes to the implementation the model had, and so do rows with labels at padding, for outputs there are
+zero.
 
 Bounds that are given (``cu_seq_lens_q``, as ``DataCollatorWithFlattening`` gives them) are kept, whatever else is;
 restarting positions count where transformers counts them, which is without a cache (``use_cache=False``): packs that are
@@ -17,6 +18,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,8 +31,11 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from chronicals.attention import document_attention
+from chronicals.batch import IGNORED
 from chronicals.models.presentation import CACHES, text_configs
 from chronicals.patching import own_config
+
+logger = logging.getLogger(__name__)
 
 NAME = "attention"
 """As the report and a plan call it."""
@@ -94,6 +100,7 @@ def install(model: Any) -> None:
     for config in text_configs(model):
         config._attn_implementation_internal = PREFIX + config._attn_implementation
     model.register_forward_pre_hook(_without_cache, with_kwargs=True)
+    model.register_forward_pre_hook(_look_at_padding, with_kwargs=True)
 
 
 def remove(model: Any) -> None:
@@ -102,7 +109,7 @@ def remove(model: Any) -> None:
         if config._attn_implementation:
             config._attn_implementation_internal = config._attn_implementation.removeprefix(PREFIX)
     own_config.give_back(model)
-    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _without_cache]:
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook in (_without_cache, _look_at_padding)]:
         del model._forward_pre_hooks[key]
         model._forward_pre_hooks_with_kwargs.pop(key, None)
 
@@ -119,6 +126,31 @@ def _without_cache(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     return (args, kwargs | {"use_cache": False}) if trains and _are_packs(kwargs["position_ids"]) else None
 
 
+_call = threading.local()
+"""What the model is called with now: ``labels_at_padding``."""
+
+
+def _look_at_padding(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Whether something is to be predicted from padding, which is a mistake more often than not; looked for where there are
+    labels and padding, whose places the device is asked for anyway."""
+    _call.labels_at_padding = False
+    mask, labels = kwargs.get("attention_mask"), kwargs.get("shift_labels")
+    labels = kwargs.get("labels") if labels is None else labels
+    both = isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape
+    if both and not torch.compiler.is_compiling():
+        _call.labels_at_padding = bool(((labels != IGNORED) & (mask == 0)).any())
+        if _call.labels_at_padding:
+            _say_labels_at_padding()
+
+
+@functools.cache
+def _say_labels_at_padding() -> None:
+    logger.warning(
+        "labels stand at padding, where attention_mask is 0, and are trained: rows are attended with their padding, which is "
+        "slower; set them to -100 if that is not meant"
+    )
+
+
 def _are_packs(positions: Any) -> bool:
     """Whether rows of positions count up or begin again at 0, and do both; not to be seen while compiling."""
     if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.ndim != 2:
@@ -132,7 +164,8 @@ def _mask(implementation: str, batch_size: int, q_length: int, kv_length: int, *
     usual = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     make = functools.partial(usual, batch_size=batch_size, q_length=q_length, kv_length=kv_length, **options)
     documents = None
-    if not torch.compiler.is_compiling() and _is_square(q_length, kv_length, options):
+    as_rows = getattr(_call, "labels_at_padding", False) and options.get("attention_mask") is not None
+    if not torch.compiler.is_compiling() and not as_rows and _is_square(q_length, kv_length, options):
         pattern = _pattern(options.get("mask_function", causal_mask_function))
         if pattern is not None:
             documents = _documents(batch_size, q_length, options, pattern, make)
