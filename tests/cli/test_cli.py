@@ -151,6 +151,17 @@ def test_evaluate_takes_the_gate_of_the_run_or_another(place, within):
     assert within(*plain).code == 1 and within(*plain, "--gate", "empty_answer=0.1").code == 0
 
 
+def test_evaluate_takes_all_the_data_that_is_named(place, within):
+    for name, rows in (("first", tiny.chat_rows(4)), ("second", tiny.chat_rows(9)[4:])):
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def targets(*files):
+        done = within("evaluate", "base", *(part for file in files for part in ("--data", f"{file}.jsonl")))
+        return json.loads(done.stdout)["targets"]
+
+    assert targets("first", "second") == targets("first") + targets("second")
+
+
 @pytest.mark.parametrize("flag, value", [("--max-seq-length", 0), ("--objective", ""), ("--train-on-turns", "")])
 def test_evaluate_refuses_what_a_run_would(within, flag, value):
     done = within("evaluate", "base", "--data", "data.jsonl", flag, value)

@@ -13,7 +13,7 @@ from chronicals.cli.options import make_room_for
 
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
-    data: Annotated[str, typer.Option(help="What to evaluate on, as `train --data` takes it")],
+    data: Annotated[list[str], typer.Option(help="What to evaluate on, as `train --data` takes it; may be repeated")],
     base_model: Annotated[str | None, typer.Option(help="The model of an adapter, where it does not say")] = None,
     max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack")] = None,
     batch_size: Annotated[int, typer.Option(help="Packs in a forward pass")] = 1,
@@ -39,12 +39,12 @@ def evaluate(
     make_room_for(output)
     trained = load_trained(model, base_model, trust_remote_code)
     asked = {
-        "max_seq_length": max_seq_length, "objective": objective, "train_on_roles": train_on_roles,
+        "data": data, "max_seq_length": max_seq_length, "objective": objective, "train_on_roles": train_on_roles,
         "train_on_turns": train_on_turns, "gate": gate,
     }  # fmt: skip
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.taught}
     fields |= {name: value for name, value in asked.items() if value not in (None, [])}
-    recipe = Recipe(model=model, data=data, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
+    recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     figures = evaluate_data(trained.model, trained.tokenizer, recipe.data, recipe.config()).to_dict()
     table = Table("measure", "value")
     for name, value in figures.items():
