@@ -162,6 +162,26 @@ def test_evaluate_takes_all_the_data_that_is_named(place, within):
     assert targets("first", "second") == targets("first") + targets("second")
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["evaluate", "broken", "--data", "data.jsonl", "--output", "broken.json"],
+        ["generate", "broken", "--prompt", "hi"],
+        ["generate", "broken", "--prompt", "hi", "--temperature", 1],
+    ],
+    ids=lambda command: " ".join(map(str, command)),
+)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_model_that_predicts_nothing_finite_is_an_error_in_a_line(place, within, command, value):
+    model = tiny.llama()
+    torch.nn.init.constant_(model.lm_head.weight, value)
+    model.save_pretrained(place / "broken")
+    tiny.tokenizer().save_pretrained(place / "broken")
+    done = within(*command)
+    assert done.code == 1 and not done.stdout and not (place / "broken.json").exists()
+    assert "not finite; its weights are damaged" in done.stderr.strip().splitlines()[-1]
+
+
 @pytest.mark.parametrize("flag, value", [("--max-seq-length", 0), ("--objective", ""), ("--train-on-turns", "")])
 def test_evaluate_refuses_what_a_run_would(within, flag, value):
     done = within("evaluate", "base", "--data", "data.jsonl", flag, value)

@@ -50,6 +50,6 @@ def evaluate(
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
     Console(stderr=True).print(table)
-    print(json.dumps(figures))  # noqa: T201
+    print(json.dumps(figures, allow_nan=False))  # noqa: T201
     if output is not None:
-        output.write_text(json.dumps(figures, indent=2))
+        output.write_text(json.dumps(figures, indent=2, allow_nan=False))

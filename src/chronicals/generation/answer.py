@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from chronicals.data import Tokenizer, stop_token_ids
@@ -93,7 +94,8 @@ def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temper
     """Token ids that follow ``ids``, the stop token included where one was reached.
 
     Raises:
-        ValueError: there is nothing to follow, no room for a token, or a temperature below zero.
+        ValueError: there is nothing to follow, no room for a token, a temperature below zero, or what the model predicts is
+            not finite.
     """
     if not ids:
         raise ValueError("ids is empty: a model goes on from at least one token; ask something")
@@ -115,10 +117,21 @@ def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temper
             return_dict_in_generate=False,
             eos_token_id=stops or None,
             num_beams=1,
+            logits_processor=[_refuse_what_is_not_finite],
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
             **sampling,
         )
     return out[0, len(ids) :].tolist()
+
+
+def _refuse_what_is_not_finite(_: Tensor, scores: Tensor) -> Tensor:
+    """One of the processors of transformers' ``generate``; others may have set tokens that are not wanted to minus infinity."""
+    if not scores.amax().isfinite():
+        raise ValueError(
+            "the model's predictions are not finite; its weights are damaged or overflow: take an earlier checkpoint, or "
+            "download it again"
+        )
+    return scores
 
 
 @contextmanager

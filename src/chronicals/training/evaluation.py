@@ -60,11 +60,17 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
 
     Raises:
         DataError: it cannot be read, or nothing in it is trained.
-        ValueError: the model has no positions for it, or sees the tokens that it is to predict.
+        ValueError: the model has no positions for it, sees the tokens that it is to predict, or gives no finite loss.
     """
     store = open_store(data, tokenizer, config)
     check_positions(model, store.longest)
     stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=1, shuffle=False)
     device = input_device(model)
     with present(model, fused_head=config.use_fused_kernels).attending_documents() as presented:
-        return evaluate(presented, OBJECTIVES[config.objective](), stream, Precision("fp32", device))
+        score = evaluate(presented, OBJECTIVES[config.objective](), stream, Precision("fp32", device))
+    if not math.isfinite(score.loss):
+        raise ValueError(
+            f"loss={score.loss}: what {type(model).__name__} predicts for this data is not finite; its weights are damaged or "
+            "overflow: take an earlier checkpoint, or download it again"
+        )
+    return score
