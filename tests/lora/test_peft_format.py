@@ -284,6 +284,15 @@ def test_a_field_that_is_missing_is_named(tmp_path, field):
         load_adapter(llama(), tmp_path)
 
 
+@pytest.mark.parametrize("damage", [lambda whole: b"version https://git-lfs.github.com/spec/v1\n", lambda whole: whole[:-9]])
+def test_damaged_weights_are_named_with_the_remedy(tmp_path, damage):
+    save_adapter(ours(), tmp_path)
+    file = tmp_path / WEIGHTS
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(ValueError, match=f"^{file}: cannot be read .*Git LFS pointer.*; download it again$"):
+        load_adapter(llama(), tmp_path)
+
+
 def test_a_model_without_adapters_of_ours_has_none_to_save(tmp_path):
     peft = pytest.importorskip("peft")
     theirs = peft.get_peft_model(llama(), peft.LoraConfig(target_modules=["q_proj"]))

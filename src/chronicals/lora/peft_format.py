@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chronicals.lora.apply import adapters, apply_lora, linear_shape, targeted_paths
 from chronicals.lora.config import LoRAConfig
+from chronicals.models.loading import DAMAGED
 
 PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -104,7 +106,10 @@ def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) 
 
 def _matrices(model: Any, folder: Path, shapes: Mapping[str, tuple[torch.Size, torch.Size]]) -> dict[str, list[Tensor]]:
     """A and B by path, all of ``shapes`` and no others."""
-    tensors = load_file(folder / WEIGHTS_FILE)
+    try:
+        tensors = load_file(folder / WEIGHTS_FILE)
+    except SafetensorError as error:
+        raise ValueError(f"{folder / WEIGHTS_FILE}: cannot be read ({error}): {DAMAGED}") from error
     found: dict[str, list[Tensor]] = {path: [] for path in shapes}
     for path, expected in shapes.items():
         for name, shape in zip(("lora_A", "lora_B"), expected, strict=True):

@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """Type the weights are kept in; fp16 products run over fp32 weights, whose small updates fp16 would lose."""
+
+DAMAGED = "damaged or cut, or a Git LFS pointer instead of weights; download it again"
+"""What is said of a safetensors file that is none."""
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
@@ -54,6 +58,8 @@ def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = F
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: cannot be loaded: {error}") from error
+    except SafetensorError as error:
+        raise ValueError(f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}") from error
     return model
 
 
