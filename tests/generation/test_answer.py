@@ -67,6 +67,34 @@ def test_what_cannot_be_generated_is_refused(asked):
         generate(Trained(tiny.llama(), tiny.tokenizer()), *asked)
 
 
+def learned_positions(kind):
+    """A model of 16, and none that stops by itself."""
+    from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 300}
+    sizes |= {"bos_token_id": None, "eos_token_id": None}
+    if kind == "gpt2":
+        return GPT2LMHeadModel(GPT2Config(**sizes, max_position_embeddings=16))
+    return OPTForCausalLM(OPTConfig(**sizes, ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=16))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_generation_ends_at_the_last_position(kind, caplog):
+    trained = Trained(learned_positions(kind), tiny.tokenizer())
+    trained.tokenizer.eos_token = trained.tokenizer.pad_token = None
+    assert len(generate(trained, [5] * 10, 6)) == 6 and "ends where" not in caplog.text
+    assert len(generate(trained, [5] * 10, 100)) == 6 and "ends where" in caplog.text and "at position 16" in caplog.text
+    with pytest.raises(ValueError, match="^ids has 16 tokens, .* 16 positions: ask something shorter$"):
+        generate(trained, [5] * 16, 1)
+
+
+def test_rotary_positions_go_on():
+    model = tiny.llama(max_position_embeddings=16, eos_token_id=None)
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token = None
+    assert len(generate(Trained(model, tokenizer), [5] * 20, 10)) == 10
+
+
 def test_generation_is_repeatable_and_leaves_the_random_state(overfitted):
     trained = load_trained(overfitted)
     state = torch.get_rng_state()

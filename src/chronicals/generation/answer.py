@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,7 +18,9 @@ from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.rows import CHATS
 from chronicals.data.template import Message
 from chronicals.lora import SavedModel
-from chronicals.models import in_evaluation, input_device
+from chronicals.models import in_evaluation, input_device, last_position
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ def answer(
 
 @torch.no_grad()
 def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0) -> list[int]:
-    """Token ids that follow ``ids``, the stop token included where one was reached.
+    """Token ids that follow ``ids``, the stop token included where one was reached before the model's last position.
 
     Raises:
         ValueError: there is nothing to follow, no room for a token, a temperature below zero, or what the model predicts is
@@ -104,6 +107,10 @@ def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temper
             f"max_new_tokens={max_new_tokens}, temperature={temperature}: give a token at least, and a number from 0"
         )
     model, tokenizer, stops = trained.model, trained.tokenizer, trained.stops
+    last = last_position(model, len(ids) + max_new_tokens)
+    room = max_new_tokens if last is None else last - len(ids)
+    if room < 1:
+        raise ValueError(f"ids has {len(ids):,} tokens, {type(model).__name__} {last:,} positions: ask something shorter")
     inputs = torch.tensor([ids], device=input_device(model))
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     devices = [inputs.device] if inputs.device.type == "cuda" else []
@@ -112,7 +119,7 @@ def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temper
         out = model.generate(
             inputs,
             attention_mask=torch.ones_like(inputs),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=room,
             num_return_sequences=1,
             return_dict_in_generate=False,
             eos_token_id=stops or None,
@@ -121,7 +128,10 @@ def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temper
             pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
             **sampling,
         )
-    return out[0, len(ids) :].tolist()
+    produced = out[0, len(ids) :].tolist()
+    if len(produced) == room < max_new_tokens and produced[-1] not in stops:
+        logger.warning("the answer ends where %s does, at position %d", type(model).__name__, last)
+    return produced
 
 
 def _refuse_what_is_not_finite(_: Tensor, scores: Tensor) -> Tensor:

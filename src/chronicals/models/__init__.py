@@ -3,7 +3,7 @@
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import input_device, load_config, load_model, load_tokenizer
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
-from chronicals.models.positions import check_positions
+from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation, present
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "check_positions",
     "in_evaluation",
     "input_device",
+    "last_position",
     "load_config",
     "load_model",
     "load_tokenizer",

@@ -23,19 +23,30 @@ def check_positions(model: Any, longest: int) -> None:
         ValueError: it has none.
     """
     model = within_lora(model)
-    text = model.config.get_text_config()
-    stated = getattr(text, "max_position_embeddings", None)
-    if not isinstance(stated, int) or stated <= 0 or longest <= stated:
+    stated = _stated(model)
+    if stated is None or longest <= stated:
         return
     found = (
         f"{type(model).__name__} is made for {stated:,} positions (max_position_embeddings), documents have up to {longest:,}"
     )
-    if _has_no_more(model):
+    if last_position(model, longest):
         raise ValueError(f"{found}: set max_seq_length to at most {stated}")
-    if longest > stated * _stretched(text):
+    if longest > stated * _stretched(model.config.get_text_config()):
         logger.warning(
             "%s: max_seq_length=%d keeps to them, or give its configuration a RoPE that reaches further", found, stated
         )
+
+
+def last_position(model: Any, longest: int) -> int | None:
+    """How many positions ``model`` has, where these are fewer than ``longest``; None where it goes on that far."""
+    model = within_lora(model)
+    stated = _stated(model)
+    return stated if stated is not None and longest > stated and _has_no_more(model) else None
+
+
+def _stated(model: Any) -> int | None:
+    stated = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return stated if isinstance(stated, int) and stated > 0 else None
 
 
 def _stretched(text: Any) -> float:
