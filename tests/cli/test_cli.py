@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -415,6 +416,19 @@ def test_ctrl_c_saves_and_says_how_to_resume(place):
     assert "--resume --output-dir stopped" in " ".join(stderr.split())
     (checkpoint,) = (place / "stopped" / "checkpoints").iterdir()
     assert (checkpoint / "manifest.json").exists()
+
+
+def test_the_command_that_is_printed_resumes(place, within, caplog):
+    """With the recipe as it was, though a run over it was refused in between."""
+    caplog.set_level("INFO")
+    first = "train", "recipe.yaml", "--max-steps", 4, "--save-steps", 2, "--lora-rank", 8, "--use-lora", "--output-dir", "part"
+    assert within(*first).code == 0
+    shutil.rmtree(place / "part" / "checkpoints" / "step-00000004")
+    refused = within("train", "recipe.yaml", "--lora-rank", 2, "--output-dir", "part")
+    (printed,) = re.findall(r"or chronicals (train .*?), or choose", refused.stderr)
+    assert refused.code == 1 and printed == "train --resume --output-dir part"
+    done = within(*printed.split())
+    assert done.code == 0 and "2 of 4 steps are done" in caplog.text and "trained 4 steps" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["train", "quickstart", "evaluate", "generate", "benchmark", "doctor"])

@@ -101,6 +101,27 @@ def test_yaml_numbers_and_overrides(tmp_path):
     assert recipe.config().num_epochs == 2
 
 
+def test_a_run_is_resumed_by_the_recipe_it_kept(tmp_path, monkeypatch):
+    given = {**GIVEN, "data": [{"path": "a.jsonl", "weight": 2.0}, "b.jsonl"], "learning_rate": 2e-5, "output_dir": tmp_path}
+    recipe = Recipe(**given, num_epochs=3, max_grad_norm=float("inf"), gate={"cut_row": 0.1})
+    recipe.keep(tmp_path)
+    again = Recipe.given(None, None, resume=True, output_dir=tmp_path)
+    assert again == recipe and again.explicit == recipe.explicit
+    longer = Recipe.given(None, None, resume=True, output_dir=tmp_path, max_steps=9)
+    assert (longer.model, longer.max_steps, longer.num_epochs) == ("some/model", 9, None)
+    other = tmp_path / "other.yaml"
+    other.write_text("model: m\ndata: d\n")
+    assert Recipe.given(None, other, resume=True, output_dir=tmp_path).learning_rate == 2e-4
+    assert [path.name for path in tmp_path.iterdir()].count("resume.yaml") == 1 and len(list(tmp_path.iterdir())) == 2
+    with pytest.raises(ConfigurationError, match="model: required"):
+        Recipe.given(None, None, output_dir=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match="model: required"):
+        Recipe.given(None, None, resume=True)  # chronicals-output holds none
+    recipe.keep(tmp_path / "chronicals-output")
+    assert Recipe.given(None, None, resume=True) == recipe
+
+
 def test_the_home_folder_of_a_recipe(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "recipe.yaml").write_text("model: ~/base\ndata: d\noutput_dir: ~/out\ncache_dir: ~/tokens\n")

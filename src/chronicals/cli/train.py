@@ -14,7 +14,9 @@ from chronicals.cli.options import with_recipe_flags
 @with_recipe_flags
 def train(
     recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint; the run in --output-dir knows its recipe")
+    ] = False,
     check: Annotated[bool, typer.Option("--check", help="Stop after the report on the data")] = False,
     preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
     **flags: Any,
@@ -22,7 +24,8 @@ def train(
     """Train a model: `chronicals train --model DIR_OR_HUB --data FILE`, or `chronicals train recipe.yaml`.
 
     A flag overrides the field of the recipe, `--max-steps` also its `num_epochs`, and the reverse. Without both there is one
-    epoch. What is written to `--output-dir`: `model/` (or the adapter), `checkpoints/`, `metrics.jsonl`, `report.html`.
+    epoch. What is written to `--output-dir`: `model/` (or the adapter), `checkpoints/`, `metrics.jsonl`, `report.html`, and
+    `resume.yaml`, by which `chronicals train --resume --output-dir DIR` goes on; flags override it.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -32,9 +35,10 @@ def train(
     from chronicals.lora import SavedModel
     from chronicals.models.loading import DTYPES
     from chronicals.training import ChronicalsTrainer
+    from chronicals.training.checkpoint import checkpoints
     from chronicals.training.preparation import open_stores
 
-    plan = Recipe.given(preset, recipe, **flags)
+    plan = Recipe.given(preset, recipe, resume, **flags)
     config, console = plan.config(), Console(emoji=False, highlight=False, soft_wrap=True)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = saved.tokenizer(plan.trust_remote_code)
@@ -46,6 +50,8 @@ def train(
         console.print(f"the data can be trained on; the report is in {escape(str(config.output_dir))}")
         return
     model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code)
+    if not checkpoints(config.output_dir):
+        plan.keep(config.output_dir)
     result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:

@@ -14,6 +14,9 @@ from chronicals.config.config import ChronicalsConfig, ConfigurationError, laid_
 from chronicals.config.data_source import OptionalSources, Sources
 from chronicals.config.presets import preset_fields
 
+KEPT = "resume.yaml"
+"""In the folder of a run, the recipe that ``--resume`` reads; a user's own ``recipe.yaml`` may well lie there."""
+
 
 @remembers_what_was_set
 @dataclass(kw_only=True, config=pydantic.ConfigDict(extra="forbid", validate_default=True))
@@ -33,14 +36,27 @@ class Recipe(ChronicalsConfig):
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model")
 
     @classmethod
-    def given(cls, preset: str | None = None, file: Path | None = None, **flags: Any) -> Recipe:
+    def given(cls, preset: str | None = None, file: Path | None = None, resume: bool = False, **flags: Any) -> Recipe:
         """From a preset, a YAML file and single fields, each of which wins over the ones before.
+
+        Args:
+            resume: without a file, go by the one that the run in ``output_dir`` has kept.
 
         Raises:
             ConfigurationError: there is no such preset or file, or a field is wrong.
         """
+        if resume and file is None:
+            kept = Path(os.path.expanduser(flags.get("output_dir", ChronicalsConfig().output_dir))) / KEPT
+            file = kept if kept.exists() else None
         fields = laid_over(preset_fields(preset) if preset is not None else {}, cls.read_yaml(file) if file is not None else {})
         return cls(**laid_over(fields, flags))
+
+    def keep(self, folder: Path) -> None:
+        """Write what was set, for ``given`` to resume by: aside, then renamed."""
+        folder.mkdir(parents=True, exist_ok=True)
+        aside = folder / f".{KEPT}.{os.getpid()}"
+        self.to_yaml(aside)
+        os.replace(aside, folder / KEPT)
 
     def check(self) -> None:
         """What concerns more than one field, and what is evaluated on."""
