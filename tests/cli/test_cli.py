@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 import os
@@ -18,13 +19,15 @@ from safetensors.torch import load_file
 
 import tiny
 from chronicals.cli import main
+from chronicals.cli.app import WIDE
+from chronicals.config import Recipe
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
 
-def chronicals(*arguments, folder, **options):
+def chronicals(*arguments, folder, columns=200, **options):
     command = [sys.executable, "-c", "from chronicals.cli import main; main()", *map(str, arguments)]
-    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "COLUMNS": str(columns), "HF_HUB_OFFLINE": "1"}
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240, **options)
 
 
@@ -437,6 +440,15 @@ def test_help_teaches(command, tmp_path):
     assert done.returncode == 0 and "Usage" in done.stdout
     if command == "train":
         assert "--gradient-accumulation-steps" in done.stdout and "Peak learning rate" in done.stdout
+
+
+@pytest.mark.parametrize("columns", [80, WIDE - 1, WIDE])
+@pytest.mark.parametrize("command", ["train", "verify", "benchmark"])
+def test_help_cuts_no_flag_off(command, columns, tmp_path):
+    done = chronicals(command, "--help", folder=tmp_path, columns=columns)
+    flags = {f"--{name.replace('_', '-')}" for name in (field.name for field in dataclasses.fields(Recipe))}
+    assert flags | {"--no-use-gradient-checkpointing"} <= set(re.findall(r"--[a-z0-9-]+", done.stdout))
+    assert "…" not in done.stdout and max(map(len, done.stdout.splitlines())) <= columns
 
 
 def test_quickstart_small(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import sys
 
 import typer
@@ -19,12 +20,15 @@ from chronicals.cli.quickstart import quickstart
 from chronicals.cli.train import train
 from chronicals.cli.verify import verify
 
+WIDE = 120
+"""Columns in which a table holds the names of all flags whole; in fewer, and in a pipe, help is plain lines, which cut none."""
+
 app = typer.Typer(
     name="chronicals",
     help="Fine-tune large language models, and see that they really trained. Begin with 'chronicals quickstart'.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
+    rich_markup_mode="markdown" if shutil.get_terminal_size().columns >= WIDE else None,
 )
 
 
