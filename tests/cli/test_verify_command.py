@@ -5,6 +5,7 @@ from typer.testing import CliRunner
 
 import tiny
 from chronicals.cli.app import app
+from chronicals.cli.verify import SHOWN
 
 
 @pytest.fixture
@@ -20,7 +21,7 @@ def command(tmp_path):
 
 
 def test_a_healthy_run(command, tmp_path):
-    done = CliRunner().invoke(app, [*command, "--use-lora", "--lora-rank", "4"])
+    done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*command, "--use-lora", "--lora-rank", "4"])
     assert done.exit_code == 0, done.output
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures == json.loads(done.stdout) and figures["passed"] and len(figures["losses"]) == 5
@@ -28,6 +29,8 @@ def test_a_healthy_run(command, tmp_path):
     for words in ("passed", "cosine", "note: lora_dropout=0.05"):
         assert words in done.stderr
     assert not (tmp_path / "chronicals-output").exists()
+    first_column = "".join(line.split(" ")[0] for line in done.stderr.splitlines())
+    assert sum(first_column.count(name) for name in {row["module"] for row in figures["gradients"]}) == SHOWN
 
 
 def test_a_fault_is_exit_code_1_and_named(command, tmp_path, monkeypatch):

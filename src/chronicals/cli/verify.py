@@ -65,6 +65,7 @@ def verify(
 
 
 def _show(found: Verification, console: Console) -> None:
+    from rich import box
     from rich.markup import escape
     from rich.table import Table
 
@@ -72,7 +73,10 @@ def _show(found: Verification, console: Console) -> None:
     for row in found.losses:
         figures = (f"{value:.6f}" for value in (row.ours, row.fp32, row.plain))
         losses.add_row(str(row.step), *figures, f"{abs(row.ours - row.fp32):.1e}", f"{row.allowed:.1e}")
-    modules = Table("module", "of", "deviation", "plain's", "allowed", "cosine", "norm", "", show_edge=False)
+    modules = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)  # what room there is has the name
+    modules.add_column("module", overflow="fold")
+    for name in ("of", "deviation", "plain's", "allowed", "cosine", "norm", ""):
+        modules.add_column(name, no_wrap=True)
     rows = sorted([*found.gradients, *found.updates, *found.optimizer], key=lambda row: -row.share)
     for deviation in rows[:SHOWN]:
         modules.add_row(
