@@ -324,6 +324,14 @@ def test_check_of_wrong_data_says_so_and_writes_it(place, within):
     assert (finding["rule"], finding["level"], finding["rows"]) == ("empty_answer", "error", [4])
 
 
+def test_check_leaves_the_report_of_a_run(place, trained, within):
+    before = {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()}
+    (place / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(3)))
+    done = within("train", "recipe.yaml", "--data", "few.jsonl", "--check")
+    assert done.code == 0 and done.stdout == "the data can be trained on; the run in out keeps its own report\n"
+    assert {path: path.read_bytes() for path in (place / "out").rglob("*") if path.is_file()} == before
+
+
 def test_check_maps_the_columns_of_a_recipe(place, within):
     (place / "table.csv").write_text("question,answer,label\nwhat is 3?,three,good\nwhat is 4?,four,bad\n")
     recipe = "model: base\ndata: [{path: table.csv, columns: {prompt: question, completion: answer}}]\n"

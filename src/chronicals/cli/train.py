@@ -40,17 +40,18 @@ def train(
 
     plan = Recipe.given(preset, recipe, resume, **flags)
     config, console = plan.config(), Console(emoji=False, highlight=False, soft_wrap=True)
+    holds_run = bool(checkpoints(config.output_dir))
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = saved.tokenizer(plan.trust_remote_code)
     if check:
         embedding_rows = saved.config(plan.trust_remote_code).get_text_config().vocab_size
-        open_stores(
-            plan.data, plan.validation_data, embedding_rows, tokenizer, config, Ranks(), reports=config.output_dir
-        )  # fmt: skip
-        console.print(f"the data can be trained on; the report is in {escape(str(config.output_dir))}")
+        reports = None if holds_run else config.output_dir  # a run's own say what it was trained on
+        open_stores(plan.data, plan.validation_data, embedding_rows, tokenizer, config, Ranks(), reports)
+        where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
+        console.print(escape(f"the data can be trained on; {where}"))
         return
     model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code)
-    if not checkpoints(config.output_dir):
+    if not holds_run:
         plan.keep(config.output_dir)
     result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
