@@ -91,7 +91,7 @@ WRONG = [
     ("num_epochs", 1.5),
     ("warmup_steps", -1),
     ("lr_scheduler", "exponential"),
-    ("trackers", "wandb"),
+    ("trackers", "wand"),
     ("min_lr_ratio", 1.0),
     ("wsd_decay_ratio", 0.0),
     ("use_lora", "maybe"),

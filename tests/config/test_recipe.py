@@ -150,6 +150,31 @@ def test_a_pattern_of_layers_is_a_regular_expression():
         assert Recipe(**GIVEN, lora_target_modules=targets).lora_target_modules == targets
 
 
+@pytest.mark.parametrize(
+    "line, meant",
+    [
+        ("lora_target_modules: q_proj", ["q_proj"]),
+        ("lora_target_modules: q_proj, v_proj", ["q_proj", "v_proj"]),
+        ("lora_target_modules: all-linear", "all-linear"),
+        ("lora_target_modules: .*q_proj", ".*q_proj"),
+        ("lora_target_modules: model.layers.0.mlp.up_proj", "model.layers.0.mlp.up_proj"),
+        ("memory: recompute_layers", ["recompute_layers"]),
+        ("memory: recompute_layers,tiled_mlp", ["recompute_layers", "tiled_mlp"]),
+        ("trackers: tensorboard", ["tensorboard"]),
+        ("trackers: none", []),
+        ("train_on_roles: assistant", ["assistant"]),
+    ],
+)
+def test_a_word_where_words_are_listed_is_a_list_of_it(tmp_path, line, meant):
+    (tmp_path / "recipe.yaml").write_text(f"model: m\ndata: d\n{line}\n")
+    assert getattr(Recipe.from_yaml(tmp_path / "recipe.yaml"), line.partition(":")[0]) == meant
+
+
+def test_a_wrong_word_is_told_with_those_there_are():
+    with pytest.raises(ConfigurationError, match="^train_on_roles='assistent': Input should be 'system', 'developer'"):
+        Recipe(**GIVEN, train_on_roles="assistent")
+
+
 def test_a_wrong_share_of_the_gate_is_named_with_its_rule():
     with pytest.raises(ConfigurationError, match="^gate: cut_stop='x': Input should be a valid number"):
         Recipe(**GIVEN, gate=["duplicate_row=0.1", "cut_stop=x"])

@@ -69,7 +69,7 @@ ERRORS = {
     "no such name": (["q_prj"], "'q_prj' matches no layer.*down_proj, gate_proj, k_proj, o_proj, q_proj"),
     "one of two matches nothing": (["q_proj", "c_attn"], "'c_attn' matches no layer"),
     "only the end of a name": (["proj"], "'proj' matches no layer"),
-    "no match of the expression": (r"layers\.0\.q_proj", "matches no layer, so nothing would be trained"),
+    "no match of the expression": (r"layers\.0\.q_proj", "so nothing would be trained; linear layers here: down_proj, gate_"),
     "an empty list": ([], "matches no layer, so nothing would be trained"),
     "an embedding": (["embed_tokens"], "embed_tokens' is Embedding; only linear layers"),
     "a block": (["mlp"], "layers.0.mlp' is LlamaMLP; only linear layers"),

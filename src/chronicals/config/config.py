@@ -102,6 +102,16 @@ def _pattern(value: Any) -> Any:
     return value
 
 
+def _listed(value: Any) -> Any:
+    """A word, or several with commas, as the list that they are meant as."""
+    return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
+
+
+def _names_listed(value: Any) -> Any:
+    """The same where a text may also be a regular expression, which plain names are not meant as."""
+    return _listed(value) if isinstance(value, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", value) else value
+
+
 def _none_named(value: Any) -> Any:
     """``none``, as the command line says that there are to be none, as a list."""
     return [] if value in ("none", ["none"]) else value
@@ -186,7 +196,7 @@ class ChronicalsConfig:
     lora_rank: Positive = Field(default=64, description="Rank of the adapters")
     lora_alpha: Finite = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
     lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
-    lora_target_modules: Annotated[list[str] | str | None, AfterValidator(_pattern)] = Field(
+    lora_target_modules: Annotated[list[str] | str | None, BeforeValidator(_names_listed), AfterValidator(_pattern)] = Field(
         default=None, description="Linear layers to adapt: names, or one regular expression (default: all but the head)"
     )
     use_rslora: bool = Field(default=False, description="Scale adapters by alpha / sqrt(rank)")
@@ -209,7 +219,7 @@ class ChronicalsConfig:
         description="Keep trained bf16 weights as exact fp32 masters; false: matrices are rounded stochastically, 2 bytes less",
     )
     activation_offload: bool = Field(default=False, description="Keep activations in host memory until they are needed")
-    memory: list[MemoryPolicy] | None = Field(
+    memory: Annotated[list[MemoryPolicy] | None, BeforeValidator(_listed)] = Field(
         default=None, description="What saves memory, any of them together (default: recomputation where the card needs it)"
     )
     logits_chunk_size: Positive = Field(
@@ -224,7 +234,7 @@ class ChronicalsConfig:
     objective: Literal["sft", "pretraining"] = Field(
         default="sft", description="sft trains what the rows mark (answers, completions); pretraining every token"
     )
-    train_on_roles: Annotated[list[Role], Field(min_length=1)] = Field(
+    train_on_roles: Annotated[list[Role], Field(min_length=1), BeforeValidator(_listed)] = Field(
         default=["assistant"], description="Whose messages of a conversation are trained"
     )
     train_on_turns: Turns = Field(default="all", description="All messages of those roles, or the last of a conversation")
@@ -249,9 +259,9 @@ class ChronicalsConfig:
     )
     save_steps: Positive | None = Field(default=500, description="Checkpoint every so many steps; one always at the end")
     save_total_limit: Positive = Field(default=2, description="Checkpoints kept")
-    trackers: Annotated[list[Literal["tensorboard", "wandb", "mlflow"]] | None, BeforeValidator(_none_named)] = Field(
-        default=None, description="Experiment trackers, or none (default: TensorBoard where it is installed)"
-    )
+    trackers: Annotated[
+        list[Literal["tensorboard", "wandb", "mlflow"]] | None, BeforeValidator(_listed), BeforeValidator(_none_named)
+    ] = Field(default=None, description="Experiment trackers, or none (default: TensorBoard where it is installed)")
     project: str | None = Field(default=None, description="Project in W&B, experiment in MLflow (default: theirs)")
     run_name: str | None = Field(default=None, description="Name of the run in W&B and MLflow (default: theirs)")
     output_dir: OwnPath = Field(default=Path("chronicals-output"), description="Where the run is written")

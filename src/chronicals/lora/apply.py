@@ -107,6 +107,7 @@ def targeted_paths(model: Any, wanted: list[str] | str | None, excluded: list[st
     """
     head = model.get_output_embeddings()
     linear = {path for path, layer in model.named_modules() if linear_shape(layer) and layer is not head}
+    there = f"linear layers here: {', '.join(sorted({path.rpartition('.')[2] for path in linear})) or 'none'}"
     if wanted is None or wanted == "all-linear":
         found = sorted(linear)
         _report_others({path: layer for path, layer in model.named_modules() if path not in linear and layer is not head})
@@ -117,12 +118,11 @@ def targeted_paths(model: Any, wanted: list[str] | str | None, excluded: list[st
         for name in wanted:
             matches = _matches(model, [name])
             if not matches:
-                names = sorted({path.rpartition(".")[2] for path in linear})
-                raise ValueError(f"lora_target_modules: {name!r} matches no layer; linear layers here: {', '.join(names)}")
+                raise ValueError(f"lora_target_modules: {name!r} matches no layer; {there}")
             found += matches
     found = sorted(set(found) - set(_matches(model, excluded or [])))
     if not found:
-        raise ValueError(f"lora_target_modules={wanted!r}: matches no layer, so nothing would be trained")
+        raise ValueError(f"lora_target_modules={wanted!r}: matches no layer, so nothing would be trained; {there}")
     for path in found:
         layer = model.get_submodule(path)
         if linear_shape(layer) is None:
