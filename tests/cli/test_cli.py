@@ -384,7 +384,7 @@ def test_data_show_packs_and_judges_as_the_recipe_says(place, within, caplog):
     (place / "twice.yaml").write_text(recipe + "gate: {unparsable_line: 0.5, duplicate_row: 0.1}\n")
     done = within("data", "show", "twice.yaml")
     assert done.code == 0, done.stderr
-    assert "pack 2 " in done.stdout and "row 3:" not in done.stdout
+    assert "pack 2 " in done.stdout and "\nrow 3:" not in done.stdout
     assert "warning  unparsable_line" in caplog.text and "error    duplicate_row" in caplog.text
     (place / "twice.yaml").write_text(recipe + "gate: {duplicate_rows: 0.1}\n")
     done = within("data", "show", "twice.yaml")
@@ -394,6 +394,18 @@ def test_data_show_packs_and_judges_as_the_recipe_says(place, within, caplog):
 def test_data_show_beyond_the_end_says_how_many_rows_there_are(within):
     done = within("data", "show", "data.jsonl", "--model", "base", "--skip", 100)
     assert done.code == 1 and "skip=100: there are 40 rows in all" in done.stderr
+
+
+def test_data_show_says_why_a_row_is_not_shown(place, within):
+    rows = [{"prompt": "what?", "completion": "this"}, {"prompt": "what?", "completion": ""}, ["no row"], {"text": ""}]
+    (place / "poor.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    done = within("data", "show", "poor.jsonl", "--model", "base", "--rows", 4)
+    assert done.code == 0 and "row 1:" in done.stdout and "pack 1 " in done.stdout
+    assert "empty_answer: for one, row 2: completion is empty" in done.stdout
+    assert "wrong_type: for one, row 3: a row must be an object" in done.stdout
+    done = within("data", "show", "poor.jsonl", "--model", "base", "--skip", 1)
+    assert done.code == 1 and "completion is empty" in done.stdout and "pack" not in done.stdout
+    assert "poor.jsonl, rows 2 to 4: no document to show" in done.stderr
 
 
 def test_data_show_needs_a_model(within):

@@ -57,7 +57,7 @@ def show(
     from rich.console import Console
 
     from chronicals.config import Recipe
-    from chronicals.data import Tokenizer, build_store, plan_packs
+    from chronicals.data import DataError, Tokenizer, build_store, plan_packs
     from chronicals.data.building import log_report
     from chronicals.data.gate import check_shares
     from chronicals.lora import SavedModel
@@ -78,7 +78,13 @@ def show(
         store = build_store(
             records, Tokenizer.configured(tokenizer, config), config.max_seq_length, Path(folder), overlong=config.overlong
         )
-        log_report(f"{file}, rows {skip + 1} to {skip + len(records)}", store.report, config.gate)
+        shown = f"{file}, rows {skip + 1} to {skip + len(records)}"
+        log_report(shown, store.report, config.gate)
+        for finding in store.report.entries(config.gate):
+            if finding["example"]:
+                console.print(f"{finding['rule']}: for one, {finding['example']}", markup=False, soft_wrap=True)
+        if not len(store):
+            raise DataError(f"{shown}: no document to show, for the reasons above; mend these rows, or --skip them")
         for number in range(len(store)):
             targets, tokens = int(store.targets[number]), int(store.lengths[number])
             console.print(
