@@ -236,7 +236,8 @@ def test_paths_and_errors_are_printed_as_they_are(place, within):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["train", "--model", "nowhere", "--data", "data.jsonl"], "nowhere"),
+        (["train", "--model", "nowhere", "--data", "data.jsonl"], "model='nowhere': there is no such folder here, and as"),
+        (["train", "--model", "../nowhere", "--data", "data.jsonl"], "model='../nowhere': there is no such folder here, and"),
         (["train", "--model", "base", "--data", "missing.jsonl", "--output-dir", "new"], "missing.jsonl: no such file"),
         (["train", "--model", "base", "--data", "data.jsonl", "--use-8bit-optimizer"], "use_8bit_optimizer"),
         (["train", "--data", "data.jsonl"], "model: required"),

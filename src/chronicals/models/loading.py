@@ -41,7 +41,12 @@ def _load(kind: Any, what: str, name: str | Path, trust_remote_code: bool) -> An
     try:
         return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ValueError(f"model={str(name)!r}: no {what} could be loaded: {error}") from error
+        raise ValueError(f"model={str(name)!r}: {_where(name)}no {what} could be loaded: {error}") from error
+
+
+def _where(name: str | Path) -> str:
+    """Said first of a name that was looked for on the hub."""
+    return "" if Path(name).is_dir() else "there is no such folder here, and as a hub name: "
 
 
 def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
@@ -57,7 +62,7 @@ def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = F
             name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"model={str(name)!r}: cannot be loaded: {error}") from error
+        raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}") from error
     return model
