@@ -84,6 +84,11 @@ def test_train_with_a_recipe_and_flags(place, trained):
     assert (place / "out" / "model" / "adapter_model.safetensors").exists()
 
 
+def test_the_command_that_comes_next_can_be_pasted(place, within):
+    done = within("train", "recipe.yaml", "--max-steps", 1, "--output-dir", "a run [x]")
+    assert done.code == 0 and done.stdout.endswith("next: chronicals generate 'a run [x]'\n")
+
+
 def test_model_and_data_are_enough(place, within):
     done = within("train", "--model", "base", "--data", "data.jsonl")
     assert done.code == 0, done.stderr
@@ -222,7 +227,7 @@ def test_quickstart_prints_words_as_they_are(within, monkeypatch, tmp_path):
     monkeypatch.setattr("chronicals.training.quickstart.run_quickstart", lambda *_: done)
     said = within("quickstart", "--folder", tmp_path / "quick [y]").stdout
     assert said.count(f"  {words}\n") == 6 and said.count("what is [x]:key:? (") == 2
-    assert f"report {tmp_path}/[x] :100:\n" in said and said.endswith(f"generate {tmp_path}/quick [y]\n")
+    assert f"report {tmp_path}/[x] :100:\n" in said and said.endswith(f"generate '{tmp_path}/quick [y]'\n")
 
 
 def test_paths_and_errors_are_printed_as_they_are(place, within):

@@ -17,6 +17,7 @@ def quickstart(
     The data are the documentation strings of Python's standard library as questions and answers, the tokenizer is
     trained on them, and the model answers two questions before and after: one it was trained on, one held out.
     """
+    import shlex
     import shutil
 
     from rich.console import Console
@@ -49,4 +50,4 @@ def quickstart(
     console.print(f"\n[bold]report[/] {escape(str(done.result.report))}\n[bold]model[/]  {escape(str(done.result.model_dir))}")
     console.print("\nnext, on your own data:")
     console.print("  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora")
-    console.print(f"or talk to this one:\n  chronicals generate {escape(str(folder))}")
+    console.print(f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(folder)))}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,4 +59,4 @@ def train(
     if result.evaluation:
         console.print(f"[bold]held out[/] {dataclasses.asdict(result.evaluation)}")
     console.print(f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] {escape(str(result.report))}")
-    console.print(f"next: chronicals generate {escape(str(config.output_dir))}")
+    console.print(f"next: chronicals generate {escape(shlex.quote(str(config.output_dir)))}")
