@@ -135,6 +135,14 @@ def test_evaluate_prints_a_table_and_json(place, trained, within):
     assert figures["targets"] > 100 and 0 < figures["loss"] < 7 and "perplexity" in done.stderr
 
 
+def test_evaluate_keeps_its_tokens_where_it_is_told(place, within, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(place / "data.jsonl"))
+    done = within("evaluate", "base", "--data", "data.jsonl")
+    assert done.code == 1 and f"cache_dir='{place}/data.jsonl/.cache/chronicals': token stores cannot be" in done.stderr
+    done = within("evaluate", "base", "--data", "data.jsonl", "--cache-dir", tmp_path / "tokens")
+    assert done.code == 0 and list((tmp_path / "tokens").glob("*.arrow"))
+
+
 def test_evaluate_scores_what_the_run_trained(place, within):
     flags = "--objective", "pretraining", "--max-seq-length", 48, "--max-steps", 1, "--output-dir", "all-tokens"
     assert within("train", "recipe.yaml", *flags).code == 0

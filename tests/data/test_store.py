@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import random
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import transformers
 
 import chronicals
 import tiny
+from chronicals.config import ConfigurationError
 from chronicals.data import DataError, Tokenizer, TokenStore, build_store, building, chunks
 from data import stock_templates
 
@@ -370,6 +372,18 @@ def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["taken", "taken/tokens", "closed"])
+@pytest.mark.parametrize("from_file", [False, True])
+def test_a_cache_that_cannot_be_written_is_named(tmp_path, name, from_file):
+    (tmp_path / "taken").touch()
+    (tmp_path / "closed").symlink_to("/proc")  # where the root user, too, makes no file
+    file = tmp_path / "rows.jsonl"
+    file.write_text(json.dumps({"text": "hello world"}))
+    os.utime(file, (1, 1))
+    with pytest.raises(ConfigurationError, match=f"^cache_dir='{tmp_path}/{name}': .* name a folder that can be written$"):
+        build_store(file if from_file else [{"text": "hello world"}], tokenizer(), 8, tmp_path / name)
 
 
 def test_a_missing_file_makes_no_folder(tmp_path):

@@ -21,6 +21,7 @@ def evaluate(
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages count; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="all, or last")] = None,
     gate: Annotated[list[str] | None, typer.Option(help="Share of the rows a finding may touch, name=share")] = None,
+    cache_dir: Annotated[Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
@@ -40,7 +41,7 @@ def evaluate(
     trained = load_trained(model, base_model, trust_remote_code)
     asked = {
         "data": data, "max_seq_length": max_seq_length, "objective": objective, "train_on_roles": train_on_roles,
-        "train_on_turns": train_on_turns, "gate": gate,
+        "train_on_turns": train_on_turns, "gate": gate, "cache_dir": cache_dir,
     }  # fmt: skip
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.taught}
     fields |= {name: value for name, value in asked.items() if value not in (None, [])}

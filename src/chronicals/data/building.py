@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from chronicals.config import ChronicalsConfig, Overlong
+from chronicals.config import ChronicalsConfig, ConfigurationError, Overlong
 from chronicals.data.chunks import Chunk, ChunkEncoder, Encoded, chunks_of
 from chronicals.data.documents import Documents
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
@@ -151,23 +151,40 @@ def build_store(
 
     Raises:
         ChildProcessError: one of these has died; nothing is left behind.
+        ConfigurationError: ``cache_dir`` cannot be made, read or written.
         DataError: a file cannot be read, or the process that is waited for has stopped; nothing is left behind. What is wrong
             with single rows is in the store's report.
     """
     if isinstance(source, Iterator):
         source = list(source)
     cache_dir = cache_dir or Path.home() / ".cache" / "chronicals"
-    content = file_digests(source, cache_dir)
-    made_of = [FORMAT, max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
-    path = cache_dir / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.arrow"
-    if builder and not (path.exists() and path.with_suffix(".json").exists()):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        encoder = ChunkEncoder(tokenizer, max_seq_length, overlong)
-        rows = _unchanged(read_unparsed(source, seed), content, lambda: file_digests(source, cache_dir))
-        _write(path, rows, TokenizingProcesses(encoder, processes, bytes_to_read(source)))
-    elif not builder:
-        _wait_for(path)
-    return TokenStore.open(path)
+    with _naming(cache_dir):
+        content = file_digests(source, cache_dir)
+        made_of = [FORMAT, max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
+        path = cache_dir / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.arrow"
+        if builder and not (path.exists() and path.with_suffix(".json").exists()):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            encoder = ChunkEncoder(tokenizer, max_seq_length, overlong)
+            rows = _unchanged(read_unparsed(source, seed), content, lambda: file_digests(source, cache_dir))
+            _write(path, rows, TokenizingProcesses(encoder, processes, bytes_to_read(source)))
+        elif not builder:
+            _wait_for(path)
+        return TokenStore.open(path)
+
+
+@contextmanager
+def _naming(cache_dir: Path) -> Iterator[None]:
+    """Within: where the system refuses something of the cache, the field is named."""
+    try:
+        yield
+    except OSError as error:
+        place = error.filename and Path(error.filename)
+        if not place or not (place.is_relative_to(cache_dir) or cache_dir.is_relative_to(place)):
+            raise
+        raise ConfigurationError(
+            f"cache_dir={str(cache_dir)!r}: token stores cannot be kept there ({place}: {error.strerror}); name a folder that "
+            "can be written"
+        ) from error
 
 
 def _unchanged(rows: Iterable[Unparsed], before: dict[Path, str], now: Callable[[], dict[Path, str]]) -> Iterator[Unparsed]:
