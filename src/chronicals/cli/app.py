@@ -58,8 +58,8 @@ def main() -> None:
         if not isinstance(error, (ValueError, TrainingFailure, OSError, OutOfMemoryError)):
             raise
         stopped = isinstance(error, Interrupted)
-        word = "[bold]stopped[/]" if stopped else "[bold red]error[/]"
-        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True).print(f"{word} {escape(_words(error))}")
+        word = "" if stopped else "[bold red]error[/] "
+        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True).print(f"{word}{escape(_words(error))}")
         sys.exit(130 if stopped else 1)
 
 

@@ -136,9 +136,10 @@ def _look_at_padding(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str
     _call.labels_at_padding = False
     mask, labels = kwargs.get("attention_mask"), kwargs.get("shift_labels")
     labels = kwargs.get("labels") if labels is None else labels
-    both = isinstance(mask, Tensor) and isinstance(labels, Tensor) and mask.shape == labels.shape
-    if both and not torch.compiler.is_compiling():
-        _call.labels_at_padding = bool(((labels != IGNORED) & (mask == 0)).any())
+    if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or torch.compiler.is_compiling():
+        return
+    if mask.shape == labels.shape:
+        _call.labels_at_padding = bool((labels.ne(IGNORED) & mask.eq(0)).any())
         if _call.labels_at_padding:
             _say_labels_at_padding()
 
