@@ -154,6 +154,13 @@ def test_plain_completions_say_what_of_them_is_not_read():
     assert unread_fields(row, "chat") == []
 
 
+@pytest.mark.parametrize("picture", ["cat.png", ["cat.png"], {"bytes": b"1"}, np.zeros((2, 2)), 7])
+def test_pictures_and_sound_are_not_read(picture):
+    row = {"messages": MESSAGES, "images": picture, "audio": None, "video": [], "videos": np.zeros(0), "system": "be kind"}
+    assert unread_fields(row, "chat") == ["images"]
+    assert unread_fields({"prompt": "a", "completion": "b", "image": picture}, "completion") == ["image"]
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -45,8 +45,9 @@ RULES = {
     "missing_field": Rule("rows without a field they need", "fill it in, or name the columns with 'columns'", 0),
     "wrong_type": Rule("rows with a field of the wrong type", "mend them", 0),
     "unread_field": Rule(
-        "plain completions with a system message, tools or a history, which are left out",
-        "map them to instruction and output, which go through the chat template: columns: {instruction: prompt, output: …}",
+        "rows with pictures or sound, and plain completions with a system message, tools or a history, which are left out",
+        "drop rows that are about the former; map the latter to instruction and output, which go through the chat template: "
+        "columns: {instruction: prompt, output: …}",
         1,
     ),
     "unusable_kind": Rule("rows this objective cannot train on", "choose their objective, or map their columns", 0),

@@ -129,9 +129,19 @@ def _normalised(record: Record, kind: str, where: str) -> Record:
     return {"messages": _after_system(record, _messages(said, told, where), where), "tools": tools}
 
 
+MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+OF_TEMPLATES = ("system", "tools", "history")
+
+
 def unread_fields(record: Record, kind: str) -> list[str]:
-    """Fields that say something which a row of this kind has no place for: a plain completion has no chat template."""
-    return [name for name in ("system", "tools", "history") if kind == "completion" and record.get(name)]
+    """Fields that say something which a row of this kind has no place for: a plain completion has no chat template, and no row
+    has pictures or sound."""
+    names = (*MEDIA, *OF_TEMPLATES) if kind == "completion" else MEDIA
+    return [name for name in names if _is_filled(record.get(name))]
+
+
+def _is_filled(value: Any) -> bool:
+    return len(value) > 0 if hasattr(value, "__len__") else bool(value)
 
 
 def _after_system(record: Record, messages: list[Message], where: str) -> list[Message]:
