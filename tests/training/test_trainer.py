@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import runs
 import tiny
@@ -167,7 +168,10 @@ def test_what_would_be_trained_and_not_saved_is_refused(tmp_path, made, lost):
 def test_what_peft_saves_beside_adapters_is_trained(tmp_path):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["norm"], bias="all", task_type="CAUSAL_LM")
-    runs.train(tmp_path, model=peft.get_peft_model(tiny.llama(), config), max_steps=1)
+    result = runs.train(tmp_path, model=peft.get_peft_model(tiny.llama(), config), max_steps=1)
+    saved = load_file(result.model_dir / "adapter_model.safetensors")
+    norms = [weight for name, weight in saved.items() if name.endswith("model.norm.weight")]
+    assert len(norms) == 1 and (norms[0] != 1).any(), "a norm begins as ones, and is trained"
 
 
 def test_prompts_of_peft_are_refused_by_name(tmp_path):
