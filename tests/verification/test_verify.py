@@ -321,7 +321,7 @@ RATES = [
 
 @pytest.mark.parametrize("wrong, changes, message", RATES, ids=[f"{f.__name__}-{n}" for n, (f, *_) in enumerate(RATES)])
 def test_a_wrong_learning_rate_fails_wherever_it_is_in_the_run(tmp_path, monkeypatch, seed, wrong, changes, message):
-    monkeypatch.setattr(f"{PATH}.learning_rate_factor", wrong)
+    monkeypatch.setattr("chronicals.training.step.learning_rate_factor", wrong)
     found = compare(tmp_path, tiny.llama(seed), max_steps=100, seed=seed, **changes)
     told = [line for line in found.failures if line.startswith("learning rate")]
     assert len(told) == 1 and re.search(message, told[0]), found.failures

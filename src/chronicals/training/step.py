@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
+from chronicals.config import ChronicalsConfig
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models import PresentedModel
 from chronicals.objectives import Objective, divide
-from chronicals.optimizers import FusedAdamW
+from chronicals.optimizers import FusedAdamW, learning_rate_factor
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 
@@ -80,3 +81,17 @@ def update(
 
 def gradients_of(parameters: list[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def rate_factor(config: ChronicalsConfig, number: int, total_steps: int) -> float:
+    """Of the peak, what the schedule gives step ``number``, from 0, of a run of so many."""
+    warmup = config.warmup_steps
+    if "warmup_steps" not in config.explicit:
+        warmup = min(warmup, total_steps // 10)
+    return learning_rate_factor(config.lr_scheduler, number, total_steps, warmup, config.min_lr_ratio, config.wsd_decay_ratio)
+
+
+def set_learning_rate(optimizer: FusedAdamW, factor: float) -> None:
+    """Of every group so much of its peak."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["peak"] * factor

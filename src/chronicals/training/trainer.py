@@ -17,7 +17,7 @@ from chronicals.distributed import Ranks
 from chronicals.memory import ActivationOffload
 from chronicals.models import PresentedModel, check_positions
 from chronicals.objectives import OBJECTIVES
-from chronicals.optimizers import FusedAdamW, learning_rate_factor
+from chronicals.optimizers import FusedAdamW
 from chronicals.patching import lay_apart
 from chronicals.training import checkpoint
 from chronicals.training.audit import Coverage, FirstStepAudit
@@ -43,7 +43,7 @@ from chronicals.training.preparation import (
 from chronicals.training.report import write_report
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.signals import heeding_signals
-from chronicals.training.step import train_step
+from chronicals.training.step import rate_factor, set_learning_rate, train_step
 from chronicals.training.trackers import build_trackers
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,8 @@ class ChronicalsTrainer:
         self.model.train()
 
         for step in stream.steps(run.position, count=0 if self._gains_no_more(run) else run.total_steps - run.step):
-            rate = self._set_learning_rate(optimizer, run)
+            factor = rate_factor(self.config, run.step, run.total_steps)
+            set_learning_rate(optimizer, factor)
             scalars = train_once(step, audit.see_gradients if audit else None)
             run.step, run.position = run.step + 1, step.position
             if audit:
@@ -215,7 +216,8 @@ class ChronicalsTrainer:
             if pending:
                 self._deliver(run, presented, pending)
             pending = PendingMetrics(
-                scalars, began, step=run.step, learning_rate=rate, tokens=step.counts.tokens, targets=step.counts.targets,
+                scalars, began, step=run.step, learning_rate=self.config.learning_rate * factor,
+                tokens=step.counts.tokens, targets=step.counts.targets,
                 fill=step.counts.tokens / step.counts.slots, epoch=stream.epoch_at(step.position),
             )  # fmt: skip
             began = pending.moment
@@ -299,18 +301,6 @@ class ChronicalsTrainer:
             store, self.config, self.tokenizer.pad_token_id or 0, epochs=epochs, rank=self.ranks.rank,
             ranks=self.ranks.count, shuffle=shuffle, pin=self.device.type == "cuda",
         )  # fmt: skip
-
-    def _set_learning_rate(self, optimizer: FusedAdamW, run: Run) -> float:
-        config = self.config
-        warmup = config.warmup_steps
-        if "warmup_steps" not in config.explicit:
-            warmup = min(warmup, run.total_steps // 10)
-        factor = learning_rate_factor(
-            config.lr_scheduler, run.step, run.total_steps, warmup, config.min_lr_ratio, config.wsd_decay_ratio
-        )
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak"] * factor
-        return config.learning_rate * factor
 
     def _trainable_share(self) -> float:
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]

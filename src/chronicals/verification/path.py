@@ -17,12 +17,11 @@ from chronicals.distributed import Ranks
 from chronicals.kernels.master import join_master
 from chronicals.memory import ActivationOffload
 from chronicals.objectives import OBJECTIVES
-from chronicals.optimizers import learning_rate_factor
 from chronicals.patching import lay_apart
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 from chronicals.training.preparation import build_optimizer, prepare_model
-from chronicals.training.step import train_step
+from chronicals.training.step import rate_factor, set_learning_rate, train_step
 
 
 @dataclass(frozen=True)
@@ -80,17 +79,11 @@ class TrainingPath:
 
     def rate_factor(self, number: int) -> float:
         """Of the schedule at step ``number``, from 0."""
-        config, warmup = self.config, self.config.warmup_steps
-        if "warmup_steps" not in config.explicit:
-            warmup = min(warmup, self.total_steps // 10)
-        return learning_rate_factor(
-            config.lr_scheduler, number, self.total_steps, warmup, config.min_lr_ratio, config.wsd_decay_ratio
-        )
+        return rate_factor(self.config, number, self.total_steps)
 
     def step(self, step: Step, number: int) -> Made:
         """Train once, within ``stepping``."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * self.rate_factor(number)
+        set_learning_rate(self.optimizer, self.rate_factor(number))
         gradients: dict[str, Tensor] = {}
 
         def hold() -> None:
