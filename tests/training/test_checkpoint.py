@@ -351,3 +351,9 @@ def test_another_architecture_is_not_gone_on_with(tmp_path, shape, message):
     with pytest.raises(CheckpointError, match=message):
         runs.train(tmp_path, model=other, max_steps=2, resume=True)
     assert all(torch.equal(p, before[name]) for name, p in other.named_parameters())
+
+
+def test_how_to_resume_can_be_pasted(tmp_path):
+    runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
+    with pytest.raises(CheckpointError, match=f"--output-dir '{tmp_path}/my run'"):
+        runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")

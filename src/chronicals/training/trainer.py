@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -317,7 +318,8 @@ class ChronicalsTrainer:
             )
 
     def _how_to_resume(self) -> str:
-        return f"go on with train(..., resume=True), or chronicals train --resume --output-dir {self.output_dir}"
+        folder = shlex.quote(str(self.output_dir))
+        return f"go on with train(..., resume=True), or chronicals train --resume --output-dir {folder}"
 
     def _resume(self, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream) -> None:
         folder = checkpoint.newest_valid(self.output_dir)
