@@ -270,6 +270,9 @@ def kernels() -> list[str]:
             lines.append(f"| quantising to {name} | {share:.0%} of the copy rate | {beside} |")
         elif name in FP8_LAYERS:
             lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products in bf16 | - |")
+    for name, row in load("layers-h200.json")["rows"].items():
+        times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+        lines.append(f"| {name}, adapters of rank 16 | {times['ours'] / times['products']:.3f} times the frozen layers | - |")
     return lines
 
 
