@@ -26,12 +26,6 @@ from chronicals.kernels.peak import new_peak, raise_peak
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-PART = (32, 64)
-"""Rows and columns of a tile that a program takes where each has a scale of its own."""
-
-REGISTERS, OF_PART = 128, 96
-"""Of a thread that takes its share of a whole tile, which leaves a multiprocessor two programs, or of a part of one: ten."""
-
 STRIP = (512, 64)
 """Rows of a strip, and of them at a time."""
 
@@ -68,8 +62,22 @@ def _scale_of(most, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _inverse(scale):
-    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+def _inverse(scale, INTERPRETED: tl.constexpr):
+    """Rounded right, by one step of Newton from within an ulp (Markstein, 1990), for a scale is a normal number, or infinite,
+    which has 0. ``tl.div_rn`` holds a call, for numbers that no scale is, around which a tile would leave the registers."""
+    if INTERPRETED:
+        return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    newton: tl.constexpr = """{
+        .reg .f32 guess, error;
+        .reg .pred finite;
+        rcp.approx.ftz.f32 guess, $1;
+        fma.rn.f32 error, $1, guess, 0fBF800000;
+        neg.f32 error, error;
+        fma.rn.f32 guess, guess, error, guess;
+        setp.lt.f32 finite, $1, 0f7F800000;
+        selp.f32 $0, guess, 0f00000000, finite;
+    }"""
+    return tl.inline_asm_elementwise(newton, "=r,r", [scale], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -110,65 +118,64 @@ def _extremes_kernel(
 
 
 @triton.jit
-def _put_rows(rows_ptr, given, inverse, row, column, inside, width):
-    values = (given.to(tl.float32) * inverse[:, None]).to(rows_ptr.dtype.element_ty)
-    tl.store(rows_ptr + row.to(tl.int64)[:, None] * width + column[None, :], values, mask=inside)
-
-
-@triton.jit
-def _put_columns(columns_ptr, given, inverse, row, column, inside, rows):
-    """Turned in 16 bit, as it came, by matrix loads; 8-bit values would be turned one by one."""
-    values = (tl.trans(given).to(tl.float32) * inverse[:, None]).to(columns_ptr.dtype.element_ty)
-    tl.store(columns_ptr + column.to(tl.int64)[:, None] * rows + row[None, :], values, mask=tl.trans(inside))
-
-
-@triton.jit
-def _scales(common, most_ptr, scale_ptr, here, size, before, tile, SCALING: tl.constexpr, LIMIT: tl.constexpr):
-    """Those of a tile's rows or columns, written by the first tile that has them; ``before`` are the tiles in front of it."""
-    scale, at = tl.zeros(here.shape, tl.float32) + common, tl.arange(0, here.shape[0])
+def _scales(
+    most, most_ptr, scale_ptr, here, size, beside, tile, SCALING: tl.constexpr, KNOWN: tl.constexpr, LIMIT: tl.constexpr
+):  # fmt: skip
+    """Those of a tile's rows or columns, written by the first tile that has them; ``beside`` is the tile's place along them."""
+    at = tl.arange(0, here.shape[0])
     if SCALING == "row":
-        scale = _scale_of(tl.load(most_ptr + here, mask=here < size, other=0.0), LIMIT)
-        tl.store(scale_ptr + here, scale, mask=here < tl.where(before == 0, size, 0))
-    elif SCALING == "tensor":
+        most = tl.load(most_ptr + here, mask=here < size, other=0.0)
+    scale = tl.zeros(here.shape, tl.float32) + (most if KNOWN else _scale_of(most, LIMIT))
+    if SCALING == "tensor":
         tl.store(scale_ptr + at, scale, mask=tile + at == 0)
+    elif SCALING == "row":
+        tl.store(scale_ptr + here, scale, mask=here < tl.where(beside == 0, size, 0))
+    elif SCALING == "block":
+        tl.store(scale_ptr + beside.to(tl.int64) * size + here, scale, mask=here < size)
     else:
         tl.store(scale_ptr + tile + at, scale, mask=at == 0)
     return scale
 
 
 @triton.jit
-def _put_pairs(
-    columns_ptr, upper, lower, inverse, pair, column, rows, width,
-    KIND: tl.constexpr, WHOLE: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Two rows as columns: what lies together in a column becomes a number of 16 bits before it is turned."""
-    inverse, there = inverse[None, :], ((column < width) | WHOLE)[:, None]
-    upper, lower = (upper.to(tl.float32) * inverse).to(KIND), (lower.to(tl.float32) * inverse).to(KIND)
-    turned = tl.trans(_pairs(upper, lower, INTERPRETED))
-    if columns_ptr.dtype.element_ty == tl.uint16:
-        place = columns_ptr + column.to(tl.int64)[:, None] * (rows // 2) + pair[None, :]
-        tl.store(place, turned, mask=there & ((pair < rows // 2) | WHOLE)[None, :])
-    else:  # a column of an odd length begins anywhere
-        place = columns_ptr + column.to(tl.int64)[:, None] * rows + 2 * pair[None, :]
-        tl.store(place, (turned & 255).to(tl.uint8), mask=there & (2 * pair < rows)[None, :])
-        tl.store(place + 1, (turned >> 8).to(tl.uint8), mask=there & (2 * pair + 1 < rows)[None, :])
+def _largest(a, b, c, d):
+    return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))).to(tl.float32)
 
 
 @triton.jit
-def _pairs(upper, lower, INTERPRETED: tl.constexpr):
-    """``upper + 256 · lower`` of their bits; on a card four at a time are two permutations of bytes."""
-    upper, lower = upper.to(tl.uint8, bitcast=True), lower.to(tl.uint8, bitcast=True)
+def _apart(x, INTERPRETED: tl.constexpr):
+    """In fp32, by instructions that nothing else has: what the compiler sees twice, it keeps, and a tile in fp32 fills the
+    registers of two."""
+    if INTERPRETED or x.dtype != tl.bfloat16:
+        return x.to(tl.float32)
+    permuted: tl.constexpr = "prmt.b32 $0, $2, 0, 0x1044; prmt.b32 $1, $2, 0, 0x3244;"
+    return tl.inline_asm_elementwise(permuted, "=r,=r,r", [x], dtype=tl.float32, is_pure=False, pack=2)
+
+
+@triton.jit
+def _four(a, b, c, d, inverse, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
+    """The bytes of four rows' values as a number, the first row's the lowest."""
+    a, b = _apart(a, INTERPRETED) * inverse, _apart(b, INTERPRETED) * inverse
+    c, d = _apart(c, INTERPRETED) * inverse, _apart(d, INTERPRETED) * inverse
     if INTERPRETED:
-        return upper.to(tl.uint16) | (lower.to(tl.uint16) << 8)
-    permuted: tl.constexpr = "prmt.b32 $0, $2, $3, 0x5140; prmt.b32 $1, $2, $3, 0x7362;"
-    return tl.inline_asm_elementwise(permuted, "=r,=r,r,r", [upper, lower], dtype=tl.uint16, is_pure=True, pack=4)
+        low = a.to(KIND).to(tl.uint8, bitcast=True) | b.to(KIND).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        high = c.to(KIND).to(tl.uint8, bitcast=True) | d.to(KIND).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
+        return low | high << 16
+    convert: tl.constexpr = "cvt.rn.satfinite.e5m2x2.f32 " if tl.float8e5 == KIND else "cvt.rn.satfinite.e4m3x2.f32 "
+    code: tl.constexpr = "{.reg .b16 x, y; " + convert + "x, $2, $1; " + convert + "y, $4, $3; mov.b32 $0, {x, y};}"
+    return tl.inline_asm_elementwise(code, "=r,r,r,r,r", [a, b, c, d], dtype=tl.uint32, is_pure=True, pack=1)
 
 
 @triton.jit
-def _inverses(scale):
-    """Gathered from themselves: else each thread divides for all that it has a part of, and what has one scale is converted
-    once for both layouts, which Triton 3.6 then stores in a wrong order."""
-    return tl.gather(_inverse(scale), tl.arange(0, scale.shape[0]), 0)
+def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.constexpr):
+    turned, there = tl.trans(fours), ((column < width) | WHOLE)[:, None]
+    if columns_ptr.dtype.element_ty == tl.uint32:
+        place = columns_ptr + column.to(tl.int64)[:, None] * (rows // 4) + four[None, :]
+        tl.store(place, turned, mask=there & ((four < rows // 4) | WHOLE)[None, :])
+    else:  # a column begins anywhere
+        place = columns_ptr + column.to(tl.int64)[:, None] * rows + 4 * four[None, :]
+        for n in tl.static_range(4):
+            tl.store(place + n, (turned >> 8 * n & 255).to(tl.uint8), mask=there & (4 * four + n < rows)[None, :])
 
 
 @triton.jit
@@ -177,88 +184,53 @@ def _tiles_kernel(
     SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
     WHOLE: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """A tile, read once, the upper and the lower of each two rows apart. Maxima of tensors and rows are there, or a tensor's
-    scale is; that of a square is found here."""
+    """A tile, read once, as four tensors, of every fourth row each: four neighbours of a column are a number of 32 bits before
+    they are turned. Maxima of tensors and rows are there, or a tensor's scale is; others are found here. The last tile goes
+    first: what was written or read last is still near."""
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
-    left, top = tl.program_id(0) % across, tl.program_id(0) // across
-    pair, column = top * (BLOCK // 2) + tl.arange(0, BLOCK // 2), left * BLOCK + tl.arange(0, BLOCK)
-    row = 2 * pair
-    upper, of_upper = _values(x_ptr, row, column, rows, width, stride, WHOLE)
-    lower, of_lower = _values(x_ptr, row + 1, column, rows, width, stride, WHOLE)
-    common = 0.0
+    last = tl.num_programs(0) - 1 - tl.program_id(0)
+    left, top = last % across, last // across
+    four, column = top * (BLOCK // 4) + tl.arange(0, BLOCK // 4), left * BLOCK + tl.arange(0, BLOCK)
+    row = 4 * four
+    a, of_a = _values(x_ptr, row, column, rows, width, stride, WHOLE)
+    b, of_b = _values(x_ptr, row + 1, column, rows, width, stride, WHOLE)
+    c, of_c = _values(x_ptr, row + 2, column, rows, width, stride, WHOLE)
+    d, of_d = _values(x_ptr, row + 3, column, rows, width, stride, WHOLE)
+    most = 0.0
     if SCALING == "tensor":
-        common = tl.load(of_rows_ptr)
-        if not KNOWN:
-            common = _scale_of(common, LIMIT)
-    elif SCALING == "square":
-        sizes = tl.maximum(tl.abs(upper.to(tl.float32)), tl.abs(lower.to(tl.float32)))
-        common = _scale_of(tl.max(tl.max(sizes, 1), 0), LIMIT)
-    if ROWS:
-        tile = top * across + left
-        of_upper_rows = _scales(common, of_rows_ptr, rows_scale_ptr, row, rows, left, tile, SCALING, LIMIT)
-        of_lower_rows = _scales(common, of_rows_ptr, rows_scale_ptr, row + 1, rows, left, tile, SCALING, LIMIT)
-        _put_rows(rows_ptr, upper, _inverses(of_upper_rows), row, column, of_upper, width)
-        _put_rows(rows_ptr, lower, _inverses(of_lower_rows), row + 1, column, of_lower, width)
+        most = tl.load(of_rows_ptr)
+    elif SCALING != "row":
+        most = tl.max(_largest(a, b, c, d), 0)
+    if SCALING == "square":
+        most = tl.max(most, 0)
     if COLUMNS:
         tile = left * down + top
-        scale = _scales(common, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, LIMIT)
-        inverse = _inverses(scale)
-        _put_pairs(columns_ptr, upper, lower, inverse, pair, column, rows, width, rows_ptr.dtype.element_ty, WHOLE, INTERPRETED)
+        scale = _scales(most, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, KNOWN, LIMIT)
+        fours = _four(a, b, c, d, _inverse(scale, INTERPRETED)[None, :], rows_ptr.dtype.element_ty, INTERPRETED)
+        _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE)
+    if ROWS:
+        tile, given, inside = top * across + left, (a, b, c, d), (of_a, of_b, of_c, of_d)
+        for n in tl.static_range(4):
+            values = given[n].to(tl.float32)
+            if SCALING == "block":
+                most = tl.max(tl.abs(values), 1)
+            scale = _scales(most, of_rows_ptr, rows_scale_ptr, row + n, rows, left, tile, SCALING, KNOWN, LIMIT)
+            values = (values * _inverse(scale, INTERPRETED)[:, None]).to(rows_ptr.dtype.element_ty)
+            place = rows_ptr + (row + n).to(tl.int64)[:, None] * width + column[None, :]
+            tl.store(place, values, mask=inside[n])
 
 
 @triton.jit
-def _block_rows(x_ptr, rows_ptr, scale_ptr, row, column, left, rows, width, stride, LIMIT: tl.constexpr):
-    given, inside = _values(x_ptr, row, column, rows, width, stride, False)
-    scale = _scale_of(tl.max(tl.abs(given.to(tl.float32)), 1), LIMIT)
-    tl.store(scale_ptr + left.to(tl.int64) * rows + row, scale, mask=row < rows)
-    _put_rows(rows_ptr, given, _inverse(scale), row, column, inside, width)
-
-
-@triton.jit
-def _block_columns(
-    x_ptr, columns_ptr, scale_ptr, row, column, top, rows, width, stride, LIMIT: tl.constexpr, WIDE: tl.constexpr
-):  # fmt: skip
-    given, inside = _values(x_ptr, row, column, rows, width, stride, False)
-    scale = _scale_of(tl.max(tl.abs(given.to(tl.float32)), 0), LIMIT)
-    tl.store(scale_ptr + top.to(tl.int64) * width + column, scale, mask=column < width)
-    inverse = tl.gather(_inverse(scale), tl.arange(0, WIDE), 0)  # itself; else what follows lies as the maximum wants it
-    _put_columns(columns_ptr, given, inverse, row, column, inside, rows)
-
-
-@triton.jit
-def _blocks_kernel(
-    x_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride, LIMIT: tl.constexpr,
-    BLOCK: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
-    """``HIGH`` rows of a tile or ``WIDE`` of its columns, 0 of a layout that is not asked for. Programs that follow each other
-    find the tile near; one that did all of it would need the registers of two. Without masks a program loads more at once, and
-    needs more registers, than pays.
-    """
-    of_rows: tl.constexpr = BLOCK // HIGH if HIGH else 0
-    of_tile: tl.constexpr = of_rows + (BLOCK // WIDE if WIDE else 0)
-    across = tl.cdiv(width, BLOCK)
-    tile, turn = tl.program_id(0) // of_tile, tl.program_id(0) % of_tile
-    left, top = tile % across, tile // across
-    row, column = top * BLOCK + tl.arange(0, BLOCK), left * BLOCK + tl.arange(0, BLOCK)
-    if turn < of_rows:
-        if HIGH:
-            row_of_part = top * BLOCK + turn * HIGH + tl.arange(0, HIGH)
-            _block_rows(x_ptr, rows_ptr, rows_scale_ptr, row_of_part, column, left, rows, width, stride, LIMIT)
-    else:
-        if WIDE:
-            column_of_part = left * BLOCK + (turn - of_rows) * WIDE + tl.arange(0, WIDE)
-            _block_columns(x_ptr, columns_ptr, columns_scale_ptr, row, column_of_part, top, rows, width, stride, LIMIT, WIDE)
-
-
-@triton.jit
-def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
+def _rows_kernel(
+    x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
+):
     """A whole row a program: its scale and its values in one pass."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
     scale = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.abs(x), 0), LIMIT)
     tl.store(scale_ptr + row + column, scale, mask=column == 0)
-    values = (x * _inverse(scale)).to(rows_ptr.dtype.element_ty)
+    values = (x * _inverse(scale, INTERPRETED)).to(rows_ptr.dtype.element_ty)
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
 
 
@@ -290,26 +262,21 @@ def _quantize(
             tensor.fill_(1.0)
         return made
     (rows, width), stride, limit = x.shape, x.stride(0), LIMITS[dtype]
+    interpreted = not x.is_cuda
     if scaling == "row" and layout == "rows" and width <= WIDEST:
         block = next_power_of_2(width)
-        _rows_kernel[(rows,)](x, *made, width, stride, limit, block, num_warps=min(max(block // 1024, 1), 16))
-        return made
-    # of the layout that is not asked for nothing is read or written
-    if scaling == "block":
-        high, wide = PART[0] if layout != "columns" else 0, PART[1] if layout != "rows" else 0
-        programs = _tiles(x) * sum(BLOCK // part for part in (high, wide) if part)
-        registers = OF_PART if x.element_size() == 2 else None
-        _blocks_kernel[(programs,)](
-            x, *made[:2], *made[-2:], rows, width, stride, limit, BLOCK, high, wide, num_warps=2, maxnreg=registers
-        )
+        warps = min(max(block // 1024, 1), 16)
+        _rows_kernel[(rows,)](x, *made, width, stride, limit, block, interpreted, num_warps=warps)
         return made
     known = most if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
     whole = rows % BLOCK == width % BLOCK == 0
-    turned = made[-2].view(torch.uint8 if made[-2].shape[1] % 2 else torch.uint16)
+    turned = made[-2].view(torch.uint8 if made[-2].shape[1] % 4 else torch.uint32)
+    warps = 4 if x.dtype == torch.bfloat16 else 8
+    # of the layout that is not asked for nothing is read or written
     _tiles_kernel[(_tiles(x),)](
         x, *extremes, *made[:2], turned, made[-1], rows, width, stride, scaling, scale is not None, layout != "columns",
-        layout != "rows", limit, whole, BLOCK, not x.is_cuda, num_warps=8, maxnreg=REGISTERS,
+        layout != "rows", limit, whole, BLOCK, interpreted, num_warps=warps,
     )  # fmt: skip
     return made
 
@@ -319,9 +286,9 @@ def _tiles(x: Tensor) -> int:
 
 
 def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
-    """max |x| of all, twice, or of rows and of columns; nothing for squares, which find their own."""
+    """max |x| of all, twice, or of rows and of columns; nothing for blocks and squares, which find their own."""
     (rows, width), of_all = x.shape, scaling == "tensor"
-    if scaling == "square":
+    if scaling in ("block", "square"):
         return x, x
     bits = new_peak(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
     of_rows, of_columns = (bits, bits) if of_all else bits.split((rows, width))
@@ -354,7 +321,7 @@ def fp8_quantize(
         scaling: ``tensor``, ``row``, ``block`` or ``square``.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         layout: ``rows``, ``columns`` or ``both``.
-        scale: of a tensor, where it is known, fp32 ``[]``.
+        scale: of a tensor, where it is known, fp32 ``[]``, 2⁻¹²⁶ to 2¹²⁶.
         most: max |x|, where that is known, fp32 ``[1]``.
 
     Returns:
