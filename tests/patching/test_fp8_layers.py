@@ -125,6 +125,32 @@ def test_made_again_is_the_same(adapted, device):
     assert all(torch.equal(kept[name], again[name]) for name in kept)
 
 
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(adapted, device, monkeypatch):
+    """Of dy and of x, which is kept in 8 bits, attention's output apart, which attention keeps; without gradients nobody wants
+    columns."""
+    layouts, kept, usual = [], [], MERGED_LINEAR.fp8_quantize
+
+    def quantize(x, *args, layout="rows", **options):
+        layouts.append(layout)
+        return usual(x, *args, layout=layout, **options)
+
+    model = fused("llama", adapted, device)
+    run_in_fp8(model)
+    monkeypatch.setattr(MERGED_LINEAR, "fp8_quantize", quantize)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.dtype) or x, lambda x: x):
+        found_in(model, batch(device))
+    layers = len(model.get_decoder().layers)
+    backwards = ["both", "both", "both", "columns", "both"]
+    expected = ["both", "rows", "both", "both"] * layers + backwards * layers
+    assert layouts == (["rows"] * (8 * layers - 1) if adapted else expected)  # nothing is below the first A
+    assert kept.count(torch.float8_e4m3fn) == (0 if adapted else 3 * layers)
+    layouts.clear()
+    with torch.no_grad(), PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+        presented.hidden_states(batch(device))
+    assert layouts == ["rows"] * 4 * layers
+
+
 @pytest.mark.interpreted
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 def test_norms_and_units_find_what_is_quantised(adapted, device, monkeypatch):

@@ -13,7 +13,8 @@ B stands on the diagonal of its margin. Dropout cannot ride along in dx: there g
 weights of the type of x, adapters in fp32 (Hu et al., 2022, section 4.1). Operations: those of the frozen layers with
 ``in + R`` and ``out + R`` in place of ``in`` and ``out``, and four products as wide as R, the sum of the ranks rounded up.
 
-With W in FP8 (``fp8``) its three products are, too; adapters stay as they are, so u and g no longer ride but are added.
+With W in FP8 (``fp8``) its three products are, too; adapters stay as they are, so u and g no longer ride but are added. Where
+dW alone wants x again, both its layouts are made in one pass and what is kept is its columns, a byte a value.
 """
 
 from __future__ import annotations
@@ -222,7 +223,7 @@ class Remake:
     source: Tensor
 
 
-OPTIONS = 9
+OPTIONS = 10
 """Arguments of the function below that come before the tensors of the layers; x is one of them."""
 
 
@@ -233,7 +234,7 @@ class _MergedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, merged: Merged, scales: list[float], dropout: float, roomy: tuple[bool, bool],
         remake: Remake | None, unread: bool, fp8: FP8Weight | None, peaks: tuple[Peak | None, Peak | None],
-        *tensors: Tensor | None,
+        keeps_columns: bool, *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         count = len(merged.sizes)
         rows, seed = x, None
@@ -241,16 +242,22 @@ class _MergedLinear(torch.autograd.Function):
             _lay_adapters(merged, tensors[2 * count : 3 * count], tensors[3 * count :], scales)
             rows, seed = _extended(x, merged.room, roomy[0]), draw_seed(x) if dropout else None
             _down(merged, x, seed, dropout, rows[:, merged.width :])
-        ctx.fp8, ctx.scale_of_x, (peak, ctx.peak) = fp8, None, peaks
+        ctx.fp8, ctx.scale_of_x, ctx.keeps_columns, (peak, ctx.peak) = fp8, None, keeps_columns, peaks
+        source = rows if remake is None else remake.source
         if unread:
             y = rows.new_empty((len(rows), merged.outputs))
         elif fp8 is None:
             y = _of_rows(merged, rows)
         else:
-            y, ctx.scale_of_x = _of_rows_in_fp8(merged, rows, fp8, None if peak is None else peak.take(x))
+            layout, most = "both" if keeps_columns else "rows", None if peak is None else peak.take(x)
+            in_fp8, columns = fp8_quantize(rows[:, : merged.width], layout=layout, most=most)
+            assert in_fp8 is not None
+            y, ctx.scale_of_x = _of_rows_in_fp8(merged, rows, in_fp8, fp8), in_fp8.scale
+            if keeps_columns:
+                assert columns is not None
+                source = columns.values
         kept = any(ctx.needs_input_grad[OPTIONS:])
         ctx.make = remake.make if remake is not None and kept else None
-        source = rows if remake is None else remake.source
         ctx.save_for_backward(source if kept else None, seed, *tensors[2 * count :])
         ctx.laid = list(merged.laid)
         ctx.merged, ctx.scales, ctx.dropout, ctx.roomy = merged, scales, dropout, roomy[1]
@@ -268,7 +275,7 @@ class _MergedLinear(torch.autograd.Function):
         if ctx.make is not None:
             rows = _made_again(ctx, rows, seed)
         dy = in_rows(upstream)
-        x = None if rows is None else rows[:, : merged.width]
+        x = rows if rows is None or ctx.keeps_columns else rows[:, : merged.width]
         extended = dy if not merged.room else _extended(dy, merged.room, ctx.roomy)
         needs, count = ctx.needs_input_grad, len(merged.sizes)
         g = extended[:, merged.outputs :]
@@ -298,14 +305,9 @@ def _of_rows(merged: Merged, rows: Tensor) -> Tensor:
     return product(rows, matrix, rows.dtype) if merged.bias is None else torch.addmm(merged.bias, rows, matrix)
 
 
-def _of_rows_in_fp8(merged: Merged, rows: Tensor, fp8: FP8Weight, most: Tensor | None) -> tuple[Tensor, Tensor]:
-    """With the scale of x."""
-    x, _ = fp8_quantize(rows[:, : merged.width], most=most)
-    assert x is not None
-    y = scaled_product(x, fp8.rows(), rows.dtype, fast=True, bias=merged.bias)
-    if merged.room:
-        y = y.addmm_(rows[:, merged.width :], merged.up.t())
-    return y, x.scale
+def _of_rows_in_fp8(merged: Merged, rows: Tensor, in_fp8: Scaled, fp8: FP8Weight) -> Tensor:
+    y = scaled_product(in_fp8, fp8.rows(), rows.dtype, fast=True, bias=merged.bias)
+    return y.addmm_(rows[:, merged.width :], merged.up.t()) if merged.room else y
 
 
 def _in_fp8(ctx: Any, dy: Tensor, most: Tensor | None, of_input: bool, of_weights: bool) -> tuple[Scaled | None, Scaled | None]:
@@ -349,9 +351,11 @@ def _of_input(ctx: Any, dy: Tensor | Scaled, extended: Tensor, seed: Tensor | No
 
 
 def _of_weights(ctx: Any, dy: Tensor | Scaled, x: Tensor) -> Tensor:
-    """dW of all layers, ``[out, in]``."""
+    """dW of all layers, ``[out, in]``; of x, or of its columns in FP8, ``[in, T]``."""
     if not isinstance(dy, Scaled):
         return product(dy.t(), x, x.dtype)
+    if ctx.keeps_columns:
+        return scaled_product(dy, Scaled(x, ctx.scale_of_x), ctx.merged.matrix.dtype)
     _, columns = fp8_quantize(x, layout="columns", scale=ctx.scale_of_x)
     assert columns is not None
     return scaled_product(dy, columns, x.dtype)
@@ -387,6 +391,7 @@ def merged_linear(
     unread: bool = False,
     fp8: FP8Weight | None = None,
     peaks: tuple[Peak | None, Peak | None] = (None, None),
+    kept: bool = False,
 ) -> Tensor:
     """The outputs of all layers side by side, ``[T, out]``; differentiable in x, weights, biases and adapters.
 
@@ -403,6 +408,7 @@ def merged_linear(
         fp8: the weights in ``merged`` for products in FP8; T must be a multiple of 16. Without it, weights that lie ``apart``
             are fetched, and kept until the backward pass.
         peaks: of x, and of the gradient of what is returned, which those who made them may have been told.
+        kept: others keep x for the backward pass anyway, so that its columns in FP8 would only be more.
 
     Raises:
         ValueError: adapters differ in dropout, or T is no such multiple.
@@ -418,7 +424,9 @@ def merged_linear(
         raise ValueError(f"x has {len(x)} rows: FP8 products need multiples of {MULTIPLE}")
     if fp8 is None and merged.apart:
         merged = merged.together()
-    options = merged, scales, dropout, (roomy, gradient_roomy), remake, unread, fp8, peaks
+    trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    keeps_columns = fp8 is not None and trained and remake is None and not (unread or kept or merged.room)
+    options = merged, scales, dropout, (roomy, gradient_roomy), remake, unread, fp8, peaks, keeps_columns
     return _MergedLinear.apply(x, *options, *weights, *biases, *matrices)
 
 

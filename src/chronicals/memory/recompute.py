@@ -64,7 +64,9 @@ class Estimate:
         return ", ".join(words for words in (sizes, layers, others) if words)
 
 
-def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, trained: int, chunk: int) -> Estimate:
+def estimate(
+    model: Any, tokens: int, fused: bool, size: int, frozen: int, trained: int, chunk: int, in_fp8: bool = False
+) -> Estimate:  # fmt: skip
     """What training ``model`` holds.
 
     Args:
@@ -75,6 +77,7 @@ def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, train
         frozen, trained: bytes of a weight of either kind, gradient and optimizer states included; frozen embeddings and heads
             are of ``size``.
         chunk: rows of logits that exist at a time.
+        in_fp8: trained products are in FP8, and keep what norms and units make in 8 bits.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
@@ -89,6 +92,7 @@ def estimate(model: Any, tokens: int, fused: bool, size: int, frozen: int, train
     kept = {NOTHING: 4 * width + attended + 3 * inner if fused else 30 * width + 5 * inner}
     if fused:
         kept[CHEAP] = 2 * width + attended + 2 * inner
+        kept[NOTHING] -= in_fp8 * (2 * width + inner) // 2
     kept[LAYERS] = width
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     head = _head_of(model)

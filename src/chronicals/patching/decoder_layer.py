@@ -240,7 +240,7 @@ class _Layer:
         normed, x, remake = self._before("before_attention", x, None, self.qkv, None)
         roomy = "before_attention" in self.anatomy.norms  # else it is what the caller gave
         attended = self._attend(self.qkv(normed, remake, roomy), cos, sin, cu, longest, positions)
-        branch = self._after("after_attention", self.out(attended))
+        branch = self._after("after_attention", self.out(attended, kept=True))
         normed, x, remake = self._before("before_mlp", x, branch, self.both, self.out)
         unread = runs_again() and "after_mlp" not in self.anatomy.norms
         return x + self._after("after_mlp", self._mlp(normed, remake, unread))

@@ -90,12 +90,15 @@ class Group:
         """Of x and of the gradient, for those who make them to tell; none where so many rows run in 16 bit."""
         return (None, None) if rows % MULTIPLE else (self.peak, self.gradient_peak)
 
-    def __call__(self, x: Tensor, remake: Remake | None = None, roomy: bool = True, unread: bool = False) -> Tensor:
+    def __call__(
+        self, x: Tensor, remake: Remake | None = None, roomy: bool = True, unread: bool = False, kept: bool = False
+    ) -> Tensor:  # fmt: skip
         """The outputs side by side.
 
         Args:
             remake: how x is made again.
             unread: nobody reads what is returned.
+            kept: what made x keeps it as well.
             roomy: x was made with ``room`` behind its rows, if its strides say so; so may be the gradient that comes back.
         """
         weights, biases, fp8 = [x.weight for x in self.linears], [x.bias for x in self.linears], self.fp8
@@ -103,7 +106,7 @@ class Group:
             say_once(f"a batch of {len(x)} rows, no multiple of {MULTIPLE}, runs in 16 bit, not in FP8")
             fp8 = None
         peaks = self.peaks(len(x))
-        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake, unread, fp8, peaks)
+        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake, unread, fp8, peaks, kept)
 
 
 def is_hooked(module: Any) -> bool:

@@ -51,7 +51,8 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     on_card = device.type == "cuda"
     why_not = why_not_fused(config, presented)
     fused = why_not is None
-    needed = estimate(model, tokens, fused, *_bytes(config, product_type, ranks), config.logits_chunk_size)
+    in_fp8 = config.use_fp8 and not config.use_lora
+    needed = estimate(model, tokens, fused, *_bytes(config, product_type, ranks), config.logits_chunk_size, in_fp8)
     graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
