@@ -22,20 +22,25 @@ ACTIVATIONS = {"fused_swiglu": "silu", "fused_geglu (tanh)": "gelu_tanh", "fused
 
 
 class Uncalled:
-    """What a form of ``proved`` computes itself: functions that the module keeps, and the children of these names."""
+    """What a form of ``proved`` computes itself: functions that the module keeps, and the children of these names.
+
+    It is looked up by the names there were: torch 2.11 does not list a module's attributes while it compiles.
+    """
 
     def __init__(self, proved: nn.Module, names: Iterable[str]):
         self.own = settings(proved)
-        self.children = {name: _kind(getattr(proved, name)) for name in names}
+        self.children = [(name, type(child), settings(child)) for name in names for child in (getattr(proved, name),)]
 
     def changed(self, module: nn.Module) -> bool:
         """Whether they are something else in ``module``, or somebody put something into one of them."""
-        children = ((getattr(module, name), kind) for name, kind in self.children.items())
-        return settings(module) != self.own or any(_kind(child) != kind or does_more(child) for child, kind in children)
+        children = ((getattr(module, name), kind, kept) for name, kind, kept in self.children)
+        return _differs(module, self.own) or any(
+            type(child) is not kind or _differs(child, kept) or does_more(child) for child, kind, kept in children
+        )
 
 
-def _kind(module: Any) -> tuple:
-    return type(module), settings(module)
+def _differs(module: Any, kept: tuple) -> bool:
+    return any(getattr(module, name, None) != value for name, value in kept)
 
 
 @dataclass(frozen=True)
