@@ -98,6 +98,7 @@ def test_names_and_notes_are_printed_as_they_are(capsys):
 
 @pytest.mark.long
 def test_trl_and_torch_compile_train_alike_with_adapters(tmp_path):
+    pytest.importorskip("trl")
     _, result, _ = run(tmp_path, "--mode", "lora", "--steps", 3, "--against", "torch-compile,trl")
     for name in ("ours", "torch-compile", "trl"):
         arm = result["arms"][name]
