@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from chronicals.kernels.fp8 import LIMITS
 from chronicals.kernels.launch import interpreting
 
 ROUNDED = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2, "bf16": torch.bfloat16}
@@ -21,7 +22,8 @@ def kernels():
 
 
 def round_as_a_card_does(patch):
-    """By itself Triton's interpreter loses the carry of a rounding to 8 bits (1.99 becomes 1), and cuts bf16 off."""
+    """By itself Triton's interpreter loses the carry of a rounding to 8 bits (1.99 becomes 1), and cuts bf16 off; torch 2.11
+    makes NaN of what lies beyond the limit of 8 bits."""
     from triton.runtime import interpreter
 
     usual = interpreter._convert_float
@@ -29,7 +31,8 @@ def round_as_a_card_does(patch):
     def convert(data, given, wanted, rounding):
         if str(given) != "fp32" or str(wanted) not in ROUNDED:
             return usual(data, given, wanted, rounding)
-        rounded = torch.from_numpy(np.ascontiguousarray(data)).to(ROUNDED[str(wanted)])
+        given, kind = torch.from_numpy(np.ascontiguousarray(data)), ROUNDED[str(wanted)]
+        rounded = given.clamp(-torch.finfo(kind).max, torch.finfo(kind).max).to(kind) if kind in LIMITS else given.to(kind)
         return rounded.view(torch.uint16 if str(wanted) == "bf16" else torch.uint8).numpy()
 
     patch.setattr(interpreter, "_convert_float", convert)
