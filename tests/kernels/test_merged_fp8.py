@@ -103,12 +103,13 @@ def test_in_bf16(ranks, device):
     assert_close(given.run(), given.meant(), 2**-7)
 
 
+@pytest.mark.parametrize("ranks", [(0, 0), (3, 3)], ids=str)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
-def test_made_again_and_unread_are_the_same(frozen, device):
-    """Whether x is kept, is made again, or nothing but the backward pass is wanted."""
-    given = Given(device, (3, 3), frozen=frozen)
+def test_made_again_and_unread_are_the_same(frozen, ranks, device):
+    """Whether x is kept, in 8 bits or in its own, is made again, or nothing but the backward pass is wanted."""
+    given = Given(device, ranks, frozen=frozen)
     kept = given.run()
-    for options in ({"remake": Remake(torch.clone, given.x.detach())}, {"unread": True}):
+    for options in ({"kept": True}, {"remake": Remake(torch.clone, given.x.detach())}, {"unread": True}):
         found = given.run(**options)
         assert all(torch.equal(a, b) for a, b in zip(kept[1:], found[1:]))
 
@@ -161,16 +162,18 @@ def test_rows_that_are_no_multiple_are_refused(device):
 
 
 FAULTS = {
-    "the adapter is forgotten in y": ("    if merged.room:\n        y = y.addmm_(", "    if False:\n        y = y.addmm_("),
+    "the adapter is forgotten in y": ("merged.up.t()) if merged.room else y", "merged.up.t()) if False else y"),
     "the adapter is forgotten in dx": ("return dx.addmm_(g, down) if merged.room else dx", "return dx"),
     "dy in another type": ("fp8_quantize(dy, layout", "fp8_quantize(dy, dtype=torch.float8_e5m2, layout"),
     "the scale of dy for x": ("scale=ctx.scale_of_x)", "scale=dy.scale)"),
+    "the scale of dy for x in 8 bits": ("Scaled(x, ctx.scale_of_x)", "Scaled(x, dy.scale)"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device):
-    given = Given(device, (3, 5))
-    wrong = given.run(of=mutant(module, *FAULTS[fault]))
+    wrong = mutant(module, *FAULTS[fault])
     with pytest.raises(AssertionError):
-        assert_close(wrong, given.meant(), on(device))
+        for ranks in ((3, 5), (0, 0)):
+            given = Given(device, ranks)
+            assert_close(given.run(of=wrong), given.meant(), on(device))
