@@ -26,7 +26,7 @@ from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.adapter_gradients import adapter_gradients
-from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference
+from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_turned
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
@@ -445,6 +445,8 @@ def fp8():
             call = Captured(partial(fp8_quantize, x, scaling, torch.float8_e4m3fn, layout))
             plain = torch.compile(partial(fp8_quantize_reference, x, scaling, torch.float8_e4m3fn, layout))
             yield Row(f"fp8 {scaling} {layout} {width}", {"ours": call, "compile": plain}, bytes=(read + written) * ELEMENTS)
+    in_rows = fp8_quantize(x)[0]
+    yield Row("fp8 turned 4096", {"ours": Captured(partial(fp8_turned, in_rows))}, bytes=2 * ELEMENTS)
     for name, call, moved in (
         ("a norm", lambda **peak: kernels.fused_add_rmsnorm(x, x, None, **peak), 8),
         ("a unit", lambda **peak: glu_of_both(x, "silu", **peak), 3),

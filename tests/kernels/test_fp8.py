@@ -5,6 +5,7 @@ import torch
 
 from chronicals.kernels import fp8
 from chronicals.kernels.fp8 import LIMITS, SCALINGS, dequantize, fp8_quantize, fp8_quantize_reference, fp8_turned
+from chronicals.kernels.launch import tl, triton
 from mutants import mutant
 
 LAYOUTS = ["rows", "columns", "both"]
@@ -128,6 +129,24 @@ def test_what_is_too_small_for_an_inverse(scaling, device):
         ):
             assert_equal(ours, exact, device)
             assert int(ours.values.float().isnan().sum()) == 140 and float(dequantize(ours).nan_to_num().abs().max()) <= 1.1e-36
+
+
+@triton.jit
+def _inverses_kernel(scale_ptr, inverse_ptr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(inverse_ptr + at, fp8._inverse(tl.load(scale_ptr + at), False))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("exponent", [1, 2, 64, 127, 200, 247, 251], ids=lambda n: f"2^{n - 127}")
+def test_every_inverse_is_rounded_right(exponent, device):
+    """Of all mantissas, from the smallest scale to beyond fp32's largest number over 448."""
+    bits = torch.arange(2**23, dtype=torch.int32, device=device) + (exponent << 23)
+    scale = bits.view(torch.float32)
+    found = torch.empty_like(scale)
+    _inverses_kernel[(2**23 // 1024,)](scale, found, 1024)
+    assert torch.equal(found, 1.0 / scale)
+    assert torch.equal(found[::4099].cpu(), torch.from_numpy(1 / scale[::4099].cpu().numpy()))
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (16, 0)], ids=str)

@@ -271,14 +271,18 @@ def _quantize(
     known = most if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
     whole = rows % BLOCK == width % BLOCK == 0
-    turned = made[-2].view(torch.uint8 if made[-2].shape[1] % 4 else torch.uint32)
     warps = 4 if x.dtype == torch.bfloat16 else 8
     # of the layout that is not asked for nothing is read or written
     _tiles_kernel[(_tiles(x),)](
-        x, *extremes, *made[:2], turned, made[-1], rows, width, stride, scaling, scale is not None, layout != "columns",
-        layout != "rows", limit, whole, BLOCK, interpreted, num_warps=warps,
+        x, *extremes, *made[:2], _in_fours(made[-2]), made[-1], rows, width, stride, scaling, scale is not None,
+        layout != "columns", layout != "rows", limit, whole, BLOCK, interpreted, num_warps=warps,
     )  # fmt: skip
     return made
+
+
+def _in_fours(columns: Tensor) -> Tensor:
+    """As numbers of 32 bits; as bytes where their rows are no whole number of such."""
+    return columns.view(torch.uint8 if columns.shape[1] % 4 else torch.uint32)
 
 
 def _tiles(x: Tensor) -> int:
@@ -348,15 +352,16 @@ def fp8_quantize(
 
 
 @triton.jit
-def _turn_kernel(values_ptr, turned_ptr, rows, width, BLOCK: tl.constexpr):
-    """A tile a program; bytes, whatever they stand for."""
+def _turn_kernel(values_ptr, turned_ptr, rows, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile a program, four rows at a time as above; bytes, whatever they stand for."""
     across = tl.cdiv(width, BLOCK)
-    row = (tl.program_id(0) // across) * BLOCK + tl.arange(0, BLOCK)
+    four = (tl.program_id(0) // across) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
-    place = row.to(tl.int64)[:, None] * width + column[None, :]
-    tile = tl.load(values_ptr + place, mask=(row < rows)[:, None] & (column < width)[None, :], other=0)
-    place = column.to(tl.int64)[:, None] * rows + row[None, :]
-    tl.store(turned_ptr + place, tl.trans(tile), mask=(column < width)[:, None] & (row < rows)[None, :])
+    fours = tl.zeros((BLOCK // 4, BLOCK), tl.uint32)
+    for n in tl.static_range(4):
+        given, _ = _values(values_ptr, 4 * four + n, column, rows, width, width, WHOLE)
+        fours |= given.to(tl.uint32) << 8 * n
+    _put_columns(turned_ptr, fours, four, column, rows, width, WHOLE)
 
 
 def fp8_turned(scaled: Scaled) -> Scaled:
@@ -371,7 +376,8 @@ def fp8_turned(scaled: Scaled) -> Scaled:
     if not runs_triton(scale) or not values.numel():
         return Scaled(values.t().contiguous(), scale)
     (rows, width), turned = values.shape, values.new_empty(values.shape[::-1])
-    _turn_kernel[(_tiles(values),)](values.view(torch.uint8), turned.view(torch.uint8), rows, width, BLOCK, num_warps=8)
+    whole = rows % BLOCK == width % BLOCK == 0
+    _turn_kernel[(_tiles(values),)](values.view(torch.uint8), _in_fours(turned), rows, width, whole, BLOCK, num_warps=4)
     return Scaled(turned, scale)
 
 
