@@ -266,8 +266,11 @@ def kernels() -> list[str]:
         times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
         if name.startswith("fp8 "):
             share = row["bytes"] / (times["ours"] * 1e-3) / fp8["copy_bytes_per_second"]
-            beside = f"{times['compile'] / times['ours']:.2f} (torch.compile)"
-            lines.append(f"| quantising to {name} | {share:.0%} of the copy rate | {beside} |")
+            if "compile" in times:
+                name, beside = f"quantising to {name}", f"{times['compile'] / times['ours']:.2f} (torch.compile)"
+            else:
+                beside = "-"
+            lines.append(f"| {name} | {share:.0%} of the copy rate | {beside} |")
         elif name in FP8_LAYERS:
             lines.append(f"| {name} | {times['ours'] / times['products']:.2f} times its three products in bf16 | - |")
     for name, row in load("layers-h200.json")["rows"].items():
