@@ -14,6 +14,7 @@ from chronicals.kernels.fp8 import Scaled
 from chronicals.kernels.launch import interpreting
 from chronicals.kernels.peak import Peak
 from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.memory import enable_gradient_checkpointing, tiling
 from chronicals.models import PresentedModel
 from chronicals.patching import (
     forget_policies,
@@ -25,6 +26,7 @@ from chronicals.patching import (
     recompute_norms_and_units,
     run_in_fp8,
     side_by_side,
+    tile_mlps,
 )
 from chronicals.patching.decoder_layer import BY
 from chronicals.patching.fp8_layers import FP8Products
@@ -123,6 +125,33 @@ def test_made_again_is_the_same(adapted, device):
     recompute_norms_and_units(model)
     again = found_in(model, batch(device))
     assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize("first", [None, 1], ids=["all", "first"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_layers_made_again_are_the_same(family, adapted, first, device):
+    """Where the product behind a unit is left out the second time, and where a norm reads it."""
+    model = fused(family, adapted, device)
+    run_in_fp8(model)
+    kept = found_in(model, batch(device))
+    model.train()
+    enable_gradient_checkpointing(model, whole_layers=True, first=first)
+    again = found_in(model, batch(device))
+    assert all(torch.equal(kept[name], again[name]) for name in kept)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.usefixtures("without_rounding")
+def test_tiles_are_the_same_but_for_rounding(family, adapted, device, monkeypatch):
+    """A tile has a scale of its own."""
+    monkeypatch.setattr(tiling, "TILE", 16)
+    model = fused(family, adapted, device)
+    run_in_fp8(model)
+    whole = found_in(model, batch(device))
+    tile_mlps(model)
+    families.assert_same(whole, found_in(model, batch(device)))
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])

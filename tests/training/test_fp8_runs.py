@@ -9,6 +9,7 @@ import torch
 import runs
 import tiny
 from chronicals.config import ConfigurationError
+from chronicals.memory import tiling
 from chronicals.patching import fp8_layers, patch_parts
 from chronicals.patching.side_by_side import FP8, HOMES, MERGED
 from chronicals.training import Callback, decisions, preparation
@@ -48,6 +49,20 @@ def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
         assert our_loss == pytest.approx(loss, rel=0.01) and our_norm == pytest.approx(norm, rel=0.1)
     assert [row[1] for row in ours] != [row[1] for row in without]
     assert not any(FP8 in vars(module) for module in fused_anywhere.modules())  # the run is over
+
+
+@pytest.mark.parametrize("memory", [["recompute_layers"], ["recompute_elementwise"], ["tiled_mlp"]], ids=str)
+def test_policies_change_nothing_under_full_fine_tuning(memory, tmp_path, fused_anywhere, monkeypatch):
+    """Where what is kept is in 8 bits; a tile has a scale of its own."""
+    monkeypatch.setattr(tiling, "TILE", 48)
+    options = {"mixed_precision": "bf16", "max_steps": 6, "use_fp8": True, **CALM}
+    for name, policies in (("kept", []), ("lean", memory)):
+        runs.train(tmp_path / name, model=copy.deepcopy(fused_anywhere), memory=policies, **options)
+    kept, lean = (runs.trajectory(tmp_path / name) for name in ("kept", "lean"))
+    if memory == ["tiled_mlp"]:
+        assert [loss for _, loss, _ in lean] == pytest.approx([loss for _, loss, _ in kept], rel=0.01) and lean != kept
+    else:
+        assert lean == kept
 
 
 def test_weights_that_wait_change_nothing(tmp_path, fused_anywhere, caplog):

@@ -244,18 +244,20 @@ class _MergedLinear(torch.autograd.Function):
             _down(merged, x, seed, dropout, rows[:, merged.width :])
         ctx.fp8, ctx.scale_of_x, ctx.keeps_columns, (peak, ctx.peak) = fp8, None, keeps_columns, peaks
         source = rows if remake is None else remake.source
+        in_fp8, columns = None, None
+        if fp8 is not None and (keeps_columns or not unread):
+            layout = "columns" if unread else "both" if keeps_columns else "rows"
+            in_fp8, columns = fp8_quantize(rows[:, : merged.width], layout=layout, most=None if peak is None else peak.take(x))
+        if keeps_columns:
+            assert columns is not None
+            source, ctx.scale_of_x = columns
         if unread:
             y = rows.new_empty((len(rows), merged.outputs))
         elif fp8 is None:
             y = _of_rows(merged, rows)
         else:
-            layout, most = "both" if keeps_columns else "rows", None if peak is None else peak.take(x)
-            in_fp8, columns = fp8_quantize(rows[:, : merged.width], layout=layout, most=most)
             assert in_fp8 is not None
             y, ctx.scale_of_x = _of_rows_in_fp8(merged, rows, in_fp8, fp8), in_fp8.scale
-            if keeps_columns:
-                assert columns is not None
-                source = columns.values
         kept = any(ctx.needs_input_grad[OPTIONS:])
         ctx.make = remake.make if remake is not None and kept else None
         ctx.save_for_backward(source if kept else None, seed, *tensors[2 * count :])
@@ -425,7 +427,7 @@ def merged_linear(
     if fp8 is None and merged.apart:
         merged = merged.together()
     trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    keeps_columns = fp8 is not None and trained and remake is None and not (unread or kept or merged.room)
+    keeps_columns = fp8 is not None and trained and remake is None and not (kept or merged.room)
     options = merged, scales, dropout, (roomy, gradient_roomy), remake, unread, fp8, peaks, keeps_columns
     return _MergedLinear.apply(x, *options, *weights, *biases, *matrices)
 
