@@ -374,14 +374,22 @@ def test_what_somebody_put_into_a_layer_is_called(part, how):
     families.assert_same(found[0], found[2])
 
 
+ACTIVATED = {
+    "module": ("qwen3", lambda mlp: setattr(mlp, "act_fn", torch.nn.ReLU())),
+    "function of a module": ("gemma3", lambda mlp: setattr(mlp.act_fn, "act", torch.tanh)),
+    "lambda in its place": ("gemma3", lambda mlp: setattr(mlp.act_fn, "act", lambda x: x * 0.5)),
+}
+
+
+@pytest.mark.parametrize(("family", "change"), ACTIVATED.values(), ids=ACTIVATED)
 @pytest.mark.parametrize("patch", [patch_parts, fused])
-def test_another_activation_is_the_one_that_is_called(patch):
+def test_another_activation_is_the_one_that_is_called(patch, family, change):
     batch, found = families.documents_batch(), []
-    plain = families.build("qwen3").double()
+    plain = families.build(family).double()
     patched = copy.deepcopy(plain)
     patch(patched)
     for model in (plain, patched):
-        model.get_decoder().layers[0].mlp.act_fn = torch.nn.ReLU()
+        change(model.get_decoder().layers[0].mlp)
         found.append(families.states_and_gradients(model, batch))
     families.assert_same(*found)
 

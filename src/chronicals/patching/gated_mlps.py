@@ -15,7 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_geglu, fused_swiglu
-from chronicals.patching.forms import Form, Forward, as_called, does_more, is_proved, random_numbers, settings, takes_one_tensor
+from chronicals.patching.forms import (
+    OF_A_RUN,
+    Form,
+    Forward,
+    as_called,
+    does_more,
+    is_proved,
+    random_numbers,
+    settings,
+    takes_one_tensor,
+)
 
 ACTIVATIONS = {"fused_swiglu": "silu", "fused_geglu (tanh)": "gelu_tanh", "fused_geglu": "gelu"}
 """By the names of the gates, those of ``glu_of_both``."""
@@ -28,8 +38,8 @@ class Uncalled:
     """
 
     def __init__(self, proved: nn.Module, names: Iterable[str]):
-        self.own = settings(proved)
-        self.children = [(name, type(child), settings(child)) for name in names for child in (getattr(proved, name),)]
+        self.own = _kept(proved)
+        self.children = [(name, type(child), _kept(child)) for name in names for child in (getattr(proved, name),)]
 
     def changed(self, module: nn.Module) -> bool:
         """Whether they are something else in ``module``, or somebody put something into one of them."""
@@ -39,8 +49,17 @@ class Uncalled:
         )
 
 
-def _differs(module: Any, kept: tuple) -> bool:
-    return any(getattr(module, name, None) != value for name, value in kept)
+def _kept(module: nn.Module) -> list[tuple[str, type, Any]]:
+    """Names, types and values of its settings; of what else can be called, which every module makes itself, no value."""
+    same = dict(settings(module))
+    passed = (*OF_A_RUN, *same)
+    made = {name: value for name, value in vars(module).items() if callable(value) and name[0] != "_" and name not in passed}
+    return [(name, type(x), x) for name, x in same.items()] + [(name, type(x), None) for name, x in made.items()]
+
+
+def _differs(module: Any, kept: list[tuple[str, type, Any]]) -> bool:
+    there = ((getattr(module, name, None), kind, value) for name, kind, value in kept)
+    return any(type(x) is not kind or (value is not None and x != value) for x, kind, value in there)
 
 
 @dataclass(frozen=True)
