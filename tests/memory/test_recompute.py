@@ -78,8 +78,9 @@ def test_what_is_counted():
         NOTHING: 2000 * (4 * 64 + attended + 3 * 96), CHEAP: 2000 * (2 * 64 + attended + 2 * 96), LAYERS: 2000 * 64,
     }  # fmt: skip
     assert CHEAP not in estimate(model, 1000, False, 2, 2, 14, 4352).kept
-    narrow = estimate(model, 1000, True, 2, 2, 14, 4352, in_fp8=True)
-    assert found.kept[NOTHING] - narrow.kept[NOTHING] == 1000 * (2 * 64 + 96) and narrow.kept[CHEAP] == found.kept[CHEAP]
+    for least, inputs in ((0, 2 * 64 + 96), (161, 2 * 64), (193, 64), (257, 0)):
+        narrow = estimate(model, 1000, True, 2, 2, 14, 4352, in_fp8=lambda i, o, least=least: i + o >= least)
+        assert found.kept[NOTHING] - narrow.kept[NOTHING] == 1000 * inputs and narrow.kept[CHEAP] == found.kept[CHEAP]
     wide = estimate(model, 1000, True, 4, 2, 14, 4352)
     assert wide.kept[NOTHING] == 2 * found.kept[NOTHING] and wide.fixed - found.fixed == 1000 * 300 * 2 + 2 * frozen
     assert found.fixed - estimate(model, 1000, True, 2, 2, 14, 100).fixed == 900 * 300 * 2

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,8 @@ class Estimate:
 
 
 def estimate(
-    model: Any, tokens: int, fused: bool, size: int, frozen: int, trained: int, chunk: int, in_fp8: bool = False
+    model: Any, tokens: int, fused: bool, size: int, frozen: int, trained: int, chunk: int,
+    in_fp8: Callable[[int, int], bool] | None = None,
 ) -> Estimate:  # fmt: skip
     """What training ``model`` holds.
 
@@ -77,7 +78,7 @@ def estimate(
         frozen, trained: bytes of a weight of either kind, gradient and optimizer states included; frozen embeddings and heads
             are of ``size``.
         chunk: rows of logits that exist at a time.
-        in_fp8: trained products are in FP8, and keep what norms and units make in 8 bits.
+        in_fp8: of inputs and outputs, whether such trained products are in FP8, which keep what norms and units make in 8 bits.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
@@ -92,7 +93,9 @@ def estimate(
     kept = {NOTHING: 4 * width + attended + 3 * inner if fused else 30 * width + 5 * inner}
     if fused:
         kept[CHEAP] = 2 * width + attended + 2 * inner
-        kept[NOTHING] -= in_fp8 * (2 * width + inner) // 2
+        if in_fp8 is not None:
+            products = ((width, attended - head * heads), (width, 2 * inner), (inner, width))
+            kept[NOTHING] -= sum(inputs for inputs, outputs in products if in_fp8(inputs, outputs)) // 2
     kept[LAYERS] = width
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     head = _head_of(model)

@@ -7,7 +7,7 @@ from typing import Any
 
 from chronicals.kernels.fp8_linear import MULTIPLE
 from chronicals.patching.decoder_layer import groups_of_layers
-from chronicals.patching.side_by_side import FP8, Group, Unmerged, leave
+from chronicals.patching.side_by_side import FP8, Unmerged, leave
 
 LEAST = 2304
 """Harmonic mean of the inputs and outputs of the smallest product that runs in FP8. What the product saves goes with inputs
@@ -41,7 +41,7 @@ def run_in_fp8(model: Any) -> FP8Products:
             continue
         there += len(found)
         for owner, names, group in found:
-            if is_large(group):
+            if is_large(group.merged.width, group.merged.outputs):
                 vars(owner).setdefault(FP8, {})[names] = None
                 chosen += 1
     return FP8Products(chosen, there, tuple(dict.fromkeys(left)))
@@ -60,8 +60,8 @@ def offload_frozen_weights(model: Any) -> int:
     return moved
 
 
-def is_large(group: Group) -> bool:
-    outputs, inputs = group.merged.outputs, group.merged.width
+def is_large(inputs: int, outputs: int) -> bool:
+    """Whether FP8 pays for a product of such layers."""
     return 2 * inputs * outputs >= LEAST * (inputs + outputs) and not (inputs % MULTIPLE or outputs % MULTIPLE)
 
 

@@ -14,6 +14,7 @@ from chronicals.kernels.fp8_linear import MULTIPLE
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, decoder_layers, estimate, makes_tiles, recomputes
 from chronicals.models import PresentedModel, input_device
 from chronicals.patching import has_gated_mlps
+from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
 
 
@@ -51,7 +52,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     on_card = device.type == "cuda"
     why_not = why_not_fused(config, presented)
     fused = why_not is None
-    in_fp8 = config.use_fp8 and not config.use_lora
+    in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
     needed = estimate(model, tokens, fused, *_bytes(config, product_type, ranks), config.logits_chunk_size, in_fp8)
     graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
     possible: dict[str, tuple[bool, str]] = {
