@@ -96,12 +96,14 @@ def test_rows_with_gaps_and_transposes(scaling, device):
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
-def test_zeros_and_what_is_no_number(scaling, device):
-    x = torch.zeros(130, 140, device=device)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_zeros_and_what_is_no_number(dtype, scaling, device):
+    x = torch.zeros(130, 140, dtype=dtype, device=device)
     rows, columns = fp8_quantize(x, scaling, layout="both")
     for found in (rows, columns):
         assert (found.scale == 1.0).all() and not found.values.float().any()
-    x[3, 5], x[3, 6], x[129, 130] = float("nan"), 2.0, float("inf")
+    x[3, 5], x[3, 6], x[129, 130], x[4, 5], x[5, 5] = float("nan"), 2.0, float("inf"), 64.0, float("nan")
+    assert_both_equal(fp8_quantize, x, scaling, device)
     for found, exact in zip(fp8_quantize(x, scaling, layout="both"), (x, x.t())):
         meant = dequantize(found)
         assert meant[exact.isnan()].isnan().all() and not meant[exact.isinf()].isfinite().any()
@@ -202,7 +204,10 @@ FAULTS = {
     "a column upside down": ("(rows // 4) + four[None, :]", "(rows // 4) + (rows // 4 - 1 - four)[None, :]"),
     "four of a column upside down": ("turned >> 8 * n & 255", "turned >> 8 * (3 - n) & 255"),
     "the last row of a broken four left out": ("(4 * four + n < rows)", "(4 * four + n < rows - 1)"),
-    "the fourth row without a part in a maximum": ("_largest(a, b, c, d), 0)", "_largest(a, b, c, c), 0)"),
+    "the fourth row without a part in a maximum": (
+        "_largest(a, b, c, d, INTERPRETED), 0)",
+        "_largest(a, b, c, c, INTERPRETED), 0)",
+    ),
     "the maximum of a block with its sign": ("tl.max(tl.abs(values), 1)", "tl.max(values, 1)"),
     "the maximum with its sign": ("sizes = tl.abs(given.to(tl.float32))", "sizes = given.to(tl.float32)"),
     "the first strip alone": ("top = tl.program_id(0) // across * HIGH", "top = 0"),

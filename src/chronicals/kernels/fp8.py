@@ -138,7 +138,10 @@ def _scales(
 
 
 @triton.jit
-def _largest(a, b, c, d):
+def _largest(a, b, c, d, INTERPRETED: tl.constexpr):
+    """Of their sizes, in their own type: in fp32 they would stay for what comes after."""
+    if INTERPRETED:  # which has no order of bf16 with what is no number
+        a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
     return tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d))).to(tl.float32)
 
 
@@ -200,7 +203,7 @@ def _tiles_kernel(
     if SCALING == "tensor":
         most = tl.load(of_rows_ptr)
     elif SCALING != "row":
-        most = tl.max(_largest(a, b, c, d), 0)
+        most = tl.max(_largest(a, b, c, d, INTERPRETED), 0)
     if SCALING == "square":
         most = tl.max(most, 0)
     if COLUMNS:
