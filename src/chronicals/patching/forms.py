@@ -120,8 +120,13 @@ def numbers(module: nn.Module) -> list[str]:
 
 def settings(module: nn.Module) -> tuple:
     """Switches, words and functions that a module keeps; sizes are not among them, nor what is set for a run."""
-    kept = ((name, value) for name, value in vars(module).items() if name[0] != "_" and name not in OF_A_RUN)
-    return tuple((name, value) for name, value in kept if type(value) in (bool, str, FunctionType, BuiltinFunctionType))
+    kinds = (bool, str, FunctionType, BuiltinFunctionType)
+    return tuple((name, value) for name, value in attributes(module).items() if type(value) in kinds)
+
+
+def attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module keeps beside its children and tensors, but for what is set for a run."""
+    return {name: value for name, value in vars(module).items() if name[0] != "_" and name not in OF_A_RUN}
 
 
 @contextmanager

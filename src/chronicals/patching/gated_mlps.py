@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from chronicals.kernels import fused_geglu, fused_swiglu
 from chronicals.patching.forms import (
-    OF_A_RUN,
     Form,
     Forward,
     as_called,
+    attributes,
     does_more,
     is_proved,
     random_numbers,
@@ -52,8 +52,7 @@ class Uncalled:
 def _kept(module: nn.Module) -> list[tuple[str, type, Any]]:
     """Names, types and values of its settings; of what else can be called, which every module makes itself, no value."""
     same = dict(settings(module))
-    passed = (*OF_A_RUN, *same)
-    made = {name: value for name, value in vars(module).items() if callable(value) and name[0] != "_" and name not in passed}
+    made = {name: value for name, value in attributes(module).items() if callable(value) and name not in same}
     return [(name, type(x), x) for name, x in same.items()] + [(name, type(x), None) for name, x in made.items()]
 
 
