@@ -328,7 +328,7 @@ def fp8_quantize(
         scaling: ``tensor``, ``row``, ``block`` or ``square``.
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         layout: ``rows``, ``columns`` or ``both``.
-        scale: of a tensor, where it is known, fp32 ``[]``, 2⁻¹²⁶ to 2¹²⁶.
+        scale: of a tensor, where it is known, fp32 ``[]``, 2⁻¹²⁶ to 2¹²⁵.
         most: max |x|, where that is known, fp32 ``[1]``.
 
     Returns:
