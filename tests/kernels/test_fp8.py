@@ -197,7 +197,7 @@ def test_compiled(device):
 
 
 FAULTS = {
-    "a scale that is not inverted": ("values * _inverse(scale, INTERPRETED)[:, None]", "values * scale[:, None]"),
+    "a scale that is not inverted": ("values * _inverse(scale)[:, None]", "values * scale[:, None]"),
     "scales of the first blocks": ("beside.to(tl.int64) * size + here", "here"),
     "the scale of another row": ("rows_scale_ptr, row + n", "rows_scale_ptr, row"),
     "the first row twice": ("_values(x_ptr, row + 1,", "_values(x_ptr, row,"),
@@ -205,8 +205,8 @@ FAULTS = {
     "four of a column upside down": ("turned >> 8 * n & 255", "turned >> 8 * (3 - n) & 255"),
     "the last row of a broken four left out": ("(4 * four + n < rows)", "(4 * four + n < rows - 1)"),
     "the fourth row without a part in a maximum": (
-        "_largest(a, b, c, d, INTERPRETED), 0)",
-        "_largest(a, b, c, c, INTERPRETED), 0)",
+        "_largest(a, b, c, d), 0)",
+        "_largest(a, b, c, c), 0)",
     ),
     "the maximum of a block with its sign": ("tl.max(tl.abs(values), 1)", "tl.max(values, 1)"),
     "the maximum with its sign": ("sizes = tl.abs(given.to(tl.float32))", "sizes = given.to(tl.float32)"),

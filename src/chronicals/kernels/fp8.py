@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from chronicals.kernels.launch import WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
+from chronicals.kernels.launch import INTERPRETED, WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
 from chronicals.kernels.peak import new_peak, raise_peak
 
 BLOCK = 128
@@ -62,7 +62,7 @@ def _scale_of(most, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def _inverse(scale, INTERPRETED: tl.constexpr):
+def _inverse(scale):
     """Rounded right, by one step of Newton from within an ulp (Markstein, 1990), for a scale is a normal number, or infinite,
     which has 0. ``tl.div_rn`` holds a call, for numbers that no scale is, around which a tile would leave the registers."""
     if INTERPRETED:
@@ -138,7 +138,7 @@ def _scales(
 
 
 @triton.jit
-def _largest(a, b, c, d, INTERPRETED: tl.constexpr):
+def _largest(a, b, c, d):
     """Of their sizes, in their own type: in fp32 they would stay for what comes after."""
     if INTERPRETED:  # which has no order of bf16 with what is no number
         a, b, c, d = a.to(tl.float32), b.to(tl.float32), c.to(tl.float32), d.to(tl.float32)
@@ -146,7 +146,7 @@ def _largest(a, b, c, d, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _apart(x, INTERPRETED: tl.constexpr):
+def _apart(x):
     """In fp32, by instructions that nothing else has: what the compiler sees twice, it keeps, and a tile in fp32 fills the
     registers of two."""
     if INTERPRETED or x.dtype != tl.bfloat16:
@@ -156,10 +156,10 @@ def _apart(x, INTERPRETED: tl.constexpr):
 
 
 @triton.jit
-def _four(a, b, c, d, inverse, KIND: tl.constexpr, INTERPRETED: tl.constexpr):
+def _four(a, b, c, d, inverse, KIND: tl.constexpr):
     """The bytes of four rows' values as a number, the first row's the lowest."""
-    a, b = _apart(a, INTERPRETED) * inverse, _apart(b, INTERPRETED) * inverse
-    c, d = _apart(c, INTERPRETED) * inverse, _apart(d, INTERPRETED) * inverse
+    a, b = _apart(a) * inverse, _apart(b) * inverse
+    c, d = _apart(c) * inverse, _apart(d) * inverse
     if INTERPRETED:
         low = a.to(KIND).to(tl.uint8, bitcast=True) | b.to(KIND).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
         high = c.to(KIND).to(tl.uint8, bitcast=True) | d.to(KIND).to(tl.uint8, bitcast=True).to(tl.uint32) << 8
@@ -185,7 +185,7 @@ def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.conste
 def _tiles_kernel(
     x_ptr, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride,
     SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile, read once, as four tensors, of every fourth row each: four neighbours of a column are a number of 32 bits before
     they are turned. Maxima of tensors and rows are there, or a tensor's scale is; others are found here. The last tile goes
@@ -203,13 +203,13 @@ def _tiles_kernel(
     if SCALING == "tensor":
         most = tl.load(of_rows_ptr)
     elif SCALING != "row":
-        most = tl.max(_largest(a, b, c, d, INTERPRETED), 0)
+        most = tl.max(_largest(a, b, c, d), 0)
     if SCALING == "square":
         most = tl.max(most, 0)
     if COLUMNS:
         tile = left * down + top
         scale = _scales(most, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, KNOWN, LIMIT)
-        fours = _four(a, b, c, d, _inverse(scale, INTERPRETED)[None, :], rows_ptr.dtype.element_ty, INTERPRETED)
+        fours = _four(a, b, c, d, _inverse(scale)[None, :], rows_ptr.dtype.element_ty)
         _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE)
     if ROWS:
         tile, given, inside = top * across + left, (a, b, c, d), (of_a, of_b, of_c, of_d)
@@ -218,22 +218,20 @@ def _tiles_kernel(
             if SCALING == "block":
                 most = tl.max(tl.abs(values), 1)
             scale = _scales(most, of_rows_ptr, rows_scale_ptr, row + n, rows, left, tile, SCALING, KNOWN, LIMIT)
-            values = (values * _inverse(scale, INTERPRETED)[:, None]).to(rows_ptr.dtype.element_ty)
+            values = (values * _inverse(scale)[:, None]).to(rows_ptr.dtype.element_ty)
             place = rows_ptr + (row + n).to(tl.int64)[:, None] * width + column[None, :]
             tl.store(place, values, mask=inside[n])
 
 
 @triton.jit
-def _rows_kernel(
-    x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
-):
+def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr, BLOCK: tl.constexpr):
     """A whole row a program: its scale and its values in one pass."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * stride + column, mask=column < width, other=0.0).to(tl.float32)
     scale = _scale_of(tl.zeros((BLOCK,), tl.float32) + tl.max(tl.abs(x), 0), LIMIT)
     tl.store(scale_ptr + row + column, scale, mask=column == 0)
-    values = (x * _inverse(scale, INTERPRETED)).to(rows_ptr.dtype.element_ty)
+    values = (x * _inverse(scale)).to(rows_ptr.dtype.element_ty)
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
 
 
@@ -265,11 +263,10 @@ def _quantize(
             tensor.fill_(1.0)
         return made
     (rows, width), stride, limit = x.shape, x.stride(0), LIMITS[dtype]
-    interpreted = not x.is_cuda
     if scaling == "row" and layout == "rows" and width <= WIDEST:
         block = next_power_of_2(width)
         warps = min(max(block // 1024, 1), 16)
-        _rows_kernel[(rows,)](x, *made, width, stride, limit, block, interpreted, num_warps=warps)
+        _rows_kernel[(rows,)](x, *made, width, stride, limit, block, num_warps=warps)
         return made
     known = most if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
@@ -278,7 +275,7 @@ def _quantize(
     # of the layout that is not asked for nothing is read or written
     _tiles_kernel[(_tiles(x),)](
         x, *extremes, *made[:2], _in_fours(made[-2]), made[-1], rows, width, stride, scaling, scale is not None,
-        layout != "columns", layout != "rows", limit, whole, BLOCK, interpreted, num_warps=warps,
+        layout != "columns", layout != "rows", limit, whole, BLOCK, num_warps=warps,
     )  # fmt: skip
     return made
 

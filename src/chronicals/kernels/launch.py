@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 triton: Any = importlib.import_module("triton") if HAS_TRITON else SimpleNamespace(jit=lambda function: function)
 tl: Any = importlib.import_module("triton.language") if HAS_TRITON else SimpleNamespace(constexpr=None)
+INTERPRETED: Any = tl.constexpr(triton.knobs.runtime.interpret) if HAS_TRITON else None
+"""For kernels: whether they are, so that they leave out what is written for a card."""
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDEST = 32768
