@@ -1,4 +1,5 @@
-"""Peaks: norms and gated units find the largest absolute value of what they make, to the bit, and hand it to nobody else."""
+"""Peaks: norms, gated units and rotations find the largest absolute value of what they make, to the bit, and hand it to
+nobody else."""
 
 import sys
 
@@ -9,11 +10,16 @@ from chronicals.kernels import fused_add_rmsnorm
 from chronicals.kernels.fp8 import fp8_quantize
 from chronicals.kernels.glu import glu_of_both
 from chronicals.kernels.peak import Peak, with_peak
+from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
+from chronicals.kernels.qk_rope import fused_qkv_rope
 from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 8), (13, 37), (5, 257), (3, 1300)]
-RMSNORM, GLU = (sys.modules[f"chronicals.kernels.{name}"] for name in ("rmsnorm", "glu"))
+HEADS = [((3, 1), 6, 4), ((4, 2), 64, 64), ((1, 1), 40, 16)]
+RMSNORM, GLU, ROPE, NORM_ROPE = (
+    sys.modules[f"chronicals.kernels.{name}"] for name in ("rmsnorm", "glu", "qk_rope", "qk_norm_rope")
+)
 
 
 def largest(x):
@@ -55,11 +61,13 @@ def test_of_norms(shape, summed, weighed, device):
 
 def test_columns_left_free_have_no_part(device, monkeypatch):
     """Whatever lies in them."""
-    for module in (RMSNORM, GLU):
+    for module in (RMSNORM, GLU, ROPE):
         usual = module.with_room
         monkeypatch.setattr(module, "with_room", lambda *a, usual=usual, **k: infinite_around(usual(*a, **k)))
     check_norm(fused_add_rmsnorm, (5, 37), torch.float32, device, True, True, rooms=(8, 16))
     check_unit(glu_of_both, 5, 37, torch.float32, device, "silu", rooms=(8, 16))
+    for turn in (fused_qkv_rope, normed(fused_qkv_norm_rope)):
+        check_rotation(turn, 5, (3, 1), 6, 4, torch.float32, device, room=16)
 
 
 def infinite_around(x):
@@ -82,6 +90,44 @@ def check_unit(unit, rows, width, dtype, device, activation, rooms=(0, 0)):
 def test_of_units(rows, width, activation, device):
     for dtype in TYPES:
         check_unit(glu_of_both, rows, width, dtype, device, activation)
+
+
+def check_rotation(turn, tokens, heads, width, rotated, dtype, device, interleaved=False, room=0, spoil=()):
+    """The largest gradient may reach queries, keys or values, ``spoil`` is where there is none."""
+    h, k = heads
+    angles = torch.randn(tokens, rotated, device=device)
+    qkv, given = draw(device, dtype, tokens, (h + 2 * k) * width) * 1, draw(device, dtype, tokens, h + 2 * k, width).detach()
+    for place in spoil:
+        given[place] = float("nan")
+    peak, seen = Peak(), gradients_seen(qkv)
+    out = turn(qkv, angles.cos(), angles.sin(), heads, interleaved, room, peak)
+    torch.autograd.backward(out, given.split((h, k, k), 1))
+    assert seen[0].stride(0) == qkv.shape[1] + room and peak.take(seen[0]) == largest(seen[0])
+
+
+def normed(turn):
+    """After norms whose weights are trained."""
+
+    def run(qkv, cos, sin, heads, *options):
+        weight = torch.ones(qkv.shape[1] // (heads[0] + 2 * heads[1]), device=qkv.device, dtype=qkv.dtype, requires_grad=True)
+        return turn(qkv, weight, weight, cos, sin, heads, 1e-6, 0.0, *options)
+
+    return run
+
+
+@pytest.mark.parametrize("room", [0, 16])
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
+@pytest.mark.parametrize(("heads", "width", "rotated"), HEADS, ids=str)
+@pytest.mark.parametrize("turn", [fused_qkv_rope, normed(fused_qkv_norm_rope)], ids=["alone", "after norms"])
+def test_of_rotations(turn, heads, width, rotated, interleaved, room, device):
+    for dtype in TYPES:
+        check_rotation(turn, 13, heads, width, rotated, dtype, device, interleaved, room)
+
+
+@pytest.mark.parametrize("turn", [fused_qkv_rope, normed(fused_qkv_norm_rope)], ids=["alone", "after norms"])
+def test_what_is_no_number_has_no_part_in_rotations(turn, device):
+    """Neither rotated, nor beyond, nor copied."""
+    check_rotation(turn, 13, (3, 1), 6, 4, torch.bfloat16, device, spoil=[(1, 0, 2), (4, 3, 5), (8, 4, 0)])
 
 
 def test_what_is_no_number_has_no_part(device):
@@ -177,6 +223,14 @@ FAULTS = {
         GLU, "tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32)))", "magnitude(d_gate.to(tl.float32))"
     ),
     "before rounding": (GLU, "magnitude(y.to(tl.float32))", "magnitude(activated * up)"),
+    "of queries and keys alone": (ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_PEAK", "V_HEADS, ROWS, WIDTH, WHOLE, False"),
+    "of rotated channels alone": (ROPE, "magnitude(rest.to(tl.float32))", "0.0 * magnitude(rest.to(tl.float32))"),
+    "rotated, before rounding": (ROPE, "most.to(out_ptr.dtype.element_ty)", "most"),
+    "of normed queries and keys alone": (
+        NORM_ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_PEAK", "V_HEADS, ROWS, WIDTH, WHOLE, False"
+    ),
+    "of normed and rotated channels alone": (NORM_ROPE, "tl.max(magnitude(d_rest), 1)", "0.0 * tl.max(magnitude(d_rest), 1)"),
+    "of the last heads alone": (NORM_ROPE, "most = tl.maximum(most, tl.max(tl.maximum(", "most = (tl.max(tl.maximum("),
 }  # fmt: skip
 
 
@@ -185,9 +239,12 @@ def test_planted_faults_are_found(fault, device):
     module, old, new = FAULTS[fault]
     wrong = mutant(module, old, new)
     with pytest.raises(AssertionError):
-        for _ in range(20):  # each may miss a fault, by where the largest lies
+        for _ in range(60):  # each may miss a fault, by where the largest lies
             if module is RMSNORM:  # many for each program, or its last ones often hold the largest
                 rows = 4000 if device.type == "cpu" else 70_000
                 check_norm(wrong.fused_add_rmsnorm, (rows, 64), torch.bfloat16, device, False, True)
-            else:
+            elif module is GLU:
                 check_unit(wrong.glu_of_both, 13, 37, torch.bfloat16, device, "silu")
+            else:
+                turn = wrong.fused_qkv_rope if module is ROPE else normed(wrong.fused_qkv_norm_rope)
+                check_rotation(turn, 133 if device.type == "cpu" else 20_000, (4, 2), 64, 32, torch.bfloat16, device)

@@ -182,8 +182,9 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(ad
 
 @pytest.mark.interpreted
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
-def test_norms_and_units_find_what_is_quantised(adapted, device, monkeypatch):
-    """Five of a layer's eight x and dy; what attention gives, what comes back to it and to the last product are others'."""
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, device, monkeypatch):
+    """Six of a layer's eight x and dy; what attention gives and what comes back to the last product are others'."""
     told, usual = [], MERGED_LINEAR.fp8_quantize
 
     def quantize(x, *args, most=None, **options):
@@ -192,12 +193,12 @@ def test_norms_and_units_find_what_is_quantised(adapted, device, monkeypatch):
         return usual(x, *args, most=most, **options)
 
     with interpreting() if device.type == "cpu" else contextlib.nullcontext():
-        model = fused("llama", adapted, device)
+        model = fused(family, adapted, device)
         run_in_fp8(model)
         monkeypatch.setattr(MERGED_LINEAR, "fp8_quantize", quantize)
         found = found_in(model, batch(device))
         layers = len(model.get_decoder().layers)
-        assert sum(told) == 5 * layers
+        assert sum(told) == 6 * layers - adapted  # nothing is below the first A
         monkeypatch.setattr(Peak, "take", lambda self, x: None)
         again = found_in(model, batch(device))
     assert all(torch.equal(found[name], again[name]) for name in found)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import Tile, differentiable_once, next_power_of_2, runs_triton, tl, triton, with_room
+from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
 
 
 def _tile(half: int, rest: int) -> Tile:
@@ -74,10 +75,10 @@ def load_turn(cos_at, sin_at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, I
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, out_ptr, cos_ptr, sin_ptr, first, positions, length, x_batch, x_token, x_head, out_batch, out_token, out_head,
-    table_batch, table_token,
+    x_ptr, out_ptr, cos_ptr, sin_ptr, peak_ptr, first, positions, length, x_batch, x_token, x_head,
+    out_batch, out_token, out_head, table_batch, table_token,
     HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr,
+    REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HAS_PEAK: tl.constexpr,
 ):  # fmt: skip
     inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
     x_ptr += batch * x_batch + token * x_token + head * x_head
@@ -91,32 +92,40 @@ def _rotate_heads(
     else:
         turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
     store_pairs(out_ptr, turned_a, turned_b, inside, HALF, BLOCK, INTERLEAVED)
+    if HAS_PEAK:  # rounded as what is stored, which keeps the order
+        most = tl.max(tl.maximum(magnitude(turned_a), magnitude(turned_b)), 1)
+        raise_peak(peak_ptr, most.to(out_ptr.dtype.element_ty).to(tl.float32))
     if REST:
         column = 2 * HALF + tl.arange(0, REST)[None, :]
         behind = inside & (column < WIDTH)
-        tl.store(out_ptr + column, tl.load(x_ptr + column, mask=behind), mask=behind)
+        at, rest = out_ptr + column, tl.load(x_ptr + column, mask=behind)
+        tl.store(at, rest, mask=behind)
+        if HAS_PEAK:
+            raise_peak(peak_ptr, tl.max(tl.where(behind, magnitude(rest.to(tl.float32)), 0.0), 1))
 
 
 @triton.jit
 def copy_heads(
-    x_ptr, out_ptr, first, positions, length, x_batch, x_token, x_head, out_batch, out_token, out_head,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, out_ptr, peak_ptr, first, positions, length, x_batch, x_token, x_head, out_batch, out_token, out_head,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_PEAK: tl.constexpr,
 ):  # fmt: skip
     inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     inside &= column < WIDTH
     x = tl.load(x_ptr + batch * x_batch + token * x_token + head * x_head + column, mask=inside)
     tl.store(out_ptr + batch * out_batch + token * out_token + head * out_head + column, x, mask=inside)
+    if HAS_PEAK:
+        raise_peak(peak_ptr, tl.max(tl.where(inside, magnitude(x.to(tl.float32)), 0.0), 1))
 
 
 @triton.jit
 def _qk_rope_kernel(
-    q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, v_out_ptr, cos_ptr, sin_ptr, positions, length,
+    q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, v_out_ptr, cos_ptr, sin_ptr, peak_ptr, positions, length,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, q_out_batch, q_out_token, q_out_head,
     k_out_batch, k_out_token, k_out_head, v_out_batch, v_out_token, v_out_head, table_batch, table_token,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
+    INVERSE: tl.constexpr, HAS_PEAK: tl.constexpr,
 ):  # fmt: skip
     """Of ``Q_HEADS + K_HEADS + V_HEADS`` programs in a row each takes ``ROWS`` heads of the same ``ROWS`` positions; those of
     values are copied."""
@@ -124,21 +133,21 @@ def _qk_rope_kernel(
     member = tl.program_id(0) - group * (Q_HEADS + K_HEADS + V_HEADS)
     if member < Q_HEADS:
         _rotate_heads(
-            q_ptr, q_out_ptr, cos_ptr, sin_ptr, (group * Q_HEADS + member) * ROWS, positions, length,
+            q_ptr, q_out_ptr, cos_ptr, sin_ptr, peak_ptr, (group * Q_HEADS + member) * ROWS, positions, length,
             q_batch, q_token, q_head, q_out_batch, q_out_token, q_out_head, table_batch, table_token,
-            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE,
+            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE, HAS_PEAK,
         )  # fmt: skip
     elif member < Q_HEADS + K_HEADS:
         _rotate_heads(
-            k_ptr, k_out_ptr, cos_ptr, sin_ptr, (group * K_HEADS + member - Q_HEADS) * ROWS, positions, length,
+            k_ptr, k_out_ptr, cos_ptr, sin_ptr, peak_ptr, (group * K_HEADS + member - Q_HEADS) * ROWS, positions, length,
             k_batch, k_token, k_head, k_out_batch, k_out_token, k_out_head, table_batch, table_token,
-            K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE,
+            K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE, HAS_PEAK,
         )  # fmt: skip
     else:
         if V_HEADS:
             copy_heads(
-                v_ptr, v_out_ptr, (group * V_HEADS + member - Q_HEADS - K_HEADS) * ROWS, positions, length,
-                v_batch, v_token, v_head, v_out_batch, v_out_token, v_out_head, V_HEADS, ROWS, WIDTH, WHOLE,
+                v_ptr, v_out_ptr, peak_ptr, (group * V_HEADS + member - Q_HEADS - K_HEADS) * ROWS, positions, length,
+                v_batch, v_token, v_head, v_out_batch, v_out_token, v_out_head, V_HEADS, ROWS, WIDTH, WHOLE, HAS_PEAK,
             )  # fmt: skip
 
 
@@ -153,9 +162,10 @@ def strides_of_tables(cos: Tensor) -> tuple[int, int]:
 
 def _launch(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool,
-    copied: tuple[Tensor, Tensor] | None = None,
+    copied: tuple[Tensor, Tensor] | None = None, peak: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """All tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``; ``copied`` are values and their place."""
+    """All tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``; ``copied`` are values and their place,
+    ``peak`` a cell for what is written."""
     batch, q_heads, length, width = q.shape
     if not q.numel():
         return
@@ -166,9 +176,9 @@ def _launch(
     rest = next_power_of_2(beside) if beside else 0
     tile = _tile(half, rest)
     _qk_rope_kernel[(triton.cdiv(positions, tile.rows) * (q_heads + k_heads + v_heads),)](
-        q, k, v, q_out, k_out, v_out, cos, sin, positions, length, *strides_of_heads(q, k, v, q_out, k_out, v_out),
+        q, k, v, q_out, k_out, v_out, cos, sin, peak, positions, length, *strides_of_heads(q, k, v, q_out, k_out, v_out),
         *strides_of_tables(cos), q_heads, k_heads, v_heads, tile.rows, width, half, tile.block, rest, next_power_of_2(width),
-        interleaved, inverse, num_warps=tile.warps,
+        interleaved, inverse, peak is not None, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -226,13 +236,14 @@ class _Rotation(torch.autograd.Function):
 
 @torch.library.custom_op("chronicals::qkv_rope_backward", mutates_args=())
 def _merged_gradient(
-    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int
-) -> Tensor:  # fmt: skip
-    d_qkv = gradient_like(d_q, d_k, d_v, room)
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_peak: bool
+) -> list[Tensor]:  # fmt: skip
+    """``[d_qkv]``, and its peak where that is wanted."""
+    d_qkv, peak = gradient_like(d_q, d_k, d_v, room), new_peak(d_q) if finds_peak else None
     of_qkv = heads_of(d_qkv, d_q.shape[1], d_k.shape[1])
     q, k, v, of_q, of_k, of_v = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, d_v, *of_qkv))
-    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, copied=(v, of_v))
-    return d_qkv
+    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, (v, of_v), peak)
+    return [d_qkv] if peak is None else [d_qkv, peak]
 
 
 def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
@@ -242,9 +253,9 @@ def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
 
 @_merged_gradient.register_fake
 def _(
-    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int
-) -> Tensor:  # fmt: skip
-    return gradient_like(d_q, d_k, d_v, room)
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_peak: bool
+) -> list[Tensor]:  # fmt: skip
+    return [gradient_like(d_q, d_k, d_v, room), *([new_peak(d_q)] if finds_peak else [])]
 
 
 def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,10 +266,11 @@ def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, T
 class _MergedRotation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool, room: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool, room: int,
+        peak: Peak | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(cos, sin)
-        ctx.options = interleaved, room
+        ctx.options, ctx.peak = (interleaved, room, peak is not None), peak
         q, k, v = heads_of(qkv, *heads)
         _rotate_in_place(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None], interleaved)
         return q.detach(), k.detach(), v.detach()
@@ -266,7 +278,7 @@ class _MergedRotation(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return _merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options), *(None,) * 5
+        return with_peak(ctx.peak, *_merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options)), *(None,) * 6
 
 
 def _rotate_without_kernel(
@@ -317,8 +329,9 @@ def _check_places(q: Tensor, k: Tensor) -> None:
 
 
 def fused_qkv_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool = False, gradient_room: int = 0
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool = False, gradient_room: int = 0,
+    gradient_peak: Peak | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values of a merged product, the first two rotated, in the product's own memory.
 
     Args:
@@ -327,6 +340,7 @@ def fused_qkv_rope(
         heads: H and K.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
         gradient_room: columns left free behind each row of the gradient.
+        gradient_peak: told the largest absolute value of the gradient.
 
     Returns:
         ``[T, H, D]``, ``[T, K, D]`` and ``[T, K, D]``.
@@ -340,7 +354,7 @@ def fused_qkv_rope(
         return *qk_rope_reference(q, k, cos, sin, interleaved), v
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    return _MergedRotation.apply(qkv, cos, sin, heads, interleaved, gradient_room)
+    return _MergedRotation.apply(qkv, cos, sin, heads, interleaved, gradient_room, gradient_peak)
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

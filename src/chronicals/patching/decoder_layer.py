@@ -311,10 +311,10 @@ class _Layer:
     def _turned(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[T, H or K, D]``, normed and rotated."""
         width, interleaved = self.attention.head_dim, self.anatomy.interleaved
-        config = self.attention.config
+        config, peak = self.attention.config, self.qkv.peaks(len(qkv))[1]
         heads = config.num_attention_heads, config.num_key_value_heads
         if self.anatomy.heads is None and getattr(self.attention, "use_rope", True):
-            return fused_qkv_rope(qkv, cos, sin, heads, interleaved, self.qkv.room)
+            return fused_qkv_rope(qkv, cos, sin, heads, interleaved, self.qkv.room, peak)
         if self.anatomy.heads is None:
             return heads_of(qkv, *heads)
         of_q, of_k = (
@@ -322,7 +322,7 @@ class _Layer:
         )
         if of_q[0] is not None and of_k[0] is not None and len(of_q[0]) == width and of_q[1:] == of_k[1:]:
             norms = of_q[0], of_k[0]
-            return fused_qkv_norm_rope(qkv, *norms, cos, sin, heads, of_q[1], of_q[2], interleaved, self.qkv.room)
+            return fused_qkv_norm_rope(qkv, *norms, cos, sin, heads, of_q[1], of_q[2], interleaved, self.qkv.room, peak)
         q, k, v = qkv.split((heads[0] * width, heads[1] * width, heads[1] * width), 1)
         q, k = (fused_rmsnorm(x, *of).unflatten(1, (-1, width)) for x, of in ((q, of_q), (k, of_k)))
         return *fused_qk_rope(q, k, cos, sin, interleaved=interleaved), v.unflatten(1, (-1, width))
