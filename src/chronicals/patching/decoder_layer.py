@@ -220,7 +220,7 @@ class _Layer:
         if any(p.dtype != dtype for norm in self._norms() for p in norm.parameters(recurse=False)):
             raise Unmerged(f"its input is {dtype}, a norm's weight is not")
         self.multiplier = getattr(layer, "residual_multiplier", 1.0)
-        self.recomputes = getattr(layer, RECOMPUTES, False)
+        self.recomputes, self.tiles = getattr(layer, RECOMPUTES, False), getattr(layer, TILES, False)
 
     def groups(self) -> list[tuple[nn.Module, tuple[str, ...], Group]]:
         """Whose children make a product, their names, and where it lies."""
@@ -257,7 +257,8 @@ class _Layer:
         weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
         branch, residual = (x, None) if branch is None else (branch, x)
         rooms = group.room, self.down.room if below is None else below.room
-        peaks = group.peaks(len(x))[0], None if below is None else below.peaks(len(x))[1]
+        whole = group is not self.both or not self.tiles
+        peaks = group.peaks(len(x))[0] if whole else None, None if below is None else below.peaks(len(x))[1]
         normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, *rooms, *peaks)
 
         def again(total: Tensor) -> Tensor:
@@ -266,7 +267,7 @@ class _Layer:
         return normed, total, Remake(again, total.detach()) if self.recomputes else None
 
     def _mlp(self, x: Tensor, remake: Remake | None, unread: bool) -> Tensor:
-        if not getattr(self.layer, TILES, False):
+        if not self.tiles:
             return self.down(*self._unit(self.both(x, remake)), unread=unread)
         draws = self.layer.training and draws_numbers(self.layer.mlp)
         return tiled(lambda x: self.down(*self._unit(self.both(x)), unread=unread or runs_again()), x, draws, tells=True)
