@@ -116,3 +116,12 @@ def test_every_public_kernel_is_documented():
 
     page = (ROOT / "docs" / "kernels.md").read_text()
     assert [name for name in kernels.__all__ if f"`{name}`" not in page] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_what_is_saved_is_read_once(path):
+    """A checkpoint of torch gives it once."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            reads = [part for part in ast.walk(node) if isinstance(part, ast.Attribute) and part.attr == "saved_tensors"]
+            assert len(reads) <= 1, f"{node.name}, line {node.lineno}"

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import chronicals.kernels.qk_norm_rope as module
 from chronicals.kernels import fused_qk_norm_rope, fused_qk_rope, fused_rmsnorm
@@ -414,6 +415,25 @@ def test_the_gradient_of_what_is_merged_has_room(device):
     (found,) = torch.autograd.grad(outs, qkv, given)
     assert found.shape == qkv.shape and found.stride() == (8 * 64 + 16, 1)
     assert torch.equal(found[:, 6 * 64 :], given[2].flatten(1))
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_made_again_by_a_checkpoint(merged, device):
+    of_tables = tables(13, 64, device=device)
+    of_weights = [w.requires_grad_() for w in weights(64, torch.float32, device)]
+    qkv = torch.randn(13, 8, 64, device=device, requires_grad=True)
+
+    def run(qkv, *of_weights):
+        if merged:
+            return module.fused_qkv_norm_rope(qkv.flatten(1), *of_weights, *of_tables, (4, 2))[:2]
+        return module.fused_qk_norm_rope(*qkv.split((4, 4), 1), *of_weights, *of_tables)
+
+    def gradients(outs):
+        torch.manual_seed(3)
+        return torch.autograd.grad(outs, [qkv, *of_weights], [torch.randn_like(x) for x in outs])
+
+    kept, again = gradients(run(qkv, *of_weights)), gradients(checkpoint(run, qkv, *of_weights, use_reentrant=False))
+    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
 
 
 def test_values_that_are_merged_wrongly_are_noticed(device):

@@ -383,10 +383,10 @@ class _MergedQKNormRope(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weights, wanted, (offset, interleaved, room) = ctx.saved_tensors[2:4], ctx.needs_input_grad[1:3], ctx.options
+        saved, wanted, (offset, interleaved, room) = ctx.saved_tensors, ctx.needs_input_grad[1:3], ctx.options
         options = offset, interleaved, any(wanted), room, ctx.peak is not None
-        d_qkv, sums, *peak = _merged_backward(*gradients, *ctx.saved_tensors, *options)
-        of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), weights)) if any(wanted) else (None, None)
+        d_qkv, sums, *peak = _merged_backward(*gradients, *saved, *options)
+        of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4])) if any(wanted) else (None, None)
         return with_peak(ctx.peak, d_qkv, *peak), *of_weights, *(None,) * 8
 
 
@@ -405,10 +405,9 @@ class _QKNormRope(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dq_out: Tensor, dk_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        weights, wanted = ctx.saved_tensors[2:4], ctx.needs_input_grad[2:4]
-        given = dense(dq_out), dense(dk_out), *ctx.saved_tensors
-        dq, dk, sums = _backward(*given, ctx.offset, ctx.interleaved, any(wanted))
-        of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), weights)) if any(wanted) else (None, None)
+        saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:4]
+        dq, dk, sums = _backward(dense(dq_out), dense(dk_out), *saved, ctx.offset, ctx.interleaved, any(wanted))
+        of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4])) if any(wanted) else (None, None)
         return dq, dk, *of_weights, *(None,) * 5
 
 
