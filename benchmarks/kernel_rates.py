@@ -26,7 +26,7 @@ from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.adapter_gradients import adapter_gradients
-from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_turned
+from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_made, fp8_quantize_reference, fp8_turned
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
@@ -36,8 +36,8 @@ from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
 from chronicals.kernels.merged_linear import merged_linear, room_for, side_by_side
 from chronicals.kernels.peak import Peak
-from chronicals.kernels.qk_norm_rope import qk_norm_rope_reference
-from chronicals.kernels.qk_rope import qk_rope_reference
+from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
+from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
@@ -453,6 +453,7 @@ def fp8():
     ):
         arms = {"ours": Captured(lambda call=call: call(peak=Peak())), "without": Captured(call)}
         yield Row(f"peak of {name} {width}", arms, bytes=moved * ELEMENTS)
+    yield from operands(rows)
     for inner, outer in ((4096, 14336), (14336, 4096), (4096, 4096), (2048, 8192), (2048, 2048), (1536, 8960)):
         x, weight, dy = random(8192, inner), random(outer, inner, scale=inner**-0.5), random(8192, outer)
 
@@ -475,6 +476,40 @@ def fp8():
         arms |= {"frozen": layer("tensor", True), "frozen block": layer("block", True)}
         arms |= {f"products {scaling}": products(scaling) for scaling in OF_WEIGHTS}
         yield Row(f"fp8_linear {inner} to {outer}", arms, products=three)
+
+
+def operands(tokens: int):
+    """From what they are made of to both layouts, at the widths of the 8B shape: a norm in 8 bits alone beside written in 16,
+    and QKV's gradient, from before the rotation, with its maximum found beside read for it."""
+    x, residual, weight, ones, heads = *(random(tokens, 4096) for _ in range(2)), random(4096), random(128) * 0 + 1, (32, 8)
+    qkv, turned = random(tokens, 6144), [random(tokens, count, 128) for count in (32, 8, 8)]
+    angles = torch.rand(tokens, 64, device="cuda").repeat(1, 2) * 6
+    tables = angles.cos().bfloat16(), angles.sin().bfloat16()
+
+    def norm(x, peak):
+        return kernels.fused_add_rmsnorm(x, residual, weight, peak=peak)[0].detach()
+
+    def of_qkv(rotate, qkv, peak):
+        return torch.autograd.grad(rotate(qkv, *tables, gradient_peak=peak), qkv, turned)[0]
+
+    def after_norms(qkv, cos, sin, gradient_peak):
+        return fused_qkv_norm_rope(qkv, ones, ones, cos, sin, heads, gradient_peak=gradient_peak)
+
+    def both_layouts(make, source, peak):
+        made = make(source.detach().requires_grad_(), peak)
+        found = None if peak is None else peak.take(made)
+        if found is None or found.made is None:
+            return fp8_quantize(made, layout="both", most=None if found is None else found.most)
+        return fp8_quantize_made(found.made, "both", found.most)
+
+    alone, turning, rotated = (Peak(alone=True), Peak()), (Peak(), None), tokens * 5120
+    for name, make, source, peaks, moved in (
+        ("a norm", norm, x, alone, 10 * x.numel()),
+        ("QKV's gradient", partial(of_qkv, partial(fused_qkv_rope, heads=heads)), qkv, turning, 4 * rotated + 8 * qkv.numel()),
+        ("QKV's gradient after norms", partial(of_qkv, after_norms), qkv, turning, 6 * rotated + 8 * qkv.numel()),
+    ):
+        ours, plain = (Captured(partial(both_layouts, make, source, peak)) for peak in peaks)
+        yield Row(f"operand of {name}", {"ours": ours, "without": plain}, bytes=moved)
 
 
 GROUPS = {
