@@ -6,7 +6,6 @@ Where nobody reads the tensor but who quantises it, it need not be written: it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,9 +77,9 @@ def with_peak(peak: Peak | None, x: Tensor, cell: Tensor | None = None, made: An
     return x
 
 
-def unwritten(shape: Sequence[int], like: Tensor) -> Tensor:
+def unwritten(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Stands for a matrix that nobody reads, in the memory of one row; who does finds that nothing in it is a number."""
-    return like.new_full((1, shape[1]), float("nan")).expand(*shape)
+    return torch.full_like(like[:1], float("nan"), dtype=dtype).expand_as(like)
 
 
 def _identity(x: Tensor) -> tuple:

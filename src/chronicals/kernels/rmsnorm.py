@@ -140,18 +140,17 @@ def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool,
     writes: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """``[rstd]``, y where it is written, the sum where there is a residual, and the peak of y where that is wanted; ``x``
-    ``[rows, D]``."""
-    rstd, y, total, peak = _outputs(x, residual, weight, room, finds_peak, writes)
+    """``[y, rstd]``, the sum where there is a residual, and the peak of y where that is wanted; ``x`` ``[rows, D]``."""
+    y, rstd, total, peak = _outputs(x, residual, weight, room, finds_peak, writes)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
         _rmsnorm_forward_kernel[(triton.cdiv(rows, tile.rows),)](
-            x, residual, weight, y, total, rstd, peak, rows, width, x.stride(0),
-            0 if residual is None else residual.stride(0), 0 if y is None else y.stride(0), eps, offset, residual is not None,
-            weight is not None, finds_peak, tile.rows, tile.block, num_warps=tile.warps, enable_fp_fusion=False,
+            x, residual, weight, y if writes else None, total, rstd, peak, rows, width, x.stride(0),
+            0 if residual is None else residual.stride(0), y.stride(0), eps, offset, residual is not None, weight is not None,
+            finds_peak, tile.rows, tile.block, num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return [rstd, *(out for out in (y, total, peak) if out is not None)]
+    return [y, rstd, *(out for out in (total, peak) if out is not None)]
 
 
 @_forward.register_fake
@@ -170,11 +169,11 @@ def _types(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> tuple[t
 
 def _outputs(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int, finds_peak: bool, writes: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     summed, result = _types(x, residual, weight)
     return (
+        with_room(x, x.shape, room, result) if writes else unwritten(x, result),
         x.new_empty(x.shape[:1], dtype=torch.float32),
-        with_room(x, x.shape, room, result) if writes else None,
         None if residual is None else x.new_empty(x.shape, dtype=summed),
         new_peak(x) if finds_peak else None,
     )
@@ -221,18 +220,14 @@ class _RMSNorm(torch.autograd.Function):
         peak, of_residual = peaks[0], None if residual is None else in_rows(residual)
         summed, result = _types(rows, of_residual, weight)
         writes = peak is None or not peak.alone or x.ndim != 2 or summed != result
-        rstd, *rest = _forward(rows, of_residual, weight, eps, offset, rooms[0], peak is not None, writes)
-        y = rest.pop(0) if writes else None
+        y, rstd, *rest = _forward(rows, of_residual, weight, eps, offset, rooms[0], peak is not None, writes)
         total = rows if residual is None else rest[0]
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
         ctx.room, ctx.peak = rooms[1], peaks[1]
         ctx.set_materialize_grads(False)
-        if y is None:
-            made = Made(_normed, (total, rstd, weight, total.stride(0), offset), x.shape)
-            y = with_peak(peak, unwritten(x.shape, total), rest[-1], made)
-        else:
-            y = with_peak(peak, y.view(x.shape) if x.ndim != 2 else y, rest[-1] if rest else None)
+        made = None if writes else Made(_normed, (total, rstd, weight, total.stride(0), offset), x.shape)
+        y = with_peak(peak, y.view(x.shape) if x.ndim != 2 else y, rest[-1] if rest else None, made)
         return (y, x if residual is None else total.view(x.shape)) if forks else y
 
     @staticmethod
