@@ -273,6 +273,19 @@ def test_a_second_backward_is_the_first_and_a_double_one_is_refused(device):
         torch.autograd.grad(y.square().sum(), x, create_graph=True)
 
 
+def test_biases_alone_keep_nothing_of_x(device):
+    ours, plain = functions((0, 0, 0), True, False)
+    tensors = [
+        tensor.requires_grad_(n == 0 or n > 3) for n, tensor in enumerate(draw((0, 0, 0), True, torch.float32, device)())
+    ]
+    kept, trained = [], [tensors[0], *tensors[4:]]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        y = ours(*tensors)
+    found, expected = (torch.autograd.grad(out.sum(), trained) for out in (y, plain(*tensors)))
+    assert tensors[0].shape not in kept
+    assert all((a - b).norm() <= 1e-5 * b.norm() for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_gradients_of_biases_over_many_rows(dtype, device):
     dy = torch.randn(20_000, 512, device=device).to(dtype)

@@ -258,7 +258,8 @@ class _MergedLinear(torch.autograd.Function):
         else:
             assert in_fp8 is not None
             y, ctx.scale_of_x = _of_rows_in_fp8(merged, rows, in_fp8, fp8), in_fp8.scale
-        kept = any(ctx.needs_input_grad[OPTIONS:])
+        needs = ctx.needs_input_grad
+        kept = any(needs[OPTIONS : OPTIONS + count]) or any(needs[OPTIONS + 2 * count :])  # biases want dy alone
         ctx.make = remake.make if remake is not None and kept else None
         ctx.save_for_backward(source if kept else None, seed, *tensors[2 * count :])
         ctx.laid = list(merged.laid)
