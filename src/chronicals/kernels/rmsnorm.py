@@ -218,8 +218,7 @@ class _RMSNorm(torch.autograd.Function):
         """``forks``: the sum, or x where there is no residual, comes out too, and what reaches it joins in the backward."""
         rows, weight = in_rows(x), None if weight is None else weight.contiguous()
         peak, of_residual = peaks[0], None if residual is None else in_rows(residual)
-        summed, result = _types(rows, of_residual, weight)
-        writes = peak is None or not peak.alone or x.ndim != 2 or summed != result
+        writes = peak is None or not peak.alone or x.ndim != 2 or len(set(_types(rows, of_residual, weight))) > 1
         y, rstd, *rest = _forward(rows, of_residual, weight, eps, offset, rooms[0], peak is not None, writes)
         total = rows if residual is None else rest[0]
         ctx.save_for_backward(total, weight, rstd)
