@@ -248,6 +248,22 @@ def test_a_damaged_file_is_named(tmp_path, name, damage):
         records(path)
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_stream_that_was_cut_between_two_batches_is_named(tmp_path, legacy):
+    path, table, file, ends = tmp_path / "s.arrow", pa.table({"text": list("abc")}), io.BytesIO(), []
+    with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(use_legacy_format=legacy)) as writer:
+        for batch in table.to_batches(1):
+            writer.write_batch(batch)
+            ends.append(file.tell())
+    whole = file.getvalue()
+    path.write_bytes(whole)
+    assert [record["text"] for record in records(path)] == list("abc")
+    for end in ends:
+        path.write_bytes(whole[:end])
+        with pytest.raises(DataError, match=rf"^{path}: cannot be read \(its end-of-stream marker is missing"):
+            records(path)
+
+
 @pytest.mark.parametrize(
     ("content", "place", "reason"),
     [

@@ -302,7 +302,18 @@ def _read_arrow(path: Path) -> Iterator[Row]:
             file = pa.ipc.open_file(source)
             yield from _read_batches(path, map(file.get_batch, range(file.num_record_batches)))
         else:
-            yield from _read_batches(path, pa.ipc.open_stream(source))
+            yield from _read_batches(path, _batches_of_stream(source))
+
+
+def _batches_of_stream(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
+    """Up to the marker of its end, which the format leaves to the writer: without it nobody knows whether more followed."""
+    stream = pa.ipc.open_stream(source)
+    end = source.tell()
+    for batch in stream:
+        end = source.tell()
+        yield batch
+    if source.tell() == end:
+        raise pa.ArrowInvalid("its end-of-stream marker is missing, which closing the writer writes")
 
 
 def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row]:
