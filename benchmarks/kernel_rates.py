@@ -479,15 +479,22 @@ def fp8():
 
 
 def operands(tokens: int):
-    """From what they are made of to both layouts, at the widths of the 8B shape: a norm in 8 bits alone beside written in 16,
-    and QKV's gradient, from before the rotation, with its maximum found beside read for it."""
+    """From what they are made of to both layouts, at the widths of the 8B shape: a norm, a unit and a unit's gradient in 8 bits
+    alone beside written in 16, and QKV's gradient, from before the rotation, with its maximum found beside read for it."""
     x, residual, weight, ones, heads = *(random(tokens, 4096) for _ in range(2)), random(4096), random(128) * 0 + 1, (32, 8)
     qkv, turned = random(tokens, 6144), [random(tokens, count, 128) for count in (32, 8, 8)]
     angles = torch.rand(tokens, 64, device="cuda").repeat(1, 2) * 6
     tables = angles.cos().bfloat16(), angles.sin().bfloat16()
+    both, of_unit = random(tokens // 4, 28672), random(tokens // 4, 14336)
 
     def norm(x, peak):
         return kernels.fused_add_rmsnorm(x, residual, weight, peak=peak)[0].detach()
+
+    def unit(both, peak):
+        return glu_of_both(both, "silu", peak=peak).detach()
+
+    def gradient_of_unit(both, peak):
+        return torch.autograd.grad(glu_of_both(both, "silu", peak=Peak(alone=True), gradient_peak=peak), both, of_unit)[0]
 
     def of_qkv(rotate, qkv, peak):
         return torch.autograd.grad(rotate(qkv, *tables, gradient_peak=peak), qkv, turned)[0]
@@ -500,11 +507,13 @@ def operands(tokens: int):
         found = None if peak is None else peak.take(made)
         if found is None or found.made is None:
             return fp8_quantize(made, layout="both", most=None if found is None else found.most)
-        return fp8_quantize_made(found.made, "both", found.most)
+        return fp8_quantize_made(found.made, "both")
 
     alone, turning, rotated = (Peak(alone=True), Peak()), (Peak(), None), tokens * 5120
     for name, make, source, peaks, moved in (
         ("a norm", norm, x, alone, 10 * x.numel()),
+        ("a unit", unit, both, alone, 10 * of_unit.numel()),
+        ("a unit's gradient", gradient_of_unit, both, alone, 16 * of_unit.numel()),
         ("QKV's gradient", partial(of_qkv, partial(fused_qkv_rope, heads=heads)), qkv, turning, 4 * rotated + 8 * qkv.numel()),
         ("QKV's gradient after norms", partial(of_qkv, after_norms), qkv, turning, 6 * rotated + 8 * qkv.numel()),
     ):

@@ -17,8 +17,8 @@ from mutants import mutant
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 8), (13, 37), (5, 257), (3, 1300)]
 HEADS = [((3, 1), 6, 4), ((4, 2), 64, 64), ((1, 1), 40, 16)]
-RMSNORM, GLU, ROPE, NORM_ROPE = (
-    sys.modules[f"chronicals.kernels.{name}"] for name in ("rmsnorm", "glu", "qk_rope", "qk_norm_rope")
+RMSNORM, GLU, ROPE, NORM_ROPE, FP8 = (
+    sys.modules[f"chronicals.kernels.{name}"] for name in ("rmsnorm", "glu", "qk_rope", "qk_norm_rope", "fp8")
 )
 
 
@@ -201,12 +201,13 @@ def assert_made(peak, x, usual):
     assert x.shape == usual.shape and x.dtype == usual.dtype and x.isnan().all()
     found = peak.take(x)
     for layout in ("rows", "columns", "both") if x.dtype == torch.bfloat16 else ("both",):
-        made, expected = fp8_quantize_made(found.made, layout, found.most), fp8_quantize(usual, layout=layout)
+        made, expected = fp8_quantize_made(found.made, layout), fp8_quantize(usual, layout=layout)
         for ours, meant in zip(made, expected, strict=True):
             assert (ours is None) == (meant is None)
             assert ours is None or all(torch.equal(a.float(), b.float()) for a, b in zip(ours, meant, strict=True))
 
 
+CHECKS = ("test_schema", "test_faketensor")
 MADE = [(1, 8), (13, 37), (64, 128), (68, 130), (260, 20)]
 
 
@@ -229,6 +230,62 @@ def check_norm_made(norm, shape, dtype, device, summed, weighed, offset=0.0):
 def test_norms_in_8_bits_alone(shape, summed, weighed, device):
     for dtype in TYPES:
         check_norm_made(fused_add_rmsnorm, shape, dtype, device, summed, weighed, offset=float(weighed))
+
+
+def check_unit_made(unit, rows, width, dtype, device, activation):
+    """y, and the gradients of gate and up side by side."""
+    both, dy, found = draw(device, dtype, rows, 2 * width), torch.randn(rows, width, device=device).to(dtype), []
+    for alone in (True, False):
+        peak, of_gradient = Peak(alone), Peak(alone)
+        y = unit(both, activation, peak=peak, gradient_peak=of_gradient)
+        seen = gradients_seen(both)
+        y.backward(dy)
+        found.append((y.detach(), seen[0], peak, of_gradient))
+    (y, gradient, peak, of_gradient), (usual, usual_gradient, *_) = found
+    assert_made(peak, y, usual)
+    assert_made(of_gradient, gradient, usual_gradient)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("shape", MADE, ids=str)
+def test_units_in_8_bits_alone(shape, activation, device):
+    for dtype in TYPES:
+        check_unit_made(glu_of_both, *shape, dtype, device, activation)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "both"])
+def test_units_without_a_number(layout, device):
+    """Neither in their own maximum nor, as zeros, in 8 bits; and an infinite one."""
+    both, peak = draw(device, torch.bfloat16, 20, 16), Peak(True)
+    with torch.no_grad():
+        both[1, 3], both[2, 12], both[7, 2] = float("nan"), float("nan"), float("inf")
+    for spoiled in (both[:7], both):
+        found = peak.take(glu_of_both(spoiled, "silu", peak=peak))
+        usual = glu_of_both(spoiled, "silu")
+        for ours, meant in zip(fp8_quantize_made(found.made, layout), fp8_quantize(usual, layout=layout), strict=True):
+            assert (ours is None) == (meant is None)
+            assert ours is None or torch.equal(ours.scale, meant.scale)
+            assert ours is None or torch.equal(ours.values.float().nan_to_num(7.0), meant.values.float().nan_to_num(7.0))
+
+
+def test_what_is_made_of_no_rows(device):
+    """Nothing, with scales that change nothing."""
+    x, both = torch.randn(0, 16, device=device), torch.randn(0, 32, device=device)
+    norm, unit = Peak(True), Peak(True)
+    y, _ = fused_add_rmsnorm(x, None, None, peak=norm)
+    for found in (norm.take(y), unit.take(glu_of_both(both, "silu", peak=unit))):
+        for scaled in fp8_quantize_made(found.made, "both"):
+            assert not scaled.values.numel() and scaled.scale == 1.0
+
+
+def test_what_makes_them_are_operators(device):
+    """Of torch, which know the shapes of what they return before there are any numbers."""
+    x, weight, both = (torch.randn(*shape, device=device) for shape in ((12, 16), (16,), (12, 32)))
+    cell = torch.ones(1, dtype=torch.int32, device=device)
+    for layout in ("rows", "columns", "both"):
+        torch.library.opcheck(RMSNORM._in_fp8, (x, x[:, 0].contiguous(), weight, cell, 0.0, layout), test_utils=CHECKS)
+        torch.library.opcheck(GLU._in_fp8, (both, "silu", layout), test_utils=CHECKS)
+        torch.library.opcheck(GLU._backward_in_fp8, (x, both, "gelu", layout), test_utils=CHECKS)
 
 
 def test_norms_are_written_where_they_are_not_as_their_sum(device):
@@ -280,8 +337,40 @@ FAULTS = {
 FAULTS_OF_MADE = {
     "without its offset": ("[None, :] + offset\n    return", "[None, :]\n    return"),
     "of other rows": ("rstd_ptr + row, mask=(row", "rstd_ptr + row // 2, mask=(row"),
-    "not rounded": ("return y.to(s.dtype)", "return y"),
+    "not rounded": ("(rounded(y, s.dtype),)", "(y,)"),
 }
+
+FAULTS_OF_MADE_UNITS = {
+    "not rounded": ("rounded(activated * up.to(tl.float32), gate.dtype)", "activated * up.to(tl.float32)"),
+    "up without its activation": ("rounded(wide * activated, dy.dtype)", "dy"),
+    "the gradients in each other's place": (
+        "return rounded(wide * up * slope, dy.dtype), rounded(wide * activated, dy.dtype)",
+        "return rounded(wide * activated, dy.dtype), rounded(wide * up * slope, dy.dtype)",
+    ),
+}
+
+FAULTS_OF_PARTS = {
+    "a maximum of the last part alone": ("most = tl.maximum(most, sizes)\n            if", "most = sizes\n            if"),
+    "rows of the first part alone": ("* (PARTS * width) + place[None, :]", "* (PARTS * width) + column[None, :]"),
+    "columns of the first part alone": ("fours, four, place, rows", "fours, four, column, rows"),
+    "rows as long as a part": ("* (PARTS * width) + place[None, :]", "* width + place[None, :]"),
+    "the first part twice": ("(a[part], b[part], c[part], d[part])", "(a[0], b[0], c[0], d[0])"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_MADE_UNITS)
+def test_planted_faults_of_units_that_are_made_are_found(fault, device):
+    wrong = mutant(GLU, *FAULTS_OF_MADE_UNITS[fault])
+    with pytest.raises(AssertionError):
+        check_unit_made(wrong.glu_of_both, 13, 37, torch.bfloat16, device, "silu")
+
+
+@pytest.mark.parametrize("fault", FAULTS_OF_PARTS)
+def test_planted_faults_of_parts_are_found(fault, device, monkeypatch):
+    monkeypatch.setattr(GLU, "quantised", mutant(FP8, *FAULTS_OF_PARTS[fault]).quantised)
+    with pytest.raises(AssertionError):
+        for _ in range(20):  # the largest may lie in the part that is left
+            check_unit_made(glu_of_both, 13, 37, torch.bfloat16, device, "silu")
 
 
 @pytest.mark.parametrize("fault", FAULTS_OF_MADE)

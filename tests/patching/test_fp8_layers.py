@@ -186,8 +186,8 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(ad
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, device, monkeypatch):
-    """Six of a layer's eight x and dy; what attention gives and what comes back to the last product are others'. A norm
-    that nobody else reads, as without adapters, is made in 8 bits alone."""
+    """Six of a layer's eight x and dy; what attention gives and what comes back to the last product are others'. Norms and
+    units that nobody else reads, as without adapters, and the gradients of units are made in 8 bits alone."""
     told, made = [], []
     usual, usually_made = MERGED_LINEAR.fp8_quantize, MERGED_LINEAR.fp8_quantize_made
 
@@ -203,7 +203,7 @@ def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, devic
         monkeypatch.setattr(MERGED_LINEAR, "fp8_quantize_made", lambda *a: made.append(a) or usually_made(*a))
         found = found_in(model, batch(device))
         layers = len(model.get_decoder().layers)
-        expected = (6 * layers - 1, 0) if adapted else (4 * layers, 2 * layers)  # nothing is below the first A
+        expected = (6 * layers - 1, 0) if adapted else (2 * layers, 4 * layers)  # nothing is below the first A
         assert (sum(told), len(made)) == expected
         monkeypatch.setattr(side_by_side, "Peak", lambda *_: Peak())
         monkeypatch.setattr(Peak, "take", lambda self, x: None)
@@ -223,9 +223,9 @@ def made_alone(model, device, monkeypatch):
 @pytest.mark.parametrize(
     ("spoil", "count"),
     [
-        (lambda model: tile_mlps(model), 1),  # tiles are of what is there
-        (lambda model: recompute_norms_and_units(model), 2),
-        (lambda model: enable_gradient_checkpointing(model), 4),
+        (lambda model: tile_mlps(model), 7),  # units of two tiles, forward, again and backward, and one norm
+        (lambda model: recompute_norms_and_units(model), 4),
+        (lambda model: enable_gradient_checkpointing(model), 7),  # their gradient is made once
         (lambda model: torch.autograd.set_detect_anomaly(True), 0),
     ],
     ids=["tiles", "norms and units", "layers", "anomalies"],
@@ -235,7 +235,7 @@ def test_what_is_made_in_8_bits_alone_changes_nothing(spoil, count, device, monk
     with interpreting() if device.type == "cpu" else contextlib.nullcontext():
         model = fused("llama", device=device)
         run_in_fp8(model)
-        assert made_alone(model, device, monkeypatch)[1] == 2
+        assert made_alone(model, device, monkeypatch)[1] == 4
         try:
             spoil(model)
             found, some = made_alone(model, device, monkeypatch)
@@ -245,6 +245,16 @@ def test_what_is_made_in_8_bits_alone_changes_nothing(spoil, count, device, monk
             torch.autograd.set_detect_anomaly(False)
     assert (some, none) == (count, 0)
     assert all(torch.equal(found[name], usual[name]) for name in found)
+
+
+@pytest.mark.interpreted
+def test_biases_that_are_trained_read_the_gradient(device, monkeypatch):
+    with interpreting() if device.type == "cpu" else contextlib.nullcontext():
+        model = families.build("llama", mlp_bias=True).to(device)
+        patch_parts(model, whole_layers=True)
+        run_in_fp8(model)
+        found, count = made_alone(model, device, monkeypatch)
+    assert count == 3 and all(gradient.isfinite().all() for gradient in found.values())
 
 
 def test_products_that_are_too_small_stay(device, monkeypatch):

@@ -8,13 +8,14 @@ transpose of what the forward pass took: ``rows`` are ``[M, K]``, scaled along K
 
 x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each layout; the scale of a tensor,
 and those of whole columns, take 2 more, for they are known only at the end, unless what made the tensor found its maximum
-(``peak.py``). What nobody else reads need not be there: ``Made`` is made by the tile from what it is made of.
+(``peak.py``). What nobody else reads need not be there: ``Made`` is made by the tile from what it is made of, once more for its
+maximum where that is not known.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +27,7 @@ from chronicals.kernels.peak import new_peak, raise_peak
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-STRIP = (512, 64)
+STRIP, STRIP_OF_MADE = (512, 64), (256, 32)
 """Rows of a strip, and of them at a time."""
 
 SMALLEST = 2.0**-126
@@ -60,14 +61,16 @@ class Made(NamedTuple):
     """A matrix that is nowhere: a kernel makes it tile by tile.
 
     Attributes:
-        make: function of a kernel, as ``_read`` is: from a source, rows and columns to the values there.
+        make: function of a kernel, as ``_read`` is: from a source, rows and columns to the values there, of each part.
         source: its tensors, the first of the type of the values, and its numbers.
         shape: ``[M, K]``.
+        parts: matrices ``[M, K / parts]``, side by side, which are made together.
     """
 
     make: Any
     source: tuple
     shape: Sequence[int]
+    parts: int = 1
 
 
 @triton.jit
@@ -104,7 +107,18 @@ def load_tile(x_ptr, row, column, rows, width, stride, WHOLE: tl.constexpr):
 @triton.jit
 def _read(source, row, column, rows, width, WHOLE: tl.constexpr):
     x_ptr, stride = source
-    return load_tile(x_ptr, row, column, rows, width, stride, WHOLE)
+    return (load_tile(x_ptr, row, column, rows, width, stride, WHOLE),)
+
+
+@triton.jit
+def rounded(x, KIND: tl.constexpr):
+    """Neighbours by one instruction into one register, which compilers give each its own otherwise."""
+    if INTERPRETED or tl.bfloat16 != KIND:
+        y = x.to(KIND)
+    else:
+        pair: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        y = tl.inline_asm_elementwise(pair, "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
+    return y
 
 
 @triton.jit
@@ -116,21 +130,22 @@ def _raise(most_ptr, most, inside):
 
 @triton.jit
 def _extremes_kernel(
-    x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, WHOLE: tl.constexpr,
-    BLOCK: tl.constexpr, HIGH: tl.constexpr, PART: tl.constexpr,
+    source, of_rows_ptr, of_columns_ptr, rows, width, MAKE: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr, HIGH: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """max |x| of all, or of each row and each column: down a strip, some rows at a time while the next are on their way."""
     across = tl.cdiv(width, BLOCK)
     top = tl.program_id(0) // across * HIGH
     column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
-    most = tl.zeros((PART, BLOCK), tl.float32)
-    for part in tl.range(0, HIGH, PART, num_stages=3):
-        row = top + part + tl.arange(0, PART)
-        given = load_tile(x_ptr, row, column, rows, width, stride, WHOLE)
-        sizes = tl.abs(given.to(tl.float32))
-        most = tl.maximum(most, sizes)
-        if SCALING == "row":
-            _raise(of_rows_ptr + row, tl.max(sizes, 1), row < rows)
+    most = tl.zeros((STEP, BLOCK), tl.float32)
+    for step in tl.range(0, HIGH, STEP, num_stages=3):
+        row = top + step + tl.arange(0, STEP)
+        given = MAKE(source, row, column, rows, width, WHOLE)
+        for part in tl.static_range(PARTS):
+            sizes = tl.abs(given[part].to(tl.float32))
+            most = tl.maximum(most, sizes)
+            if SCALING == "row":
+                _raise(of_rows_ptr + row, tl.max(sizes, 1), row < rows)
     if SCALING == "tensor":
         raise_peak(of_rows_ptr, tl.max(most, 1))
     else:
@@ -204,12 +219,12 @@ def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.conste
 @triton.jit
 def _tiles_kernel(
     source, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width,
-    MAKE: tl.constexpr, SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    LIMIT: tl.constexpr, WHOLE: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    MAKE: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A tile, read or made once, as four tensors, of every fourth row each: four neighbours of a column are a number of 32 bits
-    before they are turned. Maxima of tensors and rows are there, or a tensor's scale is; others are found here. The last tile
-    goes first: what was written or read last is still near."""
+    """A tile of every part, read or made once, as four tensors, of every fourth row each: four neighbours of a column are a
+    number of 32 bits before they are turned. Maxima of tensors and rows are there, or a tensor's scale is; others are found
+    here. The last tile goes first: what was written or read last is still near."""
     across, down = tl.cdiv(width, WIDE), tl.cdiv(rows, HIGH)
     last = tl.num_programs(0) - 1 - tl.program_id(0)
     left, top = last % across, last // across
@@ -219,29 +234,31 @@ def _tiles_kernel(
     b = MAKE(source, row + 1, column, rows, width, WHOLE)
     c = MAKE(source, row + 2, column, rows, width, WHOLE)
     d = MAKE(source, row + 3, column, rows, width, WHOLE)
-    most = 0.0
-    if SCALING == "tensor":
-        most = tl.load(of_rows_ptr)
-    elif SCALING != "row":
-        most = tl.max(_largest(a, b, c, d), 0)
-    if SCALING == "square":
-        most = tl.max(most, 0)
-    if COLUMNS:
-        tile = left * down + top
-        scale = _scales(most, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, KNOWN, LIMIT)
-        fours = _four(a, b, c, d, _inverse(scale)[None, :], rows_ptr.dtype.element_ty)
-        _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE)
-    if ROWS:
-        tile, given = top * across + left, (a, b, c, d)
-        for n in tl.static_range(4):
-            values = given[n].to(tl.float32)
-            if SCALING == "block":
-                most = tl.max(tl.abs(values), 1)
-            scale = _scales(most, of_rows_ptr, rows_scale_ptr, row + n, rows, left, tile, SCALING, KNOWN, LIMIT)
-            values = (values * _inverse(scale)[:, None]).to(rows_ptr.dtype.element_ty)
-            place = rows_ptr + (row + n).to(tl.int64)[:, None] * width + column[None, :]
-            inside = ((row + n < rows) | WHOLE)[:, None] & ((column < width) | WHOLE)[None, :]
-            tl.store(place, values, mask=inside)
+    for part in tl.static_range(PARTS):
+        given, place = (a[part], b[part], c[part], d[part]), column + part * width
+        most = 0.0
+        if SCALING == "tensor":
+            most = tl.load(of_rows_ptr)
+        elif SCALING != "row":
+            most = tl.max(_largest(*given), 0)
+        if SCALING == "square":
+            most = tl.max(most, 0)
+        if COLUMNS:
+            tile = left * down + top
+            scale = _scales(most, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, KNOWN, LIMIT)
+            fours = _four(*given, _inverse(scale)[None, :], rows_ptr.dtype.element_ty)
+            _put_columns(columns_ptr, fours, four, place, rows, (part + 1) * width, WHOLE)
+        if ROWS:
+            tile = top * across + left
+            for n in tl.static_range(4):
+                values = given[n].to(tl.float32)
+                if SCALING == "block":
+                    most = tl.max(tl.abs(values), 1)
+                scale = _scales(most, of_rows_ptr, rows_scale_ptr, row + n, rows, left, tile, SCALING, KNOWN, LIMIT)
+                values = (values * _inverse(scale)[:, None]).to(rows_ptr.dtype.element_ty)
+                inside = ((row + n < rows) | WHOLE)[:, None] & ((column < width) | WHOLE)[None, :]
+                at = (row + n).to(tl.int64)[:, None] * (PARTS * width) + place[None, :]
+                tl.store(rows_ptr + at, values, mask=inside)
 
 
 @triton.jit
@@ -256,8 +273,10 @@ def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr,
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
 
 
-def _outputs(like: Tensor, shape: Sequence[int], scaling: str, dtype: torch.dtype, layout: str) -> list[Tensor]:
-    """Values and scale of the rows, then of the columns, whichever are asked for."""
+def outputs(
+    like: Tensor, shape: Sequence[int], layout: str, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn
+) -> list[Tensor]:  # fmt: skip
+    """Empty values and scale of the rows, then of the columns, whichever are asked for."""
     (rows, width), made = shape, list[Tensor]()
     for shape, wanted in (((rows, width), "rows"), ((width, rows), "columns")):
         if layout in (wanted, "both"):
@@ -278,34 +297,44 @@ def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
 def _quantize(
     x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
 ) -> list[Tensor]:  # fmt: skip
-    made = _outputs(x, x.shape, scaling, dtype, layout)
-    if not x.numel():
-        for tensor in made:
-            tensor.fill_(1.0)
-        return made
     (rows, width), stride = x.shape, x.stride(0)
-    if scaling == "row" and layout == "rows" and width <= WIDEST:
+    if scaling == "row" and layout == "rows" and width <= WIDEST and x.numel():
+        made = outputs(x, x.shape, layout, scaling, dtype)
         block = next_power_of_2(width)
         warps = min(max(block // 1024, 1), 16)
         _rows_kernel[(rows,)](x, *made, width, stride, LIMITS[dtype], block, num_warps=warps)
         return made
-    known = most if scale is None else scale
-    extremes = _extremes(x, scaling) if known is None else (known, known)
-    _write_tiles(Made(_read, (x, stride), x.shape), made, extremes, layout, scaling, scale is not None)
+    return quantised(Made(_read, (x, stride), x.shape), layout, scaling, dtype, scale, most)
+
+
+def quantised(
+    given: Made, layout: str, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, scale: Tensor | None = None,
+    most: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """``outputs``, filled; for operators, which launches of kernels belong in."""
+    made, known = outputs(given.source[0], given.shape, layout, scaling, dtype), most if scale is None else scale
+    if 0 in given.shape:
+        for tensor in made:
+            tensor.fill_(1.0)
+        return made
+    extremes = _extremes(given, scaling) if known is None else (known, known)
+    _write_tiles(given, made, extremes, layout, scaling, scale is not None)
     return made
 
 
-def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+def _extremes(given: Made, scaling: str) -> tuple[Tensor, Tensor]:
     """max |x| of all, twice, or of rows and of columns; nothing for blocks and squares, which find their own."""
-    (rows, width), of_all = x.shape, scaling == "tensor"
+    (rows, width), of_all, x = given.shape, scaling == "tensor", given.source[0]
     if scaling in ("block", "square"):
         return x, x
     bits = new_peak(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
     of_rows, of_columns = (bits, bits) if of_all else bits.split((rows, width))
-    (high, part), stride = STRIP, x.stride(0)
+    (high, step), width = STRIP if given.make is _read else STRIP_OF_MADE, width // given.parts
     whole = rows % high == width % BLOCK == 0
-    programs = triton.cdiv(rows, high) * triton.cdiv(width, BLOCK)
-    _extremes_kernel[(programs,)](x, of_rows, of_columns, rows, width, stride, scaling, whole, BLOCK, high, part, num_warps=4)
+    _extremes_kernel[(triton.cdiv(rows, high) * triton.cdiv(width, BLOCK),)](
+        given.source, of_rows, of_columns, rows, width, given.make, given.parts, scaling, whole, BLOCK, high, step,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
@@ -313,12 +342,12 @@ def _write_tiles(
     given: Made, made: list[Tensor], extremes: tuple[Tensor, Tensor], layout: str, scaling: str, known: bool
 ) -> None:
     """Of the layout that is not asked for nothing is read or written."""
-    (rows, width), high = given.shape, BLOCK if given.make is _read else BLOCK // 2
+    rows, width, high = given.shape[0], given.shape[1] // given.parts, BLOCK if given.make is _read else BLOCK // 2
     whole = rows % high == width % BLOCK == 0
     _tiles_kernel[(triton.cdiv(rows, high) * triton.cdiv(width, BLOCK),)](
-        given.source, *extremes, *made[:2], _in_fours(made[-2]), made[-1], rows, width, given.make, scaling, known,
-        layout != "columns", layout != "rows", LIMITS[made[0].dtype], whole, high, BLOCK,
-        num_warps=4 if given.source[0].dtype == torch.bfloat16 else 8, enable_fp_fusion=False,
+        given.source, *extremes, *made[:2], _in_fours(made[-2]), made[-1], rows, width, given.make, given.parts, scaling,
+        known, layout != "columns", layout != "rows", LIMITS[made[0].dtype], whole, high, BLOCK,
+        num_warps=4 * given.parts if given.source[0].dtype == torch.bfloat16 else 8, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -335,7 +364,7 @@ def _scale(most: Tensor, limit: float) -> Tensor:
 def _(
     x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
 ) -> list[Tensor]:  # fmt: skip
-    return _outputs(x, x.shape, scaling, dtype, layout)
+    return outputs(x, x.shape, layout, scaling, dtype)
 
 
 def fp8_quantize(
@@ -374,11 +403,9 @@ def fp8_quantize(
     return _layouts([part.t() if scaling == "block" and n % 2 else part for n, part in enumerate(made)], layout)
 
 
-def fp8_quantize_made(given: Made, layout: str, most: Tensor) -> tuple[Scaled | None, Scaled | None]:
-    """As ``fp8_quantize`` with the scale of a tensor in e4m3, of what is made here, whose maximum is known."""
-    made = _outputs(given.source[0], given.shape, "tensor", torch.float8_e4m3fn, layout)
-    _write_tiles(given, made, (most, most), layout, "tensor", False)
-    return _layouts(made, layout)
+def fp8_quantize_made(make: Callable[[str], list[Tensor]], layout: str) -> tuple[Scaled | None, Scaled | None]:
+    """As ``fp8_quantize`` with the scale of a tensor in e4m3, of what is unwritten (``Found.made``)."""
+    return _layouts(make(layout), layout)
 
 
 def _layouts(made: list[Tensor], layout: str) -> tuple[Scaled | None, Scaled | None]:

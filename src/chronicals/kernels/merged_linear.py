@@ -289,8 +289,7 @@ class _MergedLinear(torch.autograd.Function):
         elif merged.room:
             product_into(g, dy, merged.up)
         trained = any(needs[OPTIONS : OPTIONS + count]) and x is not None
-        found = None if ctx.peak is None else ctx.peak.take(upstream)
-        dy_rows, dy_columns = _in_fp8(ctx, dy, found, needs[0], trained)
+        dy_rows, dy_columns = _in_fp8(ctx, dy, None if ctx.peak is None else ctx.peak.take(upstream), needs[0], trained)
         dx = _of_input(ctx, dy if dy_rows is None else dy_rows, extended, seed) if needs[0] else None
         of_weights: list[Tensor | None] = [None for _ in range(2 * count)]
         if trained and x is not None:
@@ -317,7 +316,7 @@ def _quantised(x: Tensor, found: Found | None, layout: str) -> tuple[Scaled | No
     """By what its maker found; where that left x unwritten, as it makes it."""
     if found is None or found.made is None:
         return fp8_quantize(x, layout=layout, most=None if found is None else found.most)
-    return fp8_quantize_made(found.made, layout, found.most)
+    return fp8_quantize_made(found.made, layout)
 
 
 def _in_fp8(ctx: Any, dy: Tensor, found: Found | None, of_input: bool, of_weights: bool) -> tuple[Scaled | None, Scaled | None]:

@@ -6,7 +6,8 @@ Where nobody reads the tensor but who quantises it, it need not be written: it i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,12 +38,12 @@ class Found(NamedTuple):
     """What is known of a tensor.
 
     Attributes:
-        most: its largest absolute value, fp32 ``[1]``.
-        made: where it is ``unwritten``, how it is made (``fp8.Made``).
+        most: its largest absolute value, fp32 ``[1]``, or None.
+        made: where it is ``unwritten``, how it is made in 8 bits, ``made(layout)`` (``fp8_quantize_made``).
     """
 
-    most: Tensor
-    made: Any = None
+    most: Tensor | None
+    made: Callable[[str], list[Tensor]] | None = None
 
 
 class Peak:
@@ -59,8 +60,9 @@ class Peak:
         self.alone = alone
         self._found: tuple[tuple, StorageWeakRef, Found] | None = None
 
-    def put(self, x: Tensor, cell: Tensor, made: Any = None) -> None:
-        self._found = _identity(x), StorageWeakRef(x.untyped_storage()), Found(cell.view(torch.float32), made)
+    def put(self, x: Tensor, cell: Tensor | None, made: Callable[[str], list[Tensor]] | None = None) -> None:
+        most = None if cell is None else cell.view(torch.float32)
+        self._found = _identity(x), StorageWeakRef(x.untyped_storage()), Found(most, made)
 
     def take(self, x: Tensor) -> Found | None:
         found, self._found = self._found, None
@@ -69,10 +71,12 @@ class Peak:
         return found[2]
 
 
-def with_peak(peak: Peak | None, x: Tensor, cell: Tensor | None = None, made: Any = None) -> Tensor:
+def with_peak(
+    peak: Peak | None, x: Tensor, cell: Tensor | None = None, made: Callable[[str], list[Tensor]] | None = None
+) -> Tensor:  # fmt: skip
     """``x``, of which ``peak`` now knows the largest absolute value, where a kernel found it, and how it is made, where it is
     unwritten."""
-    if peak is not None and cell is not None:
+    if peak is not None and not (cell is made is None):
         peak.put(x, cell, made)
     return x
 

@@ -14,12 +14,13 @@ Bytes a row in 16 bit: 4·D forward, 6·D backward; with the residual 8·D and 8
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chronicals.kernels.fp8 import Made, load_tile
+from chronicals.kernels.fp8 import Made, load_tile, outputs, quantised, rounded
 from chronicals.kernels.launch import (
     WIDEST,
     Tile,
@@ -87,7 +88,7 @@ def _normed(source, row, column, rows, width, WHOLE: tl.constexpr):
     y = s.to(tl.float32) * tl.load(rstd_ptr + row, mask=(row < rows) | WHOLE, other=0.0)[:, None]
     if w_ptr is not None:
         y *= tl.load(w_ptr + column, mask=(column < width) | WHOLE, other=0.0).to(tl.float32)[None, :] + offset
-    return y.to(s.dtype)
+    return (rounded(y, s.dtype),)
 
 
 @triton.jit
@@ -179,6 +180,20 @@ def _outputs(
     )
 
 
+@torch.library.custom_op("chronicals::rmsnorm_in_fp8", mutates_args=())
+def _in_fp8(
+    total: Tensor, rstd: Tensor, weight: Tensor | None, peak: Tensor, offset: float, layout: str
+) -> list[Tensor]:  # fmt: skip
+    """y, which was left unwritten."""
+    given = Made(_normed, (total, rstd, weight, total.stride(0), offset), total.shape)
+    return quantised(given, layout, most=peak.view(torch.float32))
+
+
+@_in_fp8.register_fake
+def _(total: Tensor, rstd: Tensor, weight: Tensor | None, peak: Tensor, offset: float, layout: str) -> list[Tensor]:
+    return outputs(total, total.shape, layout)
+
+
 @torch.library.custom_op("chronicals::rmsnorm_backward", mutates_args=())
 def _backward(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
@@ -225,7 +240,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
         ctx.room, ctx.peak = rooms[1], peaks[1]
         ctx.set_materialize_grads(False)
-        made = None if writes else Made(_normed, (total, rstd, weight, total.stride(0), offset), x.shape)
+        made = None if writes else partial(_in_fp8, total, rstd, weight, rest[-1], offset)
         y = with_peak(peak, y.view(x.shape) if x.ndim != 2 else y, rest[-1] if rest else None, made)
         return (y, x if residual is None else total.view(x.shape)) if forks else y
 
