@@ -17,6 +17,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing, tiling
 from chronicals.models import PresentedModel
 from chronicals.patching import (
+    decoder_layer,
     forget_policies,
     fp8_layers,
     lay_apart,
@@ -370,6 +371,17 @@ class TestWeightsThatWait:
         assert offload_frozen_weights(model) == sum(p.nbytes for p in frozen) > 0
         assert {p.device.type for p in frozen} == {"cpu"} and offload_frozen_weights(model) == 0
         away = found_in(model, batch(device))
+        assert all(torch.equal(here[name], away[name]) for name in here)
+
+    def test_layers_without_adapters_run_fused_too(self, device):
+        model = families.build("qwen2").to(device)
+        apply_lora(model, LoRAConfig(rank=4, dropout=0.0, target_modules=["q_proj", "v_proj"]))
+        patch_parts(model, whole_layers=True)
+        run_in_fp8(model)
+        here, before = found_in(model, batch(device)), decoder_layer.runs[0]
+        assert offload_frozen_weights(model) > 0
+        away = found_in(model, batch(device))
+        assert decoder_layer.runs[0] - before == len(model.get_decoder().layers)
         assert all(torch.equal(here[name], away[name]) for name in here)
 
     def test_only_rows_in_fp8_are_kept(self, device):
