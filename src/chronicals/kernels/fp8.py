@@ -15,14 +15,14 @@ maximum where that is not known.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import INTERPRETED, WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
-from chronicals.kernels.peak import new_peak, raise_peak
+from chronicals.kernels.peak import Maker, new_peak, raise_peak
 
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
@@ -403,7 +403,7 @@ def fp8_quantize(
     return _layouts([part.t() if scaling == "block" and n % 2 else part for n, part in enumerate(made)], layout)
 
 
-def fp8_quantize_made(make: Callable[[str], list[Tensor]], layout: str) -> tuple[Scaled | None, Scaled | None]:
+def fp8_quantize_made(make: Maker, layout: str) -> tuple[Scaled | None, Scaled | None]:
     """As ``fp8_quantize`` with the scale of a tensor in e4m3, of what is unwritten (``Found.made``)."""
     return _layouts(make(layout), layout)
 

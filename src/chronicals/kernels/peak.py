@@ -34,16 +34,20 @@ def new_peak(like: Tensor) -> Tensor:
     return like.new_zeros(1, dtype=torch.int32)
 
 
+Maker = Callable[[str], list[Tensor]]
+"""Makes a tensor in 8 bits, in a layout: values and scales (``fp8_quantize_made``)."""
+
+
 class Found(NamedTuple):
     """What is known of a tensor.
 
     Attributes:
         most: its largest absolute value, fp32 ``[1]``, or None.
-        made: where it is ``unwritten``, how it is made in 8 bits, ``made(layout)`` (``fp8_quantize_made``).
+        made: what makes it where it is ``unwritten``.
     """
 
     most: Tensor | None
-    made: Callable[[str], list[Tensor]] | None = None
+    made: Maker | None = None
 
 
 class Peak:
@@ -60,7 +64,7 @@ class Peak:
         self.alone = alone
         self._found: tuple[tuple, StorageWeakRef, Found] | None = None
 
-    def put(self, x: Tensor, cell: Tensor | None, made: Callable[[str], list[Tensor]] | None = None) -> None:
+    def put(self, x: Tensor, cell: Tensor | None, made: Maker | None = None) -> None:
         most = None if cell is None else cell.view(torch.float32)
         self._found = _identity(x), StorageWeakRef(x.untyped_storage()), Found(most, made)
 
@@ -71,12 +75,10 @@ class Peak:
         return found[2]
 
 
-def with_peak(
-    peak: Peak | None, x: Tensor, cell: Tensor | None = None, made: Callable[[str], list[Tensor]] | None = None
-) -> Tensor:  # fmt: skip
+def with_peak(peak: Peak | None, x: Tensor, cell: Tensor | None = None, made: Maker | None = None) -> Tensor:
     """``x``, of which ``peak`` now knows the largest absolute value, where a kernel found it, and how it is made, where it is
     unwritten."""
-    if peak is not None and not (cell is made is None):
+    if peak is not None and (cell is not None or made is not None):
         peak.put(x, cell, made)
     return x
 
