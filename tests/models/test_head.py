@@ -100,7 +100,8 @@ def sums(model, batch, fused):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
 @pytest.mark.parametrize("adapt", [ours, pefts])
 def test_lora_on_the_head_reaches_the_objective(adapt, family, tied):
-    """The same loss and gradients as through the whole logits of the wrapped layer; the base stays frozen."""
+    """The same loss and gradients as through the whole logits of the wrapped layer, but for roundings of norms, which are in
+    fp32; the base stays frozen."""
     model = with_adapters(family, adapt, tie_word_embeddings=tied).double()
     batch = hand_made_batch([torch.randint(1, 61, (n,)) for n in (9, 4)])
     head = read_head(model)
@@ -109,7 +110,7 @@ def test_lora_on_the_head_reaches_the_objective(adapt, family, tied):
     assert loss == pytest.approx(expected, rel=1e-5)
     assert any("lm_head" in name for name in gradients) and gradients.keys() == theirs.keys()
     for name, gradient in gradients.items():
-        assert distance(gradient, theirs[name]) <= 1e-6, name
+        assert distance(gradient, theirs[name]) <= 1e-5, name
 
 
 @pytest.mark.parametrize("adapt", [ours, pefts])
