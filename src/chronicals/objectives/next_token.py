@@ -39,7 +39,7 @@ class NextToken:
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head
         if head is None:
-            losses = F.cross_entropy(model.logits(batch).float(), batch.targets, reduction="none", ignore_index=IGNORED)
+            losses = F.cross_entropy(_wide(model.logits(batch)), batch.targets, reduction="none", ignore_index=IGNORED)
             return {"cross_entropy": Term((losses if batch.weights is None else losses * batch.weights).sum())}
         total = linear_cross_entropy(
             model.hidden_states(batch), head.weight, batch.targets, bias=head.bias, adapter=head.adapter, scale=head.scale,
@@ -57,7 +57,12 @@ class NextToken:
         states = model.logits(batch) if head is None else model.hidden_states(batch)
         sums = {name: torch.zeros((), device=states.device) for name in ("cross_entropy", "correct")}
         for rows, targets in zip(states.split(ROWS), batch.targets.split(ROWS)):
-            logits = rows.float() if head is None else head.logits(rows)
+            logits = _wide(rows) if head is None else head.logits(rows)
             sums["cross_entropy"] += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
             sums["correct"] += (logits.argmax(-1) == targets).sum()
         return sums
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """In fp32 at least, as through the head."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
