@@ -1,0 +1,74 @@
+"""Plants faults in a copy of the source, one at a time, and runs the tests that must see them.
+
+``python benchmarks/mutations.py [--only TEXT]`` prints a table and exits 1 if a planted fault survives. The faults are listed
+in ``tests/mutations/*.toml``, one ``[[mutant]]`` each: ``name`` (what is wrong), ``file`` (below ``src/chronicals``), ``old``
+(text that occurs once in it), ``new`` (what stands there instead) and ``tests`` (node ids of pytest, which pass without the
+fault).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).parent.parent
+TIME_LIMIT = 900
+TESTS_FAILED = 1
+"""Exit code of pytest where it ran tests and some failed; other codes mean that it could not run them."""
+
+
+def listed() -> list[dict]:
+    """The mutants of all files, in order."""
+    files = sorted((ROOT / "tests" / "mutations").glob("*.toml"))
+    return [mutant for file in files for mutant in tomllib.loads(file.read_text())["mutant"]]
+
+
+def plant(mutant: dict, source: Path) -> None:
+    """Replace ``old`` by ``new`` in the copy of the package below ``source``."""
+    path = source / "chronicals" / mutant["file"]
+    text = path.read_text()
+    if text.count(mutant["old"]) != 1:
+        raise SystemExit(f"{mutant['name']}: its text occurs {text.count(mutant['old'])} times in {mutant['file']}, not once")
+    path.write_text(text.replace(mutant["old"], mutant["new"]))
+
+
+def outcome(mutant: dict) -> str:
+    """``killed``, ``SURVIVED``, or what kept the tests from running."""
+    with tempfile.TemporaryDirectory(prefix="chronicals-") as folder:
+        source = Path(folder) / "src"
+        shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
+        plant(mutant, source)
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant["tests"]]
+        environment = {**os.environ, "PYTHONPATH": str(source)}
+        try:
+            run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"no verdict within {TIME_LIMIT} s"
+    if run.returncode == TESTS_FAILED:
+        return "killed"
+    return "SURVIVED" if run.returncode == 0 else f"pytest exited {run.returncode}: {run.stdout[-200:]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="mutants whose name or file contains this text")
+    only = parser.parse_args().only
+    chosen = [mutant for mutant in listed() if only in mutant["name"] or only in mutant["file"]]
+    table = Table("planted fault", "in", "outcome")
+    for mutant in chosen:
+        table.add_row(mutant["name"], mutant["file"], outcome(mutant))
+    Console(width=140).print(table)
+    sys.exit(any(cell != "killed" for cell in table.columns[2].cells))
+
+
+if __name__ == "__main__":
+    main()
