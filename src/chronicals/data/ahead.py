@@ -13,10 +13,10 @@ import sys
 import threading
 import time
 
-import numba
 import numpy as np
 
 from chronicals.data.assembly import Documents, Shape, assemble
+from chronicals.data.compiled import compiled
 from chronicals.data.instructions import load_acquire, sleep_microseconds, store_release
 
 SUBMITTED, BUILT, STOP, WRONG, ENDED = range(5)
@@ -29,17 +29,17 @@ PATIENCE = 50
 """Looks in one call that waits without the GIL; between calls Python sees interrupts."""
 
 
-@numba.njit(cache=True)
+@compiled
 def _read(signals: np.ndarray, index: int) -> int:
     return load_acquire(signals, index)
 
 
-@numba.njit(cache=True)
+@compiled
 def _write(signals: np.ndarray, index: int, value: int) -> None:
     store_release(signals, index, value)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _wait(signals: np.ndarray, built: int) -> None:
     """Until so many steps are built or the thread has ended, but not for ever."""
     for _ in range(PATIENCE):
@@ -48,7 +48,7 @@ def _wait(signals: np.ndarray, built: int) -> None:
         sleep_microseconds(np.uint32(SHORTEST_NAP))
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _work(
     signals: np.ndarray, addresses: np.ndarray, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape
 ) -> None:

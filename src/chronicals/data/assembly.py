@@ -13,6 +13,7 @@ import numba
 import numpy as np
 
 from chronicals.batch import IGNORED
+from chronicals.data.compiled import compiled
 from chronicals.data.instructions import pointer
 
 BUCKETS = 8
@@ -79,7 +80,7 @@ class Shape(NamedTuple):
         return self.batches * (24 * self.tokens + 4 * self.bounds)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def assemble(addresses: np.ndarray, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape) -> int:
     """Write the micro-batches of a step.
 
@@ -102,7 +103,7 @@ def assemble(addresses: np.ndarray, packs: np.ndarray, facts: np.ndarray, docume
     return 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _assemble_batch(
     columns: np.ndarray, bounds: np.ndarray, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape
 ) -> int:
@@ -135,7 +136,7 @@ def _assemble_batch(
     return 0
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _bucket(packs: np.ndarray, documents: Documents, width: int) -> int:
     """The least of width / 8, / 4, / 2 and / 1, rounded up, that bounds the length of every document of the packs."""
     longest = 1
@@ -148,7 +149,7 @@ def _bucket(packs: np.ndarray, documents: Documents, width: int) -> int:
     return -(-width // share)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray) -> int:
     """Ids, targets (the next token where it is trained) and positions; three loops, for each becomes vector code."""
     written, targets, positions = columns[0], columns[1], columns[2]
@@ -165,7 +166,7 @@ def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray) -
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _write_filler(columns: np.ndarray, filler: int) -> None:
     columns[0] = filler
     columns[1] = IGNORED

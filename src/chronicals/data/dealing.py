@@ -7,11 +7,12 @@ with a cap on the number). Micro-batches are then sorted by cost: ranks that wai
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from chronicals.data.compiled import compiled
 
-@numba.njit(cache=True)
+
+@compiled
 def deal(costs: np.ndarray, accumulation: int, ranks: int, batch_size: int) -> np.ndarray:
     """Places of the packs in the step, as ``[accumulation, ranks, batch_size]``.
 

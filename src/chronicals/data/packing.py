@@ -18,11 +18,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
+from chronicals.data.compiled import compiled
 from chronicals.data.instructions import trailing_zeros
 
 logger = logging.getLogger(__name__)
@@ -93,7 +93,7 @@ def plan_packs(
     return PackPlan(documents, offsets, int(sizes.sum()), max_seq_length)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> int:
     """First set bit at or after ``start`` of a two-level bitmap, or -1."""
     word = start >> 6
@@ -114,7 +114,7 @@ def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> 
     return (word << 6) + trailing_zeros(bits)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _best_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
     order, decreasing = _longest_first(sizes, width)
     n = sizes.size
@@ -148,7 +148,7 @@ def _best_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.
     return _pack_after_pack(order, pack_of, held[:packs])
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _first_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
     order, decreasing = _longest_first(sizes, width)
     # Two packs that were not closed at the limit hold more than one width: that bounds their number.
@@ -179,7 +179,7 @@ def _first_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np
     return _pack_after_pack(order, pack_of, held[:packs])
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _next_fit(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
     offsets = np.zeros(sizes.size + 1, np.int64)
     packs = held = room = 0
@@ -193,7 +193,7 @@ def _next_fit(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np
     return np.arange(sizes.size), offsets[: packs + 1].copy()
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Indices by decreasing size, equal sizes in their first order (counting sort), and the sizes in that order."""
     start = np.zeros(width + 2, np.int64)
@@ -209,7 +209,7 @@ def _longest_first(sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarra
     return order, decreasing
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def _pack_after_pack(order: np.ndarray, pack_of: np.ndarray, held: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Documents of pack 0, of pack 1 and so on, from documents in an order and the pack of each; where packs begin."""
     offsets = np.zeros(held.size + 1, np.int64)

@@ -1,0 +1,89 @@
+"""Functions compiled by numba, and where their machine code is kept between processes.
+
+A cached function holds the code of everything that it calls and the values of the constants that it reads, but numba checks
+the function's own file only. So the code lies in a folder named by a hash of all the sources it may have been compiled from:
+after any change of them it is compiled again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core.caching import CompileResultCacheImpl, FunctionCache
+
+PACKAGE = Path(__file__).parent.parent
+
+SOURCES = "data/*.py", "config/*.py", "batch.py"
+"""Every file of ours that this room imports."""
+
+PREFIX = "chronicals-"
+DAYS_KEPT = 7
+"""Folders of other sources that are older are deleted when a new one is made."""
+
+
+def compiled(function: Callable[..., Any] | None = None, *, nogil: bool = False) -> Any:
+    """Decorator: compile the function on its first call for the types it is given.
+
+    Args:
+        nogil: release the GIL while it runs.
+    """
+    if function is None:
+        return functools.partial(compiled, nogil=nogil)
+    dispatcher = numba.njit(nogil=nogil)(function)
+    if sources():
+        dispatcher._cache = _Cache(function)
+    return dispatcher
+
+
+def sources() -> str:
+    """A hash of the source files; empty where there are none, as in a zip archive."""
+    files = [file for pattern in SOURCES for file in sorted(PACKAGE.glob(pattern))]
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
+    return digest.hexdigest()[:16] if files else ""
+
+
+class _Folder:
+    """A place of numba's for machine code, and in it a folder for these sources."""
+
+    def __init__(self, place: Any):
+        self._place = place
+        self._path = os.path.join(place.get_cache_path(), PREFIX + sources())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._place, name)
+
+    def get_cache_path(self) -> str:
+        return self._path
+
+    def ensure_cache_path(self) -> None:
+        if not os.path.isdir(self._path):
+            _delete_old(Path(self._path).parent)
+            os.makedirs(self._path, exist_ok=True)
+
+
+def _delete_old(place: Path) -> None:
+    with suppress(OSError):  # another process deletes them, too
+        for folder in place.glob(f"{PREFIX}*"):
+            if folder.stat().st_mtime < time.time() - DAYS_KEPT * 86400:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Implementation(CompileResultCacheImpl):
+    def __init__(self, function: Callable[..., Any]):
+        super().__init__(function)
+        self._locator = _Folder(self._locator)
+
+
+class _Cache(FunctionCache):
+    _impl_class = _Implementation

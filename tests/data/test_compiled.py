@@ -1,0 +1,68 @@
+"""Machine code is kept between processes, and never after any source that it was compiled from has changed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import chronicals
+from chronicals.data import compiled
+
+SOURCE = Path(chronicals.__file__).parent
+
+FILES = {
+    "__init__.py": "",
+    "data/__init__.py": "",
+    "data/compiled.py": (SOURCE / "data/compiled.py").read_text(),
+    "batch.py": "IGNORED = -100\n",
+    "data/inner.py": "from .compiled import compiled\n@compiled\ndef inner(x):\n    return x + 1\n",
+    "data/outer.py": (
+        "from chronicals.batch import IGNORED\nfrom .compiled import compiled\nfrom .inner import inner\n"
+        "@compiled(nogil=True)\ndef outer(x):\n    return inner(x) * IGNORED\n"
+    ),
+}
+PROGRAM = "from chronicals.data.outer import outer; print(outer(2), sum(outer.stats.cache_hits.values()))"
+
+
+def run(folder, **environment):
+    clean = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    environment = {**clean, "PYTHONPATH": str(folder), **environment}
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, env=environment
+    ).stdout.split()  # fmt: skip
+
+
+def edit(file, old, new):
+    """Of the same length, and with the times of the file as they were."""
+    times = file.stat()
+    file.write_text(file.read_text().replace(old, new))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def test_an_edit_of_a_callee_or_a_constant_in_another_file_is_compiled(tmp_path):
+    package = tmp_path / "chronicals"
+    for name, text in FILES.items():
+        (package / name).parent.mkdir(parents=True, exist_ok=True)
+        (package / name).write_text(text)
+    assert run(tmp_path) == ["-300", "0"]
+    assert run(tmp_path) == ["-300", "1"], "it is not kept"
+    old = next((package / "data/__pycache__").glob(f"{compiled.PREFIX}*"))
+    os.utime(old, (0, 0))
+    edit(package / "data/inner.py", "x + 1", "x + 2")
+    assert run(tmp_path) == ["-400", "0"]
+    assert not old.exists(), "old machine code is never deleted"
+    edit(package / "batch.py", "-100", "-200")
+    assert run(tmp_path) == ["-800", "0"]
+    edit(package / "batch.py", "-200", "-100")
+    assert run(tmp_path) == ["-400", "1"]
+    assert run(tmp_path, NUMBA_CACHE_DIR=str(tmp_path / "own")) == ["-400", "0"]
+    assert list((tmp_path / "own").rglob("*.nbi"))
+
+
+def test_all_that_numba_compiles_is_kept_in_this_way():
+    decorated = re.compile(r"\b(njit|jit|vectorize|guvectorize|cfunc|jit_module)\(|cache=True")
+    using = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if decorated.search(path.read_text())}
+    assert {name for name in using if "numba" in (SOURCE / name).read_text()} == {"data/compiled.py"}
+    covered = {file.relative_to(SOURCE).as_posix() for pattern in compiled.SOURCES for file in SOURCE.glob(pattern)}
+    assert {"data/assembly.py", "data/packing.py", "data/dealing.py", "batch.py"} <= covered
