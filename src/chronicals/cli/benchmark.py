@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from chronicals.cli.options import make_room_for, with_recipe_flags
+from chronicals.standard_json import to_json
 
 
 @with_recipe_flags
@@ -73,7 +73,7 @@ def benchmark(
 
     def keep(row: Row) -> None:
         if output:
-            output.write_text(json.dumps(to_dict(row, commit), indent=1))
+            output.write_text(to_json(to_dict(row, commit), indent=1))
 
     with contextlib.ExitStack() as scratch:
         place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))

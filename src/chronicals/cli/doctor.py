@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
+
+from chronicals.standard_json import to_json
 
 
 def doctor(
@@ -24,7 +25,7 @@ def doctor(
     machine, results = inspect_machine(), self_test() if test else []
     failed = [result for result in results if not result.passed]
     if as_json:
-        print(json.dumps({"machine": machine, "kernels": [result.to_dict() for result in results]}, indent=2))  # noqa: T201
+        print(to_json({"machine": machine, "kernels": [result.to_dict() for result in results]}, indent=2))  # noqa: T201
     else:
         console = Console()
         facts = Table("machine", "", show_edge=False)

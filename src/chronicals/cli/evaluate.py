@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from chronicals.cli.options import make_room_for
+from chronicals.standard_json import to_json
 
 
 def evaluate(
@@ -51,6 +51,6 @@ def evaluate(
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")
     Console(stderr=True).print(table)
-    print(json.dumps(figures, allow_nan=False))  # noqa: T201
+    print(to_json(figures))  # noqa: T201
     if output is not None:
-        output.write_text(json.dumps(figures, indent=2, allow_nan=False))
+        output.write_text(to_json(figures, indent=2))

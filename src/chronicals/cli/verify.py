@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chronicals.cli.options import make_room_for, with_recipe_flags
+from chronicals.standard_json import to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +56,7 @@ def verify(
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
     _show(found, console)
-    text = json.dumps(found.to_dict(), indent=2)
+    text = to_json(found.to_dict(), indent=2)
     print(text)  # noqa: T201
     if output is not None:
         output.write_text(text)

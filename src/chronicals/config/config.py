@@ -253,7 +253,7 @@ class ChronicalsConfig:
     dataset_num_proc: Positive | None = Field(
         default=None, description="Processes that tokenise where there is much to do (default: one a core; 1: none but this)"
     )
-    gate: Annotated[dict[str, float], BeforeValidator(_named_shares)] = Field(
+    gate: Annotated[dict[str, Finite], BeforeValidator(_named_shares)] = Field(
         default_factory=dict,
         description="Largest share of the rows a finding may touch before it is an error, by its name",
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chronicals.standard_json import to_json
 from chronicals.training.evaluation import Evaluation
 from chronicals.training.metrics import StepMetrics
 
@@ -34,7 +37,10 @@ class Callback:
 
 
 class MetricsFile(Callback):
-    """``metrics.jsonl``: a line a step and a line an evaluation; cut back to the checkpoint on resume."""
+    """``metrics.jsonl``: a line a step and a line an evaluation; cut back to the checkpoint on resume.
+
+    Each line has the ``time`` at which it was written, in seconds since 1970 (UTC), and ``null`` for what is no number.
+    """
 
     def __init__(self, path: Path):
         self.path = path
@@ -43,7 +49,7 @@ class MetricsFile(Callback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line in read_metrics(self.path) if line["step"] <= run.step]
         aside = self.path.with_suffix(".aside")
-        aside.write_text("".join(json.dumps(line) + "\n" for line in kept))
+        aside.write_text("".join(to_json(line) + "\n" for line in kept))
         os.replace(aside, self.path)
 
     def step_done(self, metrics: StepMetrics) -> None:
@@ -54,15 +60,15 @@ class MetricsFile(Callback):
 
     def _append(self, line: dict) -> None:
         with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(to_json({**line, "time": round(time.time(), 3)}) + "\n")
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """The lines of a ``metrics.jsonl``; a torn last line is left out."""
+    """The lines of a ``metrics.jsonl``, with NaN for ``null``; a torn last line is left out."""
     lines = []
     for text in path.read_text().splitlines() if path.exists() else []:
         try:
-            lines.append(json.loads(text))
+            lines.append({name: math.nan if value is None else value for name, value in json.loads(text).items()})
         except json.JSONDecodeError:
             logger.warning("%s: a line is torn and left out: %.40s", path, text)
     return lines

@@ -26,6 +26,7 @@ from torch import Tensor
 from chronicals.distributed import Ranks
 from chronicals.lora import adapters, load_adapter, save_adapter
 from chronicals.optimizers import FusedAdamW
+from chronicals.standard_json import to_json
 from chronicals.training.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -122,7 +123,7 @@ def save_checkpoint(
         save_model(aside / MODEL, model, tokenizer, state.get("about", {}))
         save_file(_optimizer_tensors(model, optimizer), aside / OPTIMIZER)
         save_file(random_states, aside / RNG)
-        (aside / STATE).write_text(json.dumps(state, indent=1))
+        (aside / STATE).write_text(to_json(state, indent=1))
 
     write_folder(folder, fill)
     for old in [other for other in checkpoints(output_dir) if other.name < folder.name][keep - 1 :]:
@@ -138,7 +139,7 @@ def save_model(folder: Path, model: Any, tokenizer: Any, about: dict[str, Any]) 
     else:
         model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    (folder / "chronicals.json").write_text(json.dumps(about, indent=1))
+    (folder / "chronicals.json").write_text(to_json(about, indent=1))
 
 
 def load_state(folder: Path) -> dict[str, Any]:

@@ -10,8 +10,11 @@ from typing import Any, Literal
 from chronicals.training.audit import Coverage
 from chronicals.training.evaluation import Evaluation
 
-KEPT = ("step", "position", "best_loss", "evaluations_without_gain", "last_loss")
-"""Attributes of a run that a checkpoint keeps, beside the evaluation."""
+KEPT = ("step", "position", "applied", "skipped_in_a_row", "best_loss", "evaluations_without_gain", "last_loss")
+"""Attributes of a run that a checkpoint keeps, beside the evaluation; in JSON NaN and infinity are null."""
+
+NO_NUMBER = {"best_loss": float("inf"), "last_loss": float("nan")}
+"""What null stands for."""
 
 Outcome = Literal["finished", "interrupted", "failed"]
 
@@ -25,6 +28,7 @@ class Run:
         output_dir: where it is written.
         step: steps done.
         position: packs consumed by all ranks.
+        applied: steps that changed the weights.
         trainable_share: of all parameters.
         best_loss, evaluations_without_gain: for early stopping.
         skipped_in_a_row: steps without an update just now.
@@ -38,6 +42,7 @@ class Run:
     output_dir: Path
     step: int = 0
     position: int = 0
+    applied: int = 0
     trainable_share: float = 0.0
     best_loss: float = float("inf")
     evaluations_without_gain: int = 0
@@ -53,8 +58,10 @@ class Run:
         return {**kept, "evaluation": self.evaluation and self.evaluation.to_dict()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
+        earlier = {"applied": state["step"], "skipped_in_a_row": 0}  # not in checkpoints of 0.1.0's first versions
+        kept = {**earlier, **state}
         for name in KEPT:
-            setattr(self, name, state[name])
+            setattr(self, name, NO_NUMBER[name] if kept[name] is None else kept[name])
         self.evaluation = state["evaluation"] and Evaluation(**state["evaluation"])
 
     def evaluated(self, evaluation: Evaluation) -> None:

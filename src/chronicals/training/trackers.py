@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.standard_json import to_json
 from chronicals.training.callbacks import Callback, read_metrics
 from chronicals.training.evaluation import Evaluation
 from chronicals.training.metrics import StepMetrics
@@ -183,7 +184,7 @@ class TensorBoard(Tracker):
         earlier = run.step and folder.exists()
         self.writer = SummaryWriter(folder, purge_step=run.step + 1)
         if not earlier:
-            lines = json.dumps(self.config.to_dict(), indent=1).splitlines()
+            lines = to_json(self.config.to_dict(), indent=1).splitlines()
             self.writer.add_text("configuration", "\n".join(f"    {line}" for line in lines))
         return dict.fromkeys(PARTS, run.step) if earlier else {}
 
@@ -325,7 +326,7 @@ def keep_id(run: Run, tracker: str, identity: str) -> None:
     path, ids = _ids(run)
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".aside")
-    aside.write_text(json.dumps({**ids, tracker: identity}, indent=1))
+    aside.write_text(to_json({**ids, tracker: identity}, indent=1))
     os.replace(aside, path)
 
 
@@ -333,6 +334,7 @@ def _known(run: Run) -> Iterator[tuple[str, int, dict[str, float]]]:
     """What ``metrics.jsonl`` has of the part before: of ``train`` or ``eval``, at which step, which values."""
     for line in read_metrics(run.output_dir / "metrics.jsonl"):
         step = line.pop("step")
+        line.pop("time", None)
         if "eval_loss" in line:
             yield "eval", step, {name.removeprefix("eval_"): value for name, value in line.items()}
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -156,6 +157,7 @@ class ChronicalsTrainer:
         with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run, presented):
             with self._stepping(presented, optimizer, precision, decisions) as train_once:
                 self._loop(run, train_once, presented, precision, optimizer, stream, eval_store)
+            self._check_that_something_was_applied(run, precision)
             return self._finish(run, train_store)
 
     # --- the loop ------------------------------------------------------------------------------------------------
@@ -202,7 +204,7 @@ class ChronicalsTrainer:
         self, run: Run, train_once: TrainOnce, presented: PresentedModel, precision: Precision, optimizer: FusedAdamW,
         stream: BatchStream, eval_store: TokenStore | None,
     ) -> None:  # fmt: skip
-        audit = FirstStepAudit(self.model, optimizer) if run.step == 0 else None
+        audit = FirstStepAudit(self.model, optimizer) if run.applied == 0 else None
         pending, began = None, Moment(self.device)
         self.model.train()
 
@@ -281,8 +283,23 @@ class ChronicalsTrainer:
             logger.warning("step %d: fp16 overflow, step skipped, loss scale halved", metrics.step)
             return
         run.skipped_in_a_row = 0
+        run.applied += 1
+        if not math.isfinite(metrics.loss):
+            raise TrainingError(
+                f"step {metrics.step}: loss {metrics.loss}: not a number, though its gradient is; look at the rows of this "
+                f"step; {self._how_to_resume()}"
+            )
         if metrics.targets and metrics.grad_norm == 0.0:
             raise TrainingError(f"step {metrics.step}: every gradient is zero, nothing is trained (loss {metrics.loss})")
+
+    def _check_that_something_was_applied(self, run: Run, precision: Precision) -> None:
+        """Raises TrainingError where every step of the run was skipped, so that its weights are those it began with."""
+        if run.step and not run.applied:
+            raise TrainingError(
+                f"none of the {run.step} steps was applied: the gradients of all of them overflow fp16, though the loss scale "
+                f"has fallen to {float(precision.scale):g}. Begin anew with mixed_precision='bf16' or 'fp32', or let it fall "
+                f"further in more than max_steps={run.total_steps}: {self._how_to_resume()}"
+            )
 
     def _close_audit(self, audit: FirstStepAudit, scalars: dict[str, torch.Tensor]) -> Coverage | None:
         if not scalars["applied"]:
@@ -385,6 +402,12 @@ class ChronicalsTrainer:
         assert store is not None
         stream = self._stream(store, epochs=1, shuffle=False)
         evaluation = evaluate(presented, self.objective, stream, precision, self.ranks)
+        if not math.isfinite(evaluation.loss):
+            raise TrainingError(
+                f"held-out loss after step {run.step}: {evaluation.loss}, not a number: the weights were damaged by training, "
+                "which a lower learning_rate avoids, or what the model predicts for the held-out rows overflows; look at both. "
+                f"This step is not saved; {self._how_to_resume()}"
+            )
         run.evaluated(evaluation)
         with self._as_it_came(presented):
             for callback in self.callbacks:
