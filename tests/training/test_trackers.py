@@ -77,11 +77,11 @@ def refuse(tracker, points):
 
 
 def known(folder):
-    """What metrics.jsonl has, as (name, step, value), sorted."""
+    """What metrics.jsonl has beside the time, which trackers keep themselves, as (name, step, value), sorted."""
     found = []
     for line in read_metrics(folder / "run" / "metrics.jsonl"):
         for key, value in line.items():
-            if key != "step":
+            if key not in ("step", "time"):
                 found.append(
                     (key.replace("eval_", "eval/") if "eval_loss" in line else f"train/{key}", line["step"], float(value))
                 )
