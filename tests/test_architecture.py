@@ -82,6 +82,19 @@ def test_the_face_is_light_and_complete():
     assert {"ChronicalsConfig", "ChronicalsTrainer", "apply_lora"} <= set(out.split())
 
 
+def test_dir_shows_the_public_names_and_imports_nothing():
+    program = (
+        "import time; began = time.perf_counter(); import chronicals, sys; names = dir(chronicals); "
+        "assert time.perf_counter() - began < 0.5; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules); "
+        "from chronicals import *; assert set(chronicals.__all__) <= set(dir()); "
+        "print(*(name for name in names if not name.startswith('_')))"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    import chronicals
+
+    assert out.split() == chronicals.__all__ and "__version__" in dir(chronicals)
+
+
 def test_unknown_name_says_what_there_is():
     import chronicals
 

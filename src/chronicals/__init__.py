@@ -30,3 +30,8 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'chronicals' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, so that tab completion offers them before they are imported."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
