@@ -208,9 +208,47 @@ def test_evaluate_refuses_what_a_run_would(within, flag, value):
 def test_generate_once_and_in_a_chat(trained, within):
     once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
     assert once.code == 0, once.stderr
-    chat = within("generate", "out", "--max-new-tokens", 3, typed="what is 3?\nand 4?\n\n")
+    assert within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5, "--no-stream").stdout == once.stdout
+    chat = within("generate", "out", "--max-new-tokens", 5, typed="what is 3?\n\nand 4?\n/reset\nwhat is 3?\n")
     assert chat.code == 0, chat.stderr
-    assert chat.stdout.count("you") >= 3
+    answers = chat.stdout.splitlines()  # standard output holds answers alone
+    assert answers[0] == answers[-1] == once.stdout.splitlines()[0]
+    assert "you" in chat.stderr and "/help lists the commands" in chat.stderr and "you" not in chat.stdout
+
+
+def test_commands_of_a_chat(trained, within):
+    chat = within("generate", "out", typed="/help\n/halp\n/exit\nnever asked\n")
+    assert chat.code == 0 and not chat.stdout
+    assert "/reset" in chat.stderr and "/halp: no such command; there are /reset, /exit, /help" in chat.stderr
+
+
+def test_a_question_that_cannot_be_asked_does_not_end_the_chat(place, within):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=300, n_positions=64)).save_pretrained(place / "short")
+    tiny.tokenizer().save_pretrained(place / "short")
+    long = "what is the answer to everything? " * 20
+    chat = within("generate", "short", "--max-new-tokens", 2, typed=f"hello\n{long}\nhello\n")
+    assert chat.code == 0 and "ask something shorter" in chat.stderr and "/reset makes room" in chat.stderr
+    assert within("generate", "short", typed=f"{long}\n").code == 1
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_a_model_with_stop_strings_can_be_asked(place, within, temperature):
+    shutil.copytree(place / "base", place / "stops", dirs_exist_ok=True)
+    file = place / "stops" / "generation_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "stop_strings": ["zz"]}))
+    done = within("generate", "stops", "--prompt", "what is 3?", "--max-new-tokens", 4, "--temperature", temperature)
+    assert done.code == 0, done.stderr
+
+
+def test_draws_are_shaped_and_repeated(trained, within):
+    asked = ["generate", "base", "--prompt", "what is 3?", "--max-new-tokens", 8, "--temperature", 2]
+    first, again, narrow = within(*asked, "--seed", 4), within(*asked, "--seed", 4), within(*asked, "--top-k", 1, "--seed", 4)
+    likely = within("generate", "base", "--prompt", "what is 3?", "--max-new-tokens", 8)
+    assert first == again and first.stdout != narrow.stdout == likely.stdout
+    refused = within("generate", "base", "--prompt", "hi", "--top-p", 0.9)
+    assert refused.code == 1 and "top_p=0.9: has no effect at temperature 0" in refused.stderr
 
 
 SAID = "d[:key:], d[:x:]\t# :100: [bold]hi[/] [/x] " + "and so on " * 40
@@ -219,9 +257,9 @@ SAID = "d[:key:], d[:x:]\t# :100: [bold]hi[/] [/x] " + "and so on " * 40
 
 def test_an_answer_is_printed_as_it_is(within, monkeypatch):
     monkeypatch.setattr("chronicals.generation.load_trained", lambda *_: types.SimpleNamespace(chats=True))
-    monkeypatch.setattr("chronicals.generation.answer", lambda *_: SAID)
+    monkeypatch.setattr("chronicals.generation.chat.answer", lambda *_, **__: SAID)
     assert within("generate", "out", "--prompt", "what?").stdout == SAID + "\n"
-    assert SAID + "\n" in within("generate", "out", typed="what?\n").stdout
+    assert within("generate", "out", typed="what?\n").stdout == SAID + "\n"
 
 
 def test_quickstart_prints_words_as_they_are(within, monkeypatch, tmp_path):

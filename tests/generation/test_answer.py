@@ -63,7 +63,7 @@ def test_generation_leaves_every_module_in_its_mode_also_where_it_fails():
 
 @pytest.mark.parametrize("asked", [([], 3, 0.0), ([5], 0, 0.0), ([5], 3, -1.0), ([5], 3, float("nan"))])
 def test_what_cannot_be_generated_is_refused(asked):
-    with pytest.raises(ValueError, match="max_new_tokens=|ids is empty"):
+    with pytest.raises(ValueError, match="max_new_tokens=|ids is empty|temperature="):
         generate(Trained(tiny.llama(), tiny.tokenizer()), *asked)
 
 
@@ -206,3 +206,100 @@ def test_a_stop_token_that_is_no_special_one_is_not_in_the_answer():
     assert stop not in tokenizer.all_special_ids and tokenizer.decode([stop]).strip()
     assert generate(trained, prompt) == [stop]
     assert answer(trained, "hello") == ""
+
+
+FOR_SOMETHING_ELSE = [
+    {"stop_strings": ["never"]}, {"token_healing": True}, {"num_beams": 3}, {"num_beams": 2, "num_beam_groups": 2},
+    {"penalty_alpha": 0.6}, {"dola_layers": "high"}, {"force_words_ids": [[5]]}, {"prompt_lookup_num_tokens": 3},
+    {"assistant_early_exit": 1}, {"cache_implementation": "paged"}, {"cache_implementation": "quantized"},
+    {"cache_implementation": "offloaded"}, {"guidance_scale": 1.5}, {"max_time": 1e-9}, {"min_length": 50},
+    {"forced_eos_token_id": 0}, {"return_dict_in_generate": True, "output_scores": True},
+    {"watermarking_config": {"bias": 2.0}}, {"unknown": 1},
+]  # fmt: skip
+"""What a generation config may say that needs a tokenizer, a download or another algorithm."""
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("given", FOR_SOMETHING_ELSE, ids=str)
+def test_a_model_can_be_asked_whatever_its_generation_config_says(given, temperature):
+    plain, model = tiny.llama(eos_token_id=None), tiny.llama(eos_token_id=None)
+    for name, value in given.items():
+        setattr(model.generation_config, name, value)
+    tokenizer = tiny.tokenizer()
+    tokenizer.eos_token = None
+    expected = generate(Trained(plain, tokenizer), [5, 6, 7], 6, temperature)
+    assert len(expected) == 6 and generate(Trained(model, tokenizer), [5, 6, 7], 6, temperature) == expected
+
+
+def endless(**settings):
+    """A model from elsewhere that never stops by itself, and a question."""
+    model, tokenizer = tiny.llama(eos_token_id=None, **settings), tiny.tokenizer()
+    tokenizer.eos_token = tokenizer.chat_template = None
+    return Trained(model, tokenizer), "hello"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_ends_before_a_stop_string_of_the_model(temperature):
+    trained, question = endless()
+    free = answer(trained, question, 30, temperature, seed=2)
+    stop = next(free[n : n + 2] for n in range(6, len(free)) if free[n : n + 2].isascii())
+    trained.model.generation_config.stop_strings = ["never said", stop]
+    parts = []
+    assert answer(trained, question, 30, temperature, seed=2, say=parts.append) == free[: free.index(stop)].strip()
+    assert "".join(parts) == free[: free.index(stop)].strip() and len(parts) > 1
+    ids = Tokenizer(trained.tokenizer).prompt(question)
+    produced = generate(trained, ids, 30, temperature, seed=2)
+    decode = trained.tokenizer.decode
+    assert len(produced) < 30 and stop in decode(produced) and stop not in decode(produced[:-1])
+    trained.model.generation_config.stop_strings = stop  # a text alone is as good
+    assert generate(trained, ids, 30, temperature, seed=2) == produced
+
+
+def test_a_stop_string_is_no_end_for_a_model_that_learned_another():
+    trained, question = endless()
+    free = answer(trained, question, 20)
+    trained.model.generation_config.stop_strings = [free[3:6]]
+    taught = Trained(trained.model, trained.tokenizer, kinds=("text",))
+    assert answer(taught, question, 20) == free
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_a_draw_from_one_token_is_the_likeliest(narrow):
+    trained, _ = endless()
+    likely = generate(trained, [5, 6, 7], 12)
+    free = generate(trained, [5, 6, 7], 12, 5.0, seed=1)
+    assert free != likely
+    assert generate(trained, [5, 6, 7], 12, 5.0, seed=1, **narrow) == likely
+    for name, value in narrow.items():  # the model's own holds where nothing is asked for, and gives way where it is
+        setattr(trained.model.generation_config, name, value)
+    assert generate(trained, [5, 6, 7], 12, 5.0, seed=1) == likely
+    assert generate(trained, [5, 6, 7], 12, 5.0, seed=1, **dict.fromkeys(narrow, 0 if "top_k" in narrow else 1.0)) == free
+
+
+def test_all_tokens_may_be_drawn_where_nobody_says_otherwise():
+    """At a high temperature far more of 300 tokens than the 50 of transformers' own default."""
+    trained, _ = endless()
+    assert len({*(generate(trained, [5], 1, 1e4, seed)[0] for seed in range(100))}) > 60
+
+
+def test_a_repetition_penalty_holds_at_every_temperature():
+    trained, _ = endless()
+    free = generate(trained, [5, 6, 7], 30)
+    once = generate(trained, [5, 6, 7], 30, repetition_penalty=1e9)
+    assert len(set(free)) < 30 == len({*once} - {5, 6, 7})
+    assert len(set(generate(trained, [5, 6, 7], 30, 0.01, repetition_penalty=1e9))) == 30
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"top_p": 0.9}, "top_p=0.9: has no effect at temperature 0"),
+        ({"top_k": 5}, "top_k=5: has no effect at temperature 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p=0.0: must be a number above 0 and at most 1"),
+        ({"temperature": 1.0, "top_k": -1}, "top_k=-1: must be a whole number from 0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty=0.0: must be a number above 0"),
+    ],
+)
+def test_settings_that_do_nothing_or_are_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        answer(endless()[0], "hello", 3, **settings)

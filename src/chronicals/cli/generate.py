@@ -2,43 +2,109 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from chronicals.generation import Chat
+
+COMMANDS = {"/reset": "forget the conversation; the system prompt stays", "/exit": "end, like Ctrl-D", "/help": "this list"}
 
 
 def generate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     prompt: Annotated[str | None, typer.Option(help="Ask this and stop; without it a chat begins")] = None,
+    system: Annotated[
+        str | None, typer.Option("--system", "--system-prompt", help="System message, which stands before the first question")
+    ] = None,
     base_model: Annotated[str | None, typer.Option(help="The model of an adapter, where it does not say")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer")] = 256,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time")] = 0.0,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the fewest tokens with this probability in all (default: the model's own)")
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="Draw from so many of the likeliest tokens, 0 from all (default: the model's own)")
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Above 1, tokens that the text holds already become less likely")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling")] = 0,
+    stream: Annotated[bool, typer.Option(help="Print an answer while it is made")] = True,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
-    """Ask a trained model, once or in a chat.
+    """Ask a trained model, once or in a chat: `chronicals generate out`, `chronicals generate out --prompt "what is 3?"`.
 
-    It is asked exactly as it was taught: through its chat template if it was trained on chats, plainly otherwise.
+    It is asked exactly as it was taught: through its chat template if it was trained on chats, plainly otherwise. A chat
+    remembers what was said until `/reset`; `/help` lists its commands. Answers go to standard output, all else to standard
+    error. `--temperature 0.7 --top-p 0.9` draws answers that vary, `--seed` repeats them.
     """
     from rich.console import Console
 
-    from chronicals.generation import answer, load_trained
+    from chronicals.generation import Chat, load_trained
 
-    console = Console()
-    trained = load_trained(model, base_model, trust_remote_code)
+    chat = Chat(
+        load_trained(model, base_model, trust_remote_code), system, max_new_tokens=max_new_tokens, temperature=temperature,
+        seed=seed, top_p=top_p, top_k=top_k, repetition_penalty=repetition_penalty,
+    )  # fmt: skip
     if prompt is not None:
-        print(answer(trained, prompt, max_new_tokens, temperature, seed))  # noqa: T201
-        return
-    console.print("[dim]an empty line or Ctrl-D ends[/]")
-    messages: list[dict[str, str]] = []
-    while True:
-        try:
-            question = console.input("[bold]you[/] ").strip()
-        except EOFError:
-            break
-        if not question:
-            break
-        messages = [*messages, {"role": "user", "content": question}]
-        reply = answer(trained, messages if trained.chats else question, max_new_tokens, temperature, seed)
-        messages.append({"role": "assistant", "content": reply})
-        print(reply)  # noqa: T201
+        _print_answer(chat, prompt, stream)
+    elif not _talk(chat, stream, Console(stderr=True, highlight=False)):
+        raise typer.Exit(1)
+
+
+def _talk(chat: Chat, stream: bool, console: Console) -> bool:
+    """Ask what is typed until there is no more; returns whether the last question was answered."""
+    from rich.markup import escape
+
+    turns = "" if chat.trained.chats else "each text is continued by itself: this model was not trained on chats; "
+    console.print(f"[dim]{turns}/help lists the commands, Ctrl-D ends[/]")
+    answered = True
+    while (typed := _typed(console)) not in (None, "/exit"):
+        if typed == "/reset":
+            chat.reset()
+            console.print("[dim]the conversation begins anew[/]")
+        elif typed == "/help":
+            for name, meaning in COMMANDS.items():
+                console.print(f"  {name:8}{meaning}", style="dim")
+        elif typed and typed.startswith("/") and typed[1:].isalpha():
+            console.print(f"[yellow]{escape(typed)}: no such command; there are {', '.join(COMMANDS)}[/]")
+        elif typed:
+            try:
+                _print_answer(chat, typed, stream)
+                answered = True
+            except KeyboardInterrupt:
+                print(flush=True)  # noqa: T201
+                console.print("[dim]stopped; the question is not part of the conversation[/]")
+            except ValueError as error:
+                answered = False
+                console.print(f"[bold red]error[/] {escape(str(error))}", soft_wrap=True)
+                if chat.messages:
+                    console.print("[dim]the conversation goes on without the question; /reset makes room[/]")
+    return answered
+
+
+def _typed(console: Console) -> str | None:
+    """The next line; None at the end."""
+    try:
+        return console.input("[bold]you[/] ").strip()
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None
+
+
+def _print_answer(chat: Chat, question: str, stream: bool) -> None:
+    """As it is: what looks like rich's markup is none."""
+    parts: list[str] = []
+
+    def say(part: str) -> None:
+        parts.append(part)
+        print(part, end="", flush=True)  # noqa: T201
+
+    told: Callable[[str], None] | None = say if stream else None
+    reply = chat.ask(question, told)
+    print(reply[len("".join(parts)) :], flush=True)  # noqa: T201

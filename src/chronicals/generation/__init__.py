@@ -1,5 +1,6 @@
 """Answers from a trained model."""
 
-from chronicals.generation.answer import answer, generate, load_trained
+from chronicals.generation.answer import Trained, answer, generate, load_trained
+from chronicals.generation.chat import Chat
 
-__all__ = ["answer", "generate", "load_trained"]
+__all__ = ["Chat", "Trained", "answer", "generate", "load_trained"]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +16,9 @@ from transformers import GenerationConfig
 from chronicals.data import Tokenizer, stop_token_ids
 from chronicals.data.rows import CHATS
 from chronicals.data.template import Message
+from chronicals.generation.ending import Ending
+from chronicals.generation.sampling import Sampling
+from chronicals.generation.streaming import Stream
 from chronicals.lora import SavedModel
 from chronicals.models import in_evaluation, input_device, last_position
 
@@ -52,6 +54,13 @@ class Trained:
         named = named if isinstance(named, list) else [named]
         return [stop for stop in dict.fromkeys([*named, self.tokenizer.eos_token_id]) if stop is not None]
 
+    @property
+    def ending(self) -> Ending:
+        """What ends an answer; of a model from elsewhere also the stop strings of its generation config."""
+        named = None if self.kinds else getattr(self.model.generation_config, "stop_strings", None)
+        strings = [named] if isinstance(named, str) else named or []
+        return Ending(self.tokenizer, self.stops, [string for string in strings if string])
+
 
 def load_trained(folder: str | Path, base_model: str | None = None, trust_remote_code: bool = False) -> Trained:
     """Load a model, an adapter, a checkpoint, or the folder of a whole run; with an adapter's own tokenizer or its model's.
@@ -71,13 +80,16 @@ def load_trained(folder: str | Path, base_model: str | None = None, trust_remote
 
 
 def answer(
-    trained: Trained, question: str | list[Message], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0
-) -> str:
-    """The model's answer, without its stop token.
+    trained: Trained, question: str | list[Message], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0,
+    *, say: Callable[[str], None] | None = None, **sampling: Any,
+) -> str:  # fmt: skip
+    """The model's answer, without the stop token or stop string that ended it.
 
     Args:
         question: a text, or the messages of a conversation so far.
         temperature: 0 always takes the likeliest token.
+        say: is given each part of the answer when it is made; the parts, joined, are the answer.
+        sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
     """
     tokenizer = Tokenizer(trained.tokenizer)
     if trained.chats:
@@ -86,52 +98,72 @@ def answer(
     else:
         text = question if isinstance(question, str) else "\n".join(m["content"] for m in question)
         ids = tokenizer.prompt(text)
-    produced = generate(trained, ids, max_new_tokens, temperature, seed)
-    if produced and produced[-1] in trained.stops:  # which need not be a special token
-        produced.pop()
-    return trained.tokenizer.decode(produced, skip_special_tokens=True).strip()
+    ending = trained.ending
+    if say is None:
+        return ending.text(generate(trained, ids, max_new_tokens, temperature, seed, **sampling))
+    stream = Stream(say, ending.strings)
+    produced = generate(
+        trained, ids, max_new_tokens, temperature, seed, each=lambda so_far: stream(ending.text(so_far)), **sampling
+    )
+    stream.end(ending.text(produced))
+    return ending.text(produced)
 
 
 @torch.no_grad()
-def generate(trained: Trained, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0) -> list[int]:
+def generate(
+    trained: Trained, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0,
+    *, each: Callable[[list[int]], None] | None = None, **sampling: Any,
+) -> list[int]:  # fmt: skip
     """Token ids that follow ``ids``, the stop token included where one was reached before the model's last position.
 
+    Args:
+        each: is given the token ids so far after each new one.
+        sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
+
     Raises:
-        ValueError: there is nothing to follow, no room for a token, a temperature below zero, or what the model predicts is
+        ValueError: there is nothing to follow, no room for a token, a setting out of its range, or what the model predicts is
             not finite.
     """
+    choice = Sampling(temperature, seed, **sampling)
     if not ids:
         raise ValueError("ids is empty: a model goes on from at least one token; ask something")
-    if max_new_tokens < 1 or not 0 <= temperature < math.inf:
-        raise ValueError(
-            f"max_new_tokens={max_new_tokens}, temperature={temperature}: give a token at least, and a number from 0"
-        )
-    model, tokenizer, stops = trained.model, trained.tokenizer, trained.stops
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens={max_new_tokens}: must be at least 1")
+    model, ending = trained.model, trained.ending
+    stops = ending.tokens
     last = last_position(model, len(ids) + max_new_tokens)
     room = max_new_tokens if last is None else last - len(ids)
     if room < 1:
         raise ValueError(f"ids has {len(ids):,} tokens, {type(model).__name__} {last:,} positions: ask something shorter")
+    padding = trained.tokenizer.pad_token_id
+    config = choice.config(
+        model.generation_config, max_new_tokens=room, eos_token_id=stops or None,
+        pad_token_id=padding if padding is not None else (stops or [0])[0],
+    )  # fmt: skip
     inputs = torch.tensor([ids], device=input_device(model))
-    sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     devices = [inputs.device] if inputs.device.type == "cuda" else []
-    with in_evaluation(model), _settings(model, likeliest=temperature == 0), torch.random.fork_rng(devices=devices):
+    with in_evaluation(model), _without_own_settings(model), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         out = model.generate(
-            inputs,
-            attention_mask=torch.ones_like(inputs),
-            max_new_tokens=room,
-            num_return_sequences=1,
-            return_dict_in_generate=False,
-            eos_token_id=stops or None,
-            num_beams=1,
-            logits_processor=[_refuse_what_is_not_finite],
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0],
-            **sampling,
-        )
+            inputs, generation_config=config, attention_mask=torch.ones_like(inputs),
+            logits_processor=[_refuse_what_is_not_finite], stopping_criteria=_after_each(ending, len(ids), each),
+        )  # fmt: skip
     produced = out[0, len(ids) :].tolist()
     if len(produced) == room < max_new_tokens and produced[-1] not in stops:
         logger.warning("the answer ends where %s does, at position %d", type(model).__name__, last)
     return produced
+
+
+def _after_each(ending: Ending, begin: int, each: Callable[[list[int]], None] | None) -> list[Callable[..., Tensor]]:
+    """Stopping criteria for transformers' ``generate``: tell ``each``, and stop where a stop string is complete."""
+
+    def ends(ids: Tensor, _: Any, **kwargs: Any) -> Tensor:
+        produced = ids[0, begin:].tolist()
+        if each is not None:
+            each(produced)
+        return torch.tensor([ending.has_string(produced)], device=ids.device)
+
+    return [ends] if ending.strings or each is not None else []
 
 
 def _refuse_what_is_not_finite(_: Tensor, scores: Tensor) -> Tensor:
@@ -145,11 +177,10 @@ def _refuse_what_is_not_finite(_: Tensor, scores: Tensor) -> Tensor:
 
 
 @contextmanager
-def _settings(model: Any, likeliest: bool) -> Iterator[None]:
-    """Within, to take the likeliest token: without the beams and penalties that the model comes with."""
+def _without_own_settings(model: Any) -> Iterator[None]:
+    """Within, the model has an empty generation config: transformers' ``generate`` would take from it what is not given."""
     own = model.generation_config
-    if likeliest:
-        model.generation_config = GenerationConfig()
+    model.generation_config = GenerationConfig()
     try:
         yield
     finally:

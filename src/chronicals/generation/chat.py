@@ -1,0 +1,45 @@
+"""A conversation with a trained model, which remembers what was said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from chronicals.generation.answer import Trained, answer
+
+
+class Chat:
+    """Questions and answers so far.
+
+    A model that was trained on plain text has no turns: each question is a text of its own, which it goes on with.
+
+    Args:
+        system: what stands before the first question; none by default.
+        settings: as ``answer`` takes them.
+
+    Raises:
+        ValueError: a system prompt for a model that was not trained on chats.
+    """
+
+    def __init__(self, trained: Trained, system: str | None = None, **settings: Any):
+        if system is not None and not trained.chats:
+            raise ValueError(f"system={system!r}: this model continues plain text and has no system prompt; leave it out")
+        self.trained, self.settings = trained, settings
+        self._opening = [] if system is None else [{"role": "system", "content": system}]
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all but the system prompt."""
+        self.messages = [*self._opening]
+
+    def ask(self, question: str, say: Callable[[str], None] | None = None) -> str:
+        """The answer to the next question, which then belongs to the conversation; a question that fails does not.
+
+        Args:
+            say: is given each part of the answer when it is made.
+        """
+        asked = [*self.messages, {"role": "user", "content": question}]
+        reply = answer(self.trained, asked if self.trained.chats else question, say=say, **self.settings)
+        if self.trained.chats:
+            self.messages = [*asked, {"role": "assistant", "content": reply}]
+        return reply

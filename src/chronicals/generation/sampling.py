@@ -1,0 +1,74 @@
+"""How the next token is chosen, as settings of transformers' ``generate``."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GenerationConfig
+
+SHAPING = (
+    "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
+    "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "renormalize_logits",
+)  # fmt: skip
+"""Settings that change the probabilities a token is drawn from, and need nothing but the logits. Of a model's own generation
+config these alone are taken: others choose another algorithm (beams, assistants, caches), or need a tokenizer or a download."""
+
+ALL_TOKENS = 0
+"""``top_k`` that leaves every token; without it transformers keeps 50."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen.
+
+    Attributes:
+        temperature: divides the logits before a token is drawn; 0 takes the likeliest token each time.
+        seed: of the random numbers.
+        top_p: draw from the fewest tokens whose probabilities add up to this; the model's own by default.
+        top_k: draw from so many of the likeliest tokens, 0 from all; the model's own by default, else all.
+        repetition_penalty: above 1, tokens that the text holds already become less likely; also at temperature 0.
+
+    Raises:
+        ValueError: a value is out of its range, or has no effect.
+    """
+
+    temperature: float = 0.0
+    seed: int = 0
+    top_p: float | None = None
+    top_k: int | None = None
+    repetition_penalty: float | None = None
+
+    def __post_init__(self) -> None:
+        top_p, top_k, penalty = self.top_p, self.top_k, self.repetition_penalty
+        for name, valid, expected in (
+            ("temperature", 0 <= self.temperature < math.inf, "a number from 0"),
+            ("top_p", top_p is None or 0 < top_p <= 1, "a number above 0 and at most 1"),
+            ("top_k", top_k is None or top_k >= 0, "a whole number from 0"),
+            ("repetition_penalty", penalty is None or 0 < penalty < math.inf, "a number above 0"),
+        ):
+            if not valid:
+                raise ValueError(f"{name}={getattr(self, name)}: must be {expected}")
+        for name in ("top_p", "top_k"):
+            if self.temperature == 0 and getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)}: has no effect at temperature 0, which takes the likeliest token each time; "
+                    "give a temperature above 0, or leave it out"
+                )
+
+    def config(self, own: GenerationConfig | None, **fixed: Any) -> GenerationConfig:
+        """A whole generation config.
+
+        Args:
+            own: the model's. Where tokens are drawn, what it says of probabilities holds unless it is set here.
+            fixed: further settings.
+        """
+        asked = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}
+        chosen = {name: value for name, value in asked.items() if value is not None}
+        if self.temperature == 0:
+            return GenerationConfig(do_sample=False, num_beams=1, **chosen, **fixed)
+        owned = {name: getattr(own, name, None) for name in SHAPING}
+        owned = {name: value for name, value in owned.items() if value is not None}
+        shaping = {"top_k": ALL_TOKENS, **owned, **chosen}
+        return GenerationConfig(do_sample=True, num_beams=1, temperature=self.temperature, **shaping, **fixed)
