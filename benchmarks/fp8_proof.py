@@ -85,7 +85,7 @@ def run(model, store, config: ChronicalsConfig, padding: int, looked_at: set[int
     device = next(model.parameters()).device
     stream = BatchStream(store, config, padding, pin=device.type == "cuda")
     plain = PlainArm(model, device, config, usual_attention=True) if looked_at else None
-    path, losses, gradients = TrainingPath(model, config, stream, device), [], {}
+    path, losses, gradients = TrainingPath(model, config, config.max_steps, device), [], {}
     with path.stepping():
         for number, step in enumerate(stream.steps(count=config.max_steps)):
             exact = None

@@ -15,7 +15,7 @@ PUBLISHED = {
     "batch_size": 4,
     "max_seq_length": 2048,
     "gradient_accumulation_steps": 4,
-    "max_steps": 1000,
+    "max_steps": None,
     "warmup_steps": 100,
     "use_flash_attention": True,
     "use_fused_kernels": True,
@@ -47,7 +47,7 @@ def test_published_defaults(name):
 
 
 def test_defaults_are_valid_when_written_out():
-    """Every default is a value that may be given (but for the number of epochs, which excludes max_steps)."""
+    """Every default is a value that may be given."""
     config = ChronicalsConfig()
     fields = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     again = ChronicalsConfig(**fields)
@@ -86,7 +86,6 @@ WRONG = [
     ("batch_size", "four"),
     ("max_seq_length", -1),
     ("max_steps", 0),
-    ("max_steps", None),
     ("num_epochs", 0),
     ("num_epochs", 1.5),
     ("warmup_steps", -1),
@@ -154,10 +153,20 @@ def test_what_this_version_cannot_honour_raises():
 def test_steps_and_epochs_exclude_each_other():
     with pytest.raises(ConfigurationError, match="num_epochs=2 and max_steps=50: give one of the two"):
         ChronicalsConfig(max_steps=50, num_epochs=2)
-    with pytest.raises(ConfigurationError, match="give one of the two"):  # also where it is the default's value
-        ChronicalsConfig(max_steps=1000, num_epochs=2)
     assert ChronicalsConfig(num_epochs=2).num_epochs == 2
     assert ChronicalsConfig(max_steps=50, num_epochs=None).max_steps == 50
+
+
+@pytest.mark.parametrize("fields, epochs", [({}, 1), ({"num_epochs": 3}, 3), ({"max_steps": 5}, None)])
+def test_one_epoch_unless_steps_or_epochs_are_given(fields, epochs):
+    assert ChronicalsConfig(**fields).epochs == epochs
+
+
+def test_what_is_fitted_is_not_what_was_set(tmp_path):
+    fitted = ChronicalsConfig(seed=7).fitted(batch_size=1)
+    assert (fitted.batch_size, fitted.explicit) == (1, {"seed"})
+    fitted.to_yaml(tmp_path / "config.yaml")
+    assert ChronicalsConfig.from_yaml(tmp_path / "config.yaml").batch_size == 4
 
 
 def test_a_warm_up_longer_than_the_run():
@@ -247,7 +256,7 @@ def test_patience_needs_evaluations():
 
 def test_explicit():
     assert ChronicalsConfig().explicit == frozenset()
-    assert ChronicalsConfig(use_lora=False, max_steps=1000).explicit == {"use_lora", "max_steps"}
+    assert ChronicalsConfig(use_lora=False, max_steps=50).explicit == {"use_lora", "max_steps"}
 
 
 def test_explicit_is_each_ones_own():

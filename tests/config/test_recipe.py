@@ -8,7 +8,7 @@ GIVEN = {"model": "some/model", "data": "rows.jsonl"}
 def test_one_epoch_by_default():
     config = Recipe(**GIVEN).config()
     assert type(config) is ChronicalsConfig
-    assert config.num_epochs == 1 and config.explicit == {"num_epochs"}
+    assert config.epochs == 1 and config.explicit == frozenset()
 
 
 def test_steps_or_epochs_that_were_given_stay():
@@ -35,8 +35,8 @@ def test_a_length_that_is_given_later_sets_aside_the_other_way_to_say_it(tmp_pat
 def test_no_number_of_epochs_is_one_epoch(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: m\ndata: d\nnum_epochs: null\n")
     recipe = Recipe.from_yaml(tmp_path / "recipe.yaml")
-    assert recipe.config().num_epochs == 1
-    assert recipe.replace(max_steps=7).config().num_epochs is None
+    assert recipe.config().epochs == 1
+    assert recipe.replace(max_steps=7).config().epochs is None
 
 
 def test_no_trackers():
@@ -200,7 +200,7 @@ def test_an_assignment_to_a_recipe_reaches_its_configuration():
     recipe.use_lora = True
     recipe.data = [{"path": "a.jsonl", "weight": 2}, "b.jsonl"]
     assert recipe == Recipe(**GIVEN | {"data": ["a.jsonl=2", "b.jsonl"]}, use_lora=True)
-    assert recipe.config().explicit == {"use_lora", "num_epochs"}
+    assert recipe.config().explicit == {"use_lora"}
     with pytest.raises(ConfigurationError, match="nothing is held out to evaluate on"):
         recipe.eval_steps = 5
     assert recipe.eval_steps is None

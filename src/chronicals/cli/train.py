@@ -18,7 +18,7 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint; the run in --output-dir knows its recipe")
     ] = False,
-    check: Annotated[bool, typer.Option("--check", help="Stop after the report on the data")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Stop after the report on the data and the length of the run")] = False,
     preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
     **flags: Any,
 ) -> None:
@@ -32,11 +32,13 @@ def train(
     from rich.markup import escape
 
     from chronicals.config import Recipe
+    from chronicals.data.loader import plan_of
     from chronicals.distributed import Ranks
     from chronicals.lora import SavedModel
     from chronicals.models.loading import DTYPES
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.checkpoint import checkpoints
+    from chronicals.training.length import fit_batch
     from chronicals.training.preparation import open_stores
 
     plan = Recipe.given(preset, recipe, resume, **flags)
@@ -47,7 +49,8 @@ def train(
     if check:
         embedding_rows = saved.config(plan.trust_remote_code).get_text_config().vocab_size
         reports = None if holds_run else config.output_dir  # a run's own say what it was trained on
-        open_stores(plan.data, plan.validation_data, embedding_rows, tokenizer, config, Ranks(), reports)
+        store, _ = open_stores(plan.data, plan.validation_data, embedding_rows, tokenizer, config, Ranks(), reports)
+        fit_batch(config, plan_of(store, config), Ranks(), config.output_dir if resume else None)
         where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
         console.print(escape(f"the data can be trained on; {where}"))
         return

@@ -170,8 +170,8 @@ class ChronicalsConfig:
     batch_size: Positive = Field(default=4, description="Packs in one forward pass, on each GPU")
     max_seq_length: Positive = Field(default=2048, description="Tokens in a pack; longer rows are cut or split")
     gradient_accumulation_steps: Positive = Field(default=4, description="Forward passes in one optimizer step")
-    max_steps: Positive = Field(default=1000, description="Optimizer steps; not together with num_epochs")
-    num_epochs: Positive | None = Field(default=None, description="Passes over the data instead of a number of steps")
+    max_steps: Positive | None = Field(default=None, description="Optimizer steps, instead of num_epochs")
+    num_epochs: Positive | None = Field(default=None, description="Passes over the data (default: one, without max_steps)")
     warmup_steps: int = Field(default=100, ge=0, description="Steps of rising learning rate (default: at most a tenth)")
     lr_scheduler: Literal["cosine", "linear", "constant", "wsd"] = Field(
         default="cosine", description="Learning rate after the warm-up; wsd is warm-up, stable, decay"
@@ -273,9 +273,9 @@ class ChronicalsConfig:
 
     def check(self) -> None:
         """What concerns more than one field."""
-        if {"max_steps", "num_epochs"} <= self.explicit and self.num_epochs is not None:
+        if self.max_steps is not None and self.num_epochs is not None:
             raise ConfigurationError(f"num_epochs={self.num_epochs} and max_steps={self.max_steps}: give one of the two")
-        if "warmup_steps" in self.explicit and self.num_epochs is None and self.warmup_steps > self.max_steps:
+        if "warmup_steps" in self.explicit and self.max_steps is not None and self.warmup_steps > self.max_steps:
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps} exceeds max_steps={self.max_steps}: the peak would never be reached"
             )
@@ -326,6 +326,11 @@ class ChronicalsConfig:
             )
 
     @property
+    def epochs(self) -> int | None:
+        """Passes over the data: one where neither they nor steps were given, None where steps were."""
+        return None if self.max_steps is not None else self.num_epochs or 1
+
+    @property
     def memory_policies(self) -> frozenset[MemoryPolicy]:
         """What was asked for to save memory, by ``memory`` or by the switches that are entrances to it."""
         asked = set(self.memory or ())
@@ -339,6 +344,12 @@ class ChronicalsConfig:
         """A copy with other values; what was explicit stays so."""
         kept = {name: getattr(self, name) for name in self.explicit}
         return type(self)(**{**kept, **changes})
+
+    def fitted(self, **values: Any) -> Self:
+        """A copy with other values that the user did not set: ``explicit`` stays what it was."""
+        copy = self.replace(**values)
+        vars(copy)["explicit"] = self.explicit
+        return copy
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values."""

@@ -67,9 +67,6 @@ class Recipe(ChronicalsConfig):
             )
 
     def config(self) -> ChronicalsConfig:
-        """The configuration without the model and the data; one epoch where neither steps nor epochs were given."""
+        """The configuration without the model and the data."""
         own = {"model", "base_model", "data", "validation_data", "trust_remote_code"}
-        chosen = {name: getattr(self, name) for name in self.explicit - own}
-        if "max_steps" not in self.explicit and self.num_epochs is None:
-            chosen["num_epochs"] = 1
-        return ChronicalsConfig(**chosen)
+        return ChronicalsConfig(**{name: getattr(self, name) for name in self.explicit - own})

@@ -68,6 +68,12 @@ class Step:
     position: int
 
 
+def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
+    """The packs of one epoch."""
+    limit = config.max_documents if config.use_sequence_packing else 1
+    return plan_packs(store.lengths, config.max_seq_length, limit, config.packing_strategy)
+
+
 class BatchStream:
     """Deterministic Batches from a store; see the module's docstring.
 
@@ -79,6 +85,7 @@ class BatchStream:
         rank, ranks: this process and how many there are.
         shuffle: False keeps the plan's order (evaluation).
         pin: build into pinned memory, for copies that do not wait.
+        plan: ``plan_of(store, config)`` where it was made before.
     """
 
     def __init__(
@@ -91,13 +98,13 @@ class BatchStream:
         ranks: int = 1,
         shuffle: bool = True,
         pin: bool = False,
+        plan: PackPlan | None = None,
     ):
         self.store, self.epochs, self.shuffle, self.pin = store, epochs, shuffle, pin
         self.width, self.batch_size = config.max_seq_length, config.batch_size
         self.accumulation, self.rank, self.ranks = config.gradient_accumulation_steps, rank, ranks
         self.seed = config.seed
-        limit = config.max_documents if config.use_sequence_packing else 1
-        self.plan: PackPlan = plan_packs(store.lengths, self.width, limit, config.packing_strategy)
+        self.plan = plan_of(store, config) if plan is None else plan
         most_entries = self.batch_size * (self.plan.max_documents + BUCKETS)
         share = -(-most_entries // ENTRY_SHARES)
         self._shape = Shape(self.accumulation, self.batch_size, self.width, share, padding_token_id)

@@ -14,7 +14,8 @@ import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, Tokenizer, TokenStore
-from chronicals.data.loader import Step
+from chronicals.data.loader import Step, plan_of
+from chronicals.data.packing import PackPlan
 from chronicals.distributed import Ranks
 from chronicals.memory import ActivationOffload
 from chronicals.models import PresentedModel, check_positions
@@ -29,6 +30,7 @@ from chronicals.training.errors import CheckpointError, Interrupted, TrainingErr
 from chronicals.training.evaluation import evaluate
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
+from chronicals.training.length import Length, fit_batch
 from chronicals.training.metrics import Moment, PendingMetrics, StepMetrics
 from chronicals.training.out_of_memory import saying_what_helps
 from chronicals.training.precision import Precision
@@ -112,38 +114,49 @@ class ChronicalsTrainer:
         """
         self._refuse_to_overwrite(resume)
         self._stop = None
-        config, model = self.config, self.model
+        model = self.model
         train_store, eval_store = open_stores(
-            train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, config, self.ranks,
+            train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, self.config, self.ranks,
             reports=self.output_dir,
         )  # fmt: skip
-        if eval_store is None and config.eval_steps is not None:
+        if eval_store is None and self.config.eval_steps is not None:
             raise ConfigurationError(
-                f"eval_steps={config.eval_steps}: nothing is held out; give eval_dataset or validation_split"
+                f"eval_steps={self.config.eval_steps}: nothing is held out; give eval_dataset or validation_split"
             )
         check_positions(model, max(store.longest for store in (train_store, eval_store) if store is not None))
-        torch.manual_seed(config.seed)
-        with saying_what_helps(config, self.device):
+        plan = plan_of(train_store, self.config)
+        torch.manual_seed(self.config.seed)
+        with self._fitted_to(plan, resume) as config, saying_what_helps(config, self.device):
             presented, decisions = prepare_model(model, config, self.ranks.count)
             teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
             self.ranks.same_weights(model.parameters())
             try:
-                result = self._run(presented, decisions, train_store, eval_store, resume)
+                result = self._run(presented, decisions, train_store, plan, eval_store, resume)
             finally:
                 self._leave_apart()
         model.eval()
         return result
 
+    @contextmanager
+    def _fitted_to(self, plan: PackPlan, resume: bool) -> Iterator[ChronicalsConfig]:
+        """Within: the batch of the configuration is fitted to the data."""
+        asked = self.config
+        self.config = fit_batch(asked, plan, self.ranks, self.output_dir if resume else None)
+        try:
+            yield self.config
+        finally:
+            self.config = asked
+
     def _run(
-        self, presented: PresentedModel, decisions: Mapping[str, Decision], train_store: TokenStore,
+        self, presented: PresentedModel, decisions: Mapping[str, Decision], train_store: TokenStore, plan: PackPlan,
         eval_store: TokenStore | None, resume: bool,
     ) -> TrainingResult:  # fmt: skip
         config, model = self.config, self.model
         precision = Precision(config.mixed_precision, self.device)
         several = config.gradient_accumulation_steps > 1 or self.ranks.count > 1 or decisions["tiled_mlp"].runs
         optimizer = build_optimizer(model, config, precision, sums_gradients=several)
-        stream = self._stream(train_store, config.num_epochs, shuffle=True)
-        run = Run(stream.steps_in_all or config.max_steps, self.output_dir)
+        stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)
+        run = Run(Length.of(config, plan, self.ranks.count).steps, self.output_dir)
         if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:
             raise ConfigurationError(
                 f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the run: the peak would never be "
@@ -314,10 +327,10 @@ class ChronicalsTrainer:
 
     # --- before ----------------------------------------------------------------------------------------------------
 
-    def _stream(self, store: TokenStore, epochs: int | None, shuffle: bool) -> BatchStream:
+    def _stream(self, store: TokenStore, epochs: int | None, shuffle: bool, plan: PackPlan | None = None) -> BatchStream:
         return BatchStream(
             store, self.config, self.tokenizer.pad_token_id or 0, epochs=epochs, rank=self.ranks.rank,
-            ranks=self.ranks.count, shuffle=shuffle, pin=self.device.type == "cuda",
+            ranks=self.ranks.count, shuffle=shuffle, pin=self.device.type == "cuda", plan=plan,
         )  # fmt: skip
 
     def _trainable_share(self) -> float:

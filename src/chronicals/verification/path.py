@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
 from chronicals.kernels.master import join_master
@@ -45,10 +44,10 @@ class TrainingPath:
     Args:
         model: on its device; it is trained by the steps.
         config: of the run.
-        stream: what is trained on.
+        total_steps: of the whole run.
     """
 
-    def __init__(self, model: Any, config: ChronicalsConfig, stream: BatchStream, device: torch.device):
+    def __init__(self, model: Any, config: ChronicalsConfig, total_steps: int, device: torch.device):
         self.model, self.config = model, config
         torch.manual_seed(config.seed)
         self.presented, decisions = prepare_model(model, config)
@@ -59,7 +58,7 @@ class TrainingPath:
         self.decisions = decisions
         self.in_backward: UpdatesInBackward | None = None
         self.objective = OBJECTIVES[config.objective](config.logits_chunk_size)
-        self.total_steps = stream.steps_in_all or config.max_steps
+        self.total_steps = total_steps
         torch.manual_seed(config.seed)
         model.train()
 

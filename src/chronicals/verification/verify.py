@@ -26,10 +26,11 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore
-from chronicals.data.loader import Step
+from chronicals.data.loader import Step, plan_of
 from chronicals.distributed import Ranks
 from chronicals.models import check_positions
 from chronicals.patching import layers_in_fp8
+from chronicals.training.length import Length, fit_batch
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
 from chronicals.verification import comparison
 from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
@@ -131,10 +132,12 @@ def verify(
     embedding_rows = model.get_input_embeddings().weight.shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
     check_positions(model, store.longest)
-    stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=config.num_epochs, pin=device.type == "cuda")
-    total = config.max_steps if stream.steps_in_all is None else stream.steps_in_all
+    plan = plan_of(store, config)
+    config = fit_batch(config, plan, Ranks())
+    stream = BatchStream(store, config, tokenizer.pad_token_id or 0, config.epochs, pin=device.type == "cuda", plan=plan)
+    total = Length.of(config, plan).steps
     if total < steps:
-        there = f"{total} steps in num_epochs={config.num_epochs}" if config.num_epochs else f"max_steps={total}"
+        there = f"{total} steps in num_epochs={config.epochs}" if config.epochs else f"max_steps={total}"
         notes.append(f"the run has {there}, not {steps}")
         steps = total
     if device.type == "cuda" and config.use_cuda_graphs:
@@ -142,7 +145,7 @@ def verify(
     exact = config.mixed_precision == "fp32"
     fp32, plain = PlainArm(model, device, config), PlainArm(model, device, config, alone=exact, usual_attention=not exact)
     notes += changed_buffers(model, fp32.model)
-    path = TrainingPath(model, config, stream, device)
+    path = TrainingPath(model, config, total, device)
     plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
     if config.use_fp8:
         for name in layers_in_fp8(model):

@@ -1,0 +1,136 @@
+"""How long a run is, in steps, epochs and tokens, and a default batch that is fitted to little data."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.config import ChronicalsConfig
+from chronicals.data.packing import PackPlan
+from chronicals.distributed import Ranks
+from chronicals.training import checkpoint
+
+logger = logging.getLogger(__name__)
+
+STEPS_AN_EPOCH = 30
+"""Optimizer steps an epoch should have; a default batch shrinks for them."""
+
+SHRUNK = ("gradient_accumulation_steps", "batch_size")
+"""Fields that shrink, in this order: fewer forward passes in a step cost no speed."""
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is.
+
+    Attributes:
+        packs, tokens: of one epoch.
+        packs_a_step: on all ranks together.
+        steps: of the run.
+    """
+
+    packs: int
+    tokens: int
+    packs_a_step: int
+    steps: int
+
+    @classmethod
+    def of(cls, config: ChronicalsConfig, plan: PackPlan, ranks: int = 1) -> Length:
+        packs_a_step = config.batch_size * config.gradient_accumulation_steps * ranks
+        steps = config.max_steps or _steps(len(plan) * (config.epochs or 1), packs_a_step)
+        return cls(len(plan), plan.tokens, packs_a_step, steps)
+
+    @property
+    def steps_an_epoch(self) -> int:
+        return _steps(self.packs, self.packs_a_step)
+
+    def epochs(self, config: ChronicalsConfig) -> float:
+        """Passes over the data in the whole run."""
+        return config.epochs or self.steps * self.packs_a_step / self.packs
+
+    def words(self, config: ChronicalsConfig) -> str:
+        epochs = self.epochs(config)
+        batch = f"batch_size {config.batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps}"
+        ranks = self.packs_a_step // (config.batch_size * config.gradient_accumulation_steps)
+        return (
+            f"training: {_counted(self.steps, 'step')}, {_counted(epochs, 'epoch')}, {round(epochs * self.tokens):,} tokens; "
+            f"an epoch is {_counted(self.packs, 'pack')} of up to {config.max_seq_length:,} tokens, a step takes "
+            f"{self.packs_a_step} ({batch}{f' x {ranks} processes' if ranks > 1 else ''})"
+        )
+
+
+def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Ranks, resumed: Path | None = None) -> ChronicalsConfig:
+    """``config`` with a batch that leaves an epoch about ``STEPS_AN_EPOCH`` steps: a default one shrinks, one that was set
+    stays and is warned about. Every rank gets the batch of the first. The length of the run is logged.
+
+    Args:
+        plan: packs of one epoch.
+        resumed: folder of the run that goes on, whose batch is kept.
+    """
+    before = _batch_of_run(resumed) if resumed is not None else {}
+    batch = {name: getattr(config, name) for name in SHRUNK}
+    for name in SHRUNK:
+        if name not in config.explicit:
+            rest = ranks.count * batch["batch_size"] * batch["gradient_accumulation_steps"] // batch[name]
+            enough = (size for size in range(batch[name], 0, -1) if _steps(len(plan), size * rest) >= STEPS_AN_EPOCH)
+            batch[name] = before.get(name) or next(enough, 1)
+    agreed = ranks.gather(torch.tensor([batch[name] for name in SHRUNK]))[0].tolist()
+    fitted = config.fitted(**{name: size for name, size in zip(SHRUNK, agreed) if size != getattr(config, name)})
+    length = Length.of(fitted, plan, ranks.count)
+    if ranks.first:
+        if not before:
+            _say_shrunk(config, fitted, Length.of(config, plan, ranks.count), length)
+        _warn_of_few_steps(config, fitted, length)
+        logger.info("%s", length.words(fitted))
+    return fitted
+
+
+def _say_shrunk(asked: ChronicalsConfig, fitted: ChronicalsConfig, before: Length, after: Length) -> None:
+    sizes = [" x ".join(str(getattr(config, name)) for name in reversed(SHRUNK)) for config in (asked, fitted)]
+    if sizes[0] != sizes[1]:
+        logger.info(
+            "little data: the default batch_size x gradient_accumulation_steps of %s shrinks to %s, so that an epoch is "
+            "%s (%d before)", *sizes, _counted(after.steps_an_epoch, "step"), before.steps_an_epoch,
+        )  # fmt: skip
+
+
+def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length: Length) -> None:
+    """Where an epoch has few steps for a batch that was set, or the whole run has few, and their number was not set."""
+    kept = [name for name in SHRUNK if name in asked.explicit and getattr(fitted, name) > 1]
+    merges = length.packs_a_step > length.packs
+    if length.steps_an_epoch >= STEPS_AN_EPOCH or not (merges or fitted.max_steps is None):
+        return
+    epochs = length.epochs(fitted)
+    run = f"{_counted(epochs, 'epoch')} {'is' if epochs == 1 else 'are'} {_counted(length.steps, 'step')}"
+    if kept:
+        values = " and ".join(f"{name}={getattr(fitted, name)}" for name in kept)
+        why = f"a step takes {length.packs_a_step} packs, more than the {length.packs} of an epoch: " if merges else ""
+        logger.warning("%s: %s%s; lower %s for more updates", values, why, run, " or ".join(kept))
+    elif length.steps < STEPS_AN_EPOCH:
+        logger.warning("little data: %s; raise num_epochs or lower max_seq_length for more updates", run)
+
+
+def _batch_of_run(output_dir: Path) -> Mapping[str, Any]:
+    """``SHRUNK`` of the newest checkpoint that can be read; empty where there is none."""
+    for folder in checkpoint.checkpoints(output_dir):
+        try:
+            kept = checkpoint.load_state(folder)["config"]
+            return {name: kept[name] for name in SHRUNK}
+        except (OSError, json.JSONDecodeError, KeyError):
+            continue
+    return {}
+
+
+def _steps(packs: int, packs_a_step: int) -> int:
+    return -(-packs // packs_a_step)
+
+
+def _counted(count: float, noun: str) -> str:
+    number = f"{count:,.0f}" if count == int(count) or count >= 100 else f"{count:.3g}"
+    return f"{number} {noun}{'' if count == 1 else 's'}"
