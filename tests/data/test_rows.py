@@ -131,15 +131,20 @@ def test_no_tools_are_none_however_they_are_written(tools):
     assert normal({"messages": MESSAGES, "tools": tools})["tools"] is None
 
 
-def test_nulls_are_fields_that_are_not_there_but_for_those_in_json_text():
-    """Columnar files fill every object up to the fields that any has; what is text they cannot touch."""
-    tool = {"type": "function", "function": {"name": "f", "description": None, "enum": ["a", None]}}
-    given = {"messages": MESSAGES, "tools": [tool]}
-    assert normal(given)["tools"] == [{"type": "function", "function": {"name": "f", "enum": ["a", None]}}]
-    assert normal({**given, "tools": json.dumps([tool])})["tools"] == [tool]
-    for arguments, kept in (({"a": None, "b": 1}, {"b": 1}), ('{"a": null, "b": 1}', {"a": None, "b": 1})):
-        call = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}
-        assert normal({"messages": [call]})["messages"][0]["tool_calls"][0]["function"]["arguments"] == kept
+@pytest.mark.parametrize("written", [lambda value: value, json.dumps])
+def test_nulls_in_tools_and_arguments_are_kept_and_elsewhere_are_fields_that_are_not_there(written):
+    tool = {"type": "function", "function": {"name": "f", "default": None, "enum": ["a", None, {"const": None}]}}
+    assert normal({"messages": MESSAGES, "tools": written([tool])})["tools"] == [tool]
+    arguments = {"a": None, "b": [None, {"c": None}]}
+    call = {"id": None, "type": None, "function": {"name": "f", "arguments": written(arguments), "strict": None}}
+    said = {"role": "assistant", "content": None, "name": None, "tool_calls": [call]}
+    assert normal({"messages": [said]})["messages"] == [
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": arguments}}],
+        }
+    ]
 
 
 def test_a_history_may_be_a_cell_of_text():
@@ -183,10 +188,25 @@ def test_calls_of_tools_become_the_same(message):
     assert row["tools"] == [{"type": "function"}]
 
 
-def test_openais_weight_says_whether_a_message_is_trained():
-    said = [MESSAGES[0], {**MESSAGES[1], "weight": 0}, MESSAGES[0], {**MESSAGES[1], "weight": 1}]
+def test_openais_weight_leaves_messages_out_and_trains_none_that_would_not_be():
+    said = [MESSAGES[0], {**MESSAGES[1], "weight": 0}, {**MESSAGES[0], "weight": 1}, {**MESSAGES[1], "weight": 1.0}]
     messages = normal({"messages": said})["messages"]
-    assert [message.get("train") for message in messages] == [None, False, None, True]
+    assert [message.get("train") for message in messages] == [None, False, None, None]
+    assert not any("weight" in message for message in messages)
+
+
+@pytest.mark.parametrize("role", ["user", "assistant"])
+@pytest.mark.parametrize("weight", ["0", "1", 0.5, 2, -1, float("nan"), [0], "high"])
+def test_other_weights_are_refused_by_value(role, weight):
+    with pytest.raises(DataError, match=rf"^row 3: message 1 \({role}\): weight=.*is not supported.*0 or 1") as error:
+        normal({"messages": [{"role": role, "content": "a", "weight": weight}]}, "row 3")
+    assert error.value.rule == "wrong_type"
+
+
+def test_a_weight_of_zero_and_train_contradict_each_other():
+    with pytest.raises(DataError, match="weight=0 contradicts train=True"):
+        normal({"messages": [{**MESSAGES[1], "weight": 0, "train": True}]})
+    assert normal({"messages": [{**MESSAGES[1], "weight": 1, "train": False}]})["messages"][0]["train"] is False
 
 
 @pytest.mark.parametrize(("speaker", "role"), SPEAKERS.items())

@@ -34,7 +34,7 @@ from chronicals.data.template import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 7
+FORMAT = 8
 MINUTE, PATIENCE = 60.0, 30
 """Minutes without a byte written after which whoever waits for another process gives it up."""
 

@@ -82,7 +82,7 @@ def _delete_old(place: Path) -> None:
 class _Implementation(CompileResultCacheImpl):
     def __init__(self, function: Callable[..., Any]):
         super().__init__(function)
-        self._locator = _Folder(self._locator)
+        self._locator: Any = _Folder(self.locator)
 
 
 class _Cache(FunctionCache):

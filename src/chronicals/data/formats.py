@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from chronicals.data.gate import DataError
+from chronicals.data.nulls import cleaner
 from chronicals.data.records import BadRow, Line, Record, Row, Unparsed, encodable, parsed
 
 ROWS_AT_ONCE = 1024
@@ -320,10 +321,11 @@ def _read_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> Iterator[Row
     number = 0
     for batch in batches:
         _check_names(path, batch.schema.names)
+        clean = cleaner(batch.schema) or (lambda record: record)
         for start in range(0, batch.num_rows, ROWS_AT_ONCE):
             for record in _records(batch.slice(start, ROWS_AT_ONCE)):
                 number += 1
-                yield f"{path}: row {number}", record
+                yield f"{path}: row {number}", clean(record)
 
 
 def _records(batch: pa.RecordBatch) -> list[Record | BadRow]:

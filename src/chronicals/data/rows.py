@@ -1,7 +1,7 @@
 """What a row is: its kind, told by its fields, and the one form in which each kind goes on to the chat template.
 
 Conversations arrive in several dialects: OpenAI's messages, ShareGPT's ``from`` and ``value``, content in parts, tool
-calls with their arguments as JSON text, and the ``None`` that a columnar file puts where a message lacks a field.
+calls with their arguments as JSON text, and null where a message lacks a field.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ def _tools(tools: Any, where: str) -> list[Any] | None:
     tools = tools.tolist() if hasattr(tools, "tolist") else tools
     if not tools:
         return None
-    found = _parsed(tools, "tools", where) if isinstance(tools, str) else _without_none(tools)
+    found = _parsed(tools, "tools", where) if isinstance(tools, str) else _plain(tools)
     if not isinstance(found, list) or not all(isinstance(tool, Mapping) for tool in found):
         raise DataError(f"{where}: tools must be a list of objects", "wrong_type")
     return found or None
@@ -237,7 +237,7 @@ def _message(message: Any, where: str) -> Message:
         raise DataError(f"{where} must be an object with 'role' and 'content', this is {type(message).__name__}", "wrong_type")
     if len(message) == 2 and message.get("role") in ROLES and isinstance(message.get("content"), str):
         return dict(message)
-    fields = _without_none(dict(message))
+    fields = _there(message)
     speaker = fields.pop("from", None) if "role" not in fields else fields["role"]
     if speaker is None:
         raise DataError(f"{where} has no role, only {sorted(fields)}", "missing_field")
@@ -253,9 +253,18 @@ def _message(message: Any, where: str) -> Message:
     fields |= {"role": role, "content": content if content is None else _joined(content, f"{where} ({role})")}
     if "tool_calls" in fields:
         fields["tool_calls"] = _tool_calls(fields["tool_calls"], where)
-    if "weight" in fields and "train" not in fields:  # OpenAI's name for it
-        fields["train"] = bool(fields.pop("weight"))
+    if "weight" in fields:
+        _weigh(fields, f"{where} ({role})")
     return fields
+
+
+def _weigh(fields: Message, where: str) -> None:
+    """OpenAI's ``weight`` as ``train``: 0 leaves the message out, 1 is what it has without one."""
+    weight = fields.pop("weight")
+    if isinstance(weight, str) or weight not in (0, 1):
+        raise DataError(f"{where}: weight={weight!r} is not supported; it must be the number 0 or 1", "wrong_type")
+    if weight == 0 and fields.setdefault("train", False) is not False:
+        raise DataError(f"{where}: weight=0 contradicts train={fields['train']!r}; keep one of them", "wrong_type")
 
 
 def _joined(content: Any, where: str) -> str:
@@ -286,14 +295,14 @@ def _tool_calls(calls: Any, where: str) -> list[dict]:
         function = call.get("function") or {name: call[name] for name in ("name", "arguments") if name in call}
         if not isinstance(function, Mapping):
             raise DataError(f"{where}: function must be an object with 'name', this is {type(function).__name__}", "wrong_type")
-        function = dict(function)
+        function = _there(function)
         if not isinstance(function.get("name"), str):
             raise DataError(f"{where}: a tool call has no name", "missing_field")
-        function["arguments"] = _parsed(function.get("arguments") or {}, "the arguments of a call", where)
+        function["arguments"] = _plain(_parsed(function.get("arguments") or {}, "the arguments of a call", where))
         if not isinstance(function["arguments"], Mapping):
             kind = type(function["arguments"]).__name__
             raise DataError(f"{where}: the arguments of a call must be a JSON object, this is {kind}", "wrong_type")
-        rest = {name: value for name, value in call.items() if name not in ("function", "name", "arguments")}
+        rest = {name: value for name, value in _there(call).items() if name not in ("function", "name", "arguments")}
         found.append({"type": "function", **rest, "function": function})
     return found
 
@@ -308,11 +317,17 @@ def _parsed(value: Any, name: str, where: str) -> Any:
         raise DataError(f"{where}: {name} cannot be read as JSON: {error}", "wrong_type") from error
 
 
-def _without_none(value: Any) -> Any:
-    """Columnar files give every struct all fields that any of them has: None means that it was not there."""
+def _there(fields: Mapping[str, Any]) -> Message:
+    """The fields that are not null: in a message or a call a null is a field that was left out."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON has it, nulls included."""
     if isinstance(value, Mapping):
-        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+        return {name: _plain(inner) for name, inner in value.items()}
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def _text(value: Any, name: str, where: str) -> str:

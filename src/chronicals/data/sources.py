@@ -18,6 +18,7 @@ from chronicals.config import DataSource
 from chronicals.data.digests import FileDigests
 from chronicals.data.formats import READERS, is_text, read_file, reader_of
 from chronicals.data.gate import DataError
+from chronicals.data.nulls import cleaner, without_nulls
 from chronicals.data.records import BadRow, Record, Row, Unparsed, parsed
 from chronicals.data.rows import KINDS, TELLING
 
@@ -51,7 +52,8 @@ def read_unparsed(source: Source, seed: int = 0) -> Iterator[Unparsed]:
     """``read_records``, with lines of JSON that are files' own as they lie there, for ``records.parsed``."""
     parts = _named(source)
     if parts is None:
-        yield from ((f"row {number}", record) for number, record in enumerate(_in_memory(source), 1))
+        rows = _in_memory(source)
+        yield from ((f"row {number}", record) for number, record in enumerate(_cleaned(rows, source), 1))
         return
     for position, part in enumerate(parts):
         whole, share = divmod(part.weight, 1)
@@ -117,6 +119,14 @@ def _in_memory(source: Any) -> Iterable[Record]:
     if not isinstance(source, Iterable):
         raise DataError(f"rows are wanted, or the name of what holds them; this is {type(source).__name__}")
     return source
+
+
+def _cleaned(rows: Iterable[Record], dataset: Any) -> Iterable[Record]:
+    """The rows without the nulls that ``dataset``, where it is one of ``datasets``, fills objects with."""
+    if not hasattr(dataset, "features"):
+        return rows
+    clean = cleaner(dataset.features.arrow_schema) if dataset.features else without_nulls
+    return map(clean, rows) if clean else rows
 
 
 def _drawn(text: str, share: float) -> bool:
@@ -228,7 +238,7 @@ def _read_saved(path: Path, part: DataSource) -> Iterator[Row]:
         saved = saved[split]
     elif part.split is not None:
         raise DataError(f"{path}: split={part.split!r}: this folder holds a single dataset without splits; leave split out")
-    yield from ((f"{path}: row {number}", record) for number, record in enumerate(saved, 1))
+    yield from ((f"{path}: row {number}", record) for number, record in enumerate(_cleaned(saved, saved), 1))
 
 
 def _is_hub_name(path: Path, name: str) -> bool:
@@ -240,7 +250,7 @@ def _read_hub(part: DataSource) -> Iterator[Row]:
     datasets = _datasets(part.path)
     with _hub_faults(part):
         rows = datasets.load_dataset(part.path, part.subset, split=part.split or "train", streaming=True)
-        for number, record in enumerate(rows, 1):
+        for number, record in enumerate(_cleaned(rows, rows), 1):
             yield f"{part.path}: row {number}", record
 
 
