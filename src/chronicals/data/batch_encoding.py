@@ -138,12 +138,16 @@ class BatchEncoder:
 
     def _completion(self, record: Record, where: str, texts: Texts) -> Finish:
         self._check_end(where)
+        behind = self.encoder.continuation
+        mark, mark_ids = (behind.mark, behind.mark_ids) if record["prompt"] else ("", [])
         asked = texts.add(check_text(record["prompt"], "prompt", where), special=True)
-        said = texts.add(check_text(record["completion"], "completion", where), special=False, whole=True)
+        said = texts.add(mark + check_text(record["completion"], "completion", where), special=False, whole=True)
 
         def finish() -> TokenArrays:
             before = without_end(without_double_beginning(texts[asked], self.beginning), self.ending)
-            ids = np.concatenate((before, texts[said]))
+            if mark and texts[said][: len(mark_ids)].tolist() != mark_ids:
+                return self._by_definition(record, where)
+            ids = np.concatenate((before, texts[said][len(mark_ids) :]))
             trained = np.ones(len(ids), np.uint8)
             trained[: len(before)] = self.encoder.objective == "pretraining"
             return ids, trained

@@ -18,6 +18,7 @@ import numpy as np
 from chronicals.config import ChronicalsConfig, ConfigurationError, Role, Turns
 from chronicals.data.batch_encoding import BatchEncoder, Rows, TokenArrays
 from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
+from chronicals.data.continuation import Continuation
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
 from chronicals.data.rows import Record, kind_of, normalise
@@ -104,6 +105,11 @@ class Tokenizer:
     def _batch(self) -> BatchEncoder:
         return BatchEncoder(self)
 
+    @functools.cached_property
+    def continuation(self) -> Continuation:
+        """How completions are tokenised."""
+        return Continuation(self.tokenizer)
+
     def fingerprint(self) -> str:
         """Changes whenever this path could turn a row into other tokens."""
         inner = self.tokenizer
@@ -174,7 +180,8 @@ class Tokenizer:
         end = self.end(where)
         before = self.prompt(check_text(record["prompt"], "prompt", where))
         text = check_text(record["completion"], "completion", where)
-        after = [*without_end(self.tokenizer(text, add_special_tokens=False)["input_ids"], end), end]
+        ids = self.continuation.ids(text, where) if record["prompt"] else self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        after = [*without_end(ids, end), end]
         return before + after, [self.objective == "pretraining"] * len(before) + [True] * len(after)
 
     def _text(self, record: Record, where: str) -> Tokens:
