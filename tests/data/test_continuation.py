@@ -26,8 +26,9 @@ def sentencepiece(**parts):
     strip = [decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     letters = list("▁" + string.ascii_letters + string.digits + string.punctuation)
+    special = [*SPECIAL, *BYTES]
     inner.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=520, special_tokens=[*SPECIAL, *BYTES], initial_alphabet=letters, show_progress=False)
+        TEXTS, trainers.BpeTrainer(vocab_size=520, special_tokens=special, initial_alphabet=letters, show_progress=False)
     )
     return inner
 
@@ -66,14 +67,17 @@ def wrapped(inner):
 
 
 def text():
-    return "".join(random.choices(string.ascii_letters + string.digits + string.punctuation + "  \n\té🙂", k=random.randint(1, 12)))
+    letters = string.ascii_letters + string.digits + string.punctuation + "  \n\té🙂"
+    return "".join(random.choices(letters, k=random.randint(1, 12)))
+
+
+KNOWN = [("0+0=", "7"), ("def f(x):\n", "    return x"), ("a:", " 7"), ("Q: x A: ", "7"), ("a", "\n\n"), ("", "7"), ("1", "2")]
 
 
 @pytest.mark.parametrize("name", MADE)
 def test_what_is_trained_is_what_the_row_says(name):
     encoder = Tokenizer(wrapped(MADE[name]()))
-    known = [("0+0=", "7"), ("def f(x):\n", "    return x"), ("a:", " 7"), ("Q: x A: ", "7"), ("a", "\n\n"), ("", "7"), ("1", "2")]
-    rows = [{"prompt": p, "completion": c} for p, c in [*known, *((text(), text()) for _ in range(100))]]
+    rows = [{"prompt": p, "completion": c} for p, c in [*KNOWN, *((text(), text()) for _ in range(100))]]
     found = encoder.encode_batch(rows, [f"row {n}" for n in range(len(rows))])
     for row, (ids, trained) in zip(rows, found, strict=True):
         expected, mask = encoder.encode(row, "row")
@@ -92,14 +96,14 @@ def test_without_such_a_blank_completions_are_tokenised_by_themselves():
         behind = Continuation(tokenizer)
         assert behind.mark == "" and behind.mark_ids == []
         said = text()
-        assert behind.ids(said, "row") == tokenizer(said, add_special_tokens=False)["input_ids"]
+        assert behind.ids("a", said, "row") == tokenizer(said, add_special_tokens=False)["input_ids"]
 
 
 def test_a_text_that_merges_with_every_mark_is_refused():
     behind = Continuation(wrapped(prepending()))
     behind._behind = lambda mark, text: None
     with pytest.raises(DataError, match="row 3: the tokenizer cannot be made to tokenise 'a7'"):
-        behind.ids("a7", "row 3")
+        behind.ids("1", "a7", "row 3")
 
 
 def test_a_mark_that_merges_in_a_batch_is_left_to_the_definition():

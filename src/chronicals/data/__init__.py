@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from chronicals.data.gate import DataReport as DataReport
     from chronicals.data.loader import BatchStream as BatchStream
     from chronicals.data.loader import create_dataloader as create_dataloader
+    from chronicals.data.loader import filler_token as filler_token
     from chronicals.data.packing import PackPlan as PackPlan
     from chronicals.data.packing import SequencePacker as SequencePacker
     from chronicals.data.packing import plan_packs as plan_packs
@@ -38,6 +39,7 @@ _HOME = {
     "Tokenizer": "template",
     "build_store": "building",
     "create_dataloader": "loader",
+    "filler_token": "loader",
     "open_held_out": "building",
     "open_store": "building",
     "plan_packs": "packing",

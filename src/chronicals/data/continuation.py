@@ -1,8 +1,9 @@
 """Token ids of a text that goes on after another one, as a completion does after its prompt.
 
-Some tokenizers put a blank before every text (those of Llama 2 and Mistral, others with SentencePiece's prefix, byte-level ones
-with ``add_prefix_space``). A completion tokenised by itself would begin with a blank that its row does not hold. So under such a
-tokenizer it is tokenised behind a mark, a short text whose own ids stay the same in front of it, and these are taken off.
+Some tokenizers put a blank before every text (those of Llama 2 and Mistral, others with SentencePiece's prefix, byte-level
+ones with ``add_prefix_space``). A completion tokenised by itself would begin with a blank that its row does not hold. So under
+such a tokenizer it is tokenised behind a mark, a short text whose own ids stay the same in front of it, and these are taken
+off.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ class Continuation:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._marks = {mark: ids for mark in MARKS if (ids := self._ids(mark))}
+        self._marks: dict[str, list[int]] = {mark: ids for mark in MARKS if (ids := self._ids(mark))}
         if not any(self._differs(mark, probe) for mark in self._marks for probe in PROBES):
             self._marks = {}
         self.mark, self.mark_ids = next(iter(self._marks.items()), ("", []))
 
-    def ids(self, text: str, where: str) -> list[int]:
-        """Ids of the text behind another one.
+    def ids(self, prompt: str, text: str, where: str) -> list[int]:
+        """Ids of the text behind ``prompt``; behind an empty one it is a text by itself.
 
         Raises:
             DataError: the tokenizer merges its beginning with every mark.
         """
-        if not self._marks:
+        if not self._marks or not prompt:
             return self._ids(text)
         for mark in self._marks:
             if (ids := self._behind(mark, text)) is not None:

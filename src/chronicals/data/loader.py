@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
@@ -29,6 +30,8 @@ from chronicals.data.gate import DataError
 from chronicals.data.packing import PackPlan, plan_packs
 from chronicals.data.sources import Source
 from chronicals.data.store import TokenStore
+
+logger = logging.getLogger(__name__)
 
 STEPS_AHEAD, BYTES_AHEAD = (2, 64), 1 << 26
 """Steps assembled ahead: so many as take 64 MiB, within these bounds. 64 MiB outlast a consumer that waits for the GIL."""
@@ -72,6 +75,20 @@ def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
     """The packs of one epoch."""
     limit = config.max_documents if config.use_sequence_packing else 1
     return plan_packs(store.lengths, config.max_seq_length, limit, config.packing_strategy)
+
+
+def filler_token(tokenizer: Any, embedding_rows: int) -> int:
+    """The token that filler documents are made of: the tokenizer's padding token, or 0 where the model's embedding lacks it."""
+    token = tokenizer.pad_token_id
+    if token is None or 0 <= token < embedding_rows:
+        return token or 0
+    _say_filler(tokenizer.pad_token, token, embedding_rows)
+    return 0
+
+
+@functools.cache
+def _say_filler(name: str, token: int, rows: int) -> None:
+    logger.info("padding token %r has id %d, the embedding %d rows: packs are filled with token 0 instead", name, token, rows)
 
 
 class BatchStream:

@@ -49,12 +49,20 @@ def without_nulls(value: Any, inside: bool = False) -> Any:
 
 def _clean(kind: pa.DataType, name: str, inside: bool = False) -> Clean | None:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        clean = _clean(kind.value_type, name, True)
-        return clean and (lambda values: values if values is None else [clean(value) for value in values])
+        one = _clean(kind.value_type, name, True)
+        return one and functools.partial(_clean_list, one)
     if pa.types.is_map(kind):
-        clean = _clean(kind.item_type, name, inside)
-        return clean and (lambda values: values if values is None else {key: clean(one) for key, one in dict(values).items()})
+        one = _clean(kind.item_type, name, inside)
+        return one and functools.partial(_clean_map, one)
     return _clean_struct(kind, name, inside) if pa.types.is_struct(kind) else None
+
+
+def _clean_list(clean: Clean, values: Any) -> Any:
+    return values if values is None else [clean(value) for value in values]
+
+
+def _clean_map(clean: Clean, values: Any) -> Any:
+    return values if values is None else {name: clean(value) for name, value in dict(values).items()}
 
 
 def _clean_struct(kind: pa.StructType, name: str, inside: bool) -> Clean | None:

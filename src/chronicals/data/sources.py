@@ -52,8 +52,8 @@ def read_unparsed(source: Source, seed: int = 0) -> Iterator[Unparsed]:
     """``read_records``, with lines of JSON that are files' own as they lie there, for ``records.parsed``."""
     parts = _named(source)
     if parts is None:
-        rows = _in_memory(source)
-        yield from ((f"row {number}", record) for number, record in enumerate(_cleaned(rows, source), 1))
+        records = _cleaned(_in_memory(source), source)
+        yield from ((f"row {number}", record) for number, record in enumerate(records, 1))
         return
     for position, part in enumerate(parts):
         whole, share = divmod(part.weight, 1)

@@ -178,10 +178,9 @@ class Tokenizer:
 
     def _completion(self, record: Record, where: str) -> Tokens:
         end = self.end(where)
-        before = self.prompt(check_text(record["prompt"], "prompt", where))
-        text = check_text(record["completion"], "completion", where)
-        ids = self.continuation.ids(text, where) if record["prompt"] else self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        after = [*without_end(ids, end), end]
+        prompt, text = (check_text(record[name], name, where) for name in ("prompt", "completion"))
+        before = self.prompt(prompt)
+        after = [*without_end(self.continuation.ids(prompt, text, where), end), end]
         return before + after, [self.objective == "pretraining"] * len(before) + [True] * len(after)
 
     def _text(self, record: Record, where: str) -> Tokens:

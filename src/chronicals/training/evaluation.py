@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream, Source, open_store
+from chronicals.data import BatchStream, Source, filler_token, open_store
 from chronicals.distributed import Ranks
 from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
 from chronicals.objectives import OBJECTIVES, Objective
@@ -62,9 +62,10 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
         DataError: it cannot be read, or nothing in it is trained.
         ValueError: the model has no positions for it, sees the tokens that it is to predict, or gives no finite loss.
     """
-    store = open_store(data, tokenizer, config)
+    embedding_rows = model.get_input_embeddings().weight.shape[0]
+    store = open_store(data, tokenizer, config, embedding_rows=embedding_rows)
     check_positions(model, store.longest)
-    stream = BatchStream(store, config, tokenizer.pad_token_id or 0, epochs=1, shuffle=False)
+    stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)
     device = input_device(model)
     with present(model, fused_head=config.use_fused_kernels).attending_documents() as presented:
         score = evaluate(presented, OBJECTIVES[config.objective](), stream, Precision("fp32", device))

@@ -243,7 +243,7 @@ def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     stops = known + [stop for stop in stop_token_ids(tokenizer, chats) if stop not in known]
     generation.eos_token_id = stops or None
-    if tokenizer.pad_token_id is not None:
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < model.get_input_embeddings().weight.shape[0]:
         generation.pad_token_id = tokenizer.pad_token_id
 
 

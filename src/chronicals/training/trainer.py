@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import BatchStream, Tokenizer, TokenStore
+from chronicals.data import BatchStream, Tokenizer, TokenStore, filler_token
 from chronicals.data.loader import Step, plan_of
 from chronicals.data.packing import PackPlan
 from chronicals.distributed import Ranks
@@ -329,8 +329,8 @@ class ChronicalsTrainer:
 
     def _stream(self, store: TokenStore, epochs: int | None, shuffle: bool, plan: PackPlan | None = None) -> BatchStream:
         return BatchStream(
-            store, self.config, self.tokenizer.pad_token_id or 0, epochs=epochs, rank=self.ranks.rank,
-            ranks=self.ranks.count, shuffle=shuffle, pin=self.device.type == "cuda", plan=plan,
+            store, self.config, filler_token(self.tokenizer, self.model.get_input_embeddings().weight.shape[0]), epochs=epochs,
+            rank=self.ranks.rank, ranks=self.ranks.count, shuffle=shuffle, pin=self.device.type == "cuda", plan=plan,
         )  # fmt: skip
 
     def _trainable_share(self) -> float:

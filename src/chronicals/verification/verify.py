@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data import BatchStream, TokenStore
+from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import Step, plan_of
 from chronicals.distributed import Ranks
 from chronicals.models import check_positions
@@ -134,7 +134,8 @@ def verify(
     check_positions(model, store.longest)
     plan = plan_of(store, config)
     config = fit_batch(config, plan, Ranks())
-    stream = BatchStream(store, config, tokenizer.pad_token_id or 0, config.epochs, pin=device.type == "cuda", plan=plan)
+    filler = filler_token(tokenizer, embedding_rows)
+    stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     total = Length.of(config, plan).steps
     if total < steps:
         there = f"{total} steps in num_epochs={config.epochs}" if config.epochs else f"max_steps={total}"
