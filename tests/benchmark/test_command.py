@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from chronicals.benchmark.work import SIZES, plan_work
 from chronicals.cli import benchmark as command
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError, Recipe
+from process_groups import wait_until
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
@@ -94,6 +96,26 @@ def test_names_and_notes_are_printed_as_they_are(capsys):
     command._print(result, profile=False)
     said = capsys.readouterr().out
     assert "[x] :100:, full, fixed" in said and "no reference: [/x] :key:" in said and said.count("ours run_name=[y]") == 2
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
+def test_a_benchmark_that_is_killed_leaves_nothing_running(tmp_path, how):
+    """While it prepares; SIGTERM also gives it the time to delete what it wrote."""
+    program = [sys.executable, "-m", "chronicals.cli", "benchmark", "--model", "tiny", "--mixed-precision", "fp32"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    ran = subprocess.Popen(program, cwd=tmp_path, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    assert wait_until(lambda: [*tmp_path.glob("chronicals-benchmark-*/*/logs/prepare.log")], 60)
+    assert wait_until(lambda: running_in(tmp_path), 10)
+    ran.send_signal(how)
+    assert ran.wait(30) == (128 + how if how == signal.SIGTERM else -how)
+    assert wait_until(lambda: not running_in(tmp_path), 5)
+    assert how == signal.SIGKILL or not [*tmp_path.glob("chronicals-benchmark-*")]
+
+
+def running_in(folder):
+    """Processes whose working folder is below ``folder``, but not ``folder`` itself."""
+    links = [os.path.realpath(path) for path in Path("/proc").glob("[0-9]*/cwd") if os.access(path, os.R_OK)]
+    return [link for link in links if str(link).startswith(f"{folder}/")]
 
 
 @pytest.mark.long

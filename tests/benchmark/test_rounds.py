@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import made
 import pytest
@@ -13,6 +14,7 @@ from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess
 from chronicals.benchmark.record import draw, to_dict
 from chronicals.benchmark.rounds import Options, measure, order_of
 from chronicals.config import ConfigurationError
+from process_groups import members, wait_until
 
 SPEEDS = {"ours": 2000.0, "ours lora_dropout=0.1": 1900.0, "transformers": 1000.0, "liger": 1500.0, "torch-compile": 1200.0}
 FLOOR = {"products": 0.03, "attention": 0.005, "elementwise": 0.003, "loss": 0.001, "optimizer": 0.001, "seconds": 0.04,
@@ -342,6 +344,25 @@ def test_a_process_waits_for_its_first_round_and_can_be_let_go(tmp_path):
     assert running.process.running and not running.waits
     running.end()
     assert not running.process.running and not running.out.with_name("ours.0.json").exists()
+
+
+def test_an_arm_ends_with_a_benchmark_that_is_killed(tmp_path):
+    program = (
+        "import sys, time; sys.path[:0] = sys.argv[2:]\n"
+        "from pathlib import Path\n"
+        "import made\n"
+        "from chronicals.benchmark.processes import RunningArm\n"
+        "running = RunningArm(made.work(Path(sys.argv[1])), 'ours', 1)\n"
+        "print(running.process.process.pid, flush=True); time.sleep(60)\n"
+    )
+    paths = [str(Path(made.__file__).parent), str(Path(processes.__file__).parents[2])]
+    command = [sys.executable, "-c", program, str(tmp_path), *paths]
+    benchmark = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    group = int(benchmark.stdout.readline())
+    assert wait_until(lambda: len(members(group)) > 1, 30)
+    benchmark.kill()
+    benchmark.wait()
+    assert wait_until(lambda: not members(group), 5), members(group)
 
 
 def test_a_process_that_dies_while_it_waits_is_seen(tmp_path):

@@ -24,6 +24,7 @@ from chronicals.data.chunks import Chunk, ChunkEncoder, chunks_of
 from chronicals.data.frames import chunk_of_frame, frame_of_chunk, frame_of_encoded, read_frame, write_frame
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import BadRow, Line
+from process_groups import members, wait_until
 
 WIDTH = 32
 
@@ -384,3 +385,29 @@ def test_a_process_tokenises_by_tiktoken(tmp_path):
         "    sys.exit(ended.code or 7 * ('tiktoken' in sys.modules))\n"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 7
+
+
+def test_processes_end_with_one_that_is_killed():
+    """Also where another holds the pipes open, so that they do not end."""
+    program = (
+        "import os, sys, time; sys.path[:0] = sys.argv[1:]\n"
+        "import tiny\n"
+        "from chronicals.data import Tokenizer\n"
+        "from chronicals.data.chunks import ChunkEncoder\n"
+        "from chronicals.data.processes import TokenizingProcesses\n"
+        "with TokenizingProcesses(ChunkEncoder(Tokenizer(tiny.tokenizer()), 64), 2) as several:\n"
+        "    several._start()\n"
+        "    while several._free.qsize() < 2: time.sleep(0.01)\n"
+        "    if other := os.fork(): print(several._program._program.pid, other, flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    paths = [str(Path(tiny.__file__).parent), str(Path(processes.__file__).parents[2])]
+    parent = subprocess.Popen([sys.executable, "-c", program, *paths], stdout=subprocess.PIPE, text=True)
+    group, other = map(int, parent.stdout.readline().split())
+    assert len(members(group)) == 3
+    parent.kill()
+    parent.wait()
+    try:
+        assert wait_until(lambda: not members(group), 5), members(group)
+    finally:
+        os.kill(other, signal.SIGKILL)

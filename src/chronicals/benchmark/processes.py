@@ -1,4 +1,4 @@
-"""Starting arms, each in a process of its own, and saying what became of it."""
+"""Starting arms, each in a process of its own that ends with this one at the latest, and saying what became of it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from typing import Any
 import chronicals
 from chronicals.benchmark.measurement import ROUND, Measurement, round_file
 from chronicals.benchmark.work import Work
+from chronicals.data.lifeline import BoundProcess
 
 PEERS: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers",),
@@ -146,9 +147,9 @@ def start_process(work: Work, name: str, options: list[str], stem: str) -> ArmPr
     log = work.folder / "logs" / f"{stem}.log"
     command = [sys.executable, "-m", "chronicals.benchmark.arm", str(work.folder), name, *options]
     with log.open("w") as lines:
-        process = subprocess.Popen(
+        process = BoundProcess(
             command, cwd=work.folder, env=environment(work), stdin=subprocess.PIPE, stdout=lines, stderr=subprocess.STDOUT,
-            start_new_session=True, text=True,
+            text=True,
         )  # fmt: skip
     return ArmProcess(process, log)
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import re
+import signal
+import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -75,7 +79,7 @@ def benchmark(
         if output:
             output.write_text(to_json(to_dict(row, commit), indent=1))
 
-    with contextlib.ExitStack() as scratch:
+    with _ended_by_sigterm(), contextlib.ExitStack() as scratch:
         place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))
         work = plan_work(place, name, data, mode or ("lora" if uses_lora else "full"), fields, steps, warm_up)
         for changes in (*options.variants, *options.scouted):
@@ -94,6 +98,19 @@ def benchmark(
         console.print(f"[bold]written[/] {output}, {output.with_suffix('.png')}" + (f", {trace}" if trace else ""))
     if result["arms"].get("ours", {}).get("status") != "measured":
         raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within, SIGTERM ends this process as Ctrl-C does: the arms are ended and the scratch folder is deleted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], bool]:

@@ -4,7 +4,8 @@
 
 The folder holds the tokenizer as ``save_pretrained`` writes it, and ``how.json``. Each process has two pipes, given as file
 descriptors: chunks come in by one, what they become goes out by the other. The first frame that goes out says whether this
-tokenizer is the same as there. A process ends where its chunks do; one that fails ends them all.
+tokenizer is the same as there. A process ends where its chunks do, and with the one that started it; one that fails ends them
+all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from chronicals.data.chunks import Chunk, ChunkEncoder
 from chronicals.data.frames import chunk_of_frame, frame_of_encoded, read_frame, write_frame
+from chronicals.data.lifeline import end_with_parent
 from chronicals.data.template import Tokenizer
 
 HOW = "how.json"
@@ -70,8 +72,10 @@ def _begun(pipes: list[Pipes], own: Pipes, serving: Callable[[Pipes], None]) -> 
     It serves them in a thread, whose memory is an arena of its own: the heap, full of holes that reading the tokenizer left,
     is not written to, and all processes go on sharing its pages.
     """
+    parent = os.getpid()
     if process := os.fork():
         return process
+    end_with_parent(parent)
     status = 1
     try:
         _close([pair for pair in pipes if pair != own])
@@ -91,6 +95,7 @@ def _close(pipes: list[Pipes]) -> None:
 
 
 def main() -> None:
+    end_with_parent(os.getppid())
     sys.modules["torch"] = None  # type: ignore[assignment]  # as if not installed: some transformers import it, 3 s and 270 MB
     gc.disable()
     folder = Path(sys.argv[1])
