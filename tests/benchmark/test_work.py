@@ -1,6 +1,8 @@
 """The work that every arm reads: the same documents in the same steps, and only real tokens counted."""
 
+import itertools
 import json
+from types import SimpleNamespace
 
 import made
 import numpy as np
@@ -8,12 +10,13 @@ import pytest
 import torch
 
 import tiny
-from chronicals.benchmark.arms.loop import padded
-from chronicals.benchmark.arms.trainer import documents_in, train_with_trainer
+from chronicals.benchmark.arms import loop
+from chronicals.benchmark.arms.padding import grouped, padded
+from chronicals.benchmark.arms.trainer import documents_in, sorted_in_steps, train_with_trainer
 from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import Plan
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
-from chronicals.benchmark.work import Document, Work, _write_adapter, documents_of, plan_work
+from chronicals.benchmark.work import PADDED_ROWS, Document, Work, _write_adapter, documents_of, plan_work
 from chronicals.config import ConfigurationError, Recipe
 
 
@@ -117,18 +120,70 @@ def document(length: int, trained_from: int = 1) -> Document:
 
 
 def test_padding_is_no_token():
-    step = padded([document(10), document(4), document(7)], rows=2, place=torch.device("cpu"))
-    assert (step.tokens, step.slots) == (21, 2 * 10 + 7)
+    step = padded([document(10), document(4), document(9)], rows=2, place=torch.device("cpu"))
+    assert (step.tokens, step.slots) == (23, 2 * 10 + 4)
     (first, share), (second, rest) = step.micro_batches
-    assert (share, rest) == (12 / 18, 6 / 18)
-    assert first["attention_mask"].sum() == 14 and "attention_mask" not in second
-    assert first["labels"][1].tolist() == [-100, 2, 3, 4] + [-100] * 6
+    assert (share, rest) == (17 / 20, 3 / 20)
+    assert first["attention_mask"].sum() == 19 and "attention_mask" not in second
+    assert first["labels"][1].tolist() == [-100, 2, 3, 4, 5, 6, 7, 8, 9, -100]
 
 
 def test_micro_batches_are_even():
     step = padded([document(5)] * 17, rows=16, place=torch.device("cpu"))
     assert [len(given["input_ids"]) for given, _ in step.micro_batches] == [9, 8]
     assert step.tokens == step.slots == 85
+
+
+def test_documents_of_like_length_share_a_micro_batch():
+    """Peers sort by length as well; what is left is what a further micro-batch would cost more than it saves."""
+    lengths = [len(ids) for ids in random_documents("ragged", 16_384, 2048, 1000)]
+    step = padded([document(length) for length in lengths], PADDED_ROWS, torch.device("cpu"))
+    widths = [width for _, width in step.shapes]
+    assert widths == sorted(widths, reverse=True) and sum(rows for rows, _ in step.shapes) == len(lengths)
+    assert step.slots < 1.35 * step.tokens
+
+
+@pytest.mark.parametrize("overhead", [0, 30, 200, 10**6])
+def test_the_groups_are_the_cheapest(overhead):
+    lengths = [90, 80, 50, 49, 20, 10, 10, 4]
+
+    def cost(bounds):
+        return sum(overhead + (end - start) * lengths[start] for start, end in bounds)
+
+    cuts = [[0, *cut, len(lengths)] for n in range(8) for cut in itertools.combinations(range(1, 8), n)]
+    all_ways = [list(itertools.pairwise(cut)) for cut in cuts if max(b - a for a, b in itertools.pairwise(cut)) <= 5]
+    assert cost(grouped(lengths, 5, overhead)) == min(map(cost, all_ways))
+
+
+class Measured:
+    """A model whose passes take as long as it is told: so much for a call, so much for a position; some do not fit."""
+
+    def __init__(self, call, position, most=10**9):
+        self.call, self.position, self.most, self.now = call, position, most, 0.0
+
+    def __call__(self, input_ids, **_):
+        if input_ids.numel() > self.most:
+            raise torch.OutOfMemoryError
+        self.now += self.call + self.position * input_ids.numel()
+        return SimpleNamespace(loss=torch.zeros((), requires_grad=True))
+
+    def zero_grad(self, set_to_none):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [(Measured(0, 1), 512), (Measured(2000, 1), 2048), (Measured(10**5, 1), 8192), (Measured(10**5, 1, most=5000), 512)],
+)
+def test_a_padded_peer_takes_the_micro_batches_that_are_fastest(model, expected, monkeypatch):
+    lengths = [2048, 1800, 1500, 1000, 900, 700, 650, 600, 500, 450, 400, 300, 280, 250, 200, 150, 100, 90, 60, 40]
+    monkeypatch.setattr(loop, "_now", lambda: model.now)
+    assert loop.fastest_overhead(model, [[document(length) for length in lengths]], PADDED_ROWS) == expected
+
+
+def test_a_trainers_padded_rows_are_sorted_within_a_step():
+    documents = [document(length) for length in (3, 9, 5, 4, 8, 7, 6)]
+    assert [len(one) for one in sorted_in_steps(documents, 3)] == [9, 5, 3, 8, 7, 4, 6]
 
 
 @pytest.mark.parametrize(

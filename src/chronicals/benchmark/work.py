@@ -60,8 +60,8 @@ STEPS = {
 SPARE_STEPS = 8
 """Documents are made for so many steps beyond those measured: profiled steps and those that are prefetched."""
 
-PADDED_ROWS = 16
-"""Documents in a padded micro-batch of a peer, where lengths differ."""
+PADDED_ROWS = 32
+"""Documents in a padded micro-batch of a peer at most, where lengths differ."""
 
 
 @dataclass(frozen=True)

@@ -6,54 +6,18 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from chronicals.benchmark.arms.padding import OVERHEAD, TRIED, PaddedStep, padded
 from chronicals.benchmark.measurement import Clock, Measurement, Movement, Plan, device, peak_gib, reset_peak
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
 from chronicals.benchmark.work import Document, Work
 
-
-@dataclass(frozen=True)
-class PaddedStep:
-    """A step as micro-batches of padded rows.
-
-    Attributes:
-        micro_batches: arguments of the model, each with the share of the step's targets that it holds.
-        tokens: real tokens.
-        slots: positions, padding included.
-    """
-
-    micro_batches: list[tuple[dict[str, Tensor], float]]
-    tokens: int
-    slots: int
-
-
-def padded(documents: Sequence[Document], rows: int, place: torch.device) -> PaddedStep:
-    """``documents`` in order as micro-batches of at most ``rows`` rows, as even as they can be, padded on the right.
-
-    A batch without padding has no mask, so that attention may take its causal path.
-    """
-    count = -(-len(documents) // rows)
-    groups = [[documents[i] for i in part] for part in np.array_split(np.arange(len(documents)), count)]
-    targets = [sum(int((document.labels[1:] != -100).sum()) for document in group) for group in groups]
-    micro_batches, slots = [], 0
-    for group, held in zip(groups, targets):
-        width = max(len(document) for document in group)
-        ids = torch.zeros(len(group), width, dtype=torch.long)
-        labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
-        for row, document in enumerate(group):
-            ids[row, : len(document)] = torch.from_numpy(np.asarray(document.ids, np.int64))
-            labels[row, : len(document)] = torch.from_numpy(np.asarray(document.labels, np.int64))
-            mask[row, : len(document)] = 1
-        given = {"input_ids": ids, "labels": labels} | ({} if bool(mask.all()) else {"attention_mask": mask})
-        micro_batches.append(({name: x.to(place) for name, x in given.items()}, held / sum(targets)))
-        slots += ids.numel()
-    return PaddedStep(micro_batches, sum(len(document) for document in documents), slots)
+TRIAL_STEPS = 2
+"""Steps that each way of padding runs twice, without an update."""
 
 
 def train_padded(
@@ -68,17 +32,21 @@ def train_padded(
     """Train ``model`` for the planned rounds and hand each in.
 
     The batches lie on the device beforehand, and nothing waits for it between steps; later rounds take them once more.
+    Where rows differ in length, the fastest of several ways to cut a step into micro-batches is found by trial first.
 
     Args:
         steps: documents of each step; the work's own by default.
-        rows: documents in a micro-batch; the work's by default.
+        rows: documents in a micro-batch at most, without a trial; the work's by default.
         updates: False never makes optimizer states: for a single step where they do not fit.
     """
     in_all = plan.in_all + (PROFILED_STEPS if plan.trace else 0)
     steps = list(work.documents_by_step(in_all)) if steps is None else steps
-    batches = [padded(documents, rows or work.rows_a_micro_batch, device()) for documents in steps]
-    config = work.config()
     model.train()
+    overhead = OVERHEAD if rows else fastest_overhead(model, steps, work.rows_a_micro_batch)
+    batches = [padded(documents, rows or work.rows_a_micro_batch, device(), overhead) for documents in steps]
+    micro_batches = sum(len(batch.micro_batches) for batch in batches) / len(batches)
+    settings += f", {micro_batches:.1f} micro-batches a step, sorted by length" if micro_batches > 1 else ""
+    config = work.config()
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         parameters, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
@@ -133,3 +101,34 @@ def train_padded(
                 first=not plan.rounds,
             )
         )
+
+
+def fastest_overhead(model: Any, steps: Sequence[Sequence[Document]], rows: int) -> int:
+    """Of ``TRIED``, the one whose micro-batches take ``model`` the least time, forward and backward; those that do not fit in
+    memory are out."""
+    ways = {overhead: [padded(documents, rows, device(), overhead) for documents in steps[:TRIAL_STEPS]] for overhead in TRIED}
+    if len({str([batch.shapes for batch in batches]) for batches in ways.values()}) == 1:
+        return OVERHEAD
+    seconds = {}
+    for overhead, batches in ways.items():
+        try:
+            _forward_and_backward(model, batches)  # compiles, and picks kernels for these shapes
+            began = _now()
+            _forward_and_backward(model, batches)
+            seconds[overhead] = _now() - began
+        except torch.OutOfMemoryError:
+            model.zero_grad(set_to_none=True)
+    return min(seconds, key=seconds.__getitem__, default=min(TRIED))
+
+
+def _forward_and_backward(model: Any, batches: Sequence[PaddedStep]) -> None:
+    for batch in batches:
+        for given, share in batch.micro_batches:
+            (model(**given).loss * share).backward()
+        model.zero_grad(set_to_none=True)
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from chronicals.benchmark.measurement import COMPARED, Clock, Measurement, Movement, Plan, device, peak_gib, reset_peak
-from chronicals.benchmark.work import SPARE_STEPS, Work
+from chronicals.benchmark.work import SPARE_STEPS, Document, Work
 
 
 def train_with_trainer(
@@ -20,8 +21,8 @@ def train_with_trainer(
     """Train through ``SFTTrainer`` and hand in each round; losses and norms of its first steps and of the last.
 
     With packing the trainer decides which documents meet in a step: those of the first steps are reported as they came,
-    for a reference of their own. Without it they are the work's documents in the work's order, as many in each batch as
-    the arm's ``per_device_train_batch_size``.
+    for a reference of their own. Without it they are the work's documents in the work's order, as many in each step as
+    batch size times accumulation, sorted by length within the step.
 
     Args:
         arguments: further fields of ``SFTConfig``.
@@ -36,7 +37,6 @@ def train_with_trainer(
     documents = [document for step in work.documents_by_step(plan.in_all + SPARE_STEPS) for document in step]
     if any((document.labels[1:] == -100).any() for document in documents):
         raise ValueError("documents hold tokens that are not trained; this arm trains every token")
-    rows = Dataset.from_list([{"input_ids": document.ids.tolist()} for document in documents])
     config = work.config()
     described: dict[str, Any] = {
         "output_dir": str(work.folder / "trainer"), "packing": packing, "max_length": config.max_seq_length,
@@ -49,6 +49,10 @@ def train_with_trainer(
         "logging_steps": 10**6, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False,
         "disable_tqdm": True, "dataloader_drop_last": True, "dataset_num_proc": 1, **arguments,
     }  # fmt: skip
+    if not packing:
+        a_step = described["per_device_train_batch_size"] * described["gradient_accumulation_steps"]
+        documents = sorted_in_steps(documents, a_step)
+    rows = Dataset.from_list([{"input_ids": document.ids.tolist()} for document in documents])
     trainer: Any = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described))
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
     expected = [[document.ids.tolist() for document in step] for step in work.documents_by_step(COMPARED)]
@@ -57,6 +61,12 @@ def train_with_trainer(
     with contextlib.suppress(Enough):
         trainer.train()
         watch.hand_in()
+
+
+def sorted_in_steps(documents: Sequence[Document], size: int) -> list[Document]:
+    """Each ``size`` of the documents, the longest first."""
+    steps = (documents[start : start + size] for start in range(0, len(documents), size))
+    return [document for step in steps for document in sorted(step, key=len, reverse=True)]
 
 
 class Enough(Exception):

@@ -13,10 +13,13 @@ from chronicals.benchmark.arms.plain import DTYPES
 from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.weights import load, with_peft
 from chronicals.benchmark.measurement import Plan, device
-from chronicals.benchmark.work import PADDED_ROWS, Work
+from chronicals.benchmark.work import Work
 from chronicals.models import load_tokenizer
 
 logger = logging.getLogger(__name__)
+
+ROWS = 8
+"""Padded rows of a micro-batch, about, where nothing packs."""
 
 PACKED_ATTENTION = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
 """Of transformers, the fastest first; packed rows need one of them."""
@@ -37,9 +40,10 @@ def trl(work: Work, plan: Plan) -> None:
     else:
         counts = [len(documents) for documents in work.documents_by_step(plan.in_all)]
         mean = round(sum(counts) / len(counts))
-        accumulation = max(1, round(mean / PADDED_ROWS))
+        accumulation = max(1, round(mean / ROWS))
         sizes = {"per_device_train_batch_size": max(1, mean // accumulation), "gradient_accumulation_steps": accumulation}
-        how = f"padded, {mean // accumulation} rows x {accumulation}, sdpa: no attention for packed rows runs here"
+        rows = f"{mean // accumulation} rows x {accumulation} sorted by length"
+        how = f"padded, {rows}, sdpa: no attention for packed rows runs here"
     settings = f"SFTTrainer, {how}" + (", Liger kernels" if liger else "")
     train_with_trainer(
         model, load_tokenizer(work.model), work, plan, settings, packing=attention is not None, use_liger_kernel=liger,

@@ -1,0 +1,86 @@
+"""A step's documents as micro-batches of padded rows, sorted by length so that little is padding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chronicals.benchmark.work import Document
+
+OVERHEAD = 2048
+"""Positions that cost as much as one more micro-batch, where no trial says otherwise."""
+
+TRIED = (512, OVERHEAD, 8192)
+"""Overheads between which a padded peer chooses by a trial: many small micro-batches, or few with more padding."""
+
+
+@dataclass(frozen=True)
+class PaddedStep:
+    """A step as micro-batches of padded rows.
+
+    Attributes:
+        micro_batches: arguments of the model, each with the share of the step's targets that it holds.
+        tokens: real tokens.
+        slots: positions, padding included.
+    """
+
+    micro_batches: list[tuple[dict[str, Tensor], float]]
+    tokens: int
+    slots: int
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Rows and width of each micro-batch."""
+        return [tuple(given["input_ids"].shape) for given, _ in self.micro_batches]
+
+
+def padded(documents: Sequence[Document], rows: int, place: torch.device, overhead: int = OVERHEAD) -> PaddedStep:
+    """``documents`` sorted by length, in micro-batches of at most ``rows`` rows, padded on the right.
+
+    The sums over the step are the same in any order. A batch without padding has no mask, so that attention may take its
+    causal path.
+
+    Args:
+        overhead: how many positions of padding are better than one more micro-batch.
+    """
+    ordered = sorted(documents, key=len, reverse=True)
+    groups = [ordered[start:end] for start, end in grouped([len(document) for document in ordered], rows, overhead)]
+    targets = [sum(int((document.labels[1:] != -100).sum()) for document in group) for group in groups]
+    micro_batches, slots = [], 0
+    for group, held in zip(groups, targets):
+        width = len(group[0])
+        ids = torch.zeros(len(group), width, dtype=torch.long)
+        labels, mask = torch.full_like(ids, -100), torch.zeros_like(ids)
+        for row, document in enumerate(group):
+            ids[row, : len(document)] = torch.from_numpy(np.asarray(document.ids, np.int64))
+            labels[row, : len(document)] = torch.from_numpy(np.asarray(document.labels, np.int64))
+            mask[row, : len(document)] = 1
+        given = {"input_ids": ids, "labels": labels} | ({} if bool(mask.all()) else {"attention_mask": mask})
+        micro_batches.append(({name: x.to(place) for name, x in given.items()}, held / sum(targets)))
+        slots += ids.numel()
+    return PaddedStep(micro_batches, sum(len(document) for document in documents), slots)
+
+
+def grouped(lengths: Sequence[int], rows: int, overhead: int) -> list[tuple[int, int]]:
+    """Bounds of the consecutive groups, of at most ``rows`` each, with the least positions and ``overhead`` for each group.
+
+    Args:
+        lengths: of sorted documents, the longest first.
+    """
+    costs, starts = [0.0], [0]
+    for end in range(1, len(lengths) + 1):
+        cost, start = min(
+            (costs[start] + overhead + (end - start) * lengths[start] + 1e-6 * (end - start) ** 2, -start)  # even, where equal
+            for start in range(max(0, end - rows), end)
+        )
+        costs.append(cost)
+        starts.append(-start)
+    bounds, end = [], len(lengths)
+    while end:
+        bounds.append((starts[end], end))
+        end = starts[end]
+    return bounds[::-1]
