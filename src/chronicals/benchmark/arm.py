@@ -23,6 +23,7 @@ ARMS = {
     "unsloth": "unsloth:unsloth",
     "unsloth-recompute": "unsloth:unsloth_recompute",
     "unsloth-padded": "unsloth:unsloth_padded",
+    "unsloth-compiled": "unsloth:unsloth_compiled",
     "trl": "trl:trl",
     "reference": "plain:reference",
 }
@@ -42,7 +43,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--further", type=int, default=0, help="rounds that may be asked for after the first, on stdin")
     given = parser.parse_args(arguments)
     if given.name.startswith("unsloth"):
-        importlib.import_module("unsloth")
+        from chronicals.benchmark.arms.unsloth_import import import_unsloth
+
+        import_unsloth(given.work, given.name)
 
     from chronicals.benchmark.work import Work
 

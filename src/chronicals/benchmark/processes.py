@@ -28,6 +28,7 @@ PEERS: dict[str, tuple[str, ...]] = {
     "unsloth": ("unsloth",),
     "unsloth-recompute": ("unsloth",),
     "unsloth-padded": ("unsloth",),
+    "unsloth-compiled": ("unsloth",),
     "trl": ("trl", "datasets"),
 }
 """Peers by name, and the packages each needs; LoRA also needs peft."""

@@ -70,7 +70,7 @@ def benchmark(
     name, data, fields, uses_lora = _recipe(recipe, flags)
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     options = Options(
-        against=_peers(against, data), variants=[_changes(text) for text in variant or []],
+        against=_peers(against, data, mode == "lora" or uses_lora), variants=[_changes(text) for text in variant or []],
         scouted=[_changes(text) for text in scouted_variant or []], rounds=rounds, time_limit=time_limit,
         arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
     )  # fmt: skip
@@ -139,8 +139,9 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
     return plan.model, plan.data, fields, config.use_lora
 
 
-def _peers(against: str, data: str) -> list[str]:
-    """Peers by name; Unsloth runs without recomputation and with, and beside its packing with padded rows."""
+def _peers(against: str, data: str, lora: bool) -> list[str]:
+    """Peers by name; Unsloth runs without recomputation and with, and beside its packing with padded rows and, under LoRA,
+    through its compiled modules."""
     from chronicals.benchmark.processes import PEERS
     from chronicals.config import ConfigurationError
 
@@ -148,7 +149,8 @@ def _peers(against: str, data: str) -> list[str]:
     for name in asked:
         if name not in PEERS:
             raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
-    ways = ["unsloth-recompute", *(["unsloth-padded"] if data != "fixed" else []), "unsloth"]
+    where_lengths_differ = ["unsloth-padded", *(["unsloth-compiled"] if lora else [])]
+    ways = ["unsloth-recompute", *(where_lengths_differ if data != "fixed" else []), "unsloth"]
     return list(dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name])))
 
 

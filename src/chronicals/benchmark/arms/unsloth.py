@@ -1,6 +1,6 @@
 """Unsloth: its model in a plain loop where rows have no padding, its trainer with its own packing where they would.
 
-Its process has imported it before anything else (see ``chronicals.benchmark.arm``).
+Its process has imported it before anything else (see ``unsloth_import``).
 """
 
 from __future__ import annotations
@@ -32,36 +32,68 @@ def unsloth_padded(work: Work, plan: Plan) -> None:
     train_padded(_load(work, False)[0], work, plan, f"plain loop, padded rows, no recomputation, {_states(work)}")
 
 
+def unsloth_compiled(work: Work, plan: Plan) -> None:
+    """LoRA through ``FastModel``, which compiles transformers' modules, as its full fine-tuning does; without recomputation."""
+    model, tokenizer = _load(work, False, compiled=True)
+    _train(model, tokenizer, work, plan, "FastModel", recompute=False)
+
+
 def _unsloth(work: Work, plan: Plan, recompute: bool) -> None:
+    packed_lora = work.mode == "lora" and work.data != "fixed"
+    attention = [f"attention {packed_attention()}"] if packed_lora else []
     model, tokenizer = _load(work, recompute)
-    words = f"{'its recomputation' if recompute else 'no recomputation'}, {_states(work)}"
+    _train(model, tokenizer, work, plan, *attention, recompute=recompute)
+
+
+def _train(model: Any, tokenizer: Any, work: Work, plan: Plan, *words: str, recompute: bool) -> None:
+    how = ", ".join(["its recomputation" if recompute else "no recomputation", _states(work), *words])
     if work.data == "fixed":
-        train_padded(model, work, plan, f"plain loop, {words}")
+        train_padded(model, work, plan, f"plain loop, {how}")
     else:
         train_with_trainer(
-            model, tokenizer, work, plan, f"its SFTTrainer, packing, {words}", packing=True, bf16=True,
+            model, tokenizer, work, plan, f"its SFTTrainer, packing, {how}", packing=True, bf16=True,
             gradient_checkpointing=recompute,
         )  # fmt: skip
+
+
+def packed_attention() -> str:
+    """What its LoRA layers take for packed documents here.
+
+    Raises:
+        ValueError: one call a document, which is not what it is installed for.
+    """
+    from unsloth.utils import attention_dispatch
+
+    backend = attention_dispatch.select_attention_backend(use_varlen=True)
+    if backend != attention_dispatch.SDPA:
+        return backend
+    if getattr(attention_dispatch, "_TORCH_VARLEN_ATTN", None) is not None:
+        return "torch varlen"
+    raise ValueError(
+        "its packed LoRA would take one call of attention a document, for it finds no kernel for packed ones; "
+        "install xformers==0.0.35 and nvidia-cuda-runtime-cu12, or FlashAttention 2"
+    )
 
 
 def _states(work: Work) -> str:
     return "fused AdamW, weights and states bf16" if work.mode == "full" else "fused AdamW"
 
 
-def _load(work: Work, recompute: bool) -> tuple[Any, Any]:
-    from unsloth import FastLanguageModel
+def _load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]:
+    from unsloth import FastLanguageModel, FastModel
 
+    loader = FastModel if compiled else FastLanguageModel
     config = work.config()
     way: Any = "unsloth" if recompute else False
-    model, tokenizer = FastLanguageModel.from_pretrained(
+    model, tokenizer = loader.from_pretrained(
         work.model, max_seq_length=config.max_seq_length, dtype=torch.bfloat16, load_in_4bit=False,
         full_finetuning=work.mode == "full", use_gradient_checkpointing=way,
     )  # fmt: skip
     if work.mode == "lora":
-        model = FastLanguageModel.get_peft_model(
+        model = loader.get_peft_model(
             model, r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0, bias="none", use_rslora=config.use_rslora,
             target_modules=config.lora_target_modules or list(PROJECTIONS), use_gradient_checkpointing=way,
         )  # fmt: skip
         start_from(model, work.folder / "adapter")
-    FastLanguageModel.for_training(model)
+    loader.for_training(model)
     return model, tokenizer
