@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from chronicals.benchmark.work import SIZES, plan_work
@@ -52,8 +51,8 @@ def test_ours_and_transformers_train_alike_in_their_own_processes(done):
 
 def test_the_floor_is_made_of_this_machines_rates(done):
     _, result, _ = done
-    if result["floor"] is None and torch.cuda.is_available():
-        pytest.skip("others use this card: " + ", ".join(note for note in result["notes"] if "no floor" in note))
+    if result["floor"] is None:
+        pytest.skip("others use this machine: " + ", ".join(note for note in result["notes"] if "no floor" in note))
     parts = ("products", "attention", "elementwise", "loss", "optimizer")
     assert result["floor"]["seconds"] == pytest.approx(sum(result["floor"][part] for part in parts))
     assert all(result["floor"][part] > 0 for part in parts)
@@ -81,7 +80,7 @@ def test_what_is_printed(done):
     ran, result, folder = done
     rate = f"{result['arms']['ours']['tokens_per_second']['median']:,.0f}"
     assert rate in ran.stdout and "█" in ran.stdout
-    without = result["floor"] is None and torch.cuda.is_available()  # others use this card
+    without = result["floor"] is None  # others use this machine
     assert ("no floor" if without else "floor of our step") in ran.stdout
     assert "unsloth-recompute" in ran.stdout and "not installed: unsloth" in ran.stdout
     assert (folder / "row.png").exists() and result["commit"] == "abc"

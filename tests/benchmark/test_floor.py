@@ -6,6 +6,7 @@ import pytest
 import transformers
 
 from chronicals.benchmark.floor import (
+    Floor,
     Job,
     Product,
     Shape,
@@ -105,6 +106,26 @@ def test_floors_at_the_ceilings_of_an_h200(name, rank, tokens, states, heads, ra
     assert found.seconds == pytest.approx(
         sum(getattr(found, part) for part in ("products", "attention", "elementwise", "loss", "optimizer"))
     )
+
+
+MEASURED = Floor(products=0.06, attention=0.02, elementwise=0.01, loss=0.002, optimizer=0.003, tokens=1000)
+
+
+@pytest.mark.parametrize(
+    ("step_seconds", "products"),
+    [(0.1, 0.055), (0.2, 0.055), (0.08, 0.044)],  # the kinds take 0.1 s: as they are, as they are, and less by a fifth
+)
+def test_no_part_of_a_floor_takes_longer_than_in_a_step_that_was_seen(step_seconds, products):
+    profile = {"products": 0.055, "attention": 0.03, "elementwise": 0.008, "copies": 0.004, "gaps": 0.003}
+    found = MEASURED.bounded(profile, step_seconds)
+    assert found.products == pytest.approx(products)
+    assert (found.attention, found.loss) == (0.02, 0.002)
+    assert found.elementwise == pytest.approx(products / 55 * 8)
+    assert found.seconds <= step_seconds
+
+
+def test_a_floor_is_read_as_it_was_written():
+    assert Floor.from_dict(MEASURED.to_dict()) == MEASURED
 
 
 def test_optimizer_bytes_by_what_is_kept():

@@ -62,14 +62,15 @@ def bench(tmp_path, monkeypatch):
             changes = bench.changes.get(self.name, {})
             if self.name == "reference" or not self.waits:
                 self.end()
-            return made.measurement(speed, profile=profile, **{"first": self.rounds == 1, **changes})
+            return made.measurement(speed, **{"first": self.rounds == 1, "profile": profile, **changes})
 
         def end(self):
             self.further = 0
             bench.ended.append(self.name)
 
     bench.machine = {"card": "none"}
-    rates = {"floor": FLOOR, "machine": bench.machine, "copy_bytes_per_second": 1.0, "products": {}, "attention": {}}
+    rates = {"floor": dict(FLOOR), "machine": bench.machine, "copy_bytes_per_second": 1.0, "products": {}, "attention": {}}
+    bench.rates = rates
     monkeypatch.setattr(rounds, "RunningArm", Running)
     monkeypatch.setattr(rounds, "run_preparation", lambda *given: rates)
     monkeypatch.setattr(rounds, "missing", lambda peer, mode: [peer] if peer in bench.absent else [])
@@ -296,7 +297,8 @@ def test_an_arm_that_failed_takes_no_more_of_the_time(bench, monkeypatch):
 
 def test_the_record_holds_everything_with_the_raw_samples(bench, tmp_path):
     result = json.loads(json.dumps(to_dict(bench.measure(against=["liger"], rounds=2), commit="abc")))
-    assert result["commit"] == "abc" and result["versions"]["torch"] and result["floor"] == FLOOR
+    assert result["commit"] == "abc" and result["versions"]["torch"]
+    assert {name: result["floor"][name] for name in FLOOR} == pytest.approx(FLOOR)
     arm = result["arms"]["ours"]
     rates = [t / s for run in arm["samples"][1:] for t, s in zip(run["tokens"], run["seconds"])]
     assert len(rates) == 2 * 3  # the scouting run is kept but counts only for arms that were in no round
@@ -309,15 +311,39 @@ def test_the_record_holds_everything_with_the_raw_samples(bench, tmp_path):
     assert (tmp_path / "bars.png").stat().st_size > 1000
 
 
-@pytest.mark.parametrize(("rate", "fp8"), [(1850.0, False), (1700.0, False), (1700.0, True)])
-def test_a_floor_that_an_arm_passes_by_far_is_none(bench, monkeypatch, rate, fp8):
-    monkeypatch.setitem(FLOOR, "tokens_per_second", rate)
+def floor_of(products):
+    """Of a tenth of a second's step: this and ten milliseconds for the rest."""
+    parts = {"products": products, "attention": 0.005, "elementwise": 0.003, "loss": 0.001, "optimizer": 0.001}
+    return {**parts, "seconds": products + 0.01, "tokens_per_second": 100 / (products + 0.01), "tokens": 100}
+
+
+def test_the_floor_has_no_part_that_takes_longer_than_in_our_step(bench):
+    bench.rates["floor"] = floor_of(0.05)  # slower than the whole step of ours
+    traced = {"products": 35.0, "attention": 6.0, "elementwise": 3.0, "loss": 1.0, "optimizer": 1.0, "gaps": 3.0}
+    bench.changes = {"ours": {"profile": {"milliseconds_a_step": traced}}}
+    result = to_dict(bench.measure(against=["liger"], rounds=1))
+    assert result["floor"]["products"] == pytest.approx(0.035) and result["floor"]["attention"] == 0.005
+    assert result["floor"]["by_itself"]["products"] == 0.05 and not result["notes"]
+    assert result["arms"]["ours"]["share_of_floor"] == pytest.approx(0.9, rel=0.01)
+
+
+@pytest.mark.parametrize(("products", "fp8"), [(0.0390, False), (0.0405, False), (0.0405, True)])
+def test_a_floor_that_an_arm_passes_is_none(bench, products, fp8):
+    bench.rates["floor"] = floor_of(products)
     bench.changes = {"ours": {"extra": {"fp8": fp8}}}
     result = to_dict(bench.measure(against=["liger"], rounds=1))
-    believed = rate == 1850.0 or fp8
+    believed = products == 0.0390 or fp8
     assert (result["floor"] is not None) == believed
-    assert any("no floor: ours ran at 11" in note for note in result["notes"]) == (not believed)
+    assert any("no floor: ours ran at 10" in note for note in result["notes"]) == (not believed)
     assert (result["arms"]["liger"]["share_of_floor"] is not None) == believed
+
+
+def test_a_variant_that_does_less_than_the_step_has_no_share(bench):
+    bench.rates["floor"] = floor_of(0.0390)
+    bench.changes = {"ours lora_dropout=0.1": {"seconds": [0.04] * 5}}
+    result = to_dict(bench.measure(variants=[{"lora_dropout": 0.1}], rounds=1))
+    assert result["floor"] and result["arms"]["ours"]["share_of_floor"] == pytest.approx(0.98, rel=0.01)
+    assert result["arms"]["ours lora_dropout=0.1"]["share_of_floor"] is None
 
 
 def test_a_real_process_that_fails_says_its_last_words(tmp_path):

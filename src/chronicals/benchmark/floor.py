@@ -10,13 +10,14 @@ P adapter parameters, f share of labelled tokens, T real tokens of a step, s̄ =
 
 Recomputation and padding are not needed and never counted. The floor of a step is the time of its own products at their
 measured rates, attention at the measured rate of the best backend, and the bytes above and the optimizer's over the
-measured copy bandwidth.
+measured copy bandwidth; of each of these no more than our own step was seen to take for it (``bounded``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
@@ -223,6 +224,10 @@ def products(job: Job) -> list[Product]:
     return [product for product in found if product.count]
 
 
+PARTS = ("products", "attention", "elementwise", "loss", "optimizer")
+"""Of a floor, and the kinds of kernels of a profile that they are compared with."""
+
+
 @dataclass(frozen=True)
 class Floor:
     """Seconds of a step that cannot be saved, by part."""
@@ -244,6 +249,24 @@ class Floor:
 
     def to_dict(self) -> dict[str, float]:
         return {**asdict(self), "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
+
+    @classmethod
+    def from_dict(cls, plain: Mapping[str, Any]) -> Floor:
+        return cls(**{field.name: plain[field.name] for field in fields(cls)})
+
+    def bounded(self, profile: Mapping[str, float], step_seconds: float) -> Floor:
+        """The floor with no part longer than in a step that was traced.
+
+        A card that regulates its power multiplies faster in some steps than in those that ``measure_rates`` runs, so what is
+        measured there is no lower bound by itself. The least of both is one: this floor takes no longer than the step.
+
+        Args:
+            profile: seconds of the traced step by kind of kernel, gaps included.
+            step_seconds: of a step without tracing. Where a traced one took longer, all its kinds count as shorter by as much.
+        """
+        scale = min(step_seconds / sum(profile.values()), 1.0)
+        least = {part: min(getattr(self, part), scale * profile.get(part, math.inf)) for part in PARTS}
+        return replace(self, **least)
 
 
 def floor(job: Job, copy_rate: float, product_seconds: Callable[[Product], float], attention_seconds: float) -> Floor:

@@ -3,7 +3,7 @@
 A card regulates its power: products are slower in a step, which does little else, than by themselves, and faster than where
 there is nothing else at all. So the products, attention and copies that the floor counts run layer by layer, as often as in a
 step, a few steps long, and each is timed where it stands, all together without a mark between. No cache holds activations by
-then; one may hold a small weight.
+then; one may hold a small weight. Real steps have gaps and other operands, and may be faster still: see ``Floor.bounded``.
 """
 
 from __future__ import annotations

@@ -9,17 +9,15 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from chronicals.benchmark.floor import mfu, needed_flops
+from chronicals.benchmark.floor import PARTS, Floor, mfu, needed_flops
 from chronicals.benchmark.measurement import Measurement
 from chronicals.benchmark.parity import comparison
 from chronicals.benchmark.rounds import Row
 
 PACKAGES = (
-    "chronicals", "torch", "triton", "transformers", "peft", "flash-attn-4", "liger-kernel", "unsloth", "unsloth-zoo", "trl",
+    "chronicals", "torch", "triton", "transformers", "peft", "flash-attn-4", "liger-kernel", "unsloth", "unsloth-zoo",
+    "xformers", "trl",
 )  # fmt: skip
-
-BELIEVED = 1.1
-"""Of a floor, the most that an arm may reach: a step's clocks differ by less from those of its parts."""
 
 
 def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
@@ -52,21 +50,35 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
 
 
 def _floor(row: Row) -> dict[str, Any] | None:
-    return None if row.job.shape.routed or _doubts(row) else row.rates.get("floor")
+    """The floor, with the parts as they were measured apart from our step; None where there is none."""
+    floor = None if _doubts(row) else _lowest(row)
+    return floor and {**floor.to_dict(), "by_itself": {part: row.rates["floor"][part] for part in PARTS}}
+
+
+def _lowest(row: Row) -> Floor | None:
+    """What was measured of each part, or less where our own step, of products in 16 bit, took less for it."""
+    if row.job.shape.routed or "floor" not in row.rates:
+        return None
+    floor = Floor.from_dict(row.rates["floor"])
+    ours = row.runs.get("ours")
+    profile = (ours[0].profile or {}).get("milliseconds_a_step") if ours else None
+    if not ours or not profile or "ours" in row.refused or ours[0].extra.get("fp8"):
+        return floor
+    step_seconds = row.job.tokens / statistics.median(_rates(row, "ours"))
+    return floor.bounded({kind: time / 1000 for kind, time in profile.items()}, step_seconds)
 
 
 def _doubts(row: Row) -> list[str]:
-    """Why the floor that a card was measured to have is none: an arm passed it by far, of the row's own products in 16 bit."""
-    floor, doubts = row.rates.get("floor"), []
-    on_card = not row.rates.get("machine", {}).get("card", "CPU").startswith("CPU")
-    if floor is None or row.job.shape.routed or not on_card:
+    """Why what was measured is no floor: an arm with products in 16 bit is faster, of ours the row's own configuration."""
+    floor, doubts = _lowest(row), []
+    if floor is None:
         return []
     for name, runs in row.runs.items():
         if name in row.refused or name.startswith("ours ") or runs[0].extra.get("fp8"):
             continue
-        share = statistics.median(_rates(row, name)) / floor["tokens_per_second"]
-        if share > BELIEVED:
-            doubts.append(f"no floor: {name} ran at {share:.0%} of it, so its parts were too slow; measure the row again")
+        share = statistics.median(_rates(row, name)) / floor.tokens_per_second
+        if share > 1:
+            doubts.append(f"no floor: {name} ran at {share:.1%} of it, so its parts were too slow; measure the row again")
     return doubts[:1]
 
 
@@ -107,7 +119,7 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
             "median": rate, "lowest": min(samples), "highest": max(samples), "quartiles": [quarters[0], quarters[2]],
         },
         "mfu": None if row.work.config().mixed_precision == "fp32" else mfu(row.job, rate, card),
-        "share_of_floor": rate / floor["tokens_per_second"] if floor else None,
+        "share_of_floor": _share(rate, floor),
         "rounds": len(row.runs[name]) - 1,
         "round_medians": [statistics.median(run.rates) for run in row.decisive(name)],
         "load_seconds": first.load_seconds,
@@ -118,6 +130,12 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         ],
         "profile": first.profile,
     }  # fmt: skip
+
+
+def _share(rate: float, floor: dict[str, Any] | None) -> float | None:
+    """None without a floor, and where a variant of ours, which does less than the row's step, passes it."""
+    share = rate / floor["tokens_per_second"] if floor else None
+    return None if share is None or share > 1 else share
 
 
 def _ratios(row: Row) -> dict[str, Any]:
