@@ -1,16 +1,22 @@
-"""Every row of the README, with its frontier of memory and speed, by name: what `chronicals benchmark` is given for it.
+"""Every row of the measured tables, with its frontier of memory and speed, by name: what `chronicals benchmark` runs for it.
 
-    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 440] [--work FOLDER] [--commit HASH]
+    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 540] [--work FOLDER] [--commit HASH] [--run 2]
 
 All of them, or those named, one after the other on the card at hand; a JSON file and bars each in FOLDER, called after the row
-and the card. Weights and compilers' caches are shared, with later calls, too, where `--work` names their place. Then
-`benchmarks/figures.py` draws what lies in `benchmarks/results`.
+and the card (`row-0.5b-full-fixed-h200.json`), and after the run where it is a further one (`...-h200-2.json`). The time limit
+is that of all together: each row has an equal share of what is left, after which it begins nothing new. A file is written anew
+after every arm and round, so a run that is killed leaves what it had. A short table of all rows comes last. Weights and
+compilers' caches are shared, with later calls, too, where `--work` names their place. Then `benchmarks/figures.py` makes the
+tables from what lies in `benchmarks/results`.
 """
 
 import argparse
+import json
+import re
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 SMALL, LARGE = ["--model", "qwen2.5-0.5b"], ["--model", "llama-3.1-8b"]
@@ -54,45 +60,89 @@ IN_FP8 = scouted(
 
 ROWS = {
     "row-0.5b-full-fixed": [*SMALL, *LEANEST, *POLICIES, *against("torch-compile", "liger", "unsloth")],
-    "row-0.5b-full-ragged": [*SMALL, *RAGGED, *against("liger", "unsloth")],
+    "row-0.5b-full-ragged": [*SMALL, *RAGGED, *against("liger", "trl", "unsloth-padded", "unsloth")],
     "row-0.5b-lora-fixed": [*SMALL, *LORA, *variants("lora_dropout=0.05"), *POLICIES, *against("liger", "unsloth")],
-    "row-0.5b-lora-ragged": [*SMALL, *LORA, *RAGGED, *against("liger", "unsloth")],
+    "row-0.5b-lora-ragged": [
+        *SMALL, *LORA, *RAGGED, *against("liger", "trl", "unsloth-padded", "unsloth-compiled", "unsloth"),
+    ],
     "row-0.5b-full-2k": [*SMALL, "--batch-size", "1", *variants("use_cuda_graphs=false")],
     "row-0.5b-full-64k": [*SMALL, "--batch-size", "32", "--steps", "10"],
     "row-8b-full-fixed": [*LARGE, *BF16_STATES, *against("liger", "unsloth")],
     "row-8b-full-fp8-fixed": [*LARGE, *BF16_STATES, "--use-fp8", *against("liger")],
     "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *IN_FP8, *POLICIES, *against("liger", "unsloth")],
-}
+}  # fmt: skip
 
 
-def measure(name: str, output: Path, folder: Path, time_limit: float, commit: str | None) -> bool:
+STOPPING = 30
+"""Seconds after the time limit within which a row is expected to have ended what it had begun."""
+
+
+def measure(name: str, output: Path, work: Path, seconds: float, options: list[str]) -> bool:
+    """Whether the row was measured to its end."""
     program = [sys.executable, "-c", "from chronicals.cli import main; main()", "benchmark", *ROWS[name]]
-    given = ["--output", str(output), "--folder", str(folder), "--time-limit", str(time_limit)]
-    return subprocess.run([*program, *given, *(["--commit", commit] if commit else [])]).returncode == 0
+    given = ["--output", str(output), "--folder", str(work), "--time-limit", f"{seconds:.0f}", *options]
+    return subprocess.run([*program, *given]).returncode == 0
 
 
 def card() -> str:
+    """h100, h200, …; what the card is called, or cpu."""
     import torch
 
-    return torch.cuda.get_device_name().split()[-1].lower()
+    if not torch.cuda.is_available():
+        return "cpu"
+    name = torch.cuda.get_device_name().lower()
+    model = re.search(r"\b[a-z]{1,2}\d{2,4}\b", name)
+    return model.group() if model else re.sub(r"[^a-z0-9]+", "-", name)
+
+
+def table(files: list[Path]) -> str:
+    """An arm a line, of the rows whose files are there."""
+    lines = [f"{'row, arm':60} {'tokens/s':>9} {'floor':>6} {'GiB':>6} {'padding':>8} rounds"]
+    for path in filter(Path.exists, files):
+        result = json.loads(path.read_text())
+        lines.append(f"{path.stem}, {result['commit']}, {result['seconds']:.0f} s")
+        for name, arm in result["arms"].items():
+            if arm["status"] != "measured":
+                lines.append(f"  {name[:57]:58} {arm['status']}: {arm['reason']}"[:160])
+                continue
+            share = "-" if arm["share_of_floor"] is None else f"{arm['share_of_floor']:.1%}"
+            lines.append(
+                f"  {name[:57]:58} {arm['tokens_per_second']['median']:9,.0f} {share:>6} {arm['peak_gib']:6.1f} "
+                f"{arm['padding_share']:8.1%} {arm['rounds']}"
+            )
+        ratios = ", ".join(f"{name} {ratio['median']:.3f}" for name, ratio in result["ratios"].items())
+        lines += [f"  ours / {ratios}"] * bool(ratios) + [f"  {note}"[:160] for note in result["notes"]]
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
-    parser.add_argument("--time-limit", type=float, default=440, help="seconds after which a row begins nothing new")
+    parser.add_argument("--time-limit", type=float, default=540, help="seconds after which nothing new is begun")
+    parser.add_argument("--arm-timeout", type=float, default=180, help="seconds one process of an arm may take")
     parser.add_argument("--work", type=Path, help="keep weights and compilers' caches here")
     parser.add_argument("--commit", help="to record")
+    parser.add_argument("--run", type=int, help="number of this run on such a card, from 2")
+    parser.add_argument("--model", help="another built-in shape than the row's, to try the script")
     given = parser.parse_args()
-    if unknown := set(given.names) - set(ROWS):
+    names = given.names or list(ROWS)
+    if unknown := set(names) - set(ROWS):
         parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     given.folder.mkdir(parents=True, exist_ok=True)
+    options = ["--arm-timeout", str(given.arm_timeout), *(["--commit", given.commit] if given.commit else [])]
+    options += ["--model", given.model, "--mixed-precision", "fp32"] if given.model else []
+    ends, place = time.monotonic() + given.time_limit, "-".join([card(), *([str(given.run)] if given.run else [])])
+    files = [given.folder / f"{name}-{place}.json" for name in names]
     with tempfile.TemporaryDirectory(prefix="chronicals-rows-") as folder:
-        for name in given.names or ROWS:
-            output = given.folder / f"{name}-{card()}.json"
-            words = "written" if measure(name, output, given.work or Path(folder), given.time_limit, given.commit) else "failed"
-            print(f"{words}: {output}", flush=True)
+        for number, (name, output) in enumerate(zip(names, files)):
+            share = (ends - time.monotonic()) / (len(names) - number)
+            if share < STOPPING:
+                print(f"not begun, the time limit is reached: {output}", flush=True)
+                continue
+            complete = measure(name, output, given.work or Path(folder), share - STOPPING, options)
+            print(f"{'written' if complete else 'failed'}: {output}", flush=True)
+    print(table(files))
 
 
 if __name__ == "__main__":

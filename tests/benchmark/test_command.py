@@ -177,6 +177,7 @@ def test_unsloth_stands_for_all_its_ways():
     assert command._peers("unsloth", "ragged", lora=False) == ["unsloth-recompute", "unsloth-padded", "unsloth"]
     under_lora = ["unsloth-recompute", "unsloth-padded", "unsloth-compiled", "unsloth"]
     assert command._peers("unsloth", "ragged", lora=True) == under_lora
+    assert command._peers("unsloth-padded,unsloth", "ragged", lora=True) == ["unsloth-padded", "unsloth"]
 
 
 def test_a_variant_is_fields():

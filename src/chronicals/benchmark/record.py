@@ -13,6 +13,7 @@ from chronicals.benchmark.floor import PARTS, Floor, mfu, needed_flops
 from chronicals.benchmark.measurement import Measurement
 from chronicals.benchmark.parity import comparison
 from chronicals.benchmark.rounds import Row
+from chronicals.standard_json import to_json
 
 PACKAGES = (
     "chronicals", "torch", "triton", "transformers", "peft", "flash-attn-4", "liger-kernel", "unsloth", "unsloth-zoo",
@@ -47,6 +48,13 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "notes": [*row.notes, *_doubts(row)],
         "seconds": row.seconds,
     }  # fmt: skip
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Whole or not at all: a run that is killed leaves what it had before."""
+    aside = path.with_suffix(".part")
+    aside.write_text(to_json(result, indent=1))
+    aside.replace(path)
 
 
 def _floor(row: Row) -> dict[str, Any] | None:

@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from chronicals.cli.options import make_room_for, with_recipe_flags
-from chronicals.standard_json import to_json
 
 
 @with_recipe_flags
@@ -58,7 +57,7 @@ def benchmark(
     from rich.markup import escape
 
     from chronicals.benchmark.parity import Tolerance
-    from chronicals.benchmark.record import draw, to_dict
+    from chronicals.benchmark.record import draw, to_dict, write
     from chronicals.benchmark.rounds import Options, Row, measure
     from chronicals.benchmark.work import plan_work
     from chronicals.config import ConfigurationError
@@ -77,7 +76,7 @@ def benchmark(
 
     def keep(row: Row) -> None:
         if output:
-            output.write_text(to_json(to_dict(row, commit), indent=1))
+            write(to_dict(row, commit), output)
 
     with _ended_by_sigterm(), contextlib.ExitStack() as scratch:
         place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))
@@ -141,7 +140,7 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
 
 def _peers(against: str, data: str, lora: bool) -> list[str]:
     """Peers by name; Unsloth runs without recomputation and with, and beside its packing with padded rows and, under LoRA,
-    through its compiled modules."""
+    through its compiled modules; named beside another of its ways, it is its packing without recomputation alone."""
     from chronicals.benchmark.processes import PEERS
     from chronicals.config import ConfigurationError
 
@@ -149,6 +148,8 @@ def _peers(against: str, data: str, lora: bool) -> list[str]:
     for name in asked:
         if name not in PEERS:
             raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
+    if any(name.startswith("unsloth-") for name in asked):
+        return list(dict.fromkeys(asked))
     where_lengths_differ = ["unsloth-padded", *(["unsloth-compiled"] if lora else [])]
     ways = ["unsloth-recompute", *(where_lengths_differ if data != "fixed" else []), "unsloth"]
     return list(dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name])))

@@ -1,0 +1,81 @@
+"""The rows by name: each is what the command takes, the card names the file, and one time limit is shared."""
+
+import json
+import sys
+
+import pytest
+import scripts
+import torch
+
+rows = scripts.script("rows")
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"), ("Tesla T4", "tesla-t4")],
+)
+def test_a_card_by_its_model(name, short, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    assert rows.card() == short
+
+
+def run(monkeypatch, *arguments, took=100.0):
+    """The seconds each row was given, where each takes ``took``."""
+    now, given = [0.0], []
+
+    def measure(name, output, work, seconds, options):
+        given.append((name, output.name, round(seconds)))
+        now[0] += took
+        return True
+
+    monkeypatch.setattr(rows, "measure", measure)
+    monkeypatch.setattr(rows.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(rows, "card", lambda: "h200")
+    monkeypatch.setattr(sys, "argv", ["rows.py", *map(str, arguments)])
+    rows.main()
+    return given
+
+
+TWO = ["row-0.5b-full-ragged", "row-0.5b-lora-ragged"]
+
+
+def test_rows_share_the_time_and_the_later_ones_have_what_is_left(tmp_path, monkeypatch):
+    given = run(monkeypatch, tmp_path, *TWO, "--time-limit", 500)
+    assert given == [(TWO[0], f"{TWO[0]}-h200.json", 220), (TWO[1], f"{TWO[1]}-h200.json", 370)]
+
+
+def test_a_row_for_which_there_is_no_time_is_not_begun(tmp_path, monkeypatch, capsys):
+    assert len(run(monkeypatch, tmp_path, *TWO, "--time-limit", 120, "--run", 2)) == 1
+    assert f"not begun, the time limit is reached: {tmp_path / TWO[1]}-h200-2.json" in capsys.readouterr().out
+
+
+def test_the_table_has_every_arm(tmp_path):
+    measured = {"status": "measured", "tokens_per_second": {"median": 1000.0}, "share_of_floor": None, "peak_gib": 2.0}
+    arms = {"ours": {**measured, "padding_share": 0.0, "rounds": 3}, "liger": {"status": "absent", "reason": "not installed"}}
+    result = {"commit": "abc", "seconds": 10.0, "arms": arms, "ratios": {"unsloth": {"median": 1.5}}, "notes": ["said"]}
+    (tmp_path / "row-x-h200.json").write_text(json.dumps(result))
+    said = rows.table([tmp_path / "row-x-h200.json", tmp_path / "not-there.json"])
+    for words in ("row-x-h200, abc", "1,000", "absent: not installed", "ours / unsloth 1.500", "said"):
+        assert words in said
+
+
+@pytest.mark.parametrize("name", rows.ROWS)
+def test_every_row_is_a_command(name, monkeypatch):
+    """Up to where it would measure."""
+    from typer.testing import CliRunner
+
+    from chronicals.cli.app import app
+
+    class Measured(Exception):
+        pass
+
+    def measure(work, options, say, keep):
+        raise Measured(work.name, work.mode, work.data)
+
+    monkeypatch.setattr("chronicals.benchmark.rounds.measure", measure)
+    monkeypatch.setattr("chronicals.benchmark.work._write_documents", lambda *given: None)
+    done = CliRunner().invoke(app, ["benchmark", *rows.ROWS[name]])
+    assert isinstance(done.exception, Measured), done.output
+    shape, mode, data = done.exception.args
+    assert shape.split("-")[-1] in name and f"-{mode}-" in name and (data == "ragged") == ("ragged" in name)
