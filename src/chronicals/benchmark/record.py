@@ -60,7 +60,9 @@ def write(result: dict[str, Any], path: Path) -> None:
 def _floor(row: Row) -> dict[str, Any] | None:
     """The floor, with the parts as they were measured apart from our step; None where there is none."""
     floor = None if _doubts(row) else _lowest(row)
-    return floor and {**floor.to_dict(), "by_itself": {part: row.rates["floor"][part] for part in PARTS}}
+    if floor is None:
+        return None
+    return {**floor.to_dict(), "by_itself": {part: row.rates["floor"][part] for part in PARTS}}
 
 
 def _lowest(row: Row) -> Floor | None:
