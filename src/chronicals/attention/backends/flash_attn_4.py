@@ -1,15 +1,19 @@
 """FlashAttention-4 (package ``flash-attn-4``, CuTe), called below its own autograd and registered with torch.
 
 Shapes: q ``[T, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, T]``, sinks ``[H]``. Rows of q, k and v may lie apart,
-as in a merged product. The first call of a shape class compiles for some seconds. Head width 256 on Blackwell is
-left out: its backward knows neither softcap nor sinks. Between multiples of 32 heads are filled up: gradients are wrong at 80.
+as in a merged product. The first call of a shape class compiles for some seconds; compiled kernels are kept on disk
+(``CACHE``), and later processes load them. Head width 256 on Blackwell is left out: its backward knows neither softcap nor
+sinks. Between multiples of 32 heads are filled up: gradients are wrong at 80.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +29,30 @@ def available() -> bool:
     )
 
 
+CACHE = Path.home() / ".cache" / "chronicals" / "flash-attn-4"
+"""Where compiled kernels are kept, unless the package's own variables say otherwise."""
+
+
+def _keep_compiled_kernels() -> None:
+    """Turn on the package's own cache on disk, which its import reads from the environment.
+
+    The package names a kernel's file by its sources and by the versions of Python, CUTLASS and TVM's FFI. Its kernels also use
+    ``quack``, and are compiled for one kind of card, so both are in the folder's name.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    folder = CACHE / f"quack-{version('quack-kernels')}-sm{major}{minor}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return  # a home that cannot be written: every process compiles
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
+
+
 @cache
 def _kernels() -> tuple[Callable[..., tuple], Callable[..., tuple]]:
     """Forward and backward of the package; importing it takes seconds, so it happens at the first call."""
+    _keep_compiled_kernels()
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd
