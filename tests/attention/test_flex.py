@@ -8,7 +8,7 @@ from definition import bounds, compare, dense, dense_mask, qkv, random_lengths
 from torch.nn.attention import flex_attention as torchs
 
 from chronicals.attention import BACKENDS, document_attention
-from chronicals.attention.backends import flex
+from chronicals.attention.backends import flex, flex_attention
 from chronicals.attention.backends.flex import _masks, block_mask, make_block_mask
 
 
@@ -74,8 +74,8 @@ def backward_on_the_cpu(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
     monkeypatch.setattr(flex, "_compiled", torch.compile(torchs.flex_attention, fullgraph=True, backend="aot_eager"))
-    supports = {"cpu": replace(flex.BACKEND.supports["cpu"], sinks=True, forward_only=False)}
-    monkeypatch.setitem(BACKENDS, "flex", replace(flex.BACKEND, supports=supports))
+    supports = {"cpu": replace(flex_attention.BACKEND.supports["cpu"], sinks=True, forward_only=False)}
+    monkeypatch.setitem(BACKENDS, "flex", replace(flex_attention.BACKEND, supports=supports))
 
 
 @pytest.mark.parametrize("heads, groups, width", [(4, 2, 16), (8, 1, 20)])

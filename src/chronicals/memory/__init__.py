@@ -1,5 +1,6 @@
 """Policies for activations."""
 
+from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.memory.offload import ActivationOffload
 from chronicals.memory.recompute import (
     CHEAP,

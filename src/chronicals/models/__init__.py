@@ -1,5 +1,6 @@
 """Hugging Face models: loading one, reading its head, and giving it a Batch."""
 
+from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import input_device, load_config, load_model, load_tokenizer
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter

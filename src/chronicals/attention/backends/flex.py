@@ -16,8 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from chronicals.attention.support import HALVES, Backend, Support
-
 BLOCK, KEPT = 128, 8
 
 # fullgraph: where recompilation reaches its limit it raises, instead of running with the whole score matrix.
@@ -95,11 +93,3 @@ def attend(
     share_BHT = torch.sigmoid(aux.lse - sinks.float()[:, None])
     return (out * share_BHT[..., None]).to(q.dtype)[0].transpose(0, 1)
 
-
-BACKEND = Backend(
-    attend,
-    {
-        "cuda": Support(HALVES | {torch.float32}, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=16),
-        "cpu": Support(HALVES | {torch.float32}, {0: 256}, multiple=16, sinks=False, forward_only=True),
-    },
-)

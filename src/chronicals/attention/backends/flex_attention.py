@@ -1,0 +1,26 @@
+"""FlexAttention as a backend: what it can do, without importing it, which takes a second (``flex.py``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chronicals.attention.support import HALVES, Backend, Support
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None,
+    softcap: float | None, sinks: Tensor | None, room: int = 0,
+) -> Tensor:  # fmt: skip
+    from chronicals.attention.backends import flex
+
+    return flex.attend(q, k, v, cu, longest, scale, window, softcap, sinks, room)
+
+
+BACKEND = Backend(
+    attend,
+    {
+        "cuda": Support(HALVES | {torch.float32}, dict.fromkeys((8, 9, 10, 11, 12), 256), multiple=16),
+        "cpu": Support(HALVES | {torch.float32}, {0: 256}, multiple=16, sinks=False, forward_only=True),
+    },
+)
