@@ -84,8 +84,8 @@ def test_the_face_is_light_and_complete():
 
 def test_dir_shows_the_public_names_and_imports_nothing():
     program = (
-        "import time; began = time.perf_counter(); import chronicals, sys; names = dir(chronicals); "
-        "assert time.perf_counter() - began < 0.5; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules); "
+        "import time; began = time.process_time(); import chronicals, sys; names = dir(chronicals); "
+        "assert time.process_time() - began < 0.5; assert not {'torch', 'transformers', 'numpy'} & set(sys.modules); "
         "from chronicals import *; assert set(chronicals.__all__) <= set(dir()); "
         "print(*(name for name in names if not name.startswith('_')))"
     )
