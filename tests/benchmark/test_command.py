@@ -111,6 +111,15 @@ def test_a_benchmark_that_is_killed_leaves_nothing_running(tmp_path, how):
     assert how == signal.SIGKILL or not [*tmp_path.glob("chronicals-benchmark-*")]
 
 
+def test_the_time_limit_counts_from_the_start_and_ends_what_runs(tmp_path):
+    program = [sys.executable, "-m", "chronicals.cli", "benchmark", "--model", "tiny", "--mixed-precision", "fp32"]
+    environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    program += ["--time-limit", "1"]
+    ran = subprocess.run(program, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 1 and "time_limit=1: it passed while" in ran.stderr
+    assert not running_in(tmp_path) and not [*tmp_path.glob("chronicals-benchmark-*")]
+
+
 def running_in(folder):
     """Processes whose working folder is below ``folder``, but not ``folder`` itself."""
     links = [os.path.realpath(path) for path in Path("/proc").glob("[0-9]*/cwd") if os.access(path, os.R_OK)]

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import made
@@ -31,10 +32,10 @@ def bench(tmp_path, monkeypatch):
             self.processes, self.too_many = [], 99  # so many that wait make another one crash
             self.crash_in_round, self.too_many_for = {}, {}
 
-        def measure(self, **options):
+        def measure(self, began=None, **options):
             work = made.work(tmp_path)
             monkeypatch.setattr(type(work), "job", lambda work: Job(Shape(2, 64, 4, 2, 16, 128, 1024, 10**5), 100, 64.0))
-            return measure(work, Options(**options))
+            return measure(work, Options(**options), began=began)
 
     bench = Bench()
 
@@ -284,6 +285,38 @@ def test_the_time_limit_ends_the_rounds_and_says_so(bench):
     row = bench.measure(against=["liger"], rounds=3, time_limit=0.0)
     assert row.runs == {} and row.orders == [] and bench.started == ["reference"] == bench.ended
     assert any("time limit" in note for note in row.notes)
+
+
+def test_the_time_limit_bounds_preparation_from_the_start(bench, monkeypatch):
+    given = []
+
+    def slow(work, timeout):
+        given.append(timeout)
+        raise ArmFailed("took longer")
+
+    monkeypatch.setattr(rounds, "run_preparation", slow)
+    with pytest.raises(ConfigurationError, match="^time_limit=30: it passed while .* were prepared.*--folder"):
+        bench.measure(time_limit=30.0, began=time.perf_counter() - 31)
+    with pytest.raises(ConfigurationError, match="could not be prepared: took longer"):
+        bench.measure(time_limit=30.0, began=time.perf_counter() - 21)
+    assert given[0] == 0 and given[1] == pytest.approx(9, abs=0.5)
+
+
+def test_the_time_limit_bounds_every_arm(bench, monkeypatch):
+    """The last one runs into it: it has no figures, and no other is begun."""
+    given, measured = [], rounds.RunningArm.measure
+
+    def measure(running, timeout):
+        given.append(timeout)
+        if running.name == "liger":
+            monkeypatch.setattr(rounds.Options, "left", lambda *_: -1.0)
+            raise ArmFailed("took longer")
+        return measured(running, timeout)
+
+    monkeypatch.setattr(rounds.RunningArm, "measure", measure)
+    row = bench.measure(against=["liger", "transformers"], rounds=3, time_limit=100.0, arm_timeout=80.0)
+    assert given[0] == 80.0 and [*row.runs] == ["ours"] and not row.failed and row.orders == []
+    assert "liger: not measured in the scouting, the time limit was reached" in row.notes
 
 
 def test_an_arm_that_failed_takes_no_more_of_the_time(bench, monkeypatch):

@@ -47,7 +47,7 @@ class Options:
         variants: changes to our configuration, each an arm beside ours.
         scouted: further ones, which have no part in the decisive rounds.
         rounds: decisive rounds.
-        time_limit: seconds after which nothing new is begun; None has no end.
+        time_limit: seconds that all of it may take; what runs then is ended and has no figures. None has no end.
         arm_timeout: seconds that one process may take.
         trace: where to write a trace of ours; None still traces a few steps for the launch gaps.
     """
@@ -60,6 +60,14 @@ class Options:
     arm_timeout: float = 300
     tolerance: Tolerance = field(default_factory=Tolerance)
     trace: Path | None = None
+
+    def left(self, began: float) -> float:
+        """Seconds of the time limit that are left."""
+        return math.inf if self.time_limit is None else self.time_limit - (time.perf_counter() - began)
+
+    def within_limit(self, seconds: float, began: float) -> float:
+        """So many, or what is left of the time limit."""
+        return max(min(seconds, self.left(began)), 0.0)
 
 
 @dataclass
@@ -94,10 +102,14 @@ class Row:
         return self.runs[name][1:] or self.runs[name]
 
 
-def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable[[Row], None] = lambda row: None) -> Row:
+def measure(
+    work: Work, options: Options, say: Say = logger.info, keep: Callable[[Row], None] = lambda row: None,
+    began: float | None = None,
+) -> Row:  # fmt: skip
     """Measure a row.
 
     Args:
+        began: since when its time counts, by ``time.perf_counter``; by default since now.
         say: is told what begins.
         keep: is given the row after every arm, so that what was measured is not lost.
 
@@ -108,11 +120,16 @@ def measure(work: Work, options: Options, say: Say = logger.info, keep: Callable
     lacking = missing("transformers", work.mode)
     if lacking:
         raise ConfigurationError(f"mode={work.mode!r}: its reference needs {', '.join(lacking)}; install chronicals[peft]")
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     say("preparing weights, tokens and adapters; measuring this machine's rates at the step's shapes")
     try:
-        rates = run_preparation(work, max(options.arm_timeout, PREPARATION_SECONDS))
+        rates = run_preparation(work, options.within_limit(max(options.arm_timeout, PREPARATION_SECONDS), began))
     except ArmFailed as error:
+        if options.left(began) <= 0:
+            raise ConfigurationError(
+                f"time_limit={options.time_limit:g}: it passed while weights, tokens and rates were prepared, and no arm ran; "
+                "give more seconds, or keep what is prepared with --folder"
+            ) from None
         raise ConfigurationError(f"model={work.name!r}, data={work.data!r}: could not be prepared: {error}") from None
     row = Row(work, work.job(), rates)
     if "error" in rates:
@@ -166,11 +183,13 @@ class _Session:
         def run(steps: int) -> Measurement:
             reference = RunningArm(self.row.work, "reference", steps, documents=documents, label=label, warm_up=0)
             self._begin(Arm(OURS), SCOUTING)
-            return reference.measure(self.options.arm_timeout)
+            return reference.measure(self.options.within_limit(self.options.arm_timeout, self.began))
 
         try:
             return run(COMPARED)
         except ArmFailed as error:
+            if self._late(0.0):
+                raise ArmFailed("the time limit was reached") from error
             if self.waiting:
                 self._end_waiting()
                 return self._reference(documents, label)
@@ -247,13 +266,16 @@ class _Session:
 
     def run(self, arm: Arm, stage: str, label: str) -> None:
         if self._late(0.0):
-            self.row.notes.append(f"{arm.name}: not run in the {stage}, the time limit was reached")
+            self._stopped(arm, stage)
             return
         self.say(f"{stage}: {arm.name}")
         row, began = self.row, time.perf_counter()
         try:
             measured = self._measured(arm, label)
         except ArmFailed as error:
+            if self._late(0.0):
+                self._stopped(arm, stage)
+                return
             row.failed[arm.name] = str(error)
             self.say(f"{arm.name}: failed, {error}")
             self.keep(row)
@@ -267,6 +289,11 @@ class _Session:
         row.seconds = time.perf_counter() - self.began
         self.keep(row)
 
+    def _stopped(self, arm: Arm, stage: str) -> None:
+        self.row.notes.append(f"{arm.name}: not measured in the {stage}, the time limit was reached")
+        self.say(self.row.notes[-1])
+        self.keep(self.row)
+
     def _measured(self, arm: Arm, label: str) -> Measurement:
         """A round of the arm: by its process that waits, or by a new one, alone if it does not fit beside those that wait."""
         peak = max((run.peak_gib for run in self.row.runs.get(arm.name, [])), default=0.0)
@@ -275,7 +302,7 @@ class _Session:
         try:
             return self._next_round(arm) if arm.name in self.waiting else self._first_round(arm, label)
         except ArmFailed:
-            if not self.waiting:
+            if not self.waiting or self._late(0.0):
                 raise
             self.say(f"{arm.name}: failed while others waited in the card's memory; these are ended, it is run again")
             self._end_waiting()
@@ -283,7 +310,7 @@ class _Session:
 
     def _next_round(self, arm: Arm) -> Measurement:
         running = self.waiting.pop(arm.name)
-        measured = running.measure(self.options.arm_timeout)
+        measured = running.measure(self.options.within_limit(self.options.arm_timeout, self.began))
         if running.waits:
             self.waiting[arm.name] = running
         return measured
@@ -296,7 +323,7 @@ class _Session:
 
     def _first_round(self, arm: Arm, label: str) -> Measurement:
         running = self.begun.pop(arm.name, None) or self._start(arm, label)
-        measured = running.measure(self.options.arm_timeout)
+        measured = running.measure(self.options.within_limit(self.options.arm_timeout, self.began))
         if running.waits and (arm.name == self.runs_next or self._fits_beside_others(measured)):
             self.waiting[arm.name] = running
         else:
@@ -348,8 +375,7 @@ class _Session:
         return self.own_references[text]
 
     def _late(self, needed: float) -> bool:
-        limit = self.options.time_limit
-        return limit is not None and time.perf_counter() - self.began + needed > limit
+        return self.options.left(self.began) < needed
 
 
 def _median(values: Sequence[float]) -> float:

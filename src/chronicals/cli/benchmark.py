@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,7 +34,7 @@ def benchmark(
         list[str] | None, typer.Option(help="The same, run once and when all is decided; may be repeated")
     ] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Decisive rounds of ours and the two fastest peers")] = 3,
-    time_limit: Annotated[float | None, typer.Option(help="Begin nothing new after so many seconds")] = None,
+    time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for all of it, preparation included")] = None,
     arm_timeout: Annotated[float, typer.Option(help="Seconds one process may take")] = 300,
     loss_tolerance: Annotated[float, typer.Option(help="Relative deviation of a loss from fp32 that has a speed")] = 0.01,
     norm_tolerance: Annotated[float, typer.Option(help="The same for a gradient norm")] = 0.10,
@@ -62,7 +63,7 @@ def benchmark(
     from chronicals.benchmark.work import plan_work
     from chronicals.config import ConfigurationError
 
-    console = Console(stderr=True)
+    began, console = time.perf_counter(), Console(stderr=True)
     make_room_for(output)
     if output and output.suffix == ".png":
         raise ConfigurationError(f"output={str(output)!r}: the bars are written there; name a file that ends in .json")
@@ -89,7 +90,7 @@ def benchmark(
                 status.update(escape(words))
                 console.print(f"[dim]{escape(words)}[/]")
 
-            row = measure(work, options, say, keep)
+            row = measure(work, options, say, keep, began)
         result = to_dict(row, commit)
     _print(result, profile)
     if output:
