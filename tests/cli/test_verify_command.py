@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from typer.testing import CliRunner
@@ -24,12 +25,13 @@ def test_a_healthy_run(command, tmp_path):
     done = CliRunner(env={"COLUMNS": "80"}).invoke(app, [*command, "--use-lora", "--lora-rank", "4"])
     assert done.exit_code == 0, done.output
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures == json.loads(done.stdout) and figures["passed"] and len(figures["losses"]) == 5
+    assert figures["passed"] and len(figures["losses"]) == 5 and "{" not in done.stdout
+    assert re.fullmatch(r"passed 5 steps; the worst module is at \d+% of what is allowed", done.output.splitlines()[-1])
     assert {"model.layers.0.self_attn.q_proj.lora_B"} <= {row["module"] for row in figures["gradients"]}
     for words in ("passed", "cosine", "note: lora_dropout=0.05"):
-        assert words in done.stderr
+        assert words in done.stdout
     assert not (tmp_path / "chronicals-output").exists()
-    first_column = "".join(line.split(" ")[0] for line in done.stderr.splitlines())
+    first_column = "".join(line.split(" ")[0] for line in done.stdout.splitlines())
     assert sum(first_column.count(name) for name in {row["module"] for row in figures["gradients"]}) == SHOWN
 
 
@@ -41,7 +43,8 @@ def test_a_fault_is_exit_code_1_and_named(command, tmp_path, monkeypatch):
     monkeypatch.setattr(apply, "targeted_paths", lambda model, wanted: right(model, wanted)[:-1])
     done = CliRunner().invoke(app, [*command, "--use-lora", "--lora-rank", "4"])
     assert done.exit_code == 1
-    assert "model.layers.1.self_attn.v_proj.lora_A: not trained" in done.stderr
+    assert "model.layers.1.self_attn.v_proj.lora_A: not trained" in done.stdout
+    assert re.fullmatch(r"failed \d+ checks in 5 steps; the worst module is at .*", done.output.splitlines()[-1])
     assert not json.loads((tmp_path / "figures.json").read_text())["passed"]
 
 

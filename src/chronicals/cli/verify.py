@@ -23,7 +23,7 @@ SHOWN = 15
 def verify(
     recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")] = None,
     steps: Annotated[int, typer.Option(min=5, max=20, help="Optimizer steps to compare")] = 5,
-    output: Annotated[Path | None, typer.Option(help="Also write every figure to this JSON file")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write every figure to this JSON file")] = None,
     preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
     **flags: Any,
 ) -> None:
@@ -33,7 +33,8 @@ def verify(
     fp32 (eager attention, no packing, no accumulation), and by plain transformers in the run's own type. The loss of each
     step and the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is; the update
     must be what torch's AdamW makes of the run's own gradients but for roundings in fp32, and the learning rate of every step
-    of the whole run its schedule's. Exit code 1 if one is not, or if something that should be trained is not.
+    of the whole run its schedule's. The last line is the verdict; exit code 1 if one of these is not so, or if something that
+    should be trained is not.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -55,11 +56,9 @@ def verify(
             model, tokenizer, config, plan.data, plan.validation_data, steps,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
-    _show(found, console)
-    text = to_json(found.to_dict(), indent=2)
-    print(text)  # noqa: T201
+    _show(found, Console())
     if output is not None:
-        output.write_text(text)
+        output.write_text(to_json(found.to_dict(), indent=2))
     if not found.passed:
         raise typer.Exit(1)
 
@@ -93,7 +92,10 @@ def _show(found: Verification, console: Console) -> None:
     for failure in found.failures[:SHOWN]:
         console.print(f"[bold red]failed[/] {escape(failure)}", soft_wrap=True)
     if len(found.failures) > SHOWN:
-        console.print(f"[bold red]failed[/] and {len(found.failures) - SHOWN} more, in the JSON")
+        console.print(f"[bold red]failed[/] and {len(found.failures) - SHOWN} more, in the JSON of --output")
+    worst = max((row.share for row in rows), default=0.0)
+    told = f"{len(found.losses)} steps; the worst module is at {worst:.0%} of what is allowed"
     if found.passed:
-        worst = max((row.share for row in rows), default=0.0)
-        console.print(f"[bold green]passed[/] {len(found.losses)} steps; the worst module is at {worst:.0%} of what is allowed")
+        console.print(f"[bold green]passed[/] {told}", soft_wrap=True)
+    else:
+        console.print(f"[bold red]failed[/] {len(found.failures)} checks in {told}", soft_wrap=True)
