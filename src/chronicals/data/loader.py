@@ -46,12 +46,16 @@ class Counts:
         tokens: documents' tokens; filler is not counted.
         documents: documents.
         slots: positions, filler included.
+        packs: packs with a document.
+        weight: sum of the weights of the targets where Batches have weights, None where each counts one.
     """
 
     targets: int
     tokens: int
     documents: int
     slots: int
+    packs: int
+    weight: float | None = None
 
 
 @dataclass(frozen=True)
@@ -234,7 +238,8 @@ class BatchStream:
 
     def _counts(self, packs: np.ndarray) -> Counts:
         targets, tokens, documents, _ = self._sums[packs].sum(0).tolist()
-        return Counts(targets, tokens, documents, self.packs_a_step * self.width)
+        filled = int((packs < len(self.plan)).sum())
+        return Counts(targets, tokens, documents, self.packs_a_step * self.width, filled)
 
 
 class Memory:

@@ -1,8 +1,9 @@
 """Next-token prediction: supervised fine-tuning and pretraining.
 
-    loss = − (1 / n) Σ_t log p(y_t | x_≤t)        over the n positions whose target y_t is trained
+    loss = − Σ_t w_t log p(y_t | x_≤t) / Σ_t w_t        over the positions whose target y_t is trained
 
-n counts the whole optimizer step, never a micro-batch (Radford et al., 2018, equation 1, as a mean).
+w_t is 1 where a Batch has no weights. The denominator is that of the whole optimizer step, never of a micro-batch (Radford et
+al., 2018, equation 1, as a mean).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.data.loader import Counts
 from chronicals.kernels import linear_cross_entropy
 from chronicals.models import PresentedModel
-from chronicals.objectives.terms import Term, Terms
+from chronicals.objectives.terms import Count, Term, Terms
 
 ROWS = 4096
 """Rows of logits that exist at a time while a model is scored."""
@@ -39,28 +40,37 @@ class NextToken:
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head
         if head is None:
-            losses = F.cross_entropy(_wide(model.logits(batch)), batch.targets, reduction="none", ignore_index=IGNORED)
-            return {"cross_entropy": Term((losses if batch.weights is None else losses * batch.weights).sum())}
+            return {"cross_entropy": Term(_weighted(_wide(model.logits(batch)), batch.targets, batch.weights))}
         total = linear_cross_entropy(
             model.hidden_states(batch), head.weight, batch.targets, bias=head.bias, adapter=head.adapter, scale=head.scale,
             softcap=head.softcap, weights=batch.weights, count=batch.trained, chunk_size=self.chunk_size,
         )  # fmt: skip
         return {"cross_entropy": Term(total)}
 
-    def counts(self, step: Counts) -> Mapping[str, int]:
-        return {"cross_entropy": step.targets}
+    def counts(self, step: Counts) -> Mapping[str, Count]:
+        return {"cross_entropy": step.targets if step.weight is None else step.weight}
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums of ``cross_entropy`` and of ``correct`` (targets that are the likeliest token)."""
+        """Sums of ``cross_entropy``, with its weights, and of ``correct`` (targets that are the likeliest token)."""
         head = model.head
         states = model.logits(batch) if head is None else model.hidden_states(batch)
         sums = {name: torch.zeros((), device=states.device) for name in ("cross_entropy", "correct")}
-        for rows, targets in zip(states.split(ROWS), batch.targets.split(ROWS)):
+        weights = [None] * len(batch) if batch.weights is None else batch.weights.split(ROWS)
+        for rows, targets, weight in zip(states.split(ROWS), batch.targets.split(ROWS), weights):
             logits = _wide(rows) if head is None else head.logits(rows)
-            sums["cross_entropy"] += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+            if weight is None:
+                sums["cross_entropy"] += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+            else:
+                sums["cross_entropy"] += _weighted(logits, targets, weight)
             sums["correct"] += (logits.argmax(-1) == targets).sum()
         return sums
+
+
+def _weighted(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:
+    """Cross-entropy summed over the targets that are not ignored, each with its weight."""
+    losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
+    return (losses if weights is None else losses * weights).sum()
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from chronicals.distributed import Ranks
 from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.training.precision import Precision
+from chronicals.training.step import counts_of
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Evaluation:
     """Means over every trained target of a data set.
 
     Attributes:
-        loss: cross-entropy in nats.
+        loss: cross-entropy in nats; a mean by the weights of the targets where those have some.
         perplexity: its exponential.
         token_accuracy: share of targets that are the likeliest token.
         targets: how many there were.
@@ -43,15 +44,17 @@ def evaluate(
     """Score every document of ``stream`` once, without dropout; the model's modules return to the modes they were in."""
     ranks = ranks or Ranks()
     sums = torch.zeros(2, device=precision.device, dtype=torch.float64)
-    targets = 0
+    targets, weight = 0, 0.0
     with in_evaluation(model.model):
         for step in stream.steps(count=stream.steps_in_all):
             targets += step.counts.targets
+            weight += float(counts_of(objective, step, ranks)["cross_entropy"])
             for batch in step.batches:
                 with precision.autocast():
                     scores = objective.score(model, batch.to(precision.device, non_blocking=True))
                 sums += torch.stack([scores["cross_entropy"], scores["correct"]]).double()
-    loss, accuracy = (ranks.sum(sums) / max(targets, 1)).tolist()
+    cross_entropy, correct = ranks.sum(sums).tolist()
+    loss, accuracy = cross_entropy / (weight or 1.0), correct / max(targets, 1)
     return Evaluation(loss, math.exp(min(loss, 700.0)), accuracy, targets)
 
 

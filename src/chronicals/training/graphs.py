@@ -21,15 +21,16 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.data.loader import Step
+from chronicals.distributed import Ranks
 from chronicals.kernels.gradient_norm import norm_tables
 from chronicals.kernels.tensor_lists import tables_looked_up
 from chronicals.kernels.two_streams import FIRST
 from chronicals.models import PresentedModel
-from chronicals.objectives import Objective
+from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
-from chronicals.training.step import gradients_of, micro_step, update
+from chronicals.training.step import counts_of, gradients_of, micro_step, update
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class GraphedStep:
         caller = torch.cuda.current_stream(self.precision.device)
         self.stream.wait_stream(caller)
         with torch.cuda.stream(self.stream):
-            self._bring_counts(self.objective.counts(step.counts))
+            self._bring_counts(counts_of(self.objective, step, Ranks()))
             self.optimizer.refresh_rates()
             self.optimizer.settle()
             self.total.zero_()
@@ -114,7 +115,7 @@ class GraphedStep:
             self.release()
         self.addresses = addresses
 
-    def _bring_counts(self, counts: Mapping[str, int]) -> None:
+    def _bring_counts(self, counts: Mapping[str, Count]) -> None:
         for name, count in counts.items():
             held = self.counts.setdefault(name, torch.empty((), device=self.precision.device))
             held.copy_(torch.tensor(float(count)).pin_memory(), non_blocking=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from chronicals.batch import Batch
+from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models import PresentedModel
-from chronicals.objectives import Objective, divide
+from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
@@ -39,7 +40,7 @@ def train_step(
     Returns:
         Scalars on the device: ``loss`` and ``grad_norm`` of the whole step on all ranks, ``applied`` (1 or 0).
     """
-    counts = objective.counts(step.counts)
+    counts = counts_of(objective, step, ranks)
     if in_backward is not None:
         in_backward.begin(inspect_gradients)
     total = torch.zeros((), device=precision.device)
@@ -57,8 +58,28 @@ def train_step(
     return {"loss": total, **scalars}
 
 
+def counts_of(objective: Objective, step: Step, ranks: Ranks) -> Mapping[str, Count]:
+    """What each term is divided by, over the whole step.
+
+    Raises:
+        ValueError: Batches have weights whose sum over all ranks is not among the step's counts.
+    """
+    counts = step.counts
+    if counts.weight is None and any(batch.weights is not None for batch in step.batches):
+        if ranks.count > 1:
+            raise ValueError(f"Batch.weights: give their sum over all {ranks.count} processes as Counts.weight")
+        counts = replace(counts, weight=sum(_weight(batch) for batch in step.batches))
+    return objective.counts(counts)
+
+
+def _weight(batch: Batch) -> float:
+    """Sum of the weights of the targets, each 1 without weights."""
+    trained = batch.targets != IGNORED
+    return float((trained if batch.weights is None else batch.weights[trained]).sum(dtype=torch.float64))
+
+
 def micro_step(
-    model: PresentedModel, objective: Objective, batch: Batch, counts: Mapping[str, int | Tensor], precision: Precision
+    model: PresentedModel, objective: Objective, batch: Batch, counts: Mapping[str, Count], precision: Precision
 ) -> Tensor:
     """Gradients of one forward pass, added to those there are; its share of the step's loss, a scalar on the device."""
     with precision.autocast():
