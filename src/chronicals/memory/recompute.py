@@ -152,6 +152,12 @@ def recomputes(model: Any) -> bool:
     return any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
 
 
+def enters_again(model: Any) -> bool:
+    """Whether layers are recomputed by re-entrance, so that what is recorded within them has no gradient."""
+    settings = [getattr(getattr(m, "_gradient_checkpointing_func", None), "keywords", {}) for m in model.modules()]
+    return recomputes(model) and any(given.get("use_reentrant") for given in settings)
+
+
 _now = threading.local()
 
 

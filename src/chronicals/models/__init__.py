@@ -6,14 +6,18 @@ from chronicals.models.loading import input_device, load_config, load_model, loa
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
 from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation, present
+from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_trained_documents
 
 __all__ = [
     "Head",
     "Packability",
     "PresentedModel",
+    "RouterLoss",
     "UnknownHead",
+    "asks_for_router_loss",
     "check_positions",
     "in_evaluation",
+    "in_trained_documents",
     "input_device",
     "last_position",
     "load_config",

@@ -8,7 +8,7 @@ its documents become padded rows with a mask: slower, the same result.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +21,7 @@ from transformers.modeling_utils import AttentionInterface
 from chronicals.attention import document_attention
 from chronicals.batch import Batch
 from chronicals.models.head import Head, UnknownHead, read_head
+from chronicals.models.router_loss import SWITCH, RouterLoss
 
 logger = logging.getLogger(__name__)
 
@@ -81,12 +82,15 @@ class PresentedModel:
         model: the Hugging Face model, without PEFT's wrapping by LoRA.
         packed: True where it takes documents end to end.
         head_is_read: True where its head is taken as tensors, False where the model's own logits must be used.
+        router_loss: what its class adds to the loss, where its configuration asks for it.
     """
 
     model: Any
     packed: bool
     head_is_read: bool
+    router_loss: RouterLoss | None = None
     _before: str = field(default="", init=False)
+    _recorded: list[list[Tensor]] | None = field(default=None, init=False)
 
     @property
     def head(self) -> Head | None:
@@ -95,20 +99,37 @@ class PresentedModel:
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """``[T, D]`` before the head."""
-        decoder = self.model.get_decoder()
-        return self._flat(batch, lambda **inputs: decoder(**inputs).last_hidden_state)
+        return self._flat(batch, self.model.get_decoder(), "last_hidden_state")
 
     def logits(self, batch: Batch) -> Tensor:
         """``[T, V]`` from the model itself."""
-        return self._flat(batch, lambda **inputs: self.model(**inputs).logits)
+        return self._flat(batch, self.model, "logits")
 
-    def _flat(self, batch: Batch, call: Callable[..., Tensor]) -> Tensor:
-        if self.packed:
-            return call(**packed_arguments(batch))[0]
-        rows, places = padded_arguments(batch)
-        states = call(**rows)
-        flat = states.new_zeros(len(batch), states.shape[-1])
-        return flat.index_put((places,), states[rows["attention_mask"].bool()])
+    @contextmanager
+    def recording_routers(self) -> Iterator[list[list[Tensor]]]:
+        """Within: each forward pass appends the router logits of its layers, ``[T, E]``; zero for tokens it left out."""
+        before, self._recorded = self._recorded, []
+        try:
+            yield self._recorded
+        finally:
+            self._recorded = before
+
+    def _flat(self, batch: Batch, module: Any, name: str) -> Tensor:
+        """Of what ``module`` gives, the tensor of that name: a row a token."""
+        inputs, places = (packed_arguments(batch), None) if self.packed else padded_arguments(batch)
+        if self._recorded is not None:
+            inputs[SWITCH] = True
+        out = module(**inputs)
+
+        def flat(x: Tensor) -> Tensor:
+            if places is None:
+                return x[0] if x.dim() == 3 else x
+            rows = x.flatten(0, -2)[inputs["attention_mask"].flatten() > 0]
+            return rows.new_zeros(len(batch), rows.shape[-1]).index_put((places,), rows)
+
+        if self._recorded is not None:
+            self._recorded.append([flat(logits) for logits in out.get("router_logits") or ()])
+        return flat(getattr(out, name))
 
     @contextmanager
     def attending_documents(self) -> Iterator[PresentedModel]:
@@ -233,6 +254,7 @@ def present(model: Any, packing: bool = True, fused_head: bool = True) -> Presen
         ValueError: the model sees the tokens that it is to predict.
     """
     from chronicals.models.packability import prove_packability
+    from chronicals.models.router_proof import proved_router_loss
 
     model = within_lora(model)
     proof = prove_packability(model)
@@ -253,4 +275,4 @@ def present(model: Any, packing: bool = True, fused_head: bool = True) -> Presen
     if packing and reason:
         logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, reason)
     packed = packing and not reason
-    return PresentedModel(model, packed, head_is_read)
+    return PresentedModel(model, packed, head_is_read, proved_router_loss(model, packed))

@@ -11,7 +11,17 @@ from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import MULTIPLE
-from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate, decoder_layers, estimate, makes_tiles, recomputes
+from chronicals.memory import (
+    CHEAP,
+    LAYERS,
+    NOTHING,
+    Estimate,
+    decoder_layers,
+    enters_again,
+    estimate,
+    makes_tiles,
+    recomputes,
+)
 from chronicals.models import PresentedModel, input_device
 from chronicals.patching import has_gated_mlps
 from chronicals.patching.fp8_layers import is_large
@@ -59,20 +69,21 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
         "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (presented.head_is_read, "no whole logits" if presented.head_is_read else "head not understood"),
         "use_sequence_packing": (presented.packed, "proved on a twin" if presented.packed else "documents become padded rows"),
-        "use_torch_compile": _compilation(model, on_card and presented.packed, fused),
+        "use_torch_compile": _compilation(model, on_card and presented.packed, fused, presented.router_loss is not None),
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
     made = [_decide(config, field, *can) for field, can in possible.items()]
-    made += [_fp8(config, why_not, device), _recomputation(config, needed, why_not, model), _offload(config, on_card)]
+    made += [_fp8(config, why_not, device), _recomputation(config, needed, why_not, presented), _offload(config, on_card)]
     made += [_tiles(config, model), _frozen_weights(config), _optimizer_in_backward(config, ranks)]
     return {decision.field: decision for decision in made}
 
 
-def _compilation(model: Any, on_card: bool, fused: bool) -> tuple[bool, str]:
+def _compilation(model: Any, on_card: bool, fused: bool, router_loss: bool) -> tuple[bool, str]:
     obstacles = {
         "decoder layers run fused": fused,
         "only packs on a card are compiled for": not on_card,
         f"{type(model).__name__} has no list of layers": not decoder_layers(model),
+        "its layers' router logits are recorded for the router loss": router_loss,
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)
     return reason is None, reason or "decoder layers"
@@ -147,9 +158,11 @@ def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device) ->
     return Decision(field, True, "asked for, frozen weights quantised once, trained ones at each use")
 
 
-def _recomputation(config: ChronicalsConfig, needed: Estimate, why_not_fused: str | None, model: Any) -> Decision:
+def _recomputation(
+    config: ChronicalsConfig, needed: Estimate, why_not_fused: str | None, presented: PresentedModel
+) -> Decision:  # fmt: skip
     """As asked for; else where the memory needs it."""
-    field, asked = "use_gradient_checkpointing", config.memory_policies
+    field, asked, model = "use_gradient_checkpointing", config.memory_policies, presented.model
     if "recompute_layers" in asked:
         return Decision(field, True, f"asked for, {LAYERS} made again", layers=None)
     if "recompute_elementwise" in asked:
@@ -162,6 +175,11 @@ def _recomputation(config: ChronicalsConfig, needed: Estimate, why_not_fused: st
     if not config.use_gradient_checkpointing:
         return Decision(field, False, "turned off")
     if recomputes(model):
+        if presented.router_loss is not None and enters_again(model):
+            raise ConfigurationError(
+                "the model recomputes its layers with use_reentrant=True, through which its router loss has no gradient; leave "
+                "that to us (model.gradient_checkpointing_disable()), or pass use_reentrant=False"
+            )
         return Decision(field, True, "the model's own, which stays as it is")
     beside = " (as if nothing moved to host memory)" if "offload_activations" in asked else ""
     cheap, again = needed.choice()

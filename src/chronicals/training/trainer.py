@@ -19,7 +19,7 @@ from chronicals.data.packing import PackPlan
 from chronicals.distributed import Ranks
 from chronicals.memory import ActivationOffload
 from chronicals.models import PresentedModel, check_positions
-from chronicals.objectives import OBJECTIVES
+from chronicals.objectives import OBJECTIVES, with_router_loss
 from chronicals.optimizers import FusedAdamW
 from chronicals.patching import lay_apart
 from chronicals.training import checkpoint
@@ -181,7 +181,8 @@ class ChronicalsTrainer:
     ) -> Iterator[TrainOnce]:
         """Within: what trains one step, in the way that was decided."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        given, clip = (presented, self.objective, parameters, optimizer, precision), self.config.max_grad_norm
+        objective = with_router_loss(self.objective, presented, self.config.max_seq_length)
+        given, clip = (presented, objective, parameters, optimizer, precision), self.config.max_grad_norm
         with ExitStack() as around:
             in_backward = None
             if decisions["activation_offload"].runs:
@@ -195,7 +196,7 @@ class ChronicalsTrainer:
                 if self._replayed is not None and inspect is None:
                     return self._replayed(step)
                 return train_step(
-                    presented, self.objective, step, parameters, optimizer, precision, self.ranks, clip, inspect, in_backward
+                    presented, objective, step, parameters, optimizer, precision, self.ranks, clip, inspect, in_backward
                 )
 
             try:

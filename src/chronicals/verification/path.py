@@ -15,7 +15,7 @@ from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
 from chronicals.kernels.master import join_master
 from chronicals.memory import ActivationOffload
-from chronicals.objectives import OBJECTIVES
+from chronicals.objectives import OBJECTIVES, with_router_loss
 from chronicals.patching import lay_apart
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
@@ -57,7 +57,8 @@ class TrainingPath:
         self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
         self.decisions = decisions
         self.in_backward: UpdatesInBackward | None = None
-        self.objective = OBJECTIVES[config.objective](config.logits_chunk_size)
+        objective = OBJECTIVES[config.objective](config.logits_chunk_size)
+        self.objective = with_router_loss(objective, self.presented, config.max_seq_length)
         self.total_steps = total_steps
         torch.manual_seed(config.seed)
         model.train()

@@ -3,7 +3,8 @@
 Nothing here is shared with the path of training: the model is made anew from its class and configuration, adapters are
 two products in a hook (or one in the weight, where a class reads that instead of calling the layer), the loss is a log-softmax
 of the model's own logits in fp32, the update is torch's AdamW at the rates that the schedules are defined by. Documents and
-what is trained in them come from the store, not from a Batch.
+what is trained in them come from the store, not from a Batch. Where the configuration asks for a router loss, the class itself
+gives it, of each pack's documents as the padded rows of one batch.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora.apply import linear_shape
+from chronicals.models.router_loss import asks_for_router_loss, read_router_loss
 
 ROW_TOKENS, LOGITS = 4096, 2**28
 """Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole attention weights of so many
@@ -33,6 +35,11 @@ FEW_TOKENS, FIRST_TOKEN = 4, 3
 
 Document = tuple[np.ndarray, np.ndarray]
 """Ids and mask of a document, as ``TokenStore.document`` gives them."""
+
+
+def count_targets(document: Document) -> int:
+    """Its tokens that are trained; the first is predicted by none."""
+    return int(document[1][1:].sum())
 
 
 class PlainArm:
@@ -55,6 +62,7 @@ class PlainArm:
     ):
         self.device, self.alone = device, alone
         self.model = _fresh(model, device, usual_attention and _takes_sdpa(model))
+        self.router_loss = read_router_loss(model).coefficient if asks_for_router_loss(model) else 0.0
         self.trained: dict[str, nn.Parameter] = {}
         self.autocast: torch.dtype | None = None
         if config.use_lora or hasattr(model, "chronicals_lora"):
@@ -85,23 +93,29 @@ class PlainArm:
             if name in weights:
                 parameter.copy_(weights[name])
 
-    def differentiate(self, documents: Sequence[Document], scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    def differentiate(
+        self, packs: Sequence[Sequence[Document]], scale: float = 1.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward over a whole step.
 
         Args:
+            packs: the documents of each pack.
             scale: factor on the loss while it is differentiated (fp16).
 
         Returns:
-            Each document's loss summed over its targets, float64 ``[documents]`` on the host; the gradients of the
-            mean over all targets by name, in the types they come in, but for ``scale``.
+            Each document's loss summed over its targets, float64 ``[documents]`` on the host, with its part of the router
+            loss; the gradients of the mean over all targets by name, in the types they come in, but for ``scale``.
         """
-        count = sum(int(trained[1:].sum()) for _, trained in documents)
+        documents = [document for pack in packs for document in pack]
+        count = sum(count_targets(document) for document in documents)
         found = torch.zeros(len(documents), dtype=torch.float64)
         for rows in self._forward_passes([len(ids) for ids, _ in documents]):
             with self._products():
                 sums = self._losses([documents[row] for row in rows])
             (sums.sum() * (scale / max(count, 1))).backward()
             found[rows] = sums.detach().double().cpu()
+        if self.router_loss:
+            found += self._router_losses(packs, scale) * count / len(documents)
         gradients = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         for parameter in self.trained.values():
             parameter.grad = None
@@ -118,8 +132,26 @@ class PlainArm:
             yield order[:many]
             order = order[many:]
 
-    def _losses(self, documents: list[Document]) -> Tensor:
-        """``[rows]``: −Σ log p of the trained targets of each document."""
+    def _router_losses(self, packs: Sequence[Sequence[Document]], scale: float) -> float:
+        """Backward of the mean over the packs of what the class itself adds for its routers, and its value."""
+        value = 0.0
+        for pack in packs:
+            counted = [document for document in pack if count_targets(document)]
+            if counted:
+                ids, mask, _ = self._rows(counted)
+                with self._products():
+                    out = self.model(
+                        input_ids=ids, attention_mask=mask, use_cache=False, output_router_logits=True, logits_to_keep=1
+                    )
+                if out.get("aux_loss") is None:  # the configuration has the fields, the class no such loss
+                    return 0.0
+                loss = out.aux_loss * (self.router_loss / len(packs))
+                (loss * scale).backward()
+                value += float(loss.detach())
+        return value
+
+    def _rows(self, documents: list[Document]) -> tuple[Tensor, Tensor, Tensor]:
+        """Ids, mask of what is no padding, and bool of what is trained: a row a document."""
         width = max(len(ids) for ids, _ in documents)
         ids = torch.zeros(len(documents), width, dtype=torch.long)
         mask, trained = torch.zeros_like(ids), torch.zeros(len(documents), width, dtype=torch.bool)
@@ -127,7 +159,11 @@ class PlainArm:
             ids[row, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
             trained[row, 1 : len(tokens)] = torch.from_numpy(marks[1:].astype(bool))
             mask[row, : len(tokens)] = 1
-        ids, mask, trained = (x.to(self.device) for x in (ids, mask, trained))
+        return ids.to(self.device), mask.to(self.device), trained.to(self.device)
+
+    def _losses(self, documents: list[Document]) -> Tensor:
+        """``[rows]``: −Σ log p of the trained targets of each document."""
+        ids, mask, trained = self._rows(documents)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         likelihood = F.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
         return -torch.where(trained[:, 1:], likelihood, 0.0).sum(1)

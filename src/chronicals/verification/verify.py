@@ -42,6 +42,7 @@ from chronicals.verification.reference import (
     PlainAdamW,
     PlainArm,
     changed_buffers,
+    count_targets,
     exact_products,
     scheduled_rates,
     without_dropout,
@@ -160,9 +161,9 @@ def verify(
     return compared.verification(notes, _facts(model, config, device, steps))
 
 
-def documents_of(store: TokenStore, stream: BatchStream, position: int) -> list[Document]:
-    """The documents of the step that begins at ``position``, each by itself, from the store."""
-    return [store.document(document) for pack in stream.packs_of(position) for document in pack]
+def documents_of(store: TokenStore, stream: BatchStream, position: int) -> list[list[Document]]:
+    """The documents of each pack of the step that begins at ``position``, each by itself, from the store."""
+    return [[store.document(document) for document in pack] for pack in stream.packs_of(position) if len(pack)]
 
 
 class _Comparison:
@@ -190,7 +191,7 @@ class _Comparison:
         own = self.fp32.trained
         return {name: self.path.weight(name) if name in self.path.trained else own[name].detach().clone() for name in own}
 
-    def one_step(self, step: Step, number: int, documents: list[Document]) -> None:
+    def one_step(self, step: Step, number: int, packs: list[list[Document]]) -> None:
         before = self._weights()
         self.fp32.load(before)
         self.plain.load(before)
@@ -199,10 +200,10 @@ class _Comparison:
             self.skipped.append(number + 1)
             return
         with exact_products():
-            exact_losses, exact = self.fp32.differentiate(documents)
+            exact_losses, exact = self.fp32.differentiate(packs)
         scale = PLAIN_SCALE if self.config.mixed_precision == "fp16" else 1.0
-        plain_losses, plain = self.plain.differentiate(documents, scale)
-        targets = sum(int(trained[1:].sum()) for _, trained in documents)
+        plain_losses, plain = self.plain.differentiate(packs, scale)
+        targets = sum(count_targets(document) for pack in packs for document in pack)
         self.losses.append((made.loss, exact_losses, plain_losses, targets))
         self._compare(made, exact, plain, before, self.rates[number])
 

@@ -14,12 +14,16 @@ from chronicals.benchmark.work import Work
 
 
 def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
-    """A causal language model on the card, straight from the file where accelerate is there to do it."""
+    """A causal language model on the card, straight from the file where accelerate is there to do it; without a router loss, so
+    that all arms have the cross-entropy as their loss."""
     from transformers import AutoModelForCausalLM
 
     place = {"device_map": {"": 0}} if device().type == "cuda" and find_spec("accelerate") else {}
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **place, **options)
     model.config.use_cache = False
+    for config in (model.config, model.config.get_text_config()):
+        if getattr(config, "output_router_logits", False):
+            config.output_router_logits = False
     return model if place else model.to(device())
 
 

@@ -1,0 +1,82 @@
+"""The load-balancing loss of a mixture-of-experts class, which its configuration asks for by ``output_router_logits=True``.
+
+    loss = E · Σ_e f_e · p_e        (Fedus et al., 2022, equations 4 to 6, with the k experts of a token instead of one)
+
+f_e is how often a token of a layer is sent to expert e of E, p_e the mean of the softmax of its router logits; both are means
+over all layers and over the tokens of a batch. The class adds the loss times its own coefficient to the cross-entropy.
+
+Here every pack is such a batch, and the loss of a step is the mean over its packs, so it depends neither on ``batch_size`` and
+accumulation nor on the number of processes. Tokens of documents without a target do not count; filler is of that kind.
+
+Shapes: L layers, T tokens, P packs of W tokens, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.batch import IGNORED, Batch
+
+SWITCH = "output_router_logits"
+COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""What classes and configurations call the coefficient."""
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """What the class adds to its loss.
+
+    Attributes:
+        coefficient: its factor in the loss.
+        experts_per_token: k.
+    """
+
+    coefficient: float
+    experts_per_token: int
+
+    def sum_over_packs(self, logits: Sequence[Tensor], counted: Tensor, width: int) -> Tensor:
+        """The sum of the losses of all packs, fp32, without the coefficient; zero of a pack without tokens that count.
+
+        Args:
+            logits: ``[T, E]`` of each layer.
+            counted: bool ``[T]``, the tokens that count.
+            width: W.
+        """
+        logits_LPWE = torch.stack([layer.float() for layer in logits]).unflatten(1, (-1, width))
+        counted_PW = counted.view(-1, width).float()
+        p_LPWE = logits_LPWE.softmax(-1)
+        sent_LPWE = torch.zeros_like(p_LPWE).scatter(-1, p_LPWE.topk(self.experts_per_token).indices, 1.0)
+        rows_P1 = (len(logits) * counted_PW.sum(1, keepdim=True)).clamp(min=1.0)
+        f_PE, p_PE = (torch.einsum("lpwe,pw->pe", x, counted_PW) / rows_P1 for x in (sent_LPWE, p_LPWE))
+        return p_LPWE.shape[-1] * (f_PE * p_PE).sum()
+
+
+def in_trained_documents(batch: Batch) -> Tensor:
+    """bool ``[T]``: whether a token's document has a target."""
+    tokens = torch.arange(len(batch), dtype=torch.int32, device=batch.cu_seqlens.device)
+    document = torch.searchsorted(batch.cu_seqlens[1:], tokens, right=True)
+    targets = torch.zeros(len(batch.cu_seqlens), dtype=torch.int32, device=tokens.device)
+    targets = targets.index_add(0, document, (batch.targets != IGNORED).int())
+    return targets[document] > 0
+
+
+def asks_for_router_loss(model: Any) -> bool:
+    """Whether the configuration has the class add a router loss, and with a coefficient that is not zero."""
+    asked = getattr(model.config, SWITCH, None) or getattr(model.config.get_text_config(), SWITCH, None)
+    return bool(asked and any(_own(model, name) for name in COEFFICIENTS))
+
+
+def read_router_loss(model: Any) -> RouterLoss:
+    """The class's loss as its fields give it; whether it is that loss is for ``prove_router_loss`` to say."""
+    coefficient = next(value for name in COEFFICIENTS if (value := _own(model, name)))
+    return RouterLoss(float(coefficient), int(_own(model, "num_experts_per_tok") or 0))
+
+
+def _own(model: Any, name: str) -> Any:
+    """A field of the model, where the class keeps it, or of its text's configuration."""
+    return getattr(model, name, getattr(model.config.get_text_config(), name, None))

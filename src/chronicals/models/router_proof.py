@@ -1,0 +1,100 @@
+"""Is the router loss of a class the one that is known here? Proved on a small random twin, once per configuration."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.batch import IGNORED, Batch
+from chronicals.models.presentation import PresentedModel
+from chronicals.models.router_loss import (
+    COEFFICIENTS,
+    SWITCH,
+    RouterLoss,
+    asks_for_router_loss,
+    in_trained_documents,
+    read_router_loss,
+)
+from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
+
+logger = logging.getLogger(__name__)
+
+LENGTHS, FILLER = (7, 12), 5
+TOLERANCE = 1e-4
+"""Relative; the loss is a sum in fp32."""
+
+_PROVED: dict[tuple[type, str, bool], str | None] = {}
+
+
+def proved_router_loss(model: Any, packed: bool) -> RouterLoss | None:
+    """The router loss to train; None where none is asked for, the class adds none, or, said by name, it is another one.
+
+    Args:
+        packed: whether the model takes documents end to end.
+    """
+    if not asks_for_router_loss(model):
+        return None
+    try:
+        config = twin_config(model.config)
+        key = (type(model), config.to_json_string(use_diff=False), packed)
+        if key not in _PROVED:
+            with plain_surroundings():
+                _PROVED[key] = _difference(build_twin(type(model), config), packed)
+        reason = _PROVED[key]
+    except Exception as error:  # any class of transformers may object in its own way
+        reason = f"a small twin could not be run ({type(error).__name__}: {error})"
+    if reason is None:
+        return read_router_loss(model)
+    if reason:
+        logger.warning(
+            "router loss: %s asks for one (%s=True) that is left out, %s: the run trains without it",
+            type(model).__name__, SWITCH, reason,
+        )  # fmt: skip
+    return None
+
+
+def _difference(twin: Any, packed: bool) -> str | None:
+    """In what the class's loss is another one, None where it is this one; empty where the class adds none."""
+    for name in COEFFICIENTS:
+        for owner in (twin, twin.config.get_text_config()):
+            if getattr(owner, name, None):
+                setattr(owner, name, 1.0)
+    batch = _two_documents(twin)
+    with torch.no_grad():
+        added = _added_by_the_class(twin, batch)
+        if not added.any():
+            return ""
+        presented = PresentedModel(twin, packed, head_is_read=False)
+        with presented.attending_documents(), presented.recording_routers() as recorded:
+            presented.hidden_states(batch)
+        if len(recorded) != 1 or not recorded[0]:
+            return "its decoder gives no router logits"
+        ours = read_router_loss(twin).sum_over_packs(recorded[0], in_trained_documents(batch), len(batch))
+    off = float((ours - added).abs() / added.abs())
+    return None if off <= TOLERANCE else f"which is not the load-balancing loss known here (off by {off:.1e} on a twin)"
+
+
+def _two_documents(twin: Any) -> Batch:
+    """With filler behind them, in one pack."""
+    generator = torch.Generator().manual_seed(3)
+    size = twin.get_input_embeddings().weight.shape[0]
+    ids = torch.randint(FIRST_TOKEN, size, (sum(LENGTHS) + FILLER,), generator=generator)
+    bounds = torch.tensor([0, *LENGTHS, FILLER, 0]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(length) for length in (*LENGTHS, FILLER)])
+    targets = torch.full_like(ids, IGNORED)
+    targets[: sum(LENGTHS) - 1] = ids[1 : sum(LENGTHS)]
+    targets[LENGTHS[0] - 1] = IGNORED
+    return Batch(ids, targets, positions, bounds, max(LENGTHS))
+
+
+def _added_by_the_class(twin: Any, batch: Batch) -> Tensor:
+    """What the class's own loss has beside the cross-entropy: documents as padded rows, the definition."""
+    ids = torch.nn.utils.rnn.pad_sequence(list(batch.input_ids[: sum(LENGTHS)].split(LENGTHS)), batch_first=True)
+    mask = (torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
+    labels = ids.where(mask.bool(), torch.full_like(ids, IGNORED))
+    inputs = {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+    with_it, without = (twin(**inputs, **{SWITCH: asked}).loss for asked in (True, False))
+    return with_it - without
