@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import itertools
@@ -19,6 +20,7 @@ from chronicals.data.digests import FileDigests
 from chronicals.data.formats import READERS, is_text, read_file, reader_of
 from chronicals.data.gate import DataError
 from chronicals.data.nulls import cleaner, without_nulls
+from chronicals.data.own_files import own_files
 from chronicals.data.records import BadRow, Record, Row, Unparsed, parsed
 from chronicals.data.rows import KINDS, TELLING
 
@@ -188,6 +190,9 @@ def _files(path: Path, say: bool = False) -> list[Path]:
     if not glob.has_magic(str(path)):
         raise DataError(f"{path}: no such file or folder")
     matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
+    own = _own_among(matches, path)
+    _say_own(path, own.values(), say)
+    matches = [match for match in matches if match not in own]
     for match in filter(_is_saved_dataset, matches):
         raise DataError(f"{path}: matches {match}, a folder of save_to_disk, which may hold several splits; name it itself")
     files = [file for match in matches for file in (_readable_files(match, say) if match.is_dir() else [match])]
@@ -198,7 +203,8 @@ def _files(path: Path, say: bool = False) -> list[Path]:
 
 def _readable_files(folder: Path, say: bool) -> list[Path]:
     """Files below ``folder`` that can be read: those with rows, or texts where there are none (a README is no row)."""
-    files = _visible_files(folder)
+    files, own = _visible_files(folder)
+    _say_own(folder, own, say)
     readable = [file for file in files if reader_of(file) and file.is_file() and file.name not in DESCRIPTIONS]
     chosen = [file for file in readable if not is_text(file)] or readable
     if not chosen:
@@ -210,15 +216,42 @@ def _readable_files(folder: Path, say: bool) -> list[Path]:
     return chosen
 
 
-def _visible_files(folder: Path) -> list[Path]:
-    """Everything in and below ``folder`` but folders and what is hidden; links are followed, those to nowhere are there."""
-    found, seen = list[Path](), set[str]()
+def _say_own(path: Path, own: Iterable[Path], say: bool) -> None:
+    names = sorted({str(one) for one in own})
+    if names and say:
+        logger.info("%s: left out, files of runs, models and token stores: %s", path, ", ".join(names))
+
+
+def _own_among(matches: Iterable[Path], pattern: Path) -> dict[Path, Path]:
+    """Matches that are or lie in one of ``own_files``, and which; folders that the pattern spells out are not asked about."""
+    spelled = len(list(itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts)))
+
+    @functools.cache
+    def own_in(folder: Path) -> set[str]:
+        return own_files(folder, os.listdir(folder))
+
+    found = dict[Path, Path]()
+    for match in matches:
+        places = (Path(*match.parts[: depth + 1]) for depth in range(spelled, len(match.parts)))
+        first = next((place for place in places if place.name in own_in(place.parent)), None)
+        found |= {match: first} if first is not None else {}
+    return found
+
+
+def _visible_files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Everything in and below ``folder`` but folders, what is hidden, and ``own_files``; and these, files and folders.
+
+    Links are followed, those to nowhere are there.
+    """
+    found, own, seen = list[Path](), list[Path](), set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(place)
-        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
-        found += [] if real in seen else [Path(place, name) for name in names if not name.startswith(".")]
+        ours = own_files(Path(place), {*folders, *names}) if real not in seen else set()
+        own += [Path(place, name) for name in ours]
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith(".") and name not in ours)
+        found += [] if real in seen else [Path(place, name) for name in names if not name.startswith(".") and name not in ours]
         seen.add(real)
-    return sorted(found)
+    return sorted(found), own
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -279,7 +312,7 @@ def _description(part: DataSource, digests: FileDigests, seed: int) -> dict[str,
     path = Path(part.path).expanduser()
     content: list[Any]
     if _is_saved_dataset(path):
-        content = [[str(file.relative_to(path)), digests.of(file)] for file in _visible_files(path) if file.is_file()]
+        content = [[str(file.relative_to(path)), digests.of(file)] for file in _visible_files(path)[0] if file.is_file()]
     elif _is_hub_name(path, part.path):
         datasets = _datasets(part.path)
         with _hub_faults(part):
