@@ -1,16 +1,25 @@
-"""Writes the figures of README.md, between its marks, and the bars beside them, from the result files.
+"""Writes the tables of README.md and docs/measured.md, between their marks, and the pictures, from the result files.
 
-python benchmarks/figures.py
+    python benchmarks/figures.py
+
+A row may have been measured several times: `results/row-NAME-CARD.json`, `results/row-NAME-CARD-2.json` and so on, CARD being
+h100, h200 or another. Tables show the newest of them, with the range over all of them.
 """
 
 import json
+import re
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BARS = RESULTS / "rows.png"
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
+MEASURED_ROW = re.compile(r"row-(?P<row>.+)-(?P<card>[a-z]{1,2}\d{2,4})(?:-(?P<run>\d+))?\.json")
+LEANEST_OF = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed")
+"""Rows with a frontier of memory and speed."""
+
 PICKED = [
     "rmsnorm 4096 forward", "rmsnorm 4096 backward", "add_rmsnorm 4096 backward", "swiglu 14336 forward",
     "swiglu 14336 backward", "qk_rope 32/8x128 forward",
@@ -28,23 +37,66 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
 
 
-def measured_rows() -> dict[str, tuple[dict, dict[str, dict]]]:
-    """By title: what was measured beside its peers, and its arms that have a speed, the fastest first."""
-    found = {}
-    for path in sorted(RESULTS.glob("row-*-h200.json")):
-        row = json.loads(path.read_text())
-        arms = {name: arm for name, arm in row["arms"].items() if arm["status"] == "measured"}
-        arms = dict(sorted(arms.items(), key=lambda item: -item[1]["tokens_per_second"]["median"]))
-        found[path.stem.removeprefix("row-").removesuffix("-h200").replace("-", " ")] = row, arms
-    return found
+@dataclass(frozen=True)
+class Row:
+    """A row of the tables.
+
+    Attributes:
+        result: the newest measurement.
+        others: earlier ones, and those on other cards.
+        arms: of the newest, those that have a speed, the fastest first.
+    """
+
+    title: str
+    result: dict
+    others: list[dict]
+    arms: dict[str, dict]
+
+    @property
+    def compared(self) -> dict[str, dict]:
+        """Without arms of ours that were only scouted."""
+        return {name: arm for name, arm in self.arms.items() if not is_scouted(name, arm)}
+
+    @property
+    def scouted(self) -> bool:
+        return any(is_scouted(name, arm) for name, arm in self.arms.items())
+
+    @property
+    def place(self) -> str:
+        """Card, torch and commit."""
+        card = self.result["machine"]["card"].removeprefix("NVIDIA ")
+        return f"{card}, torch {self.result['versions']['torch']}, `{self.result['commit']}`"
+
+    def rates(self, name: str) -> list[float]:
+        """Tokens per second of an arm in all measurements that it has a speed in."""
+        arms = [result["arms"].get(name, {}) for result in (self.result, *self.others)]
+        return [arm["tokens_per_second"]["median"] for arm in arms if arm.get("status") == "measured"]
+
+    def ratios(self, name: str) -> list[float]:
+        """Ours over an arm in all measurements that compare them in the same rounds."""
+        results = (self.result, *self.others)
+        return [result["ratios"][name]["median"] for result in results if name in result["ratios"]]
 
 
-def compared_rows() -> dict[str, tuple[dict, dict[str, dict]]]:
-    """Those without arms of ours that were only scouted."""
-    return {
-        title: (row, {name: arm for name, arm in arms.items() if not is_scouted(name, arm)})
-        for title, (row, arms) in measured_rows().items()
-    }
+def rows() -> list[Row]:
+    """What lies in the results; of measurements without a date, the one without a number is the newest."""
+    found: dict[str, list[tuple[str, int, dict]]] = {}
+    for path in sorted(RESULTS.glob("row-*.json")):
+        parts = MEASURED_ROW.fullmatch(path.name)
+        if parts is None:
+            raise SystemExit(f"{path.name}: expected row-NAME-CARD.json or row-NAME-CARD-2.json")
+        result = json.loads(path.read_text())
+        found.setdefault(parts["row"].replace("-", " "), []).append((result.get("date", ""), -int(parts["run"] or 1), result))
+    return [
+        row_of(title, [result for *_, result in sorted(measured, key=lambda one: one[:2])]) for title, measured in found.items()
+    ]
+
+
+def row_of(title: str, results: list[dict]) -> Row:
+    *others, newest = results
+    arms = {name: arm for name, arm in newest["arms"].items() if arm["status"] == "measured"}
+    arms = dict(sorted(arms.items(), key=lambda item: -item[1]["tokens_per_second"]["median"]))
+    return Row(title, newest, others, arms)
 
 
 def is_scouted(name: str, arm: dict) -> bool:
@@ -52,29 +104,122 @@ def is_scouted(name: str, arm: dict) -> bool:
     return name.startswith("ours ") and not arm["rounds"]
 
 
-def rows() -> list[str]:
-    """An arm a line."""
+def several_commits(found: list[Row]) -> list[str]:
+    """What must be said of a table whose rows are of different commits."""
+    if len({result["commit"] for row in found for result in (row.result, *row.others)}) == 1:
+        return []
+    return ["", "Not all of it was measured at one commit: compare the arms of a row, not rows with each other."]
+
+
+def with_range(values: list[float], form: str) -> str:
+    """The first of them, and the range where there are others."""
+    words = format(values[0], form)
+    low, high = format(min(values), form), format(max(values), form)
+    return words if low == high else f"{words} ({low} to {high})"
+
+
+def peers_of(row: Row) -> list[str]:
+    """Arms that are not ours, the fastest first."""
+    return [name for name in row.arms if not name.startswith("ours")]
+
+
+def speeds() -> list[str]:
+    """Ours beside the fastest peer, a row a line."""
+    found = [row for row in rows() if peers_of(row) and "ours" in row.arms]
     lines = [
-        "`chronicals benchmark` on one H200, random weights, whole steps, every arm on the same weights, documents, order and "
-        "labels; only documents' tokens count. Rounds: decisive ones, in turning order; an arm without one ran in the scouting "
-        "round alone. A floor is measured by its own steps, at the clocks that those leave, so that a share may pass 100 % "
-        "([notes](benchmarks/NOTES.md)).",
+        "| row | real tokens/s | fastest peer | times as fast | share of the floor | measured on |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in found:
+        best = peers_of(row)[0]
+        rate, peer = row.rates("ours"), row.rates(best)
+        cells = [
+            row.title, with_range(rate, ",.0f"), f"{best} {with_range(peer, ',.0f')}",
+            with_range(row.ratios(best) or [rate[0] / peer[0]], ".2f"), share(row.arms["ours"]), row.place,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines + several_commits(found)
+
+
+def memories() -> list[str]:
+    """Our leanest way beside the leanest peer, a row a line."""
+    found = [row for row in rows() if row.title in LEANEST_OF and row.scouted and peers_of(row)]
+    lines = [
+        "| row | ours, nothing saved | ours, leanest | leanest peer |",
+        "|---|---|---|---|",
+    ]
+    for row in found:
+        ours = min((name for name in row.arms if name.startswith("ours")), key=lambda name: row.arms[name]["peak_gib"])
+        peer = min(peers_of(row), key=lambda name: row.arms[name]["peak_gib"])
+        cells = [memory_and_speed(row.arms["ours"]), memory_and_speed(row.arms[ours])]
+        lines.append(f"| {row.title} | {' | '.join(cells)} | {peer}: {memory_and_speed(row.arms[peer])} |")
+    return lines + several_commits(found)
+
+
+def memory_and_speed(arm: dict) -> str:
+    return f"{arm['peak_gib']:.1f} GiB, {arm['tokens_per_second']['median']:,.0f} tokens/s"
+
+
+def summary() -> str:
+    """What stands in README.md: a table of speed and one of memory, with a picture each."""
+    picture = RESULTS / "frontier-0.5b-full-fixed.png"
+    lines = [
+        "Whole training steps with random weights, every arm on the same weights, documents, order and labels; only documents' "
+        "tokens count. `fixed` has documents of 2048 tokens, `ragged` of 32 to 2048. In brackets the range over several cards.",
         "",
         f"![real tokens per second by row and arm]({BARS.relative_to(ROOT)})",
         "",
-        "| row | arm | real tokens/s | share of the floor | peak GiB | loss | last gradient norm | trained | rounds |",
-        "|---|---|---|---|---|---|---|---|---|",
+        *speeds(),
+        "",
+        f"![tokens per second over peak memory]({picture.relative_to(ROOT)})",
+        "",
+        *memories(),
+        "",
+        "All arms and rows, the levers one by one, FP8, kernels, the data path: [docs/measured.md](docs/measured.md). "
+        "How it is measured: [docs/benchmark.md](docs/benchmark.md).",
     ]
-    for title, (_, arms) in compared_rows().items():
-        for name, arm in arms.items():
+    return "\n".join(lines) + "\n"
+
+
+def arms() -> list[str]:
+    """An arm a line."""
+    lines = [
+        "## Rows",
+        "",
+        "`chronicals benchmark`, random weights, whole steps, every arm on the same weights, documents, order and labels; only "
+        "documents' tokens count. Rounds: decisive ones, in turning order; an arm without one ran in the scouting round alone. "
+        "Padding: share of the positions computed. The floor is the least time of the step's products, attention, elementwise "
+        "bytes, loss and optimizer, each measured by itself and in our own step, of which the lesser counts "
+        "([how](benchmark.md)); it is one of products in 16 bit. In brackets: the range over several measurements.",
+        "",
+        "| row | arm | real tokens/s | ours, times as fast | share of the floor | peak GiB | padding | loss "
+        "| last gradient norm | trained | rounds |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    found = rows()
+    for row in found:
+        first = f"{row.title}: {row.place}"
+        for name, arm in row.compared.items():
             norms = [norm for norm in arm["grad_norms"] if norm is not None]
+            ratios = row.ratios(name)
             lines.append(
-                f"| {title} | {name} | {arm['tokens_per_second']['median']:,.0f} | {share(arm)} "
-                f"| {arm['peak_gib']:.1f} | {arm['first_loss']:.3f} → {arm['last_loss']:.3f} | {norms[-1]:.2f} "
+                f"| {first} | {name} | {with_range(row.rates(name), ',.0f')} | {with_range(ratios, '.2f') if ratios else '-'} "
+                f"| {share(arm)} | {arm['peak_gib']:.1f} | {arm['padding_share']:.0%} "
+                f"| {arm['first_loss']:.3f} → {arm['last_loss']:.3f} | {norms[-1]:.2f} "
                 f"| {arm['trained_share']:.1%} | {arm['rounds'] or 'scouting'} |"
             )
-            title = ""
-    return lines
+            first = ""
+    return lines + several_commits(found) + without_speed(found)
+
+
+def without_speed(found: list[Row]) -> list[str]:
+    """Arms that failed or were refused, with the reason; those that were not installed are no result."""
+    lines = []
+    for row in found:
+        for name, arm in row.result["arms"].items():
+            if arm["status"] in ("failed", "refused"):
+                lines.append(f"- {row.title}, {name}: {arm['status']}: {' '.join(str(arm['reason']).split())[:300]}")
+    return ["", "Without a speed:", "", *lines] if lines else []
 
 
 def share(arm: dict) -> str:
@@ -87,12 +232,13 @@ def draw_rows() -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = compared_rows()
-    heights = [1 + len(arms) for _, arms in found.values()]
+    found = rows()
+    heights = [1 + len(row.compared) for row in found]
     figure = Figure(figsize=(9, 0.34 * sum(heights) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(found), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axis, (title, (row, arms)) in zip(panels, found.items()):
+    for axis, row in zip(panels, found):
+        arms, floor = row.compared, row.result["floor"]
         for place, (name, arm) in enumerate(reversed(arms.items())):
             rate = arm["tokens_per_second"]
             low, high = (abs(rate["median"] - quartile) for quartile in rate["quartiles"])
@@ -106,15 +252,20 @@ def draw_rows() -> None:
                 fontsize=8,
                 bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
             )
-        if row["floor"]:
-            axis.axvline(row["floor"]["tokens_per_second"], color="black", ls=":", lw=1.2)
+        if floor:
+            axis.axvline(floor["tokens_per_second"], color="black", ls=":", lw=1.2)
         axis.set_yticks(range(len(arms)), list(reversed(arms)), fontsize=8)
-        axis.set_title(title, loc="left", fontsize=9)
+        axis.set_title(f"{row.title} ({row.result['machine']['card'].removeprefix('NVIDIA ')})", loc="left", fontsize=9)
         axis.tick_params(axis="x", labelsize=7)
         axis.margins(x=0.25)
         axis.spines[["top", "right"]].set_visible(False)
     panels[-1].set_xlabel("real tokens per second; dotted: the floor of our step", fontsize=8)
     figure.savefig(BARS, dpi=130, metadata={"Software": None})
+
+
+def shown(picture: Path) -> str:
+    """A picture's address in docs/measured.md."""
+    return f"../{picture.relative_to(ROOT)}"
 
 
 def ladders() -> list[str]:
@@ -123,6 +274,8 @@ def ladders() -> list[str]:
     for path in sorted(RESULTS.glob("ladder-*-h200.json")):
         result = json.loads(path.read_text())
         lines += [
+            "",
+            "## One lever after the other",
             "",
             f"One lever after the other, {result['kind']}, the 0.5B shape on real text, 8 packs of 2048 a step "
             "(padded rows hold other documents in a step):",
@@ -141,13 +294,19 @@ def ladders() -> list[str]:
 def frontiers() -> list[str]:
     """What each policy of memory costs and saves, and where the peers stand."""
     lines: list[str] = []
-    for title, (_, arms) in measured_rows().items():
-        if not any(is_scouted(name, arm) for name, arm in arms.items()):
+    for row in rows():
+        if not row.scouted:
             continue
-        picture = draw_frontier(title, arms).relative_to(ROOT)
-        lines += ["", f"Memory and speed, {title}:", "", f"![tokens per second over peak memory]({picture})", ""]
+        picture = shown(draw_frontier(row.title, row.arms))
+        lines += [
+            "",
+            f"Memory and speed, {row.title} ({row.place}):",
+            "",
+            f"![tokens per second over peak memory]({picture})",
+            "",
+        ]
         lines += ["| | real tokens/s | peak GiB |", "|---|---|---|"]
-        for name, arm in arms.items():
+        for name, arm in row.arms.items():
             lines.append(f"| {name} | {arm['tokens_per_second']['median']:,.0f} | {arm['peak_gib']:.1f} |")
     return lines
 
@@ -179,7 +338,7 @@ def proofs() -> list[str]:
     for path in sorted(RESULTS.glob("fp8-proof*-h200.json")):
         result = json.loads(path.read_text())
         steps, start = len(result["runs"]["bf16"]["losses"]), "trained" if "pretraining" in result else "random"
-        picture = draw_proof(path.with_suffix(".png"), result["runs"]).relative_to(ROOT)
+        picture = shown(draw_proof(path.with_suffix(".png"), result["runs"]))
         lines += [
             "",
             f"Training in FP8 beside bf16 from the same {start} weights over the same real text, {steps} steps, 1.04 billion "
@@ -313,17 +472,48 @@ def token_stores(stores: dict) -> list[str]:
     return lines
 
 
+def startups() -> list[str]:
+    """Seconds from the command to the first step and from the last to the end."""
+    lines: list[str] = []
+    for path in sorted(RESULTS.glob("startup-*.json")):
+        result = json.loads(path.read_text())
+        card = result["card"].removeprefix("NVIDIA ")
+        lines += [
+            "",
+            f"{card}, torch {result['versions']['torch']}, `{result['commit']}`, the {result['shape']} shape, "
+            f"{result['mode']}, {result['steps']} steps; cold: without any cache; seconds in the median:",
+            "",
+            "| | caches | runs | to the first step | imports | model | data | patching | first step | after the last step |",
+            "|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for arm, cache in dict.fromkeys((run["arm"], run["cache"]) for run in result["runs"]):
+            runs = [run["seconds"] for run in result["runs"] if (run["arm"], run["cache"]) == (arm, cache) and "seconds" in run]
+            names = ("to first step", "imports", "model", "data", "patching", "first step", "after last step")
+            cells = [f"{statistics.median(run[name] for run in runs):.1f}" for name in names] if runs else ["failed"]
+            lines.append(f"| {arm} | {cache} | {len(runs)} | {' | '.join(cells)} |")
+    return ["", "## Start-up", *lines] if lines else []
+
+
 def figures() -> str:
-    return "\n".join([*rows(), *ladders(), *frontiers(), *proofs(), *patched_step(), *kernels(), *data()]) + "\n"
+    """What stands in docs/measured.md: everything."""
+    sections = {
+        "## Memory": frontiers(), "## FP8": proofs(), "## Patched models of transformers": patched_step(),
+        "## Kernels": kernels(), "## Data": data(),
+    }  # fmt: skip
+    titled = [line for title, lines in sections.items() for line in ("", title, *lines)]
+    return "\n".join([*arms(), *startups(), *ladders(), *titled]) + "\n"
 
 
-def with_figures(text: str) -> str:
+def with_figures(text: str, made: str) -> str:
     """``text`` with what stands between the marks made anew."""
     before, rest = text.split(BEGIN)
-    return before + BEGIN + figures() + END + rest.split(END)[1]
+    return before + BEGIN + made + END + rest.split(END)[1]
 
+
+PAGES = {"README.md": summary, "docs/measured.md": figures}
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    readme.write_text(with_figures(readme.read_text()))
+    for name, make in PAGES.items():
+        page = ROOT / name
+        page.write_text(with_figures(page.read_text(), make()))
     draw_rows()

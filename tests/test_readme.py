@@ -3,9 +3,14 @@
 import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
+import pytest
+
 import tiny
+
+ROOT = Path(__file__).parent.parent
 
 
 def test_the_example_runs(tmp_path, monkeypatch, capsys):
@@ -20,11 +25,18 @@ def test_the_example_runs(tmp_path, monkeypatch, capsys):
     assert (tmp_path / folder / "adapter_model.safetensors").exists()
 
 
-def test_the_figures_are_those_of_the_results():
-    root = Path(__file__).parent.parent
-    spec = importlib.util.spec_from_file_location("figures", root / "benchmarks" / "figures.py")
+@pytest.mark.parametrize("page", ["README.md", "docs/measured.md"])
+def test_the_figures_are_those_of_the_results(page):
+    script = figures()
+    made = script.PAGES[page]()
+    assert "tokens/s" in made
+    text = (ROOT / page).read_text()
+    assert script.with_figures(text, made) == text, "run python benchmarks/figures.py"
+
+
+def figures():
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
     script = importlib.util.module_from_spec(spec)
+    sys.modules["figures"] = script
     spec.loader.exec_module(script)
-    readme = (root / "README.md").read_text()
-    assert "tokens/s" in script.figures()
-    assert script.with_figures(readme) == readme, "run python benchmarks/figures.py"
+    return script

@@ -6,6 +6,7 @@ import importlib.metadata
 import platform
 import statistics
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": versions(),
         "commit": commit or current_commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "needed_flops_a_token": None if job.shape.routed else needed_flops(job),
         "floor": _floor(row),
         "rates": {name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")},

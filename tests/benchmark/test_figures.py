@@ -1,0 +1,75 @@
+"""Tables from several measurements of a row: the newest counts, with the range over all, and the commits are said."""
+
+import copy
+import json
+
+import pytest
+import scripts
+
+ARM = {
+    "status": "measured", "rounds": 3, "share_of_floor": 0.9, "peak_gib": 5.0, "padding_share": 0.1, "first_loss": 7.0,
+    "last_loss": 6.0, "grad_norms": [1.0], "trained_share": 1.0,
+}  # fmt: skip
+
+
+def result(date, commit, ours, liger, ratio):
+    rates = {"ours": ours, "liger": liger}
+    return {
+        "date": date, "commit": commit, "machine": {"card": "NVIDIA H100 80GB HBM3"}, "versions": {"torch": "2.11.0"},
+        "arms": {name: {**copy.deepcopy(ARM), "tokens_per_second": {"median": rate}} for name, rate in rates.items()},
+        "ratios": {"liger": {"median": ratio}}, "floor": None,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def figures(tmp_path, monkeypatch):
+    script = scripts.script("figures")
+    monkeypatch.setattr(script, "RESULTS", tmp_path)
+    files = {
+        "row-0.5b-full-fixed-h100.json": result("2026-02-01", "abc", 2000.0, 1000.0, 2.0),
+        "row-0.5b-full-fixed-h100-2.json": result("2026-03-01", "abc", 2200.0, 1100.0, 1.9),
+        "row-0.5b-full-fixed-h200.json": result("2026-01-01", "abc", 2500.0, 1200.0, 2.1),
+    }
+    for name, made in files.items():
+        (tmp_path / name).write_text(json.dumps(made))
+    return script
+
+
+def test_the_newest_counts_with_the_range_over_all(figures):
+    *_, line = figures.speeds()
+    assert line == (
+        "| 0.5b full fixed | 2,200 (2,000 to 2,500) | liger 1,100 (1,000 to 1,200) | 1.90 (1.90 to 2.10) | 90% "
+        "| H100 80GB HBM3, torch 2.11.0, `abc` |"
+    )
+
+
+def test_of_measurements_without_a_date_that_without_a_number_is_the_newest(figures):
+    for path in figures.RESULTS.glob("row-*.json"):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "date": ""}))
+    (figures.RESULTS / "row-0.5b-full-fixed-h200.json").unlink()
+    (row,) = figures.rows()
+    assert row.rates("ours") == [2000.0, 2200.0]
+
+
+def test_a_table_of_several_commits_says_so(figures):
+    assert "Not all of it" not in "\n".join(figures.speeds() + figures.arms())
+    other = result("2026-01-01", "def", 1.0, 1.0, 1.0)
+    (figures.RESULTS / "row-8b-full-fixed-h100.json").write_text(json.dumps(other))
+    assert all("Not all of it was measured at one commit" in "\n".join(table) for table in (figures.speeds(), figures.arms()))
+
+
+def test_an_arm_without_a_speed_is_named_with_the_reason(figures):
+    path = figures.RESULTS / "row-0.5b-full-fixed-h100-2.json"
+    made = json.loads(path.read_text())
+    made["arms"] |= {
+        "trl": {"status": "failed", "reason": "no attention\nhere"},
+        "unsloth": {"status": "absent", "reason": "x"},
+    }
+    path.write_text(json.dumps(made))
+    assert figures.arms()[-1] == "- 0.5b full fixed, trl: failed: no attention here"
+
+
+def test_a_file_that_is_no_rows_is_named(figures):
+    (figures.RESULTS / "row-0.5b-full.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"row-0.5b-full.json: expected row-NAME-CARD.json"):
+        figures.rows()
