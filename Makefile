@@ -3,18 +3,19 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHARED := -n 2 --dist worksteal
 
-.PHONY: install quickstart test test-all lint clean
+.PHONY: install quickstart test test-all test-gpu lint clean
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml
+$(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 quickstart: install
 	$(BIN)/chronicals quickstart
+	@echo "'chronicals' is in $(BIN): run '. $(BIN)/activate' to find it by its name"
 
 lint: install
 	$(BIN)/ruff check .
@@ -25,6 +26,9 @@ test: lint
 
 test-all: lint
 	$(BIN)/python -m pytest $(SHARED)
+
+test-gpu: install
+	$(BIN)/python tests/run_on_card.py
 
 clean:
 	rm -rf $(VENV) build dist
