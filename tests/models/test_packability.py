@@ -29,10 +29,13 @@ def test_recurrent_convolutional_and_alibi_families_are_refused(family):
     assert "packed documents change each other's hidden states" in proof.reason
 
 
-def test_sparse_attention_is_refused():
-    """Under the name of ours its class leaves the choice of blocks to us, who would attend to everything."""
-    proof = prove_packability(minimax_m3())
-    assert not proof.packed and "MiniMaxM3VLAttention asks by what name it attends" in proof.reason
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 256, "head_dim": 64}])
+def test_sparse_attention_is_refused(sizes):
+    """Its class makes the mask of blocks by itself, whose blocks are shorter than the twin's rows, whatever the model's are."""
+    model = minimax_m3(**sizes)
+    assert model.config.index_block_size * model.config.index_topk_blocks > 2000
+    proof = prove_packability(model)
+    assert not proof.packed and "MiniMaxM3VLAttention attends with a mask of its own" in proof.reason
 
 
 @pytest.mark.parametrize("family", ["llama", "mamba"])

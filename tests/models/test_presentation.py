@@ -8,7 +8,7 @@ import torch
 import tiny
 from chronicals.batch import IGNORED
 from chronicals.models import present
-from chronicals.models.presentation import ATTENTION, PresentedModel
+from chronicals.models.presentation import PresentedModel
 from families import (
     PACKABLE,
     PADDED,
@@ -204,18 +204,30 @@ def test_a_batch_without_any_target(tmp_path):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_attention_implementation_comes_back(implementation, fails):
+def test_the_forwards_come_back_and_the_name_of_attention_stays(implementation, fails):
+    """Whoever makes a model of its configuration meanwhile gets one that attends as the name says."""
     model = tiny.llama(attn_implementation=implementation)
-    presented = present(model)
+    presented, kept = present(model), [set(vars(module)) for module in model.modules()]
     try:
         with presented.attending_documents() as same:
-            assert same is presented and model.config._attn_implementation == ATTENTION
+            assert same is presented
+            assert {module.config._attn_implementation for module in model.modules() if hasattr(module, "config")} == {
+                implementation
+            }
+            other = type(model)(model.config)
+            rows = {"input_ids": torch.randint(1, 61, (2, 9))}
+            rows["attention_mask"] = torch.ones_like(rows["input_ids"])
+            rows["attention_mask"][1, 5:] = 0
+            other.load_state_dict(model.state_dict())
+            got = other(**rows).logits
+            with presented.attending_as_before():
+                assert torch.equal(model(**rows).logits, got)
             if fails:
                 raise KeyError
     except KeyError:
         assert fails
-    assert model.config._attn_implementation == implementation
-    assert model.model.layers[0].self_attn.config._attn_implementation == implementation
+    assert [set(vars(module)) for module in model.modules()] == kept
+    assert torch.equal(model(**rows).logits, got)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "mamba"])
@@ -251,17 +263,18 @@ def test_the_attention_of_other_towers_is_left_alone():
     )
     model = Gemma3ForConditionalGeneration(config)
 
-    def attentions():
-        return config.text_config._attn_implementation, config.vision_config._attn_implementation
+    def changed():
+        return {type(module).__name__ for module in model.modules() if "forward" in vars(module)}
 
-    for before in (("eager", "sdpa"), ("sdpa", "eager")):
-        model.set_attn_implementation(dict(zip(("text_config", "vision_config"), before)))
+    for names in (("eager", "sdpa"), ("sdpa", "eager")):
+        model.set_attn_implementation(dict(zip(("text_config", "vision_config"), names)))
         with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
-            assert attentions() == (ATTENTION, before[1])
+            assert changed() == {"Gemma3Model", "Gemma3TextModel", "Gemma3Attention"}
+            assert (config.text_config._attn_implementation, config.vision_config._attn_implementation) == names
             with presented.attending_as_before():
-                assert attentions() == before
-            assert attentions() == (ATTENTION, before[1])
-        assert attentions() == before
+                assert not changed()
+            assert changed()
+        assert not changed()
 
 
 def test_bounds_that_are_missing_are_not_guessed():

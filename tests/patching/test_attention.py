@@ -4,13 +4,11 @@ import copy
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import families
 from chronicals import patch_model, unpatch_model
-from chronicals.models.attention_names import who_asks
-from chronicals.models.twin import build_twin, plain_surroundings, twin_config
-from chronicals.patching import attention, plan
+from chronicals.patching import attention
 from patching.test_patch import assert_same, loss_and_gradients
 
 FAMILIES = ["llama", "gemma3", "mistral", "qwen3", "gpt2", "granite"]
@@ -65,25 +63,20 @@ def test_rows_are_documents(family, kind):
     assert attention.runs[0] - before == plain.config.num_hidden_layers
 
 
-def test_flattened_rows_without_positions():
-    """The bounds alone say where a document ends, as the flash implementations take them, cache or not."""
-    plain, patched = pair("llama")
-    rows = packed(bounds=True)
-    with_positions = loss_and_gradients(plain, **rows)
-    del rows["position_ids"], rows["use_cache"]  # rotary embedding sees distances only
-    assert_same(with_positions, loss_and_gradients(patched, **rows))
-
-
-def test_packed_rows_without_a_word_of_a_cache():
-    """Unpatched, with the cache that is made by default, documents would see each other."""
-    plain, patched = pair("llama")
-    rows = packed()
-    expected = loss_and_gradients(plain, **rows)
-    del rows["use_cache"]
-    assert_same(expected, loss_and_gradients(patched, **rows))
-    assert patched(**rows, use_cache=True).past_key_values is not None
-    unpatch_model(patched)
-    assert not patched._forward_pre_hooks and not patched._forward_pre_hooks_with_kwargs
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize(
+    "without", [("use_cache",), ("position_ids",), ("position_ids", "use_cache"), ("cu_seq_lens_q",)], ids=str
+)
+def test_packs_are_what_transformers_takes_for_packs(implementation, trains, without):
+    """It ignores positions where there is a cache, which is made by default, and the bounds that flash attention takes."""
+    plain, patched = (model.train(trains) for model in pair("llama", implementation))
+    rows = packed(bounds=True) | {"seq_idx": torch.zeros(1, 21, dtype=torch.int32)}
+    for name in without:
+        del rows[name]
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+    expected, got = (model(**rows).past_key_values for model in (plain, patched))
+    assert (expected is None) == (got is None) == ("use_cache" not in without)
 
 
 POSITIONS = {
@@ -106,20 +99,6 @@ def test_positions_that_are_no_packs_are_as_they_were(kind):
     assert patched(**rows).past_key_values is not None
 
 
-def test_positions_are_looked_at_where_they_are_given(monkeypatch):
-    """What is looked at is waited for, on a card."""
-    _, patched = pair("llama")
-    looked = []
-    monkeypatch.setattr(attention, "_are_packs", lambda positions: looked.append(positions))
-    for make in ROWS.values():
-        patched(**make())
-    assert not looked, "they say use_cache, or give no positions"
-    rows = packed()
-    del rows["use_cache"]
-    patched(**rows)
-    assert len(looked) == 1
-
-
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_padding_on_the_left_is_as_it_was(implementation):
     plain, patched = pair("llama", implementation)
@@ -131,20 +110,67 @@ def test_padding_on_the_left_is_as_it_was(implementation):
 
 
 @pytest.mark.parametrize("shifted", [False, True])
-def test_labels_at_padding_are_predicted_from_what_the_model_makes_there(shifted, caplog):
+def test_labels_at_padding_are_predicted_from_what_the_model_makes_there(shifted):
     """An old habit of tutorials: the labels are the ids."""
-    attention._say_labels_at_padding.cache_clear()
     plain, patched = pair("llama")
-    rows, right = padded(), padded()
+    rows = padded()
     rows["labels"] = rows["input_ids"]
     if shifted:
         rows["shift_labels"] = torch.nn.functional.pad(rows["labels"][:, 1:], (0, 1), value=-100)
-    expected, before = loss_and_gradients(plain, **rows), attention.runs[0]
-    for _ in range(2):
-        assert_same(expected, loss_and_gradients(patched, **rows))
-    assert attention.runs[0] == before and caplog.text.count("labels stand at padding") == 1
-    assert_same(loss_and_gradients(plain, **right), loss_and_gradients(patched, **right))
+    before = attention.runs[0]
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
     assert attention.runs[0] == before + plain.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2", "gpt_oss"])
+def test_outputs_at_padding(family, implementation):
+    """Logits and hidden states, which metrics take means of; in a window that holds nothing but padding, too."""
+    if family == "gpt_oss" and implementation == "sdpa":
+        pytest.skip("it has sinks, which SDPA does without")
+    plain, patched = (model.eval().float() for model in pair(family, implementation))  # eager makes no numbers there in fp64
+    rows = padded()
+    del rows["labels"]
+    before = attention.runs[0]
+    with torch.no_grad():
+        expected, got = (model(**rows, output_hidden_states=True) for model in (plain, patched))
+    assert attention.runs[0] - before == plain.config.num_hidden_layers
+    for a, b in zip((expected.logits, *expected.hidden_states), (got.logits, *got.hidden_states)):
+        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_outputs_at_padding_can_be_skipped():
+    plain = families.build("llama").double()
+    patched = copy.deepcopy(plain)
+    report = patch_model(patched, outputs_at_padding=False)
+    assert "outputs at padding on the right of rows are zero (outputs_at_padding=False)" in str(report)
+    rows = padded()
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+    at_padding = rows["attention_mask"] == 0
+    assert not torch.allclose(plain(**rows).logits[at_padding], patched(**rows).logits[at_padding])
+    with pytest.raises(ValueError, match="labels stand at padding.*outputs_at_padding=False: set these labels to -100"):
+        patched(**rows | {"labels": rows["input_ids"]})
+    with pytest.raises(ValueError, match="patched with False already; call unpatch_model"):
+        patch_model(patched)
+    unpatch_model(patched)
+    assert not patched._forward_pre_hooks and not patched._forward_pre_hooks_with_kwargs
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_under_autocast(implementation):
+    """Rotation leaves queries and keys in fp32 beside values in bf16; SDPA takes all in bf16."""
+    plain, patched = (model.float() for model in pair("llama", implementation))
+    rows, before = padded(), attention.runs[0]
+    exact = loss_and_gradients(plain, **rows)[0]
+    found = []
+    for model in (plain, patched):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(loss_and_gradients(model, **rows))
+    assert attention.runs[0] - before == plain.config.num_hidden_layers
+    assert abs(found[1][0] - exact) <= 2 * abs(found[0][0] - exact) + 5e-3
+    for name, gradient in found[0][1].items():
+        assert (found[1][1][name] - gradient).norm() <= 5e-2 * gradient.norm().clamp(min=1e-3), name
 
 
 @pytest.mark.parametrize("left", [False, True])
@@ -193,13 +219,48 @@ def test_attention_weights_are_still_to_be_had():
         torch.testing.assert_close(got, expected, rtol=0, atol=4 * torch.finfo(torch.float32).eps)
 
 
-def test_unpatched_it_attends_as_before():
-    _, patched = pair("llama")
-    assert patched.config._attn_implementation == "chronicals_over_sdpa"
-    again = patch_model(patched)
-    assert again.counts()["document_attention"] == 1 and patched.config._attn_implementation == "chronicals_over_sdpa"
+def names_in(model):
+    """What the configurations of all modules say of attention."""
+    configs = [module.config for module in model.modules() if hasattr(module, "config")]
+    return {config._attn_implementation for config in [*configs, *(c.get_text_config() for c in configs)]}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_configurations_keep_the_name_of_their_attention(implementation):
+    """Before, while and after the model runs, as transformers' own tests ask."""
+    _, patched = pair("llama", implementation)
+    seen = set()
+    for module in patched.modules():
+        module.register_forward_hook(lambda *_: seen.update(names_in(patched)))
+    loss_and_gradients(patched, **padded())
+    assert seen == names_in(patched) == {implementation}
+    assert patched._check_and_adjust_attn_implementation(patched.config._attn_implementation) == implementation
     unpatch_model(patched)
-    assert patched.config._attn_implementation == "sdpa"
+    assert names_in(patched) == {implementation}
+
+
+COPIES = {
+    "a model of its configuration": lambda model: AutoModelForCausalLM.from_config(model.config),
+    "a model of a copy of its configuration": lambda model: AutoModelForCausalLM.from_config(copy.deepcopy(model.config)),
+    "a model that shares its configuration": lambda model: type(model)(model.config),
+    "a model of its decoder's configuration": lambda model: type(model)(model.get_decoder().config),
+}
+
+
+@pytest.mark.parametrize("make", COPIES)
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_model_that_was_never_patched_computes_what_it_did(make, kind):
+    plain, patched = pair("llama")
+    other = COPIES[make](patched).double().train()
+    other.load_state_dict(plain.state_dict())
+    rows = ROWS[kind]() | {"labels": torch.randint(1, families.VOCABULARY, ROWS[kind]()["input_ids"].shape)}
+    expected = loss_and_gradients(plain, **rows)
+    for _ in range(2):
+        before = attention.runs[0]
+        assert_same(expected, loss_and_gradients(other, **rows), tolerance=0)
+        assert attention.runs[0] == before
+        loss_and_gradients(patched, **rows)
+        assert attention.runs[0] > before
 
 
 def two_of_one_configuration():
@@ -212,7 +273,7 @@ def test_a_model_of_the_same_configuration_is_left_alone():
     rows, before = padded(), attention.runs[0]
     expected = loss_and_gradients(other, **rows)
     patch_model(patched)
-    assert other.config is config and config._attn_implementation == "sdpa"
+    assert other.config is patched.config is config and config._attn_implementation == "sdpa"
     assert_same(expected, loss_and_gradients(other, **rows), tolerance=0)
     assert attention.runs[0] == before
     patch_model(other)
@@ -221,32 +282,19 @@ def test_a_model_of_the_same_configuration_is_left_alone():
     assert attention.runs[0] > before, "the first lost its attention with the second's"
 
 
-def test_unpatched_it_has_the_configuration_it_had():
-    config, patched, _ = two_of_one_configuration()
-    patch_model(patched)
-    assert patched.model.config is patched.config is not config
-    patched.resize_token_embeddings(families.VOCABULARY + 3, mean_resizing=False)
-    patched.config.use_cache = False
-    unpatch_model(patched)
-    assert all(getattr(module, "config", config) is config for module in patched.modules())
-    assert config.vocab_size == families.VOCABULARY + 3 and not config.use_cache
-    assert config._attn_implementation == "sdpa"
-
-
-def test_the_text_within_a_larger_model_has_a_configuration_of_its_own():
+def test_the_towers_of_a_larger_model():
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
     sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     text = families.configuration("gemma3").to_dict()
     config = Gemma3Config(text_config=text, vision_config={**sees, "image_size": 28, "patch_size": 14})
-    patched, other = (Gemma3ForConditionalGeneration(config) for _ in range(2))
+    patched = Gemma3ForConditionalGeneration(config)
     attention.install(patched)
-    assert patched.config.text_config is patched.model.language_model.config
-    assert patched.config.text_config._attn_implementation == "chronicals_over_sdpa"
-    assert patched.model.vision_tower.config is other.model.vision_tower.config
-    assert config.vision_config._attn_implementation == config.text_config._attn_implementation == "sdpa"
+    changed = {type(module).__name__ for module in patched.modules() if "forward" in vars(module)}
+    assert changed == {"Gemma3Model", "Gemma3TextModel", "Gemma3Attention"}
+    assert names_in(patched) == {"sdpa"}
     attention.remove(patched)
-    assert patched.config is config and patched.model.language_model.config is config.text_config
+    assert not any("forward" in vars(module) or "_chronicals_seams" in vars(module) for module in patched.modules())
 
 
 def with_a_copied_layer(model):
@@ -285,8 +333,8 @@ def test_a_copy_of_a_patched_model_is_unpatched_by_itself():
     plain, patched = pair("llama")
     twin = copy.deepcopy(patched)
     unpatch_model(twin)
-    assert twin.config._attn_implementation == twin.model.config._attn_implementation == "sdpa"
-    assert not any(name.startswith("_chronicals") for name in vars(twin))
+    assert not any(name.startswith("_chronicals") for module in twin.modules() for name in vars(module))
+    assert not any("forward" in vars(module) for module in twin.modules())
     rows, before = padded(), attention.runs[0]
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(twin, **rows))
     assert attention.runs[0] == before
@@ -294,12 +342,84 @@ def test_a_copy_of_a_patched_model_is_unpatched_by_itself():
     assert attention.runs[0] > before
 
 
-def test_given_another_implementation_since_it_keeps_that_one():
-    _, patched = pair("llama")
-    patched.set_attn_implementation("eager")
+@pytest.mark.parametrize("first,then", [("sdpa", "eager"), ("eager", "sdpa")])
+def test_given_another_implementation_since_it_goes_by_that_one(first, then):
+    plain, patched = (model.float() for model in pair("gemma3", first))
+    for model in (plain, patched):
+        model.set_attn_implementation(then)
+    rows, before = padded(), attention.runs[0]
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5)
+    assert attention.runs[0] - before == plain.config.num_hidden_layers
     unpatch_model(patched)
-    assert patched.config._attn_implementation == "eager"
+    assert patched.config._attn_implementation == then
     assert not patched._forward_pre_hooks and not patched._forward_pre_hooks_with_kwargs
+
+
+def test_given_an_implementation_that_knows_documents_since_it_takes_that_one():
+    plain, patched = pair("llama")
+    for model in (plain.float(), patched.float()):
+        model.config._attn_implementation = "flex_attention"
+    rows, before = padded(), attention.runs[0]
+    with torch.no_grad():
+        torch.testing.assert_close(patched(**rows).loss, plain(**rows).loss)
+    assert attention.runs[0] == before
+
+
+def test_attention_weights_can_be_asked_for_in_the_configuration():
+    _, patched = pair("llama", "eager")
+    patched.config.output_attentions = True
+    assert len(patched(**padded()).attentions) == patched.config.num_hidden_layers
+
+
+def new_layer(model):
+    made = type(model.model.layers[0])(model.config, 1).to(model.dtype).train()
+    made.load_state_dict(model.model.layers[1].state_dict())
+    model.model.layers[1] = made
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_layer_that_came_later_is_given_the_mask_it_needs(implementation, kind):
+    """The mask that stands for documents is made for whoever looks at it."""
+    plain, patched = pair("llama", implementation)
+    new_layer(patched)
+    rows = ROWS[kind]()
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+
+
+def test_attention_whose_forward_was_replaced_is_left_alone():
+    plain = families.build("llama").double()
+    patched = copy.deepcopy(plain)
+    module = patched.model.layers[1].self_attn
+    module.forward = lambda *args, own=module.forward, **kwargs: own(*args, **kwargs)
+    report = patch_model(patched)
+    assert any(entry.part == "attention" and "LlamaAttention was replaced" in entry.reason for entry in report.left)
+    rows, before = padded(), attention.runs[0]
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+    assert attention.runs[0] == before
+
+
+def test_attention_with_hooks_of_accelerate():
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    plain = families.build("llama").double()
+    patched = copy.deepcopy(plain)
+    called = []
+
+    class Seen(ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            called.append(module)
+            return args, kwargs
+
+    for module in (patched.model, patched.model.layers[1].self_attn):
+        add_hook_to_module(module, Seen())
+    patch_model(patched)
+    rows, before = padded(), attention.runs[0]
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+    assert len(called) == 2 and attention.runs[0] - before == plain.config.num_hidden_layers
+    unpatch_model(patched)
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
+    assert len(called) == 4 and attention.runs[0] - before == plain.config.num_hidden_layers
 
 
 def test_saved_it_does_not_know_us(tmp_path):
@@ -326,28 +446,12 @@ def test_unknown_patterns_are_not_taken_for_documents():
     assert attention._pattern(and_masks(causal_mask_function, lambda b, h, q, k: q - k < 3)) is None
 
 
-def test_sparse_attention_stays():
-    """Its class makes the mask of blocks for eager and SDPA by name; the documents' attention would attend to everything."""
-    plain = families.minimax_m3(index_block_size=16, index_topk_blocks=1).double()
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("kind", ["plain", "padded"])
+def test_sparse_attention_is_as_it_was(implementation, kind):
+    """Its class adds a mask of blocks to the mask that it is given; the documents' attention would attend to everything."""
+    plain = families.minimax_m3(index_block_size=4, index_topk_blocks=1, attn_implementation=implementation)
     patched = copy.deepcopy(plain)
-    report = patch_model(patched)
-    assert any(entry.part == "attention" and "MiniMaxM3VLAttention asks" in entry.reason for entry in report.left), str(report)
-    ids = torch.randint(1, families.VOCABULARY, (1, 64))
-    rows = {"input_ids": ids, "labels": ids}
-    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
-
-
-def test_a_twin_sees_sparse_attention(monkeypatch):
-    """Its blocks are shorter than its rows, whatever the model's are."""
-    model = families.minimax_m3(hidden_size=256, head_dim=64)
-    assert model.config.index_block_size * model.config.index_topk_blocks > 2000
-    monkeypatch.setattr(plan, "who_asks", lambda modules: "")
-    with plain_surroundings():
-        twin = build_twin(type(model), twin_config(model.config)).train().double()
-        assert plan._why_not_documents(twin)
-
-
-def test_who_asks_by_what_name_it_attends():
-    """GPT-2 asks for eager alone, to round in its own way."""
-    assert who_asks(families.minimax_m3().modules()) == "MiniMaxM3VLAttention"
-    assert not any(who_asks(families.build(family).modules()) for family in FAMILIES)
+    patch_model(patched)
+    rows = ROWS[kind]()
+    assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows), tolerance=3e-5)

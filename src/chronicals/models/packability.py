@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from chronicals.batch import IGNORED, Batch
-from chronicals.models.attention_names import who_asks
 from chronicals.models.head import UnknownHead, read_head
 from chronicals.models.presentation import PresentedModel
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
@@ -81,9 +79,6 @@ def _prove(cls: Any, config: Any) -> Packability:
     head_proved = _head_is_understood(twin)
     if not _is_causal(twin):
         return Packability(False, head_proved, "its states hear of later tokens", causal=False)
-    asking = who_asks(module for module in twin.modules() if not isinstance(module, PreTrainedModel))  # whole models mask
-    if asking and twin._can_set_attn_implementation():
-        return Packability(False, head_proved, f"{asking} asks by what name it attends and may do otherwise for ours")
     try:
         for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
             for name, expected, got in zip(("hidden states", "gradients"), alone, _documents_packed(twin, order)):

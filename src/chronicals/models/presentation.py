@@ -1,7 +1,7 @@
 """Presenting a Batch to a Hugging Face model: hidden states come back flat, one row a token.
 
 Where the class is proved to respect documents, the Batch goes in packed, with transformers' own arguments
-(``position_ids``, ``cu_seq_lens_q/k``, ``max_length_q/k``) and our attention behind its attention interface. Otherwise
+(``position_ids``, ``cu_seq_lens_q/k``, ``max_length_q/k``) and our attention in a seam of the instance. Otherwise
 its documents become padded rows with a mask: slower, the same result.
 """
 
@@ -20,13 +20,16 @@ from transformers.modeling_utils import AttentionInterface
 
 from chronicals.attention import document_attention
 from chronicals.batch import Batch
+from chronicals.models import attention_seam
+from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.router_loss import SWITCH, RouterLoss
 
 logger = logging.getLogger(__name__)
 
 ATTENTION = "chronicals_documents"
-"""Name under which document attention is registered with transformers; without a mask function, so no mask is built."""
+"""Name of document attention in transformers' table, for modules whose forward is somebody else's; there is no mask function of
+this name, so that transformers makes no mask. No configuration of a user's carries it."""
 
 CACHES = ("cache", "past_key_values")
 """What transformers calls the keys and values of earlier tokens: from 5.24 on, and before."""
@@ -48,8 +51,10 @@ def _documents_only(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
-    if cu_seq_lens_q is None or max_length_q is None or attention_mask is not None:
+    if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(f"{type(module).__name__} does not pass document bounds on to its attention")
+    if attention_mask is not None:
+        raise ValueError(f"{type(module).__name__} attends with a mask of its own, beside the bounds of documents")
     if dropout:
         raise ValueError(
             f"attention dropout {dropout} is not supported; set attention_dropout=0 (attn_pdrop=0 in GPT-2's family) in the "
@@ -74,6 +79,19 @@ def _documents_only(
 AttentionInterface.register(ATTENTION, _documents_only)
 
 
+class OverDocuments(Seam):
+    """Attention takes the bounds of documents, and no masks are made."""
+
+    def attend(self, name: str, own: Attention) -> Attention:
+        return _documents_only
+
+    def name(self, name: str) -> str:
+        return ATTENTION
+
+
+SEAM = OverDocuments("documents_only")
+
+
 @dataclass
 class PresentedModel:
     """A model together with the way it takes a Batch.
@@ -89,7 +107,6 @@ class PresentedModel:
     packed: bool
     head_is_read: bool
     router_loss: RouterLoss | None = None
-    _before: str = field(default="", init=False)
     _recorded: list[list[Tensor]] | None = field(default=None, init=False)
 
     @property
@@ -137,8 +154,11 @@ class PresentedModel:
         if not self.packed:
             yield self
             return
-        with attending(self.model, ATTENTION) as self._before:
+        attention_seam.install(self.model, SEAM)
+        try:
             yield self
+        finally:
+            attention_seam.remove(self.model, SEAM)
 
     @contextmanager
     def attending_as_before(self) -> Iterator[None]:
@@ -146,8 +166,11 @@ class PresentedModel:
         if not self.packed:
             yield
             return
-        with attending(self.model, self._before):
+        attention_seam.remove(self.model, SEAM)
+        try:
             yield
+        finally:
+            attention_seam.install(self.model, SEAM)
 
 
 @contextmanager
@@ -160,48 +183,6 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
-
-
-def text_attention(model: Any) -> str:
-    """By name, what the model's text attends with."""
-    return model.config.get_text_config()._attn_implementation
-
-
-def parts_of(config: Any) -> Iterator[Any]:
-    """The configuration, and those within it."""
-    yield config
-    for name in config.sub_configs:
-        part = getattr(config, name, None)
-        if part is not None:
-            yield from parts_of(part)
-
-
-def text_configs(model: Any) -> list[Any]:
-    """The configurations that modules of the text hold: a layer that was copied has one of its own."""
-    text = model.config.get_text_config()
-    others = {id(part) for part in parts_of(model.config)} - {id(text)}
-    held = {id(value): value for module in model.modules() for value in vars(module).values() if type(value) is type(text)}
-    return [config for key, config in ({id(text): text} | held).items() if key not in others]
-
-
-def set_text_attention(model: Any, name: str) -> None:
-    """Towers of other kinds keep theirs, and a class that cannot be told what to attend with is not."""
-    if model._can_set_attn_implementation():
-        for config in text_configs(model):
-            config._attn_implementation_internal = name
-
-
-@contextmanager
-def attending(model: Any, name: str) -> Iterator[str]:
-    """Within: the model's text attends with ``name``; gives what it did before, and will again."""
-    before = text_attention(model)
-    own = [(config, config._attn_implementation) for config in text_configs(model)]
-    set_text_attention(model, name)
-    try:
-        yield before
-    finally:
-        for config, implementation in own:
-            config._attn_implementation_internal = implementation
 
 
 def packed_arguments(batch: Batch) -> dict[str, Any]:

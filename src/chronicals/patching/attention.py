@@ -1,15 +1,12 @@
-"""The attention seam: padded and packed rows become documents, which attend without a mask and without padding.
+"""The attention seam: padded and packed rows become documents, which attend without a mask.
 
-Behind transformers' interfaces for masks and for attention stands, for every implementation a model may have had, one
-of ours by the name ``chronicals_over_<that>``. The mask interface is told how a mask comes about; where that is causality,
-padding, packed positions and a sliding window and nothing else, no mask is made, and ``document_attention`` runs over the
-bounds of the documents. Anything else (a cache, padding on the left, a mask of somebody's own, dropout,
-``torch.compile``) goes to the implementation the model had, and so do rows with labels at padding, for outputs there are
-zero.
+Within the seam (``chronicals.models.attention_seam``) transformers makes the masks of a model by one of ours, which is told
+how a mask comes about. Where that is causality, padding on the right, packed positions and a sliding window and nothing else,
+a lazy mask is made, and ``document_attention`` runs over the bounds of the documents. Anything else (a cache, padding on the
+left, a mask of somebody's own, dropout, ``torch.compile``) goes to the implementation that the configuration names.
 
-Bounds that are given (``cu_seq_lens_q``, as ``DataCollatorWithFlattening`` gives them) are kept, whatever else is;
-restarting positions count where transformers counts them, which is without a cache (``use_cache=False``): packs that are
-trained on go without one.
+What is a document is what transformers takes for one: positions that restart count where there is neither an
+``attention_mask`` nor a cache (``use_cache=False``).
 
 Shapes: B rows, S positions, T real tokens, H query heads, K key/value heads, D head width.
 """
@@ -18,8 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,47 +23,32 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from chronicals.attention import document_attention
 from chronicals.batch import IGNORED
-from chronicals.models.presentation import CACHES, text_configs
-from chronicals.patching import own_config
-
-logger = logging.getLogger(__name__)
+from chronicals.models import attention_seam
+from chronicals.models.attention_seam import Attention, Seam, text_configs
+from chronicals.patching.lazy_logits import autocast_type
+from chronicals.patching.lazy_mask import Documents, LazyMask, Padding
 
 NAME = "attention"
 """As the report and a plan call it."""
 
 BY = "document_attention"
 PREFIX = "chronicals_over_"
+"""Before the name of a mask function of transformers: the one of ours in its place. No configuration carries such a name."""
+
 IMPLEMENTATIONS = ("eager", "sdpa")
 """What ours can stand before; the flash implementations take documents themselves."""
 
-DOCUMENTS = "chronicals_documents"
-"""Attribute of a mask of ours: the documents it stands for."""
+ABOUT_PACKS = (
+    "packs: as without the patch, documents in one row are kept apart by position_ids that restart, and only without an "
+    "attention_mask and without a cache (use_cache=False); with eager and sdpa transformers ignores cu_seq_lens_q and seq_idx"
+)
+ABOUT_PADDING = "padding: outputs at padding on the right of rows are zero (outputs_at_padding=False)"
 
 runs = [0]
 """How often documents were attended: a proof on a twin sees whether its class comes by here."""
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Rows ``[B, S]`` as documents.
-
-    Attributes:
-        bounds: int32 ``[N + 1]``, ending at T.
-        longest: bound on a document's length.
-        places: of the real tokens among B · S, or None where all are.
-        window: of the sliding window, or None.
-        mask: makes the mask that the implementation before would have made.
-    """
-
-    bounds: Tensor
-    longest: int
-    places: Tensor | None
-    window: int | None
-    mask: Callable[[], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -86,95 +66,68 @@ def why_not(model: Any) -> str:
             return f"{config._attn_implementation} is left as it is"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "its layers lie on several devices"
-    return ""
+    replaced = attention_seam.who_stands_in_the_way(model)
+    return f"the forward of {replaced} was replaced by something else" if replaced else ""
 
 
 def is_offered(model: Any) -> bool:
     """Whether the class takes its attention from transformers' interface."""
-    return hasattr(model, "_can_set_attn_implementation") and model._can_set_attn_implementation()
+    return bool(attention_seam.places(model))
 
 
-def install(model: Any) -> None:
-    """Let ours stand before what the model's text has; towers of other kinds keep theirs."""
-    own_config.take(model, text_configs(model))
-    for config in text_configs(model):
-        config._attn_implementation_internal = PREFIX + config._attn_implementation
-    model.register_forward_pre_hook(_without_cache, with_kwargs=True)
-    model.register_forward_pre_hook(_look_at_padding, with_kwargs=True)
+def install(model: Any, outputs_at_padding: bool = True) -> None:
+    """Let documents attend in the model's text; towers of other kinds keep theirs.
+
+    Args:
+        outputs_at_padding: False leaves them zero, and refuses labels there.
+    """
+    if outputs_at_padding:
+        attention_seam.install(model, SEAM)
+    else:
+        attention_seam.install(model, WITHOUT_PADDING)
+        model.register_forward_pre_hook(_refuse_labels_at_padding, with_kwargs=True)
+
+
+def is_installed(model: Any, outputs_at_padding: bool) -> bool:
+    """Whether it was installed so."""
+    return attention_seam.is_in(model, SEAM if outputs_at_padding else WITHOUT_PADDING)
 
 
 def remove(model: Any) -> None:
-    """Back to what the model had, or was given since."""
-    for config in text_configs(model):
-        if config._attn_implementation:
-            config._attn_implementation_internal = config._attn_implementation.removeprefix(PREFIX)
-    own_config.give_back(model)
-    for key in [key for key, hook in model._forward_pre_hooks.items() if hook in (_without_cache, _look_at_padding)]:
+    """Let the model attend as it did before."""
+    for seam in (SEAM, WITHOUT_PADDING):
+        attention_seam.remove(model, seam)
+    for key in [key for key, hook in model._forward_pre_hooks.items() if hook is _refuse_labels_at_padding]:
         del model._forward_pre_hooks[key]
         model._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
-def _without_cache(_model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-    """transformers looks for documents in the positions only where there is no cache, which is made unless forbidden.
-
-    It would take any jump for the end of a document, so that only for packs the cache is forbidden. To look at positions waits
-    for the device: once in a step that is given them, never in another.
-    """
-    given = {name for name, value in kwargs.items() if value is not None}
-    asked = "position_ids" in given and not given & {"attention_mask", "use_cache", *CACHES}
-    trains = asked and given & {"labels", "shift_labels"}
-    return (args, kwargs | {"use_cache": False}) if trains and _are_packs(kwargs["position_ids"]) else None
-
-
-_call = threading.local()
-"""What the model is called with now: ``labels_at_padding``."""
-
-
-def _look_at_padding(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Whether something is to be predicted from padding, which is a mistake more often than not; looked for where there are
-    labels and padding, whose places the device is asked for anyway."""
-    _call.labels_at_padding = False
+def _refuse_labels_at_padding(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raises ValueError where something is to be predicted from padding, whose outputs are left zero."""
     mask, labels = kwargs.get("attention_mask"), kwargs.get("shift_labels")
     labels = kwargs.get("labels") if labels is None else labels
     if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or torch.compiler.is_compiling():
         return
-    if mask.shape == labels.shape:
-        _call.labels_at_padding = bool((labels.ne(IGNORED) & mask.eq(0)).any())
-        if _call.labels_at_padding:
-            _say_labels_at_padding()
-
-
-@functools.cache
-def _say_labels_at_padding() -> None:
-    logger.warning(
-        "labels stand at padding, where attention_mask is 0, and are trained: rows are attended with their padding, which is "
-        "slower; set them to -100 if that is not meant"
-    )
-
-
-def _are_packs(positions: Any) -> bool:
-    """Whether rows of positions count up or begin again at 0, and do both; not to be seen while compiling."""
-    if torch.compiler.is_compiling() or not isinstance(positions, Tensor) or positions.ndim != 2:
-        return False
-    counts, begins = positions.diff() == 1, positions[:, 1:] == 0
-    return bool((counts | begins).all() & counts.any() & begins.any())
+    if mask.shape == labels.shape and bool((labels.ne(IGNORED) & mask.eq(0)).any()):
+        raise ValueError(
+            "labels stand at padding, where attention_mask is 0, and the model was patched with outputs_at_padding=False: set "
+            f"these labels to {IGNORED}, or call patch_model(model) without it"
+        )
 
 
 def _mask(implementation: str, batch_size: int, q_length: int, kv_length: int, **options: Any) -> Any:
-    """transformers' mask interface: a mask of ours where the rows are documents, else that of ``implementation``."""
+    """transformers' mask interface: a lazy mask where the rows are documents, else that of ``implementation``."""
     usual = ALL_MASK_ATTENTION_FUNCTIONS[implementation]
     make = functools.partial(usual, batch_size=batch_size, q_length=q_length, kv_length=kv_length, **options)
     documents = None
-    as_rows = getattr(_call, "labels_at_padding", False) and options.get("attention_mask") is not None
-    if not torch.compiler.is_compiling() and not as_rows and _is_square(q_length, kv_length, options):
+    if not torch.compiler.is_compiling() and _is_square(q_length, kv_length, options):
         pattern = _pattern(options.get("mask_function", causal_mask_function))
         if pattern is not None:
             documents = _documents(batch_size, q_length, options, pattern, make)
     if documents is None:
         return make()
-    mask = torch.empty((batch_size, 1, q_length, 0), dtype=torch.bool, device=documents.bounds.device)
-    setattr(mask, DOCUMENTS, documents)
-    return mask
+    dtype = torch.bool if implementation == "sdpa" else options.get("dtype", torch.float32)
+    return LazyMask(documents, batch_size, q_length, dtype)
 
 
 def _is_square(q_length: Any, kv_length: Any, options: dict[str, Any]) -> bool:
@@ -212,13 +165,13 @@ def _pattern(function: Any) -> Pattern | None:
 
 
 def _documents(
-    rows: int, length: int, options: dict[str, Any], pattern: Pattern, make: Callable[[], Tensor | None]
+    rows: int, length: int, options: dict[str, Any], pattern: Pattern, make: Callable[..., Tensor | None]
 ) -> Documents | None:
     padding, device = options.get("attention_mask"), options.get("device", "cpu")
-    mask = functools.cache(make)
+    makers: Any = functools.cache(make), functools.cache(functools.partial(make, allow_is_causal_skip=False))
     if padding is None and pattern.packs is None:
         bounds = torch.arange(0, rows * length + 1, length, dtype=torch.int32, device=device)
-        return Documents(bounds, length, None, pattern.window, mask)
+        return Documents(bounds, length, None, pattern.window, None, *makers)
     if padding is not None and (padding.shape != (rows, length) or not _is_on_the_right(padding)):
         return None
     number_BS = torch.ones((rows, length), dtype=torch.int64, device=device)
@@ -229,10 +182,22 @@ def _documents(
         number_BS = number_BS * padding.to(device).bool()
     numbers, lengths = torch.unique_consecutive(number_BS.flatten(), return_counts=True)
     real = numbers > 0
-    lengths = lengths[real]
-    bounds = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    places = None if bool(real.all()) else number_BS.flatten().nonzero().squeeze(1)
-    return Documents(bounds, int(lengths.max()), places, pattern.window, mask)
+    shortest, longest = lengths[real].min(), lengths[real].max()
+    shortest, longest, whole = (int(x) for x in torch.stack((shortest, longest, real.all().to(longest.dtype))).tolist())
+    bounds = F.pad(lengths[real].cumsum(0), (1, 0)).to(torch.int32)
+    if whole:
+        return Documents(bounds, longest, None, pattern.window, None, *makers)
+    places = number_BS.flatten().nonzero().squeeze(1)
+    return Documents(bounds, longest, places, pattern.window, _padding(number_BS == 0, length - shortest, make), *makers)
+
+
+def _padding(padded_BS: Tensor, longest: int, make: Callable[..., Tensor | None]) -> Padding:
+    """Padding on the right of rows, at most ``longest`` of it in each."""
+    length = padded_BS.shape[1]
+    first = length - longest
+    mask: Any = functools.partial(make, q_length=longest, q_offset=first, allow_is_causal_skip=False)
+    places, within = (x.flatten().nonzero().squeeze(1) for x in (padded_BS, padded_BS[:, first:]))
+    return Padding(places, within, longest, functools.cache(mask))
 
 
 def _is_on_the_right(padding: Tensor) -> bool:
@@ -242,30 +207,38 @@ def _is_on_the_right(padding: Tensor) -> bool:
 
 
 def _attend(
-    implementation: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, Tensor | None]:
+    implementation: str, own: Attention, outputs_at_padding: bool, module: nn.Module, query: Tensor, key: Tensor, value: Tensor,
+    attention_mask: Any, **options: Any,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """transformers' attention interface: ``[B, H, S, D]`` in, ``[B, S, H, D]`` out."""
-    documents = getattr(attention_mask, DOCUMENTS, None)
-    if documents is None:
-        return _before(implementation, module)(module, query, key, value, attention_mask, **options)
-    if not _can(implementation, module, query, key, value, options):
-        return _before(implementation, module)(module, query, key, value, documents.mask(), **options)
+    if not isinstance(attention_mask, LazyMask):
+        return own(module, query, key, value, attention_mask, **options)
+    documents = attention_mask.documents
+    q, k, v = (_as_autocast(x) for x in (query, key, value))
+    if not _can(implementation, module, q, k, v, options):
+        return own(module, query, key, value, documents.mask(), **options)
     runs[0] += 1
-    rows, heads, length, width = query.shape
-    narrow = value.shape[-1]
-    value = F.pad(value, (0, width - narrow)) if narrow < width else value  # latent attention
-    q_THD, k_TKD, v_TKD = (_real(x, documents.places) for x in (query, key, value))
-    bounds, longest = documents.bounds, documents.longest
-    given = options.get("cu_seq_lens_q")
-    if given is not None and rows == 1 and documents.places is None and options.get("max_length_q") is not None:
-        bounds, longest = given.to(torch.int32), int(options["max_length_q"])
+    rows, heads, length, width = q.shape
+    narrow = v.shape[-1]
+    v = F.pad(v, (0, width - narrow)) if narrow < width else v  # latent attention
+    q_THD, k_TKD, v_TKD = (_real(x, documents.places) for x in (q, k, v))
     out = document_attention(
-        q_THD, k_TKD, v_TKD, bounds, longest, scale=options.get("scaling"), window=documents.window,
+        q_THD, k_TKD, v_TKD, documents.bounds, documents.longest, scale=options.get("scaling"), window=documents.window,
         softcap=options.get("softcap"), sinks=options.get("s_aux"),
-    )  # fmt: skip
+    )[..., :narrow]  # fmt: skip
     if documents.places is not None:
-        out = out.new_zeros(rows * length, heads, width).index_copy(0, documents.places, out)
-    return out.view(rows, length, heads, width)[..., :narrow], None
+        out = out.new_zeros(rows * length, heads, narrow).index_copy(0, documents.places, out)
+    padding = documents.padding if outputs_at_padding else None
+    if padding is not None:
+        last = own(module, query[:, :, -padding.longest :], key, value, padding.mask(), **options)[0]
+        out = out.index_copy(0, padding.places, last.flatten(0, 1).index_select(0, padding.within).to(out.dtype))
+    return out.view(rows, length, heads, narrow), None
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """In the type in which attention runs under autocast, which takes its inputs so: rotation leaves queries and keys wider."""
+    kind = autocast_type(x)
+    return x if kind is None or x.dtype == torch.float64 else x.to(kind)
 
 
 def _real(x_BHSD: Tensor, places: Tensor | None) -> Tensor:
@@ -288,17 +261,24 @@ def _can(implementation: str, module: nn.Module, query: Tensor, key: Tensor, val
         and value.shape[-1] <= key.shape[-1]
         and query.dtype == key.dtype == value.dtype
         and query.shape[2:] == key.shape[2:]
-        and not getattr(module.config, "output_attentions", False)
+        and not getattr(getattr(module, "config", None), "output_attentions", False)
     )
 
 
-def _before(implementation: str, module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """What would have attended; the plainest of them each modelling file has for itself."""
-    if implementation != "eager":
-        return ALL_ATTENTION_FUNCTIONS[implementation]
-    return inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
+@dataclass(frozen=True)
+class WhereDocuments(Seam):
+    """Documents attend where rows are documents, and the implementation that the configuration names where they are not."""
 
+    outputs_at_padding: bool
+
+    def attend(self, name: str, own: Attention) -> Attention:
+        return functools.partial(_attend, name, own, self.outputs_at_padding) if name in IMPLEMENTATIONS else own
+
+    def name(self, name: str) -> str:
+        return PREFIX + name if name in IMPLEMENTATIONS else name
+
+
+SEAM, WITHOUT_PADDING = WhereDocuments("documents", True), WhereDocuments("documents_without_padding", False)
 
 for _name in IMPLEMENTATIONS:
-    AttentionInterface.register(PREFIX + _name, functools.partial(_attend, _name))
     AttentionMaskInterface.register(PREFIX + _name, functools.partial(_mask, _name))

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from chronicals.models.rebinding import OURS
+
 TOLERANCE = 3e-5
 """Relative to the largest value, in fp32."""
 
@@ -26,7 +28,7 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 OF_A_RUN = ("training", "forward", "gradient_checkpointing")
 
-FORM = "chronicals_form"
+FORM = OURS
 """Attribute by which a function of ours is known among a module's own."""
 
 
@@ -105,12 +107,6 @@ def signature(module: nn.Module) -> tuple:
     # linear children become adapters and quantised layers; the others, an activation among them, stay what they are
     children = ((name, None if hasattr(child, "in_features") else type(child)) for name, child in module._modules.items())
     return type(module), tuple(own.items()), tuple(children), tuple(numbers(module)), settings(module)
-
-
-def functions_beside(forward: Callable) -> tuple:
-    """The functions that the file of ``forward`` has, each of which somebody may replace."""
-    names = getattr(inspect.unwrap(forward), "__globals__", {})
-    return tuple(value for value in names.values() if isinstance(value, FunctionType))
 
 
 def numbers(module: nn.Module) -> list[str]:

@@ -31,22 +31,23 @@ class Whole:
         return self
 
 
-def patch_model(model: Any) -> PatchReport:
-    """Replace what can be proved equal by kernels; parameters keep names, shapes and identity.
-
-    The configuration becomes the model's own copy until ``unpatch_model``: change it as ``model.config``. What transformers
-    allows by the name of an attention alone (``generate_batch``, ``config.output_attentions = True``) wants an unpatched model.
+def patch_model(model: Any, outputs_at_padding: bool = True) -> PatchReport:
+    """Replace what can be proved equal by kernels; parameters keep names, shapes and identity, the configuration its values.
 
     Args:
         model: a causal language model of transformers, or PEFT's wrapping of one.
+        outputs_at_padding: whether attention computes its outputs at padding on the right of rows, where transformers lets
+            padding see the real tokens of its row. False leaves them zero, which is faster where rows are padded a lot: the
+            loss and all gradients stay the same, logits and hidden states at padding do not, and labels there are refused.
 
     Returns:
         What was replaced, where, by what, and what was left alone and why. A second call changes nothing.
 
     Raises:
-        ValueError: ``model`` is not a model of transformers, or wrapped or compiled already.
+        ValueError: ``model`` is not a model of transformers, or wrapped or compiled already, or was patched with another
+            value of ``outputs_at_padding``.
     """
-    return _patch(model, seams=True)
+    return _patch(model, seams=True, outputs_at_padding=outputs_at_padding)
 
 
 def patch_parts(model: Any, whole_layers: bool = False) -> PatchReport:
@@ -58,7 +59,7 @@ def patch_parts(model: Any, whole_layers: bool = False) -> PatchReport:
     return _patch(model, seams=False, whole_layers=whole_layers)
 
 
-def _patch(model: Any, seams: bool, whole_layers: bool = False) -> PatchReport:
+def _patch(model: Any, seams: bool, whole_layers: bool = False, outputs_at_padding: bool = True) -> PatchReport:
     target = _inside(model)
     plan, report = plan_for(target), vars(target).get("_chronicals_report")
     if not isinstance(report, PatchReport):
@@ -71,7 +72,12 @@ def _patch(model: Any, seams: bool, whole_layers: bool = False) -> PatchReport:
         _replace_layers(target, plan, report)
     if seams and not report.mentions(loss.NAME):
         _replace_loss(target, plan, report)
-        _replace_attention(target, plan, report)
+        _replace_attention(target, plan, report, outputs_at_padding)
+    elif seams and attention.is_installed(target, not outputs_at_padding):
+        raise ValueError(
+            f"outputs_at_padding={outputs_at_padding}: the model was patched with {not outputs_at_padding} already; call "
+            "unpatch_model(model) first"
+        )
     if report.replaced:
         target._chronicals_whole = Whole()
     return report
@@ -145,10 +151,13 @@ def _replace_loss(target: Any, plan: Plan, report: PatchReport) -> None:
         report.replaced.append(Replaced("", "loss", "linear_cross_entropy"))
 
 
-def _replace_attention(target: Any, plan: Plan, report: PatchReport) -> None:
+def _replace_attention(target: Any, plan: Plan, report: PatchReport, outputs_at_padding: bool) -> None:
     reason = attention.why_not(target) if plan.attention else plan.reasons.get(attention.NAME, plan.reasons.get("model", ""))
     if reason:
         report.left.append(Left("", attention.NAME, reason))
     else:
-        attention.install(target)
+        attention.install(target, outputs_at_padding)
         report.replaced.append(Replaced("", attention.NAME, attention.BY))
+        report.notes.append(attention.ABOUT_PACKS)
+        if not outputs_at_padding:
+            report.notes.append(attention.ABOUT_PADDING)

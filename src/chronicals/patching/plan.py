@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from chronicals.batch import IGNORED, Batch
 from chronicals.models import PresentedModel
-from chronicals.models.attention_names import who_asks
+from chronicals.models.rebinding import functions_beside
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.patching import attention, decoder_layer, loss
-from chronicals.patching.forms import Form, functions_beside, signature
+from chronicals.patching.forms import Form, signature
 from chronicals.patching.gated_mlps import recognise_gated_mlp
 from chronicals.patching.gated_norms import recognise_gated_norm
 from chronicals.patching.norms import recognise_norm
@@ -191,9 +191,6 @@ def _why_not_documents(twin: Any) -> str:
     expected = {kind: found for kind, found in expected.items() if agree(found, found)}  # some give no number at padding
     if not attention.is_offered(twin):
         return "it does not attend through transformers' interface"
-    asking = who_asks(twin.modules())
-    if asking:
-        return f"{asking} asks by what name it attends and may do otherwise for ours"
     attention.install(twin)
     before = attention.runs[0]
     try:
@@ -209,7 +206,7 @@ def _why_not_documents(twin: Any) -> str:
 
 
 def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
-    """Plain, padded on either side, and packed; the tokens at padding are no targets."""
+    """Plain, padded on either side, and packed; the tokens at padding are no targets but in one kind."""
     generator = torch.Generator().manual_seed(7)
     size = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(FIRST_TOKEN, size, (2, 9), generator=generator)
@@ -219,6 +216,7 @@ def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
     for side, padding in (("right", mask), ("left", mask.flip(1))):
         labels = ids.masked_fill(padding == 0, -100)
         rows[f"{side}-padded"] = {"input_ids": ids, "labels": labels, "attention_mask": padding}
+    rows["right-padded, trained at padding,"] = {"input_ids": ids, "labels": ids, "attention_mask": mask}
     positions = torch.cat([torch.arange(length) for length in (7, 1, 6)])[None]
     packed = torch.randint(FIRST_TOKEN, size, positions.shape, generator=generator)
     rows["packed"] = {"input_ids": packed, "labels": packed.masked_fill(positions == 0, -100), "position_ids": positions}

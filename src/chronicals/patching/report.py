@@ -1,4 +1,4 @@
-"""PatchReport: what was replaced, where, by what, and what was left alone and why."""
+"""PatchReport: what was replaced, where, by what, what was left alone and why, and what a user should know about it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ class PatchReport:
     Attributes:
         model: class of the model.
         replaced, left: by module.
+        notes: sentences about when a replacement is used, or what it skips.
         whole_layers: decoder layers were looked at as wholes, too.
     """
 
     model: str
     replaced: list[Replaced] = field(default_factory=list)
     left: list[Left] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     whole_layers: bool = False
 
     def mentions(self, part: str) -> bool:
@@ -61,4 +63,4 @@ class PatchReport:
             rows.append((part, str(count), f"as it was: {reason}"))
         widths = [max(len(row[n]) for row in rows) for n in range(2)]
         lines = [f"{row[0]:{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]}" for row in rows]
-        return "\n".join([self.model, *lines])
+        return "\n".join([self.model, *lines, *self.notes])

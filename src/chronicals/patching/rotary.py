@@ -1,24 +1,22 @@
 """Rotary embedding: attention modules whose forward calls a rotation ``(q, k, cos, sin, ...)`` of their modelling file.
 
-Such an instance gets its class's own forward, in which that name means the kernel: the code object is the class's, its
-globals a copy with the name replaced, behind the same decorators. No source is read and no class or module is written to.
+Such an instance gets its class's own forward, in which that name means the kernel.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, FunctionType, ModuleType
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_qk_rope
-from chronicals.patching.forms import TOLERANCE, Form, functions_beside
+from chronicals.models.rebinding import rebound
+from chronicals.patching.forms import TOLERANCE, Form
 
 KERNEL = "fused_qk_rope"
 ARGUMENTS = ["q", "k", "cos", "sin"]
@@ -79,9 +77,9 @@ def recognise_rotary(module: nn.Module) -> Form | None:
     if not ways or len(ways) < len(own):
         return None
     by = "; ".join(dict.fromkeys(f"{KERNEL}, {way}" if way else KERNEL for way in ways.values()))
-    made = _with_rotations(forward, {name: _rotation(own[name], WAYS[way]) for name, way in ways.items()})
-    decorated = _decorated_alike(type(module).forward, made)
-    return None if decorated is None else Form(by, decorated)
+    rotations = {name: _rotation(own[name], WAYS[way]) for name, way in ways.items()}
+    made = rebound(type(module).forward, rotations, "rotary")  # type: ignore[arg-type]
+    return None if made is None else Form(by, made)
 
 
 def _rotates(function: Any) -> bool:
@@ -118,40 +116,3 @@ def _rotation(own: Callable, way: Way) -> Callable:
         return own(q, k, cos, sin, *rest, **options)
 
     return rotate
-
-
-def _with_rotations(forward: FunctionType, rotations: dict[str, Callable]) -> Callable:
-    return _copied(forward, _globals_with(forward, rotations), forward.__closure__)
-
-
-def _decorated_alike(forward: Any, made: Callable) -> Callable | None:
-    """``made`` behind the decorators of ``forward``, whose closures hold what they decorate; None where one's does not."""
-    decorated = getattr(forward, "__wrapped__", None)
-    if decorated is None:
-        return made
-    inner = _decorated_alike(decorated, made)
-    closure = getattr(forward, "__closure__", None) or ()
-    holds = [cell.cell_contents is decorated for cell in closure]
-    if inner is None or not any(holds):
-        return None
-    cells = tuple(CellType(inner) if there else cell for cell, there in zip(closure, holds))
-    return functools.update_wrapper(_copied(forward, forward.__globals__, cells), inner)
-
-
-def _copied(function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
-    """The function with these globals and this closure."""
-    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
-    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
-    made.__annotations__ = function.__annotations__
-    return made
-
-
-def _globals_with(forward: FunctionType, rotations: dict[str, Callable]) -> dict[str, Any]:
-    """The globals of ``forward`` with these replaced, as those of a module: ``torch.compile`` looks them up there."""
-    version = hash(functions_beside(forward))  # somebody may have replaced one since
-    name = f"chronicals.patching.rotary.{forward.__module__}.{'.'.join(sorted(rotations))}.{version}"
-    if name not in sys.modules:
-        module = ModuleType(name)
-        vars(module).update(forward.__globals__, __name__=name, **rotations)
-        sys.modules[name] = module
-    return vars(sys.modules[name])

@@ -1,0 +1,78 @@
+"""Functions in which some global names mean something else, for use as methods of single instances.
+
+The code object is that of the function, its globals are a copy with the names replaced, and its decorators stand around it
+as they stood around the function. No source is read, and no class or module is written to.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+OURS = "chronicals_form"
+"""Attribute of a function that replaces a method of a single instance: what it is."""
+
+
+def functions_beside(function: Callable) -> tuple:
+    """The functions among the globals of ``function``, each of which somebody may replace."""
+    names = getattr(inspect.unwrap(function), "__globals__", {})
+    return tuple(value for value in names.values() if isinstance(value, FunctionType))
+
+
+def names_in(code: CodeType) -> set[str]:
+    """Global names and attributes that a code object uses, comprehensions and inner functions included."""
+    inner = (part for part in code.co_consts if isinstance(part, CodeType))
+    return set(code.co_names).union(*(names_in(part) for part in inner))
+
+
+def rebound(function: Callable, names: Mapping[str, Any], label: str) -> Callable | None:
+    """A copy of ``function`` in which the global ``names`` have these values.
+
+    Args:
+        function: a plain Python function, decorated or not.
+        label: what the values are, in a word: the copied globals are shared by all calls with the same functions, names and
+            label.
+
+    Returns:
+        The copy, or None where a decorator does not hold what it decorates in its closure.
+    """
+    inner = inspect.unwrap(function)
+    assert isinstance(inner, FunctionType)
+    return _decorated_alike(function, _copied(inner, _globals_with(inner, names, label), inner.__closure__))
+
+
+def _decorated_alike(function: Any, made: Callable) -> Callable | None:
+    """``made`` behind the decorators of ``function``, whose closures hold what they decorate; None where one's does not."""
+    decorated = getattr(function, "__wrapped__", None)
+    if decorated is None:
+        return made
+    inner = _decorated_alike(decorated, made)
+    closure = getattr(function, "__closure__", None) or ()
+    holds = [cell.cell_contents is decorated for cell in closure]
+    if inner is None or not any(holds):
+        return None
+    cells = tuple(CellType(inner) if there else cell for cell, there in zip(closure, holds))
+    return functools.update_wrapper(_copied(function, function.__globals__, cells), inner)
+
+
+def _copied(function: FunctionType, names: dict[str, Any], closure: tuple[CellType, ...] | None) -> FunctionType:
+    """The function with these globals and this closure."""
+    made = FunctionType(function.__code__, names, function.__name__, function.__defaults__, closure)
+    made.__kwdefaults__, made.__qualname__ = function.__kwdefaults__, function.__qualname__
+    made.__annotations__ = function.__annotations__
+    return made
+
+
+def _globals_with(function: FunctionType, names: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The globals of ``function`` with these replaced, as those of a module: ``torch.compile`` looks them up there."""
+    version = hash(functions_beside(function))  # somebody may have replaced one since
+    name = f"chronicals.{label}.{function.__globals__['__name__']}.{'.'.join(sorted(names))}.{version}"
+    if name not in sys.modules:
+        module = ModuleType(name)
+        vars(module).update(function.__globals__, __name__=name, **names)
+        sys.modules[name] = module
+    return vars(sys.modules[name])
