@@ -549,6 +549,19 @@ def test_a_split_is_a_function_of_the_seed(tmp_path):
     assert len({str(part) for part in held}) == 5
 
 
+@pytest.mark.parametrize("overlong", ["cut", "split"])
+def test_a_split_keeps_equal_rows_on_one_side(tmp_path, overlong):
+    """Whichever they are: of 40 pairs, a quarter held out, chance alone would have all on one side once in 10^8 draws."""
+    rows = [{"text": f"{n} {'is followed by ' * (n % 7)}{n + 1}"} for n in range(40)]
+    rows = [*rows, *rows]
+    random.shuffle(rows)
+    store = build_store(rows, tokenizer(), WIDTH, tmp_path, overlong=overlong)
+    for seed in range(3):
+        train, validation = (documents(part) for part in store.split(0.25, seed))
+        assert validation and not [document for document in validation if document in train]
+        assert sorted(train + validation) == sorted(documents(store))
+
+
 @pytest.mark.parametrize(("count", "share"), [(1, 0.1), (2, 0.9), (10, 0.99)])
 def test_a_split_that_leaves_nothing_is_refused(tmp_path, count, share):
     store = build_store(token_rows(count), tokenizer(), WIDTH, tmp_path)
