@@ -204,3 +204,13 @@ def test_an_assignment_to_a_recipe_reaches_its_configuration():
     with pytest.raises(ConfigurationError, match="nothing is held out to evaluate on"):
         recipe.eval_steps = 5
     assert recipe.eval_steps is None
+
+
+def test_what_is_held_out_is_said_once(tmp_path):
+    with pytest.raises(ConfigurationError, match="^validation_split=0.5: validation_data is set too"):
+        Recipe(**GIVEN, validation_split=0.5, validation_data="held.jsonl")
+    file = tmp_path / "recipe.yaml"
+    file.write_text("model: m\ndata: d.jsonl\nvalidation_split: 0.1\n")
+    with pytest.raises(ConfigurationError, match="^validation_split=0.1: validation_data is set too"):
+        Recipe.given(file=file, validation_data="held.jsonl")
+    assert Recipe.given(file=file, validation_data="held.jsonl", validation_split=0.0).validation_data

@@ -296,6 +296,12 @@ def test_token_outside_the_embedding(tmp_path):
         runs.train(tmp_path, rows=[{"input_ids": [1, 2, 300]}])
 
 
+def test_what_is_held_out_is_said_once(tmp_path):
+    with pytest.raises(ConfigurationError, match="validation_split=0.5: eval_dataset is given too"):
+        runs.train(tmp_path, eval_rows=tiny.chat_rows(4), validation_split=0.5)
+    assert not (tmp_path / "run").exists()
+
+
 def test_early_stop(tmp_path):
     result = runs.train(
         tmp_path, max_steps=200, learning_rate=1e-1, validation_split=0.2, eval_steps=5, early_stopping_patience=2

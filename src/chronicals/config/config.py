@@ -242,7 +242,7 @@ class ChronicalsConfig:
         default="best-fit", description="best-fit and first-fit take the longest documents first; in-order keeps their order"
     )
     max_documents: Positive | None = Field(default=None, description="Most documents in a pack (default: as they fit)")
-    validation_split: Share = Field(default=0.0, description="Share of the rows held out when no such data is given")
+    validation_split: Share = Field(default=0.0, description="Share of the rows held out, instead of data of their own")
     eval_steps: Positive | None = Field(default=None, description="Evaluate every so many steps (default: at the end)")
     early_stopping_patience: Positive | None = Field(
         default=None, description="Stop after so many evaluations without a better loss"

@@ -61,6 +61,11 @@ class Recipe(ChronicalsConfig):
     def check(self) -> None:
         """What concerns more than one field, and what is evaluated on."""
         super().check()
+        if self.validation_data is not None and self.validation_split:
+            raise ConfigurationError(
+                f"validation_split={self.validation_split}: validation_data is set too, and only one can say what is held out; "
+                "leave out one of them"
+            )
         if self.eval_steps is not None and self.validation_data is None and not self.validation_split:
             raise ConfigurationError(
                 f"eval_steps={self.eval_steps}: nothing is held out to evaluate on; set validation_data or validation_split"

@@ -101,6 +101,7 @@ def open_stores(
         reports: folder for the gate's reports, ``train_dataset.json`` and ``eval_dataset.json``.
 
     Raises:
+        ConfigurationError: there is held-out data, and a share to hold out as well.
         DataError: training on it would be wrong.
     """
 
@@ -111,6 +112,11 @@ def open_stores(
         called = str(source) if isinstance(source, (str, Path)) else name
         return open_store(source, tokenizer, config, called, ranks.local_rank == 0, embedding_rows, training, report_of(name))
 
+    if held_out is not None and config.validation_split:
+        raise ConfigurationError(
+            f"validation_split={config.validation_split}: eval_dataset is given too, and only one can say what is held out; "
+            "give one of them"
+        )
     store = opened("train_dataset", train)
     if held_out is not None:
         return store, opened("eval_dataset", held_out, training=store)

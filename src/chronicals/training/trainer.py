@@ -103,7 +103,7 @@ class ChronicalsTrainer:
 
         Args:
             train_dataset: a file or rows; see ``chronicals.data.read_records``.
-            eval_dataset: held-out data; else ``validation_split`` takes a share of ``train_dataset``.
+            eval_dataset: held-out data; or ``validation_split`` takes a share of ``train_dataset``.
             resume: go on from the newest whole checkpoint in ``output_dir``, exactly as if never stopped.
 
         Raises:
