@@ -506,10 +506,18 @@ def test_the_command_that_is_printed_resumes(place, within, caplog):
     assert done.code == 0 and "2 of 4 steps are done" in caplog.text and "trained 4 steps" in done.stdout
 
 
-@pytest.mark.parametrize("command", ["train", "quickstart", "evaluate", "generate", "benchmark", "doctor"])
+def test_the_list_of_commands_says_what_each_does(tmp_path):
+    listed = chronicals("--help", folder=tmp_path, columns=80).stdout.partition("Commands:")[2].strip().splitlines()
+    for name in ("quickstart", "evaluate", "generate", "benchmark", "verify", "doctor"):
+        (line,) = (line for line in listed if line.split()[0] == name)
+        assert len(line.split()) > 4 and not line.endswith("...")
+
+
+@pytest.mark.parametrize("command", ["train", "quickstart", "evaluate", "generate", "benchmark", "verify", "doctor"])
 def test_help_teaches(command, tmp_path):
+    """With a command that can be pasted."""
     done = chronicals(command, "--help", folder=tmp_path)
-    assert done.returncode == 0 and "Usage" in done.stdout
+    assert done.returncode == 0 and "Usage" in done.stdout and f"chronicals {command}" in done.stdout.partition("\n")[2]
     if command == "train":
         assert "--gradient-accumulation-steps" in done.stdout and "Peak learning rate" in done.stdout
 

@@ -1,11 +1,14 @@
 """The self-test of the kernels: everything passes here, and what is wrong is named."""
 
+import importlib.metadata
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
 
-from chronicals.verification import inspect_machine, self_test
+from chronicals.verification import inspect_machine, machine, missing_extras, self_test, untested_versions
 
 MODULE = sys.modules["chronicals.verification.self_test"]
 
@@ -61,6 +64,27 @@ def test_a_wrong_scale_is_found(monkeypatch):
 
 
 def test_the_machine_is_described():
-    machine = inspect_machine()
-    assert torch.__version__.startswith(machine["torch"])
-    assert machine["cores"] >= 1
+    found = inspect_machine()
+    assert torch.__version__.startswith(found["torch"])
+    assert found["cores"] >= 1
+
+
+def test_what_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
+    version = importlib.metadata.version
+
+    def without(name):
+        if name in ("wandb", "alembic"):
+            raise importlib.metadata.PackageNotFoundError(name)
+        return {"tensorboard": "2.1.0", "torch": "2.2.0"}.get(name) or version(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", without)
+    lacking = missing_extras()
+    assert lacking["wandb"] == "wandb is not installed: curves in Weights & Biases; pip install 'chronicals[wandb]'"
+    assert lacking["mlflow"].startswith("alembic is not installed: ") and "data" not in lacking
+    assert lacking["tensorboard"].startswith("tensorboard 2.1.0 is installed and >=2.18 is needed")
+    assert [words.partition(" is installed and")[0] for words in untested_versions()] == ["torch 2.2.0"]
+
+
+def test_every_extra_for_users_has_a_purpose():
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert project["optional-dependencies"].keys() - {"dev"} == machine.PURPOSES.keys()

@@ -44,7 +44,9 @@ def benchmark(
     commit: Annotated[str | None, typer.Option(help="Commit to record (default: what git says)")] = None,
     **flags: Any,
 ) -> None:
-    """How fast a recipe trains here: real tokens/s beside the floor of its step and beside the peers.
+    """How fast a recipe trains here.
+
+    Real tokens/s of whole steps, beside the floor of a step and beside the peers.
 
     `chronicals benchmark` measures the Qwen2.5-0.5B shape with random weights; `--model llama-3.1-8b` the other built-in
     shape, or any `--model DIR_OR_HUB` with any `--data FILE`; `--data fixed` (packs full with one document) and

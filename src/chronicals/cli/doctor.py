@@ -13,28 +13,42 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
     test: Annotated[bool, typer.Option("--self-test/--no-self-test", help="Run each kernel against its definition")] = True,
 ) -> None:
-    """What this machine has, what will run on it, and a self-test of each kernel.
+    """What this machine has and what will run on it.
 
-    Exit code 1 if a kernel differs from its definition.
+    Card, versions, the attention and kernels that are chosen, what is not installed and the command that installs it, and a
+    self-test of each kernel. The last line is the verdict; exit code 1 if a kernel differs from its definition.
+    `chronicals doctor --json` is what to attach to a report of a fault.
     """
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    from chronicals.verification import inspect_machine, self_test
+    from chronicals.verification import inspect_machine, missing_extras, self_test, untested_versions
 
-    machine, results = inspect_machine(), self_test() if test else []
+    machine, extras, untested = inspect_machine(), missing_extras(), untested_versions()
+    results = self_test() if test else []
     failed = [result for result in results if not result.passed]
     if as_json:
-        print(to_json({"machine": machine, "kernels": [result.to_dict() for result in results]}, indent=2))  # noqa: T201
+        kernels = [result.to_dict() for result in results]
+        found = {"machine": machine, "missing_extras": extras, "untested_versions": untested, "kernels": kernels}
+        print(to_json(found, indent=2))  # noqa: T201
     else:
         console = Console()
         facts = Table("machine", "", show_edge=False)
         for name, value in machine.items():
             facts.add_row(name, str(value))
-        kernels = Table("kernel", "runs as", "error", "plain error", "", show_edge=False)
+        table = Table("kernel", "runs as", "error", "plain error", "", show_edge=False)
         for result in results:
             verdict = "[green]ok[/]" if result.passed else "[bold red]differs[/]"
-            kernels.add_row(result.name, result.runs_as, f"{result.error:.1e}", f"{result.plain_error:.1e}", verdict)
-        console.print(facts, *(["", kernels] if results else []))
+            table.add_row(result.name, result.runs_as, f"{result.error:.1e}", f"{result.plain_error:.1e}", verdict)
+        console.print(facts, *(["", table] if results else []))
+        for lacking in extras.values():
+            console.print(f"[dim]optional[/] {escape(lacking)}", soft_wrap=True)
+        for words in untested:
+            console.print(f"[yellow]untested[/] {escape(words)}", soft_wrap=True)
+        if failed:
+            console.print(f"[bold red]failed[/] {len(failed)} of {len(results)} kernels differ from their definitions")
+        else:
+            console.print(f"[bold green]passed[/] {f'{len(results)} kernels' if test else 'without a self-test'}")
     if failed:
         raise typer.Exit(1)

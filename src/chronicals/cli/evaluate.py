@@ -15,20 +15,21 @@ def evaluate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     data: Annotated[list[str], typer.Option(help="What to evaluate on, as `train --data` takes it; may be repeated")],
     base_model: Annotated[str | None, typer.Option(help="The model of an adapter, where it does not say")] = None,
-    max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack")] = None,
+    max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack (default: the run's, else 2048)")] = None,
     batch_size: Annotated[int, typer.Option(help="Packs in a forward pass")] = 1,
-    objective: Annotated[str | None, typer.Option(help="sft or pretraining")] = None,
-    train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages count; may be repeated")] = None,
-    train_on_turns: Annotated[str | None, typer.Option(help="all, or last")] = None,
+    objective: Annotated[str | None, typer.Option(help="sft, or pretraining, in which every token counts")] = None,
+    train_on_roles: Annotated[list[str] | None, typer.Option(help="Roles whose messages count; may be repeated")] = None,
+    train_on_turns: Annotated[str | None, typer.Option(help="Which of their messages count: all, or the last alone")] = None,
     gate: Annotated[list[str] | None, typer.Option(help="Share of the rows a finding may touch, name=share")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
-    """Held-out loss, perplexity and token accuracy, as a table and as JSON.
+    """Held-out loss, perplexity and accuracy.
 
-    Means over every target that training would train, tokenised as it would be. Width, objective, roles, turns and gate are
-    those of the run, where MODEL comes from one; else 2048, sft, the assistant's, all, and the gate's own shares.
+    `chronicals evaluate chronicals-output --data held-out.jsonl` prints a table, and JSON on standard output. Means over every
+    target that training would train, tokenised as it would be. Width, objective, roles, turns and gate are those of the run,
+    where MODEL comes from one; else 2048, sft, the assistant's, all, and the gate's own shares.
     """
     from rich.console import Console
     from rich.table import Table

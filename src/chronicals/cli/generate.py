@@ -37,11 +37,12 @@ def generate(
     stream: Annotated[bool, typer.Option(help="Print an answer while it is made")] = True,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
-    """Ask a trained model, once or in a chat: `chronicals generate out`, `chronicals generate out --prompt "what is 3?"`.
+    """Ask a trained model, once or in a chat.
 
-    It is asked exactly as it was taught: through its chat template if it was trained on chats, plainly otherwise. A chat
-    remembers what was said until `/reset`; `/help` lists its commands. Answers go to standard output, all else to standard
-    error. `--temperature 0.7 --top-p 0.9` draws answers that vary, `--seed` repeats them.
+    `chronicals generate chronicals-output` begins a chat, `--prompt "what is 3?"` asks once. The model is asked exactly as it
+    was taught: through its chat template if it was trained on chats, plainly otherwise. A chat remembers what was said until
+    `/reset`; `/help` lists its commands. Answers go to standard output, all else to standard error.
+    `--temperature 0.7 --top-p 0.9` draws answers that vary, `--seed` repeats them.
     """
     from rich.console import Console
 

@@ -27,7 +27,9 @@ def verify(
     preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
     **flags: Any,
 ) -> None:
-    """Does this run train what it should? `chronicals verify` takes what `train` takes, and writes no model.
+    """Prove that a run trains what it should.
+
+    `chronicals verify --model MODEL --data your.jsonl` takes what `train` takes, and writes no model.
 
     The first steps of the run are computed three times from the same weights: as `train` would, by plain transformers in
     fp32 (eager attention, no packing, no accumulation), and by plain transformers in the run's own type. The loss of each

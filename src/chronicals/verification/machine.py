@@ -1,4 +1,4 @@
-"""What this machine has."""
+"""What this machine has, and what it lacks of what chronicals can use."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 
 from chronicals.attention import choose_backend
 from chronicals.kernels.launch import HAS_TRITON
@@ -21,12 +22,24 @@ PACKAGES = (
     "tokenizers",
     "peft",
     "trl",
+    "accelerate",
+    "datasets",
     "bitsandbytes",
     "flash-attn-4",
     "tensorboard",
     "wandb",
     "mlflow-skinny",
 )
+
+PURPOSES = {
+    "data": "hub data sets, and folders that datasets saved",
+    "flash": "FlashAttention-4, on H100 and later",
+    "peft": "the reference of adapters in benchmark, and adapters beside PEFT's own",
+    "tensorboard": "curves in TensorBoard",
+    "wandb": "curves in Weights & Biases",
+    "mlflow": "curves in MLflow",
+}
+"""Extras, and what each is for."""
 
 
 def inspect_machine() -> dict[str, str | int]:
@@ -36,6 +49,8 @@ def inspect_machine() -> dict[str, str | int]:
         "cores": os.cpu_count() or 1,
         "free disk": f"{shutil.disk_usage(Path.cwd()).free / 2**30:.0f} GiB",
     }
+    if torch.version.cuda:
+        facts["CUDA"] = f"{torch.version.cuda}, as torch was built for"
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         facts[f"card {index}"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, capability {card.major}.{card.minor}"
@@ -44,9 +59,45 @@ def inspect_machine() -> dict[str, str | int]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     facts["attention"] = f"{choose_backend(device, torch.bfloat16)} (bf16), {choose_backend(device, torch.float32)} (fp32)"
     facts["kernels"] = "Triton" if device.type == "cuda" and HAS_TRITON else "their references in plain torch"
-    for name in PACKAGES:
-        try:
-            facts[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            facts[name] = "not installed"
-    return facts
+    return facts | {name: _version(name) or "not installed" for name in PACKAGES}
+
+
+def missing_extras() -> dict[str, str]:
+    """Extras of which a package is missing or too old, each with what it is for and the command that installs it."""
+    lacking = {}
+    for extra, purpose in PURPOSES.items():
+        if wrong := [words for requirement in _requirements(extra) if (words := _wrong(requirement))]:
+            lacking[extra] = f"{', '.join(wrong)}: {purpose}; pip install 'chronicals[{extra}]'"
+    return lacking
+
+
+def untested_versions() -> list[str]:
+    """Packages that chronicals needs and whose installed release it does not admit."""
+    return [words for requirement in _requirements() if (words := _wrong(requirement))]
+
+
+def _requirements(extra: str = "") -> list[Requirement]:
+    """What chronicals requires on this machine: always, or for an extra alone. Empty where it runs without being installed."""
+    try:
+        listed = [Requirement(text) for text in importlib.metadata.requires("chronicals") or []]
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    here = [entry for entry in listed if not entry.marker or entry.marker.evaluate({"extra": extra})]
+    return [entry for entry in here if ("extra" in str(entry.marker)) == bool(extra)]
+
+
+def _wrong(requirement: Requirement) -> str | None:
+    """What is wrong with the installed release of a package, or None."""
+    version = _version(requirement.name)
+    if version is None:
+        return f"{requirement.name} is not installed"
+    if not requirement.specifier.contains(version, prereleases=True):
+        return f"{requirement.name} {version} is installed and {requirement.specifier} is needed"
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
