@@ -8,7 +8,7 @@ from transformers.models.qwen2 import modeling_qwen2
 
 import families
 from chronicals import patch_model, unpatch_model
-from chronicals.patching import patch_parts
+from chronicals.patching import lazy_logits, patch_parts
 from chronicals.patching.lazy_logits import LazyLogits
 
 FAMILIES = ["llama", "qwen3", "gemma2", "gemma3", "cohere", "granite", "gpt2", "phi", "gpt_oss"]
@@ -395,7 +395,6 @@ def in_place(model):
 
 
 CHANGES_OF_WEIGHTS = {
-    "fused": lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step(),
     "data": in_place,
     "other data": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data * 2),
     "another type": lambda model: model.double(),
@@ -410,6 +409,62 @@ def test_logits_after_a_change_that_no_version_tells_are_refused(change):
     CHANGES_OF_WEIGHTS[change](patched)
     with pytest.raises(RuntimeError, match="after the weights changed"):
         out.logits.sum()
+
+
+STEPS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("optimizer", STEPS)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
+def test_logits_that_are_kept_across_a_step(optimizer, family, caplog):
+    """As loops do that log at their end; gradients through them are not to be had then, as unpatched."""
+    lazy_logits._say_they_are_held.cache_clear()
+    plain, patched, _ = pair(family)
+    inputs, found = batch(), []
+    for model in (plain, patched):
+        stepping = STEPS[optimizer](model.parameters())
+        kept = []
+        for _ in range(2):
+            out = model(**inputs)
+            out.loss.backward()
+            stepping.step()
+            stepping.zero_grad()
+            kept.append(out.logits)
+        found.append([logits.detach() + 0 for logits in kept])
+        with pytest.raises(RuntimeError):
+            kept[0].square().sum().backward()
+    torch.testing.assert_close(found[1], found[0], rtol=1e-3, atol=1e-3)
+    assert caplog.text.count("let go of it before") == 1
+
+
+def test_a_step_makes_no_logits_that_nobody_holds(monkeypatch):
+    """Nor any of weights that it does not change."""
+    _, patched, _ = pair("llama")
+    other = torch.nn.Linear(3, 3)
+    for parameter in other.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    calls, linear = [], torch.nn.functional.linear
+    monkeypatch.setattr("chronicals.patching.lazy_logits.F.linear", lambda *x: (calls.append(1), linear(*x))[1])
+
+    def step(parameters, holds):
+        out = patched(**batch())
+        out.loss.backward()
+        logits = out.logits if holds else None
+        del out
+        calls.clear()
+        torch.optim.SGD(parameters, lr=0.1).step()
+        patched.zero_grad()
+        return len(calls), logits
+
+    assert [step(patched.parameters(), holds)[0] for holds in (False, True)] == [0, 1]
+    assert step(other.parameters(), True)[0] == 0
+    patched.lm_head.weight.requires_grad_(False)
+    frozen, logits = step(patched.model.parameters(), True)
+    assert frozen == 0 and torch.isfinite(logits.sum())
 
 
 def test_logits_are_of_the_weights_that_the_call_was_given():

@@ -131,6 +131,7 @@ def test_logits_looked_at_after_the_head_is_sharded_again(alone):
     out.loss.backward()
     assert out.logits.promise.whole is None, "they were made for nobody"
     out.logits.promise.weight.untyped_storage().resize_(0)  # as among several processes
+    torch.optim.SGD(patched.parameters(), lr=0.0).step()
     with pytest.raises(RuntimeError, match="sharded again; look at them before the backward pass"):
         (out.logits * 2).sum()
 

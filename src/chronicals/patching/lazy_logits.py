@@ -3,10 +3,15 @@
 A model's own forward goes on with them as with a tensor: a scale, a softcap and a change of type are remembered, the
 loss takes the hidden states behind them, and any other use computes them as the head itself would have. They stand in
 autograd's graph as the head's outputs would, so that whoever takes them, in Python or not, sends gradients through them.
+
+Before an optimizer of torch changes what they are made of, those that somebody still holds are computed.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,7 +19,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
+
+logger = logging.getLogger(__name__)
 
 ATTRIBUTES = (
     "shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_sparse", "is_quantized", "grad_fn", "is_leaf",
@@ -42,7 +50,7 @@ SAMPLED = 64
 """Elements of the weight by which a change is seen that no version tells: of a fused optimizer, or of ``.data``."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Promise:
     """How logits are made, and the logits once they are.
 
@@ -69,6 +77,9 @@ class Promise:
 
     def __post_init__(self) -> None:
         self.marks = self.marks or tuple(None if x is None else _mark(x) for x in (self.hidden, self.weight, self.bias))
+        if self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad):
+            _watch_optimizers()
+            _open.add(self)
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -105,19 +116,63 @@ class Promise:
             self.graph = self._made()
         return torch.autograd.grad(*self.graph, upstream, retain_graph=True, create_graph=torch.is_grad_enabled())
 
+    def keep(self) -> bool:
+        """Compute the values while that can be done, without a graph; whether they were computed now."""
+        if self.whole is not None or self._why_not():
+            return False
+        try:
+            self.whole = replace(self, records=False)._made()[0].detach()
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
     def _check(self) -> None:
+        reason = self._why_not()
+        if reason:
+            raise RuntimeError(reason)
+
+    def _why_not(self) -> str:
+        """Why they can no longer be computed; empty where they can."""
         if self.weight.untyped_storage().nbytes() == 0:
-            raise RuntimeError(
+            return (
                 "the logits are asked for after the head's weight was sharded again; look at them before the backward pass, or "
                 "undo patch_model"
             )
         for x, mark in zip((self.hidden, self.weight, self.bias), self.marks):
             if x is not None and not _is_as(x, mark):
                 what = "hidden states" if x is self.hidden else "weights"
-                raise RuntimeError(
-                    f"the logits are asked for after the {what} changed; look at them before the optimizer's step, or undo "
-                    "patch_model"
+                return (
+                    f"the logits are asked for after the {what} changed, by something else than an optimizer of torch; look at "
+                    "them before, or undo patch_model"
                 )
+        return ""
+
+
+_open: weakref.WeakSet[Promise] = weakref.WeakSet()
+"""Promises of weights that are trained, as long as somebody holds their logits."""
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_keep_what_is_held)
+
+
+def _keep_what_is_held(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    """Before an optimizer's step: logits made of what it changes are computed, those that somebody still holds."""
+    if not _open:
+        return
+    changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    kept = [promise.keep() for promise in list(_open) if changed & {id(promise.weight), id(promise.bias)}]
+    if any(kept):
+        _say_they_are_held()
+
+
+@functools.cache
+def _say_they_are_held() -> None:
+    logger.warning(
+        "the output of a patched model is still held when its optimizer steps, so its logits are computed, which takes time "
+        "and memory: let go of it before (del outputs) where nobody reads them afterwards"
+    )
 
 
 def _mark(x: Tensor) -> tuple:
