@@ -25,6 +25,7 @@ from chronicals.patching import lay_apart
 from chronicals.training import checkpoint
 from chronicals.training.audit import Coverage, FirstStepAudit
 from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, read_metrics
+from chronicals.training.compilation import compile_micro_step
 from chronicals.training.decisions import Decision
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import evaluate
@@ -182,7 +183,8 @@ class ChronicalsTrainer:
         """Within: what trains one step, in the way that was decided."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         objective = with_router_loss(self.objective, presented, self.config.max_seq_length)
-        given, clip = (presented, objective, parameters, optimizer, precision), self.config.max_grad_norm
+        given, config = (presented, objective, parameters, optimizer, precision), self.config
+        clip = config.max_grad_norm
         with ExitStack() as around:
             in_backward = None
             if decisions["activation_offload"].runs:
@@ -192,7 +194,14 @@ class ChronicalsTrainer:
             if decisions["use_cuda_graphs"].runs:
                 self._replayed = GraphedStep(*given, clip, in_backward)
 
+            compiles = self.device.type == "cuda" and config.use_fused_kernels and not config.use_fp8 and in_backward is None
+
             def train_once(step: Step, inspect: Callable[[], None] | None) -> dict[str, torch.Tensor]:
+                nonlocal compiles
+                if compiles:
+                    counts = objective.counts(step.counts)
+                    compile_micro_step(presented, objective, step.batches[0], counts, precision)
+                    compiles = False
                 if self._replayed is not None and inspect is None:
                     return self._replayed(step)
                 return train_step(

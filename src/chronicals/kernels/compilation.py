@@ -1,0 +1,44 @@
+"""Compiles the kernels of a piece of work beside each other, before it runs.
+
+Triton compiles a kernel when it is first launched, so those of a training step one after the other. Within ``compiling_only``
+a launch hands its kernel to a pool of threads and does nothing else; where the block ends, all of them are compiled.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from chronicals.kernels.launch import triton
+
+MOST_THREADS = 16
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Within, in all threads: Triton's launches compile and do not run, so what they would write holds arbitrary values.
+
+    Kernels that are compiled already, in this process or in Triton's cache on disk, cost a look-up.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+    launch = triton.JITFunction.run
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+        mode = AsyncCompileMode(threads)
+
+        def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            before = active_mode.set(mode)  # per thread: autograd has its own
+            try:
+                return launch(kernel, *args, grid=grid, warmup=True, **options)
+            finally:
+                active_mode.reset(before)
+
+        triton.JITFunction.run = compile_only
+        try:
+            yield
+        finally:
+            triton.JITFunction.run = launch
+            mode.__exit__(None, None, None)  # waits for what was handed in, and makes it known to its kernel
