@@ -1,0 +1,64 @@
+"""Kernels compiled beside each other before the first step: the run that follows is the same."""
+
+import pytest
+import torch
+
+import runs
+from chronicals.kernels.compilation import compiling_only
+from chronicals.kernels.rmsnorm import fused_rmsnorm
+from chronicals.training import trainer
+
+ARMS = {
+    "full": {},
+    "dropout": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.3},
+    "recomputed": {"use_gradient_checkpointing": True},
+    "offloaded": {"activation_offload": True},
+    "not replayed": {"use_cuda_graphs": False, "gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("arm", ARMS)
+def test_the_run_is_the_same(arm, tmp_path, monkeypatch):
+    compiled = []
+    inner = trainer.compile_micro_step
+
+    def counted(model, *given):
+        compiled.append(arm)
+        inner(model, *given)
+        assert all(parameter.grad is None for parameter in model.model.parameters())
+
+    def trained(name, compile_micro_step):
+        monkeypatch.setattr(trainer, "compile_micro_step", compile_micro_step)
+        torch.manual_seed(11)
+        options = {"mixed_precision": "bf16", "max_steps": 6, "gradient_accumulation_steps": 1, "save_steps": None}
+        runs.train(tmp_path / name, **options, **ARMS[arm])
+        return runs.trajectory(tmp_path / name), runs.weights(tmp_path / name)
+
+    with_it, without = trained("with", counted), trained("without", lambda *_: None)
+    assert compiled == [arm]
+    for (_, loss, norm), (_, our_loss, our_norm) in zip(without[0], with_it[0], strict=True):
+        assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+    for name, weight in without[1].items():
+        assert (with_it[1][name].float() - weight.float()).norm() <= 2e-2 * weight.float().norm(), name
+
+
+@pytest.mark.gpu
+def test_within_nothing_runs_and_afterwards_everything_does():
+    x, weight = torch.randn(48, 1040, device="cuda"), torch.randn(1040, device="cuda")
+    expected = torch.nn.functional.rms_norm(x, (1040,), weight, 1e-6)
+    torch.empty_like(x).fill_(float("nan"))  # what the allocator gives next
+    with compiling_only():
+        untouched = fused_rmsnorm(x, weight, 1e-6)
+    assert not torch.allclose(untouched, expected, atol=1e-4)
+    assert torch.allclose(fused_rmsnorm(x, weight, 1e-6), expected, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_an_error_inside_leaves_launches_as_they_were():
+    from chronicals.kernels.launch import triton
+
+    before = triton.JITFunction.run
+    with pytest.raises(ValueError, match="inside"), compiling_only():
+        raise ValueError("inside")
+    assert triton.JITFunction.run is before
