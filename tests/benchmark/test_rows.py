@@ -70,7 +70,7 @@ def test_every_row_is_a_command(name, monkeypatch):
     class Measured(Exception):
         pass
 
-    def measure(work, options, say, keep):
+    def measure(work, *_):
         raise Measured(work.name, work.mode, work.data)
 
     monkeypatch.setattr("chronicals.benchmark.rounds.measure", measure)
