@@ -3,6 +3,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import tiny
 from chronicals.cli import main
 from chronicals.cli.app import WIDE
 from chronicals.config import Recipe
+from chronicals.config.config import NOT_YET
 
 SOURCE = Path(__file__).parent.parent.parent / "src"
 
@@ -109,7 +111,7 @@ def test_an_adapter_is_trained_on(place, trained, within, tmp_path, model):
     described = json.loads((tmp_path / "more" / "model" / "adapter_config.json").read_text())
     assert (described["r"], described["base_model_name_or_path"]) == (4, "base")
     ran = within(*arguments, tmp_path / "other", "--use-lora", "--lora-rank", 8)
-    assert ran.code == 1 and "lora_rank=8: the model has adapters already, with 4" in ran.stderr
+    assert ran.code == 1 and "--lora-rank 8: the model has adapters already, with 4" in ran.stderr
 
 
 def test_what_takes_a_model_takes_an_adapter(place, trained, within, tmp_path):
@@ -124,7 +126,7 @@ def test_what_takes_a_model_takes_an_adapter(place, trained, within, tmp_path):
     assert within("train", *given, "--check", "--base-model", "base").code == 0
     assert within("verify", *given, "--base-model", "base", "--steps", 5).code == 0
     ran = within("train", "recipe.yaml", "--output-dir", tmp_path / "checked", "--base-model", "base")
-    assert ran.code == 1 and "base_model='base': base is no adapter's folder" in ran.stderr
+    assert ran.code == 1 and "--base-model base: base is no adapter's folder" in ran.stderr
 
 
 def test_evaluate_prints_a_table_and_json(place, trained, within):
@@ -138,7 +140,7 @@ def test_evaluate_prints_a_table_and_json(place, trained, within):
 def test_evaluate_keeps_its_tokens_where_it_is_told(place, within, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(place / "data.jsonl"))
     done = within("evaluate", "base", "--data", "data.jsonl")
-    assert done.code == 1 and f"cache_dir='{place}/data.jsonl/.cache/chronicals': token stores cannot be" in done.stderr
+    assert done.code == 1 and f"--cache-dir {place}/data.jsonl/.cache/chronicals: token stores cannot be" in done.stderr
     done = within("evaluate", "base", "--data", "data.jsonl", "--cache-dir", tmp_path / "tokens")
     assert done.code == 0 and list((tmp_path / "tokens").glob("*.arrow"))
 
@@ -202,7 +204,7 @@ def test_a_model_that_predicts_nothing_finite_is_an_error_in_a_line(place, withi
 @pytest.mark.parametrize("flag, value", [("--max-seq-length", 0), ("--objective", ""), ("--train-on-turns", "")])
 def test_evaluate_refuses_what_a_run_would(within, flag, value):
     done = within("evaluate", "base", "--data", "data.jsonl", flag, value)
-    assert done.code == 1 and f"{flag[2:].replace('-', '_')}={value!r}: " in done.stderr
+    assert done.code == 1 and f"{flag} {shlex.quote(str(value))}: " in done.stderr
 
 
 def test_generate_once_and_in_a_chat(trained, within):
@@ -248,7 +250,7 @@ def test_draws_are_shaped_and_repeated(trained, within):
     likely = within("generate", "base", "--prompt", "what is 3?", "--max-new-tokens", 8)
     assert first == again and first.stdout != narrow.stdout == likely.stdout
     refused = within("generate", "base", "--prompt", "hi", "--top-p", 0.9)
-    assert refused.code == 1 and "top_p=0.9: has no effect at temperature 0" in refused.stderr
+    assert refused.code == 1 and "--top-p 0.9: has no effect at temperature 0" in refused.stderr
 
 
 SAID = "d[:key:], d[:x:]\t# :100: [bold]hi[/] [/x] " + "and so on " * 40
@@ -287,13 +289,12 @@ def test_paths_and_errors_are_printed_as_they_are(place, within):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["train", "--model", "nowhere", "--data", "data.jsonl"], "model='nowhere': there is no such folder here, and as"),
-        (["train", "--model", "../nowhere", "--data", "data.jsonl"], "model='../nowhere': there is no such folder here, and"),
+        (["train", "--model", "nowhere", "--data", "data.jsonl"], "--model nowhere: there is no such folder here, and as"),
+        (["train", "--model", "../nowhere", "--data", "data.jsonl"], "--model ../nowhere: there is no such folder here, and"),
         (["train", "--model", "base", "--data", "missing.jsonl", "--output-dir", "new"], "missing.jsonl: no such file"),
-        (["train", "--model", "base", "--data", "data.jsonl", "--use-8bit-optimizer"], "use_8bit_optimizer"),
-        (["train", "--data", "data.jsonl"], "model: required"),
+        (["train", "--data", "data.jsonl"], "--model: required"),
         (["train", "recipe.yaml", "--preset", "turbo"], "memory-lean"),
-        (["train", "recipe.yaml", "--lora-rank", "0"], "lora_rank=0"),
+        (["train", "recipe.yaml", "--lora-rank", "0"], "--lora-rank 0: "),
         (["generate", "tokens"], "neither a model"),
         (["train", "recipe.yaml", "--use-lora"], "resume"),
     ],
@@ -315,7 +316,7 @@ def test_what_the_system_refuses_is_an_error_in_a_line(place, within, monkeypatc
 
     monkeypatch.setattr("chronicals.training.preparation.open_stores", died)
     done = within("train", "recipe.yaml", "--check")
-    assert done.code == 1 and done.stderr.strip() == "error a process that tokenises was killed; dataset_num_proc=1 needs none"
+    assert done.code == 1 and done.stderr.strip() == "error a process that tokenises was killed; dataset_num_proc: 1 needs none"
 
 
 def test_a_model_larger_than_the_card_is_an_error_in_a_line(within, monkeypatch):
@@ -340,7 +341,7 @@ def test_where_figures_go_is_seen_to_before_the_work(place, within, monkeypatch,
     done = within(*command, "--data", "data.jsonl", "--output", f"{folder}/of/it.json")
     assert "the work began" in done.stderr and (place / folder / "of").is_dir()
     done = within(*command, "--data", "data.jsonl", "--output", folder)
-    assert done.code == 1 and f"output='{folder}': is a folder; name a file" in done.stderr
+    assert done.code == 1 and f"--output {folder}: is a folder; name a file" in done.stderr
     done = within(*command, "--data", "data.jsonl", "--output", "data.jsonl/it.json")
     assert done.code == 1 and "error data.jsonl: File exists" in done.stderr
 
@@ -445,7 +446,7 @@ def test_data_show_packs_and_judges_as_the_recipe_says(place, within, caplog):
 
 def test_data_show_beyond_the_end_says_how_many_rows_there_are(within):
     done = within("data", "show", "data.jsonl", "--model", "base", "--skip", 100)
-    assert done.code == 1 and "skip=100: there are 40 rows in all" in done.stderr
+    assert done.code == 1 and "--skip 100: there are 40 rows in all" in done.stderr
 
 
 def test_data_show_says_why_a_row_is_not_shown(place, within):
@@ -500,7 +501,7 @@ def test_the_command_that_is_printed_resumes(place, within, caplog):
     assert within(*first).code == 0
     shutil.rmtree(place / "part" / "checkpoints" / "step-00000004")
     refused = within("train", "recipe.yaml", "--lora-rank", 2, "--output-dir", "part")
-    (printed,) = re.findall(r"or chronicals (train .*?), or choose", refused.stderr)
+    (printed,) = re.findall(r"go on with chronicals (train .*?), or choose", refused.stderr)
     assert refused.code == 1 and printed == "train --resume --output-dir part"
     done = within(*printed.split())
     assert done.code == 0 and "2 of 4 steps are done" in caplog.text and "trained 4 steps" in done.stdout
@@ -526,7 +527,8 @@ def test_help_teaches(command, tmp_path):
 @pytest.mark.parametrize("command", ["train", "verify", "benchmark"])
 def test_help_cuts_no_flag_off(command, columns, tmp_path):
     done = chronicals(command, "--help", folder=tmp_path, columns=columns)
-    flags = {f"--{name.replace('_', '-')}" for name in (field.name for field in dataclasses.fields(Recipe))}
+    fields = {field.name for field in dataclasses.fields(Recipe)} - NOT_YET.keys()
+    flags = {f"--{name.replace('_', '-')}" for name in fields}
     assert flags | {"--no-use-gradient-checkpointing"} <= set(re.findall(r"--[a-z0-9-]+", done.stdout))
     assert "…" not in done.stdout and max(map(len, done.stdout.splitlines())) <= columns
 

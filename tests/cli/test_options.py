@@ -1,9 +1,16 @@
 import inspect
 
 import pytest
+from typer.testing import CliRunner
 
+from chronicals import __version__
+from chronicals.cli.app import app
 from chronicals.cli.options import with_recipe_flags
-from chronicals.config import Recipe
+from chronicals.config import PRESETS, Recipe
+
+
+def ran(*arguments, columns=200):
+    return CliRunner().invoke(app, list(arguments), env={"COLUMNS": str(columns)}, prog_name="chronicals")
 
 
 @pytest.mark.parametrize("name, kind", [("trackers", list[str]), ("lora_target_modules", list[str]), ("project", str)])
@@ -30,3 +37,40 @@ def test_a_list_may_be_repeated_as_a_flag(name, kind):
 def test_layers_to_adapt_are_names_or_one_regular_expression(given, meant):
     command = with_recipe_flags(lambda **flags: Recipe(model="m", data="d", **flags).lora_target_modules)
     assert command(lora_target_modules=given) == meant
+
+
+@pytest.mark.parametrize(
+    "arguments, meant",
+    [
+        (["train", "--lr", "1e-4"], "--lr; use --learning-rate 1e-4"),
+        (["train", "--num-train-epochs=3"], "--num-train-epochs; use --num-epochs 3"),
+        (["verify", "--per_device_train_batch_size", "2"], "--per_device_train_batch_size; use --batch-size 2"),
+        (["train", "--lora-r", "8"], "--lora-r; use --lora-rank 8"),
+        (["train", "--bf16"], "--bf16; use --mixed-precision bf16"),
+        (["train", "--adapter", "lora"], "--adapter; use --use-lora"),
+        (["train", "--resume-from-checkpoint"], "--resume-from-checkpoint; use --resume where"),
+        (["data", "show", "x", "--cutoff-len", "3"], "--cutoff-len; use --max-seq-length 3"),
+        (["train", "--packing"], "--packing; use --use-sequence-packing"),
+        (["train", "--logging-steps", "3"], "--logging-steps; leave it out: every step is a line"),
+        (["train", "--learning-rat", "3"], "--learning-rat; did you mean --learning-rate?"),
+        (["train", "--use-8bit-optimizer"], "--use-8bit-optimizer; the 8-bit optimizer is not part of this version"),
+        (["generate", "x", "--lr", "3"], "--lr"),
+    ],
+)
+def test_a_flag_of_another_trainer_is_answered_with_ours(arguments, meant):
+    done = ran(*arguments)
+    assert done.exit_code == 2 and f"No such option: {meant}" in done.output
+
+
+def test_help_shows_every_choice_and_only_what_works():
+    text = " ".join(ran("train", "--help", columns=79).output.split())
+    squeezed = "".join(text.split())
+    known = ["cosine, linear, constant, wsd [cosine]", "bf16, fp16, fp32 [bf16]", "cut, split, drop", "all, last [all]"]
+    known += ["system, developer, user, assistant, tool [assistant]", "tensorboard, wandb, mlflow", ", ".join(PRESETS)]
+    for choices in known:
+        assert choices.replace(" ", "") in squeezed
+    assert "--memory" in text and "optimizer_in_backward" in text and "8bit" not in text
+
+
+def test_version():
+    assert ran("--version").output == f"chronicals {__version__}\n"

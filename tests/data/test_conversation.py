@@ -103,7 +103,7 @@ def test_choices_are_part_of_the_fingerprint_and_of_the_configuration():
 
 def test_the_last_turn_of_a_template_that_renders_earlier_ones_otherwise_can_be_trained():
     tokenizer, row = with_template(shipped("qwen3_5_think")), stock_templates.record("thinking turns")
-    with pytest.raises(TemplateError, match="set train_on_turns to last"):
+    with pytest.raises(TemplateError, match="set train_on_turns='last'"):
         texts(tokenizer, row["messages"])
     thought, answer = (row["messages"][-1][name] for name in ("reasoning_content", "content"))
     said = f"{thought}\n</think>\n\n{answer}<|im_end|>"

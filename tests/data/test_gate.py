@@ -1,5 +1,6 @@
 """Every rule of the gate finds the file planted for it, names its rows, and is silent on clean data."""
 
+import ast
 import importlib.util
 import json
 import math
@@ -91,7 +92,7 @@ def test_all_that_is_wrong_is_told_at_once_and_can_be_allowed(tmp_path):
         open_store(rows, tiny.tokenizer(), config)
     message = str(stopped.value)
     assert all(f"{rule}: 2 " in message for rule in ("missing_field", "unknown_role", "empty_answer"))
-    allowed = eval(message.split("gate: ")[1].replace("{", "dict(").replace("}", ")").replace(": ", "="))
+    allowed = ast.literal_eval(message.split("gate=")[1])
     assert allowed == dict.fromkeys(("missing_field", "unknown_role", "empty_answer"), math.ceil(2000 / 18) / 1000)
     store = open_store(rows, tiny.tokenizer(), config.replace(gate=allowed))
     assert len(store) == len(CLEAN)
@@ -248,7 +249,7 @@ def test_a_finding_says_where_its_first_row_lies(tmp_path):
 def test_a_share_that_is_offered_is_one_that_is_taken(tmp_path):
     tokenizer = tiny.tokenizer()
     config = ChronicalsConfig(cache_dir=tmp_path, max_seq_length=WIDTH, gate={"vocabulary_too_large": 0})
-    with pytest.raises(DataError, match=r"gate: \{vocabulary_too_large: 1.0"):
+    with pytest.raises(DataError, match=r"gate=\{'vocabulary_too_large': 1.0"):
         open_store(CLEAN, tokenizer, config, embedding_rows=len(tokenizer) - 100)
 
 

@@ -355,5 +355,5 @@ def test_another_architecture_is_not_gone_on_with(tmp_path, shape, message):
 
 def test_how_to_resume_can_be_pasted(tmp_path):
     runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
-    with pytest.raises(CheckpointError, match=f"--output-dir '{tmp_path}/my run'"):
+    with pytest.raises(CheckpointError, match=f"train\\(..., resume=True\\) and output_dir='{tmp_path}/my run'"):
         runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -16,9 +17,11 @@ from chronicals.cli.data import app as data
 from chronicals.cli.doctor import doctor
 from chronicals.cli.evaluate import evaluate
 from chronicals.cli.generate import generate
+from chronicals.cli.options import Command
 from chronicals.cli.quickstart import quickstart
 from chronicals.cli.train import train
 from chronicals.cli.verify import verify
+from chronicals.cli.wording import LogFormatter, in_users_form
 
 WIDE = 120
 """Columns in which a table holds the names of all flags whole; in fewer, and in a pipe, help is plain lines, which cut none."""
@@ -32,21 +35,37 @@ app = typer.Typer(
 )
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from chronicals import __version__
+
+        print(f"chronicals {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
 @app.callback()
-def begin() -> None:
+def begin(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # ours is the one to watch
 
 
+for registered in data.registered_commands:
+    registered.cls = Command
 app.add_typer(data)
 for command in (quickstart, train, evaluate, generate, benchmark, verify, doctor):
-    app.command()(command)
+    app.command(cls=Command)(command)
 
 
 def main() -> None:
     """Entry point: an error a user can mend is one paragraph and exit code 1; Ctrl-C after a checkpoint is 130."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[_log_handler()])
+    handler = _log_handler()
+    handler.setFormatter(LogFormatter("%(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     _quieten()
     try:
         app()
@@ -59,7 +78,9 @@ def main() -> None:
             raise
         stopped = isinstance(error, Interrupted)
         word = "" if stopped else "[bold red]error[/] "
-        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True).print(f"{word}{escape(_words(error))}")
+        Console(stderr=True, emoji=False, highlight=False, soft_wrap=True).print(
+            f"{word}{escape(in_users_form(_words(error)))}"
+        )
         sys.exit(130 if stopped else 1)
 
 

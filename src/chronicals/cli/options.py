@@ -13,8 +13,41 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from typer.core import TyperCommand
 
+from chronicals.cli import wording
 from chronicals.config import ConfigurationError, Recipe
+from chronicals.config.config import NOT_YET
+from chronicals.config.foreign import NOT_SHOWN, suggestion
+
+
+class Command(TyperCommand):
+    """A command whose messages name fields as its user does, and that answers a flag of another trainer with ours."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        switches = {p.name: bool(getattr(p, "is_flag", False)) for p in self.params if p.name}
+        wording.begin(switches)
+        try:
+            rest = super().parse_args(ctx, list(args))
+        except Exception as error:
+            option = getattr(error, "option_name", None)
+            if type(error).__name__ != "NoSuchOption" or option is None:  # a class that typer does not export
+                raise
+            vars(error).update(message=_no_such_option(option, args, list(switches)), possibilities=None)
+            raise
+        fields = {field.name for field in dataclasses.fields(Recipe)}
+        as_flags = {p for p in switches if p not in fields or str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")}
+        wording.begin(switches, ctx.params.get("recipe") is not None, as_flags)
+        return rest
+
+
+def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
+    name = option.lstrip("-").replace("-", "_")
+    after = [*args, "-"][args.index(option) + 1] if option in args else ""
+    joined = next((arg.partition("=")[2] for arg in args if arg.startswith(f"{option}=")), "")
+    value = joined or (NOT_SHOWN if after.startswith("-") else after)
+    meant = NOT_YET[name][1] if name in NOT_YET else suggestion(name, value or NOT_SHOWN, fields)
+    return f"No such option: {option}" + (f"; {wording.in_users_form(meant)}" if meant else "")
 
 
 def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -25,10 +58,13 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
         inspect.Parameter(
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
-            default=typer.Option(None, help=_help(field), rich_help_panel="Recipe fields", show_default=False),
+            default=typer.Option(
+                None, help=_help(field, hints[field.name]), rich_help_panel="Recipe fields", show_default=False
+            ),
             annotation=_flag_type(hints[field.name]) | None,
         )
         for field in dataclasses.fields(Recipe)
+        if field.name not in NOT_YET
     ]
     names = [parameter.name for parameter in own]
 
@@ -67,12 +103,23 @@ def _one_text(hint: Any, value: Any) -> Any:
     return value
 
 
-def _help(field: dataclasses.Field) -> str:
+def _help(field: dataclasses.Field, hint: Any) -> str:
     about: Any = field.default  # pydantic's FieldInfo
     default = about.get_default(call_default_factory=True) if hasattr(about, "get_default") else None
     required = about.is_required() if hasattr(about, "is_required") else False
-    text = about.description if hasattr(about, "description") else field.name
-    return text if required or default is None else f"{text} [{default}]"
+    text = wording.Wording({name.name: False for name in dataclasses.fields(Recipe)})(about.description or field.name)
+    if choices := _choices(hint):
+        text += f"; choices: {', '.join(choices)}"
+    if isinstance(default, list):
+        default = ", ".join(default)
+    return text if required or default in (None, {}) else f"{text} [{default}]"
+
+
+def _choices(hint: Any) -> list[str]:
+    """The words that a field takes, one or several of them; none where it takes others."""
+    if typing.get_origin(hint) is typing.Literal:
+        return list(typing.get_args(hint))
+    return [choice for part in typing.get_args(hint) for choice in _choices(part)]
 
 
 def _flag_type(annotation: Any) -> Any:

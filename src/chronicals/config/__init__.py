@@ -1,7 +1,8 @@
 """The configuration of a run, its presets, and recipes in YAML."""
 
-from chronicals.config.config import ChronicalsConfig, ConfigurationError, Overlong, Role, Turns, explain
+from chronicals.config.config import ChronicalsConfig, Overlong, Role, Turns, explain
 from chronicals.config.data_source import DataSource
+from chronicals.config.errors import ConfigurationError
 from chronicals.config.presets import PRESETS, preset
 from chronicals.config.recipe import Recipe
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import os
@@ -18,10 +17,8 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 from pydantic_core import PydanticCustomError
 
-
-class ConfigurationError(ValueError):
-    """A field has a value that is wrong or cannot be honoured here; the message names field, value and remedy."""
-
+from chronicals.config.errors import ConfigurationError
+from chronicals.config.foreign import no_such_field
 
 ENTRIES = ("gate", "columns")
 """Fields of named entries, whose name a message has beside the field's."""
@@ -36,8 +33,7 @@ def explain(cls: type, error: pydantic.ValidationError) -> ConfigurationError:
         if detail["type"] == "missing":
             lines.append(f"{name}: required, and was not given")
         elif detail["type"] == "unexpected_keyword_argument":
-            near = difflib.get_close_matches(name, known, n=1)
-            lines.append(f"{name}: no such field" + (f"; did you mean {near[0]!r}?" if near else ""))
+            lines.append(no_such_field(name, detail["input"], known))
         else:
             inside = [part for part in detail["loc"][1:] if isinstance(part, str)] if name in ENTRIES else []
             lines.append(f"{': '.join([name, *inside])}={detail['input']!r}: {detail['msg']}")
@@ -71,7 +67,7 @@ def remembers_what_was_set(cls: T) -> T:
 
 
 NOT_YET: dict[str, tuple[Any, str]] = {
-    "use_8bit_optimizer": (False, "the 8-bit optimizer is not part of this version; leave use_8bit_optimizer at False"),
+    "use_8bit_optimizer": (False, "the 8-bit optimizer is not part of this version; leave it out"),
 }
 """Fields of the published interface that this version cannot honour: the one value accepted, and what to do instead."""
 
@@ -297,7 +293,7 @@ class ChronicalsConfig:
             self._check_optimizer_in_backward()
         if "offload_frozen_weights" in self.memory and not self.use_fp8:
             raise ConfigurationError(
-                "memory: offload_frozen_weights moves weights that FP8 stands in for; set use_fp8=True, or leave it out"
+                "memory=['offload_frozen_weights']: moves weights that FP8 stands in for; set use_fp8=True, or leave it out"
             )
         if set(self.memory) >= RECOMPUTE:
             raise ConfigurationError(f"memory={self.memory}: recompute_layers makes everything again; leave out the other")
@@ -315,13 +311,13 @@ class ChronicalsConfig:
         changes = {
             "max_grad_norm": "inf" if self.max_grad_norm is not None else "",
             "gradient_accumulation_steps": "1" if self.gradient_accumulation_steps > 1 else "",
-            "mixed_precision": "bf16" if self.mixed_precision == "fp16" else "",
+            "mixed_precision": "'bf16'" if self.mixed_precision == "fp16" else "",
         }
         wrong = [f"{name}={getattr(self, name)!r}" for name, instead in changes.items() if instead]
         if wrong:
             remedy = ", ".join(f"{name}={instead}" for name, instead in changes.items() if instead)
             raise ConfigurationError(
-                f"memory: optimizer_in_backward updates a weight before the other gradients are there, which "
+                f"memory=['optimizer_in_backward']: updates a weight before the other gradients are there, which "
                 f"{' and '.join(wrong)} cannot go with; set {remedy}, or leave out optimizer_in_backward"
             )
 

@@ -47,21 +47,21 @@ RULES = {
     "unread_field": Rule(
         "rows with pictures or sound, and plain completions with a system message, tools or a history, which are left out",
         "drop rows that are about the former; map the latter to instruction and output, which go through the chat template: "
-        "columns: {instruction: prompt, output: …}",
+        "columns={'instruction': 'prompt', 'output': 'completion'}",
         1,
     ),
     "unusable_kind": Rule("rows this objective cannot train on", "choose their objective, or map their columns", 0),
     "empty_conversation": Rule("conversations without a message", "delete them", 0),
     "unknown_role": Rule("messages of an unknown role", "use system, developer, user, assistant or tool", 0),
     "empty_answer": Rule("empty answers, which teach to say nothing", "delete them or fill them in", 0),
-    "no_assistant_turn": Rule("conversations without an assistant's turn", "delete them, or use objective=pretraining", 0.5),
+    "no_assistant_turn": Rule("conversations without an assistant's turn", "delete them, or use objective='pretraining'", 0.5),
     "consecutive_answers": Rule("two assistant's turns in a row", "join them, unless this is meant", 1),
     "late_system_message": Rule("system messages in the middle of a conversation", "put them first", 1),
     "template_refuses": Rule("conversations the chat template refuses", "mend them, or use another template", 0),
     "template_differs": Rule("conversations rendered otherwise in training than in generation", "use another template", 0),
     "no_stop_token": Rule("answers the chat template does not close with a stop token", "use a template that does", 0),
     "masked_stop": Rule("answers whose stop token is not trained", "train the token that ends the answer", 0),
-    "cut_stop": Rule("answers that lost their stop token to the cut", "raise max_seq_length, or overlong: drop", 0.5),
+    "cut_stop": Rule("answers that lost their stop token to the cut", "raise max_seq_length, or set overlong='drop'", 0.5),
     "masked_row": Rule("rows with no token to train on", "look at their labels and roles", 0.5),
     "masked_by_cut": Rule("rows with no token to train on after the cut", "raise max_seq_length", 0.5),
     "double_bos": Rule("rows that begin with two BOS tokens", "let one of the two writers of BOS be silent", 0),
@@ -200,8 +200,8 @@ class DataReport:
 
 
 def _how_to_allow(wrong: Sequence[Mapping[str, Any]]) -> str:
-    shares = ", ".join(f"{entry['rule']}: {min(1.0, math.ceil(1000 * entry['share']) / 1000)}" for entry in wrong)
-    return f"\nTo train without these rows or in spite of this, allow it: gate: {{{shares}}}"
+    shares = {entry["rule"]: min(1.0, math.ceil(1000 * entry["share"]) / 1000) for entry in wrong}
+    return f"\nTo train without these rows or in spite of this, allow it: gate={shares}"
 
 
 def describe(entry: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.conversation import Conversation, texts_said
 
-REMEDY = 'use another template, give the message "train": false, or set train_on_turns to last'
+REMEDY = "use another template, give the message 'train': false, or set train_on_turns='last'"
 
 
 def trained_span(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from chronicals.config.foreign import suggests_fields
 
+
+@suggests_fields
 @dataclass(frozen=True)
 class LoRAConfig:
     """Low-rank adaptation (Hu et al., 2021, section 4.1): ``y = W x + s · B (A dropout(x))``.

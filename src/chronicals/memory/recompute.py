@@ -118,7 +118,7 @@ def enable_gradient_checkpointing(model: Any, whole_layers: bool = False, first:
         ValueError: the class does not support it.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
-        field, name = "use_gradient_checkpointing (memory: recompute_layers)", type(model).__name__
+        field, name = "use_gradient_checkpointing=True, or memory=['recompute_layers']", type(model).__name__
         raise ValueError(f"{field}: {name} cannot recompute its layers; leave it out")
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_numbers(model)}  # reading a state takes time
     if whole_layers:

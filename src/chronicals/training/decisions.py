@@ -168,7 +168,7 @@ def _recomputation(
     if "recompute_elementwise" in asked:
         if why_not_fused is not None:
             needs = f"needs fused decoder layers, and none run ({why_not_fused})"
-            raise ConfigurationError(f"memory: recompute_elementwise {needs}; take recompute_layers")
+            raise ConfigurationError(f"memory=['recompute_elementwise']: {needs}; take recompute_layers")
         return Decision(field, True, f"asked for, {CHEAP} made again", CHEAP)
     if config.memory is not None:
         return Decision(field, False, "not among memory")
@@ -196,8 +196,8 @@ def _offload(config: ChronicalsConfig, on_card: bool) -> Decision:
         return Decision(field, False, "not asked for")
     if not on_card:
         raise ConfigurationError(
-            "activation_offload (memory: offload_activations) cannot be honoured here, activations are in host memory anyway; "
-            "leave it out"
+            "activation_offload=True cannot be honoured here, nor memory=['offload_activations']: activations are in host "
+            "memory anyway; leave it out"
         )
     return Decision(field, True, "asked for, beside the computation")
 
@@ -206,7 +206,7 @@ def _tiles(config: ChronicalsConfig, model: Any) -> Decision:
     if "tiled_mlp" not in config.memory_policies:
         return Decision("tiled_mlp", False, "not asked for")
     if not has_gated_mlps(model):
-        raise ConfigurationError(f"memory: tiled_mlp needs gated MLPs, {type(model).__name__} has none; leave it out")
+        raise ConfigurationError(f"memory=['tiled_mlp']: needs gated MLPs, {type(model).__name__} has none; leave it out")
     if not _has_tiles(config):
         return Decision("tiled_mlp", False, "a batch has no more rows than a tile")
     return Decision("tiled_mlp", True, "asked for")
@@ -231,7 +231,7 @@ def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:
         return Decision("optimizer_in_backward", False, "not asked for")
     if ranks > 1:
         raise ConfigurationError(
-            f"memory: optimizer_in_backward updates a weight before the gradients of {ranks} processes are added up; "
+            f"memory=['optimizer_in_backward']: updates a weight before the gradients of {ranks} processes are added up; "
             "leave it out"
         )
     return Decision("optimizer_in_backward", True, "asked for, gradients are dropped as soon as they are used")

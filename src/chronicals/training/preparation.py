@@ -331,5 +331,5 @@ def _run_in_fp8(model: Any) -> None:
 def _offload_frozen_weights(model: Any) -> None:
     moved = offload_frozen_weights(model)
     if not moved:
-        raise ConfigurationError("memory: offload_frozen_weights: every weight that runs in FP8 is trained; leave it out")
+        raise ConfigurationError("memory=['offload_frozen_weights']: every weight that runs in FP8 is trained; leave it out")
     logger.info("offload_frozen_weights: %.1f GiB wait in host memory", moved / 2**30)

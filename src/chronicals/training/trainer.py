@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -358,8 +357,7 @@ class ChronicalsTrainer:
             )
 
     def _how_to_resume(self) -> str:
-        folder = shlex.quote(str(self.output_dir))
-        return f"go on with train(..., resume=True), or chronicals train --resume --output-dir {folder}"
+        return f"go on with train(..., resume=True) and output_dir={str(self.output_dir)!r}"
 
     def _resume(self, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream) -> None:
         folder = checkpoint.newest_valid(self.output_dir)

@@ -1,0 +1,188 @@
+"""What fields are called in other trainers, and what to write here instead.
+
+The names are those of transformers and TRL, PEFT, Axolotl, LLaMA-Factory, Unsloth, torchtune and nanoGPT.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+from collections.abc import Collection
+from typing import Any, TypeVar
+
+from chronicals.config.errors import ConfigurationError
+
+RENAMED: dict[str, str] = {
+    "learning_rate": "lr peak_lr max_lr",
+    "num_epochs": "epochs num_train_epochs num_train_epoch n_epochs max_epochs total_epochs",
+    "max_steps": "steps num_steps train_steps max_train_steps total_steps max_iters num_iterations",
+    "batch_size": "bs micro_batch micro_batch_size per_device_train_batch_size per_device_batch_size train_batch_size "
+    "per_gpu_train_batch_size device_batch_size local_batch_size per_device_eval_batch_size eval_batch_size",
+    "gradient_accumulation_steps": "grad_accum grad_accum_steps gradient_accumulation grad_accumulation_steps "
+    "accumulate_grad_batches accumulation_steps",
+    "max_seq_length": "max_length max_seq_len max_sequence_length seq_len seq_length sequence_len sequence_length cutoff_len "
+    "block_size context_length context_len model_max_length",
+    "warmup_steps": "warmup num_warmup_steps lr_warmup_steps warmup_iters",
+    "lr_scheduler": "lr_scheduler_type scheduler lr_schedule lr_scheduler_name lr_decay_style",
+    "min_lr_ratio": "cosine_min_lr_ratio min_lr_rate",
+    "use_flash_attention": "flash_attention flash_attention_2 flash_attn use_flash_attention_2",
+    "use_fused_kernels": "use_liger_kernel use_liger enable_liger_kernel",
+    "use_sequence_packing": "packing sample_packing pack packed neat_packing",
+    "use_gradient_checkpointing": "gradient_checkpointing activation_checkpointing enable_activation_checkpointing",
+    "use_torch_compile": "torch_compile compile",
+    "use_lora": "lora peft use_peft",
+    "lora_rank": "r rank lora_r lora_dim",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_target_modules": "target_modules lora_target lora_attn_modules",
+    "use_rslora": "rslora use_rs_lora peft_use_rslora",
+    "lora_plus_ratio": "loraplus_lr_ratio loraplus_ratio",
+    "weight_decay": "wd",
+    "adam_beta1": "beta1",
+    "adam_beta2": "beta2",
+    "adam_epsilon": "adam_eps epsilon eps",
+    "max_grad_norm": "gradient_clipping gradient_clip_val clip_grad_norm clip_grad grad_clip max_norm",
+    "activation_offload": "activation_offloading enable_activation_offloading",
+    "use_fp8": "fp8",
+    "objective": "stage",
+    "train_on_roles": "roles_to_train",
+    "max_documents": "max_packed_sequences",
+    "validation_split": "val_set_size val_size test_size eval_split",
+    "eval_steps": "evaluation_steps eval_every eval_interval eval_every_n_steps run_val_every_n_steps",
+    "dataset_num_proc": "num_proc preprocessing_num_workers dataset_processes",
+    "save_steps": "save_every save_interval save_every_n_steps",
+    "save_total_limit": "keep_last_n_checkpoints max_checkpoints",
+    "trackers": "report_to log_with tracker logger",
+    "project": "wandb_project mlflow_experiment_name",
+    "run_name": "wandb_name wandb_run_name experiment_name mlflow_run_name",
+    "output_dir": "out_dir save_dir output_path",
+    "cache_dir": "dataset_prepared_path",
+    "seed": "random_seed random_state data_seed",
+    "model": "model_name_or_path model_name model_id pretrained_model_name_or_path",
+    "data": "dataset datasets dataset_name dataset_path dataset_id train_file train_data train_dataset data_path",
+    "validation_data": "eval_dataset eval_data val_data validation_file test_datasets",
+}  # fmt: skip
+"""Ours, and what others call it, the value being the same."""
+
+INSTEAD: dict[str, str] = {
+    "bf16": "mixed_precision='bf16'",
+    "fp16": "mixed_precision='fp16'",
+    "fp32": "mixed_precision='fp32'",
+    "half": "mixed_precision='fp16'",
+    "precision": "mixed_precision, which is 'bf16', 'fp16' or 'fp32'",
+    "dtype": "mixed_precision, which is 'bf16', 'fp16' or 'fp32'",
+    "torch_dtype": "mixed_precision, which is 'bf16', 'fp16' or 'fp32'",
+    "truncation": "overlong, which is 'cut', 'split' or 'drop'",
+    "truncation_mode": "overlong, which is 'cut', 'split' or 'drop'",
+    "excess_length_strategy": "overlong, which is 'cut', 'split' or 'drop'",
+    "tf32": "mixed_precision='bf16', or 'fp32', which uses no TF32",
+    "warmup_ratio": "warmup_steps, a number of steps (default: at most a tenth of them)",
+    "warmup_proportion": "warmup_steps, a number of steps (default: at most a tenth of them)",
+    "min_lr": "min_lr_ratio, the final learning rate as a share of the peak",
+    "lr_scheduler_kwargs": "min_lr_ratio and wsd_decay_ratio",
+    "optim": "optimizer_state_dtype='bf16' for smaller states; the optimizer is AdamW",
+    "optimizer": "optimizer_state_dtype='bf16' for smaller states; the optimizer is AdamW",
+    "global_batch_size": "batch_size and gradient_accumulation_steps, whose product every process takes in a step",
+    "total_batch_size": "batch_size and gradient_accumulation_steps, whose product every process takes in a step",
+    "attn_implementation": "use_flash_attention; the attention that fits card and model is chosen by itself",
+    "adapter": "use_lora=True",
+    "finetuning_type": "use_lora=True, or leave it out to train all weights",
+    "peft_config": "use_lora=True with lora_rank, lora_alpha, lora_dropout and lora_target_modules",
+    "lora_target_linear": "use_lora=True, which adapts every linear layer but the head",
+    "load_in_4bit": "use_lora=True with a model that is stored in 4 bits",
+    "quantization_bit": "use_lora=True with a model that is stored in 4 bits",
+    "use_qlora": "use_lora=True with a model that is stored in 4 bits",
+    "assistant_only_loss": "train_on_roles=['assistant'], the default",
+    "completion_only_loss": "objective='sft', the default, which trains of prompts and completions the completions alone",
+    "train_on_inputs": "train_on_roles, whose messages are trained; or objective='pretraining' for every token",
+    "mask_history": "train_on_turns='last'",
+    "eval_strategy": "eval_steps, a number of steps",
+    "evaluation_strategy": "eval_steps, a number of steps",
+    "evals_per_epoch": "eval_steps, a number of steps",
+    "save_strategy": "save_steps, a number of steps",
+    "saves_per_epoch": "save_steps, a number of steps",
+    "use_wandb": "trackers=['wandb']",
+    "resume_from_checkpoint": "resume=True where the run is started",
+    "auto_resume_from_checkpoints": "resume=True where the run is started",
+}
+"""What others say with a value of another kind, and how it is said here."""
+
+NOWHERE: dict[str, str] = {
+    "logging_steps": "every step is a line of metrics.jsonl",
+    "logging_strategy": "every step is a line of metrics.jsonl",
+    "log_every_n_steps": "every step is a line of metrics.jsonl",
+    "logging_dir": "TensorBoard's files are in the folder of the run",
+    "dataloader_num_workers": "batches are assembled ahead in a thread",
+    "num_workers": "batches are assembled ahead in a thread",
+    "dataloader_pin_memory": "batches are in pinned memory on a card",
+    "remove_unused_columns": "columns that no row needs are not read",
+    "group_by_length": "documents are packed, without padding",
+    "ddp_find_unused_parameters": "start with torchrun; parameters without a gradient are found",
+    "deepspeed": "start with torchrun for several cards",
+    "fsdp": "start with torchrun for several cards",
+    "fsdp_config": "start with torchrun for several cards",
+    "push_to_hub": "the trained model is in the folder of the run, for huggingface-cli to upload",
+    "hub_model_id": "the trained model is in the folder of the run, for huggingface-cli to upload",
+    "use_dora": "DoRA is not part of this version",
+    "neftune_noise_alpha": "NEFTune is not part of this version",
+    "load_best_model_at_end": "see early_stopping_patience and eval_steps",
+    "bias": "biases are frozen beside adapters",
+    "task_type": "models here are causal language models",
+    "modules_to_save": "beside adapters nothing is trained",
+    "init_lora_weights": "A begins random and B at zero",
+}
+"""What has no field here, and why it needs none or where it is."""
+
+OURS = {theirs: ours for ours, names in RENAMED.items() for theirs in names.split()}
+
+NOT_SHOWN = object()
+"""In the place of a value that is not known."""
+
+
+def suggestion(name: str, value: Any, fields: Collection[str]) -> str | None:
+    """What to do about a field that there is not, in a few words; None where nothing is like it.
+
+    Args:
+        value: that it was given, or ``NOT_SHOWN``.
+        fields: that there are.
+    """
+    name = name.replace("-", "_")
+    ours = OURS.get(name) or (name if f"lora_{name}" not in fields and name.removeprefix("lora_") in fields else None)
+    if ours is not None and ours not in fields:
+        ours = ours.removeprefix("lora_")
+    if ours in fields:
+        return f"use {ours}" if value is NOT_SHOWN else f"use {ours}={value!r}"
+    if OURS.get(name) in ("model", "data", "validation_data"):
+        return "model and data are arguments: ChronicalsTrainer(model, tokenizer, config).train(train_dataset, eval_dataset)"
+    if name in INSTEAD:
+        return f"use {INSTEAD[name]}"
+    if name in NOWHERE:
+        return f"leave it out: {NOWHERE[name]}"
+    near = difflib.get_close_matches(name, fields, n=1)
+    return f"did you mean {near[0]!r}?" if near else None
+
+
+def no_such_field(name: str, value: Any, fields: Collection[str]) -> str:
+    """What an error says of a field that there is not; see ``suggestion``."""
+    meant = suggestion(name, value, fields)
+    return f"{name}: no such field" + (f"; {meant}" if meant else "")
+
+
+T = TypeVar("T", bound=type)
+
+
+def suggests_fields(cls: T) -> T:
+    """A dataclass that answers a field it does not have with a ConfigurationError that names the one that is meant."""
+    made = cls.__init__  # type: ignore[misc]
+    fields = [field.name for field in dataclasses.fields(cls)]
+
+    @functools.wraps(made)
+    def __init__(self: Any, *values: Any, **given: Any) -> None:
+        wrong = [no_such_field(name, value, fields) for name, value in given.items() if name not in fields]
+        if wrong:
+            raise ConfigurationError("; ".join(wrong))
+        made(self, *values, **given)
+
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls

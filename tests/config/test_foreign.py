@@ -1,0 +1,86 @@
+"""Names of other trainers are answered with ours, in the configuration, the recipe and the adapters' own."""
+
+import dataclasses
+
+import pytest
+
+from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
+from chronicals.config.foreign import INSTEAD, NOT_SHOWN, NOWHERE, OURS, RENAMED, suggestion
+from chronicals.lora import LoRAConfig
+
+FIELDS = [field.name for field in dataclasses.fields(Recipe)]
+
+MEANT = {
+    "lr": (1e-4, "use learning_rate=0.0001"),
+    "num_train_epochs": (3, "use num_epochs=3"),
+    "per_device_train_batch_size": (2, "use batch_size=2"),
+    "micro_batch_size": (2, "use batch_size=2"),
+    "max_length": (512, "use max_seq_length=512"),
+    "max_seq_len": (512, "use max_seq_length=512"),
+    "cutoff_len": (512, "use max_seq_length=512"),
+    "sequence_len": (512, "use max_seq_length=512"),
+    "lora_r": (8, "use lora_rank=8"),
+    "r": (8, "use lora_rank=8"),
+    "target_modules": (["q_proj"], "use lora_target_modules=['q_proj']"),
+    "optim": ("adamw_torch", "use optimizer_state_dtype='bf16' for smaller states; the optimizer is AdamW"),
+    "bf16": (True, "use mixed_precision='bf16'"),
+    "gradient_checkpointing": (True, "use use_gradient_checkpointing=True"),
+    "packing": (True, "use use_sequence_packing=True"),
+    "report_to": ("wandb", "use trackers='wandb'"),
+    "val_set_size": (0.1, "use validation_split=0.1"),
+    "adapter": ("lora", "use use_lora=True"),
+    "logging_steps": (10, "leave it out: every step is a line of metrics.jsonl"),
+    "model_name_or_path": ("m", "use model='m'"),
+    "learnin_rate": (1, "did you mean 'learning_rate'?"),
+}
+
+
+@pytest.mark.parametrize("name", MEANT)
+def test_a_recipe_answers_with_our_name(name):
+    value, meant = MEANT[name]
+    with pytest.raises(ConfigurationError) as error:
+        Recipe(**{"model": "m", "data": "d", name: value})
+    assert str(error.value) == f"{name}: no such field; {meant}"
+
+
+def test_what_is_suggested_is_accepted():
+    for name, (value, meant) in MEANT.items():
+        if meant.startswith("use ") and name in OURS:
+            fields = {"model": "m", "data": "d", meant.removeprefix("use ").partition("=")[0]: value}
+            assert Recipe(**fields)
+
+
+def test_model_and_data_are_no_part_of_the_configuration():
+    with pytest.raises(ConfigurationError, match=r"^dataset: no such field; model and data are arguments: ChronicalsTrainer"):
+        ChronicalsConfig(dataset="d")
+
+
+def test_the_table_is_of_fields_there_are_and_names_there_are_not():
+    assert set(RENAMED) <= set(FIELDS)
+    theirs = [*OURS, *INSTEAD, *NOWHERE]
+    assert len(theirs) == len(set(theirs)) == sum(len(names.split()) for names in RENAMED.values()) + len({*INSTEAD, *NOWHERE})
+    assert not set(theirs) & set(FIELDS)
+    named = " ".join(INSTEAD.values()).replace("=", " ").replace(",", " ").replace(";", " ").split()
+    assert {word for word in named if "_" in word} <= set(FIELDS)
+
+
+@pytest.mark.parametrize(
+    "name, value, meant",
+    [
+        ("r", 8, "use rank=8"),
+        ("lora_rank", 8, "use rank=8"),
+        ("lora_alpha", 8, "use alpha=8"),
+        ("lora_target", ["q_proj"], r"use target_modules=\['q_proj'\]"),
+        ("rslora", True, "use use_rslora=True"),
+        ("use_dora", True, "leave it out: DoRA is not part"),
+        ("rnk", 1, r"did you mean 'rank'\?"),
+    ],
+)
+def test_the_adapters_configuration_answers_in_its_own_names(name, value, meant):
+    with pytest.raises(ConfigurationError, match=f"^{name}: no such field; {meant}"):
+        LoRAConfig(**{name: value})
+
+
+def test_a_name_like_nothing():
+    assert suggestion("zzzz", 1, FIELDS) is None
+    assert suggestion("per-device-train-batch-size", NOT_SHOWN, FIELDS) == "use batch_size"
