@@ -21,7 +21,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -42,8 +42,13 @@ TokenArrays = tuple[np.ndarray, np.ndarray]
 Rows = tuple[Sequence[Record], Sequence[str]]
 """Normalised rows, and what errors call each."""
 
+T = TypeVar("T")
+
 Finish = Callable[[], TokenArrays]
 """Makes a row of the ids that its texts have by then."""
+
+LETTERS_AT_ONCE = 1 << 22
+"""Of the parts of conversations that are rendered at once."""
 
 LONGEST_KEPT = 64
 """Letters of the longest text before a bound whose ids are kept; longer ones hold what somebody said."""
@@ -178,14 +183,24 @@ class BatchEncoder:
             if isinstance(chat, RenderedChat)
             for number in self._answers(chat.conversation)
         ]
-        before = template.texts([chat.up_to(number, where) for chat, number, where in answers], generation=True)
-        for (chat, number, _), text in zip(answers, before, strict=True):
-            chat.before[number] = text
-        early = [answer for answer in answers if answer[1] + 1 < len(answer[0].conversation.messages)]
-        through = template.texts([chat.up_to(number + 1, where) for chat, number, where in early])
-        for (chat, number, _), text in zip(early, through, strict=True):
-            chat.through[number] = text
+        for some in _grouped(answers, lambda answer: len(answer[0].whole)):
+            before = template.texts([chat.up_to(number, where) for chat, number, where in some], generation=True)
+            for (chat, number, _), text in zip(some, before, strict=True):
+                chat.before[number] = self._shared(text, chat.whole)
+            early = [answer for answer in some if answer[1] + 1 < len(answer[0].conversation.messages)]
+            through = template.texts([chat.up_to(number + 1, where) for chat, number, where in early])
+            for (chat, number, _), text in zip(early, through, strict=True):
+                chat.through[number] = self._shared(text, chat.whole)
         return rendered
+
+    def _shared(self, text: str | DataError, whole: str) -> Shared | None:
+        """What a rendering of a part has in common with that of the whole conversation; None where the part is refused."""
+        if isinstance(text, DataError):
+            return None
+        if whole.startswith(text):
+            return Shared(len(text), True, True)
+        exact = self.cuts is not None and self.cuts.is_exact(text) and self.cuts.is_exact(whole)
+        return Shared(_common_prefix(text, whole), False, exact)
 
     def _answers(self, chat: Conversation) -> list[int]:
         """Numbers of the trained messages whose place the text may tell."""
@@ -224,14 +239,14 @@ class BatchEncoder:
         """What ``trained_span`` gives for this message, or None where the text does not decide it."""
         before, message = chat.before.get(number), chat.conversation.messages[number]
         template, whole = self.encoder.template, row.text
-        if not isinstance(before, str) or not whole.startswith(before):
+        if before is None or not before.entire:
             return None
-        start, closed = self._place(row, len(before)), self._closing(chat, number, row, len(before), where)
+        start, closed = self._place(row, before.letters), self._closing(chat, number, row, before.letters, where)
         if start is None or closed is None:
             return None
         span = start, row.places[closed] + 1
         if row.cuts.is_exact(whole):
-            said = whole[len(before) : row.ends[closed]]
+            said = whole[before.letters : row.ends[closed]]
             complete = all(text in said for text in texts_said(message))
         else:
             complete = not_said(template, message, row.ids[slice(*span)].tolist()) is None
@@ -255,26 +270,38 @@ class BatchEncoder:
         stop = self.encoder.template.stop
         if not row.cuts.stands_alone(stop):
             return None
-        for text in self._through(chat, number, where):
-            if isinstance(text, DataError):
+        for shared in self._through(chat, number, where):
+            if shared is None or not shared.exact:
                 return None
-            shared = len(text) if row.text.startswith(text) else _common_prefix(text, row.text)
-            if shared < len(text) and not (row.cuts.is_exact(text) and row.cuts.is_exact(row.text)):
-                return None
-            last = bisect.bisect_right(row.ends, shared) - 1
+            last = bisect.bisect_right(row.ends, shared.letters) - 1
             while last >= 0 and row.begins[last] >= bound:
                 if row.ids[row.places[last]] == stop:
                     return last
                 last -= 1
         return None
 
-    def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[str | DataError]:
+    def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[Shared | None]:
         """What is rendered of the conversation up to and with an answer, alone and followed by a stand-in."""
-        yield chat.through.get(number, chat.whole)
+        yield chat.through.get(number, Shared(len(chat.whole), True, True))
         if number in chat.through:
             conversation = chat.conversation
             seen = followed_by_another(conversation.messages, number)
-            yield self.encoder.template.text(seen, conversation.tools, where=where)
+            yield self._shared(self.encoder.template.text(seen, conversation.tools, where=where), chat.whole)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What a text has in common with the rendering of a whole conversation, at the beginning.
+
+    Attributes:
+        letters: how many.
+        entire: the text has no others.
+        exact: their tokens are as different as the texts: what follows in either does not change the ids of what is shared.
+    """
+
+    letters: int
+    entire: bool
+    exact: bool
 
 
 @dataclass(frozen=True)
@@ -282,14 +309,14 @@ class RenderedChat:
     """A conversation as text.
 
     Attributes:
-        before: for the number of an answer, what the template writes before it.
+        before: for the number of an answer, how much of ``whole`` the template writes before it.
         through: for those that are not the last message, what it writes of the conversation up to and with them.
     """
 
     conversation: Conversation
     whole: str
-    before: dict[int, str | DataError] = field(default_factory=dict)
-    through: dict[int, str | DataError] = field(default_factory=dict)
+    before: dict[int, Shared | None] = field(default_factory=dict)
+    through: dict[int, Shared | None] = field(default_factory=dict)
 
     def up_to(self, number: int, where: str) -> Asked:
         return self.conversation.messages[:number], self.conversation.tools, where
@@ -478,6 +505,19 @@ def _is_byte_level(described: dict[str, Any]) -> bool:
         and (described["normalizer"] is None or described["normalizer"]["type"] == "NFC")
         and (described["decoder"] or {}).get("type") == "ByteLevel"
     )
+
+
+def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T]]:
+    """The items in order, as many at a time as have ``LETTERS_AT_ONCE``."""
+    group, held = list[T](), 0
+    for item in items:
+        group.append(item)
+        held += letters(item)
+        if held >= LETTERS_AT_ONCE:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
 
 
 def _caught(step: Callable[..., Any], *arguments: Any) -> Any:
