@@ -15,6 +15,7 @@ is left to ``Tokenizer.encode``, row by row: it is the definition, and its error
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 import json
 import unicodedata
@@ -29,6 +30,7 @@ from chronicals.data.byte_pairs import BytePairs, Encode, HasIds
 from chronicals.data.chat_template import Asked
 from chronicals.data.conversation import Conversation, texts_said
 from chronicals.data.gate import DataError
+from chronicals.data.prefixes import Prefixes
 from chronicals.data.rows import Record, kind_of
 from chronicals.data.spans import followed_by_another, not_said
 from chronicals.data.texts import check_text, closed, is_unicode, without_double_beginning, without_end
@@ -49,6 +51,9 @@ Finish = Callable[[], TokenArrays]
 
 LETTERS_AT_ONCE = 1 << 22
 """Of the parts of conversations that are rendered at once."""
+
+MANY_ANSWERS = 12
+"""From so many on it is worth looking how the template comes to its parts."""
 
 LONGEST_KEPT = 64
 """Letters of the longest text before a bound whose ids are kept; longer ones hold what somebody said."""
@@ -177,21 +182,35 @@ class BatchEncoder:
             n: whole if isinstance(whole, DataError) else RenderedChat(chat, whole)
             for (n, chat), whole in zip(chats.items(), wholes, strict=True)
         }
-        answers = [
-            (chat, number, wheres[n])
-            for n, chat in rendered.items()
-            if isinstance(chat, RenderedChat)
-            for number in self._answers(chat.conversation)
-        ]
+        answers = list[tuple[RenderedChat, int, str]]()
+        for n, chat in rendered.items():
+            if isinstance(chat, RenderedChat):
+                numbers = self._answers(chat.conversation)
+                self._prove(chat, numbers if len(numbers) >= MANY_ANSWERS else [])
+                answers += [(chat, number, wheres[n]) for number in numbers]
         for some in _grouped(answers, lambda answer: len(answer[0].whole)):
-            before = template.texts([chat.up_to(number, where) for chat, number, where in some], generation=True)
-            for (chat, number, _), text in zip(some, before, strict=True):
+            asked = [answer for answer in some if answer[1] not in answer[0].before]
+            before = template.texts([chat.up_to(number, where) for chat, number, where in asked], generation=True)
+            for (chat, number, _), text in zip(asked, before, strict=True):
                 chat.before[number] = self._shared(text, chat.whole)
-            early = [answer for answer in some if answer[1] + 1 < len(answer[0].conversation.messages)]
-            through = template.texts([chat.up_to(number + 1, where) for chat, number, where in early])
-            for (chat, number, _), text in zip(early, through, strict=True):
+            asked = [answer for answer in some if answer[0].is_early(answer[1]) and answer[1] not in answer[0].through]
+            through = template.texts([chat.up_to(number + 1, where) for chat, number, where in asked])
+            for (chat, number, _), text in zip(asked, through, strict=True):
                 chat.through[number] = self._shared(text, chat.whole)
         return rendered
+
+    def _prove(self, chat: RenderedChat, numbers: list[int]) -> None:
+        """Tell ``before`` and ``through`` of a long conversation without rendering its parts, as far as that can be proved."""
+        if not numbers:
+            return
+        prefixes = Prefixes(self.encoder.template, chat.conversation.messages, chat.conversation.tools, chat.whole)
+        exact = self.cuts is not None and self.cuts.is_exact(chat.whole)
+        for number in numbers:
+            for found, count, generation in ((chat.before, number, True), (chat.through, number + 1, False)):
+                part = prefixes.part(count, generation) if generation or chat.is_early(number) else None
+                shared = part and _shared_part(chat.whole, *part, exact)
+                if shared is not None:
+                    found[number] = shared
 
     def _shared(self, text: str | DataError, whole: str) -> Shared | None:
         """What a rendering of a part has in common with that of the whole conversation; None where the part is refused."""
@@ -245,7 +264,7 @@ class BatchEncoder:
         if start is None or closed is None:
             return None
         span = start, row.places[closed] + 1
-        if row.cuts.is_exact(whole):
+        if row.is_exact:
             said = whole[before.letters : row.ends[closed]]
             complete = all(text in said for text in texts_said(message))
         else:
@@ -283,7 +302,7 @@ class BatchEncoder:
     def _through(self, chat: RenderedChat, number: int, where: str) -> Iterator[Shared | None]:
         """What is rendered of the conversation up to and with an answer, alone and followed by a stand-in."""
         yield chat.through.get(number, Shared(len(chat.whole), True, True))
-        if number in chat.through:
+        if chat.is_early(number):
             conversation = chat.conversation
             seen = followed_by_another(conversation.messages, number)
             yield self._shared(self.encoder.template.text(seen, conversation.tools, where=where), chat.whole)
@@ -317,6 +336,10 @@ class RenderedChat:
     whole: str
     before: dict[int, Shared | None] = field(default_factory=dict)
     through: dict[int, Shared | None] = field(default_factory=dict)
+
+    def is_early(self, number: int) -> bool:
+        """Whether a message follows it."""
+        return number + 1 < len(self.conversation.messages)
 
     def up_to(self, number: int, where: str) -> Asked:
         return self.conversation.messages[:number], self.conversation.tools, where
@@ -394,6 +417,10 @@ class Row:
     places: list[int]
     begins: list[int]
     ends: list[int]
+
+    @functools.cached_property
+    def is_exact(self) -> bool:
+        return self.cuts.is_exact(self.text)
 
 
 class Texts:
@@ -505,6 +532,18 @@ def _is_byte_level(described: dict[str, Any]) -> bool:
         and (described["normalizer"] is None or described["normalizer"]["type"] == "NFC")
         and (described["decoder"] or {}).get("type") == "ByteLevel"
     )
+
+
+def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | None:
+    """Of a part that begins as ``whole`` does up to ``place`` and goes on with ``rest``; None where tokens may say otherwise.
+
+    Args:
+        exact: no other text has the tokens of ``whole``; with ASCII letters behind some of it this stays so.
+    """
+    if whole.startswith(rest, place):
+        return Shared(place + len(rest), True, True)
+    letters = place + _common_prefix(rest, whole[place : place + len(rest)])
+    return Shared(letters, False, True) if exact and rest.isascii() else None
 
 
 def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T]]:

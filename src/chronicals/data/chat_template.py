@@ -80,13 +80,21 @@ class ChatTemplate:
         For each text jinja copies the template's globals, which it keeps in a ``ChainMap``; a dict is copied in a tenth of the
         time, and nothing is put into either afterwards.
         """
+        with contextlib.suppress(ValueError, jinja2.TemplateError):  # what is wrong with it is said where it is used
+            compiled = self.compiled() if self.tokenizer.chat_template is not None else None
+            if compiled is not None:
+                compiled.globals = dict(compiled.globals)
+
+    def source(self, tools: Any = None) -> str:
+        """The template's text; some tokenizers have another one for conversations with tools."""
+        return self.tokenizer.get_chat_template(tools=tools)
+
+    def compiled(self, tools: Any = None) -> Any:
+        """The template as transformers has compiled it, or None where this transformers does not show it."""
         from transformers.utils import chat_template_utils
 
         compile_template = getattr(chat_template_utils, "_compile_jinja_template", None)
-        if compile_template is not None and self.tokenizer.chat_template is not None:
-            with contextlib.suppress(ValueError, jinja2.TemplateError):  # what is wrong with it is said where it is used
-                compiled = compile_template(self.tokenizer.get_chat_template())
-                compiled.globals = dict(compiled.globals)
+        return None if compile_template is None else compile_template(self.source(tools))
 
     @functools.cached_property
     def dialect(self) -> Dialect:
