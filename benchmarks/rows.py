@@ -1,11 +1,11 @@
 """Every row of the measured tables, with its frontier of memory and speed, by name: what `chronicals benchmark` runs for it.
 
-    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 540] [--work FOLDER] [--commit HASH] [--run 2]
+    python benchmarks/rows.py FOLDER [NAME ...] [--time-limit 560] [--work FOLDER] [--commit HASH] [--run 2]
 
 All of them, or those named, one after the other on the card at hand; a JSON file and bars each in FOLDER, called after the row
 and the card (`row-0.5b-full-fixed-h200.json`), and after the run where it is a further one (`...-h200-2.json`). The time limit
-is that of all together: each row has an equal share of what is left, after which it begins nothing new. A file is written anew
-after every arm and round, so a run that is killed leaves what it had. A short table of all rows comes last. Weights and
+is that of all together: each row has an equal share of what is left, and ends when it is over. A file is written anew after
+every arm and round, so a run that is killed leaves what it had. A short table of all rows comes last. Weights and
 compilers' caches are shared, with later calls, too, where `--work` names their place. Then `benchmarks/figures.py` makes the
 tables from what lies in `benchmarks/results`.
 """
@@ -73,8 +73,8 @@ ROWS = {
 }  # fmt: skip
 
 
-STOPPING = 30
-"""Seconds after the time limit within which a row is expected to have ended what it had begun."""
+STOPPING = 10
+"""Seconds that a row has, when its time is over, for ending its processes, writing and drawing."""
 
 
 def measure(name: str, output: Path, work: Path, seconds: float, options: list[str]) -> bool:
@@ -119,8 +119,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(ROWS))
-    parser.add_argument("--time-limit", type=float, default=540, help="seconds after which nothing new is begun")
+    parser.add_argument("--time-limit", type=float, default=560, help="seconds that all of it may take")
     parser.add_argument("--arm-timeout", type=float, default=180, help="seconds one process of an arm may take")
+    parser.add_argument("--rounds", type=int, default=3, help="decisive rounds of a row")
     parser.add_argument("--work", type=Path, help="keep weights and compilers' caches here")
     parser.add_argument("--commit", help="to record")
     parser.add_argument("--run", type=int, help="number of this run on such a card, from 2")
@@ -130,7 +131,13 @@ def main() -> None:
     if unknown := set(names) - set(ROWS):
         parser.error(f"no such row: {', '.join(sorted(unknown))}; there are {', '.join(ROWS)}")
     given.folder.mkdir(parents=True, exist_ok=True)
-    options = ["--arm-timeout", str(given.arm_timeout), *(["--commit", given.commit] if given.commit else [])]
+    options = [
+        "--arm-timeout",
+        str(given.arm_timeout),
+        "--rounds",
+        str(given.rounds),
+        *(["--commit", given.commit] if given.commit else []),
+    ]
     options += ["--model", given.model, "--mixed-precision", "fp32"] if given.model else []
     ends, place = time.monotonic() + given.time_limit, "-".join([card(), *([str(given.run)] if given.run else [])])
     files = [given.folder / f"{name}-{place}.json" for name in names]

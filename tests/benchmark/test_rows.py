@@ -42,11 +42,11 @@ TWO = ["row-0.5b-full-ragged", "row-0.5b-lora-ragged"]
 
 def test_rows_share_the_time_and_the_later_ones_have_what_is_left(tmp_path, monkeypatch):
     given = run(monkeypatch, tmp_path, *TWO, "--time-limit", 500)
-    assert given == [(TWO[0], f"{TWO[0]}-h200.json", 220), (TWO[1], f"{TWO[1]}-h200.json", 370)]
+    assert given == [(TWO[0], f"{TWO[0]}-h200.json", 240), (TWO[1], f"{TWO[1]}-h200.json", 390)]
 
 
 def test_a_row_for_which_there_is_no_time_is_not_begun(tmp_path, monkeypatch, capsys):
-    assert len(run(monkeypatch, tmp_path, *TWO, "--time-limit", 120, "--run", 2)) == 1
+    assert len(run(monkeypatch, tmp_path, *TWO, "--time-limit", 105, "--run", 2)) == 1
     assert f"not begun, the time limit is reached: {tmp_path / TWO[1]}-h200-2.json" in capsys.readouterr().out
 
 
