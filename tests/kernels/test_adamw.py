@@ -13,6 +13,7 @@ from mutants import mutant
 
 SHAPES = [(17, 5), (), (1,), (CHUNK + 3,), (2, BLOCK), (3, 7, 11)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+CHANGED = ("weights", "means", "squares", "lows", "steps")
 KINDS = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
 
 
@@ -197,10 +198,29 @@ def test_a_step_that_does_not_count_changes_nothing(kinds, master, device):
     tensors.gradients[0].fill_(float("nan"))
     before = copy.deepcopy(tensors)
     fused_adamw_(tensors, **OPTIONS, apply=torch.tensor(False, device=device))
-    for row in vars(tensors):
-        assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(getattr(tensors, row), getattr(before, row))), row
+    for row in CHANGED:
+        assert all(torch.equal(a, b) for a, b in zip(getattr(tensors, row), getattr(before, row))), row
     fused_adamw_(tensors, **OPTIONS, apply=torch.tensor(True, device=device))
     assert not torch.equal(tensors.weights[3], before.weights[3]) and tensors.steps[0].item() == 1
+
+
+@pytest.mark.parametrize("function", [fused_adamw_, fused_adamw_reference_])
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+def test_weights_of_which_some_stay(kinds, function, device):
+    """As where no rank had a gradient of them: not a bit changes of these, the others change as without them."""
+    tensors = drawn(*kinds, device)
+    for number in (1, 3):
+        tensors.gradients[number].fill_(float("nan"))
+    before, alone = copy.deepcopy(tensors), copy.deepcopy(tensors)
+    applies = torch.tensor([number not in (1, 3) for number in range(len(SHAPES))], device=device)
+    function(tensors, **OPTIONS, apply=applies)
+    function(alone, **OPTIONS)
+    for row in CHANGED:
+        for number, tensor in enumerate(getattr(tensors, row)):
+            expected = getattr(alone if applies[number] else before, row)[number]
+            assert torch.equal(tensor, expected), f"{row} {number}"
+    with pytest.raises(ValueError, match="a value for each of 6"):
+        fused_adamw_(tensors, **OPTIONS, apply=applies[:2])
 
 
 def test_a_master_is_kept_in_every_half(device):

@@ -58,11 +58,13 @@ def _adamw_kernel(
     table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, corrections_ptr, lr_ptr, factor_ptr, apply_ptr, seed_ptr, count,
     weight_decay, beta1, rest1, beta2, rest2, eps,
     W: tl.constexpr, G: tl.constexpr, STATE: tl.constexpr, HAS_LOW: tl.constexpr, HAS_FACTOR: tl.constexpr,
-    HAS_APPLY: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    HAS_APPLY: tl.constexpr, APPLY_EACH: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """``table`` ``[5, count]``: addresses of weights, gradients, m, v and lower halves."""
     applies = True
-    if HAS_APPLY:
+    if APPLY_EACH:
+        applies = tl.load(apply_ptr + tl.load(tensors_ptr + tl.program_id(0))).to(tl.int1)
+    elif HAS_APPLY:
         applies = tl.load(apply_ptr).to(tl.int1)
     if applies:
         tensor = tl.load(tensors_ptr + tl.program_id(0))
@@ -130,10 +132,10 @@ def fused_adamw_(
     Args:
         lr: a number, or a scalar tensor on the device.
         factor: scalar tensor that gradients are multiplied by.
-        apply: scalar bool tensor; where False nothing changes, bit for bit.
+        apply: bool tensor, a scalar or one value for each weight; where False nothing changes, bit for bit.
 
     Raises:
-        ValueError: types are mixed.
+        ValueError: types are mixed, or ``apply`` has another shape.
     """
     if not tensors.weights:
         return
@@ -144,24 +146,29 @@ def fused_adamw_(
             f"weights, gradients and means are {kinds}, squares and lows of other types than these and int16 {others}: "
             "one set of types at a time, squares like means, lows in int16"
         )
+    count = len(tensors.weights)
+    if apply is not None and apply.shape not in ((), (count,)):
+        raise ValueError(f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of {count} weights")
     if not _runs_here(tensors):
         fused_adamw_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
         return
     corrections = _corrections(tensors.steps, betas)
     kind_of_weight, kind_of_gradient, kind_of_state = (of_triton(kind) for kind in kinds.pop())
-    table, count = _table(tensors), len(tensors.weights)
+    table = _table(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     _adamw_kernel[(len(table.tensors),)](
         *table.on_device, corrections, lr, factor, apply, _seed(tensors.steps[0]), count,
         weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
         kind_of_weight, kind_of_gradient, kind_of_state,
-        bool(tensors.lows), factor is not None, apply is not None, table.aligned, BLOCK, CHUNK, num_warps=4,
+        bool(tensors.lows), factor is not None, apply is not None, apply is not None and apply.ndim == 1, table.aligned,
+        BLOCK, CHUNK, num_warps=4,
     )  # fmt: skip
     if apply is None:
         torch._foreach_add_(tensors.steps, 1.0)
     else:  # a list, since one tensor for all would be brought to the host
-        torch._foreach_add_(tensors.steps, [apply.to(torch.float32)] * count)
+        counted = apply.to(torch.float32)
+        torch._foreach_add_(tensors.steps, list(counted.unbind()) if counted.ndim else [counted] * count)
     torch.autograd.graph.increment_version([*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows])
 
 
@@ -211,9 +218,10 @@ def fused_adamw_reference_(
         parts = split_master(new) if tensors.lows else (_in_type(new, weight.dtype, tensors.steps[n], n, 2),)
         kept = (weight, tensors.lows[n]) if tensors.lows else (weight,)
         states = (_in_type(x, mean.dtype, tensors.steps[n], n, part) for part, x in enumerate((new_mean, new_square)))
+        applies = None if apply is None else apply.expand(len(tensors.weights))[n]
         for old, updated in zip((*kept, mean, square), (*parts, *states)):
-            old.copy_(updated if apply is None else torch.where(apply, updated, old))
-        tensors.steps[n] += 1.0 if apply is None else apply.to(torch.float32)
+            old.copy_(updated if applies is None else torch.where(applies, updated, old))
+        tensors.steps[n] += 1.0 if applies is None else applies.to(torch.float32)
 
 
 def _in_type(value: Tensor, kind: torch.dtype, step: Tensor, *place: int) -> Tensor:

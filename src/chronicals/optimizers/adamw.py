@@ -11,7 +11,7 @@ a step can be captured in a CUDA graph, and one with ``apply`` at zero changes n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,20 +64,22 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, factor: Tensor | None = None, apply: Tensor | None = None
-    ) -> float | None:
+        self, closure: Callable[[], float] | None = None, *, factor: Tensor | None = None, apply: Tensor | None = None,
+        used: Mapping[Tensor, Tensor] | None = None,
+    ) -> float | None:  # fmt: skip
         """One update from ``p.grad``.
 
         Args:
             factor: scalar tensor every gradient is multiplied by (clipping, loss scale).
             apply: scalar bool tensor; where False the weights and states stay as they are.
+            used: scalar bool tensor of each weight; where False this weight and its states stay as they are.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         self.refresh_rates()
-        self._update([parameter for group in self.param_groups for parameter in group["params"]], factor, apply)
+        self._update([parameter for group in self.param_groups for parameter in group["params"]], factor, apply, used)
         return loss
 
     @torch.no_grad()
@@ -93,8 +95,15 @@ class FusedAdamW(torch.optim.Optimizer):
                 raise ValueError(f"a weight {tuple(parameter.shape)} is in no group of the optimizer")
         self._update(parameters, None, apply)
 
-    def _update(self, parameters: Sequence[Tensor], factor: Tensor | None, apply: Tensor | None) -> None:
+    def _update(
+        self, parameters: Sequence[Tensor], factor: Tensor | None, apply: Tensor | None,
+        used: Mapping[Tensor, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        everywhere = apply
         for number, group, tensors in self._launches(parameters):
+            if used is not None:
+                own = torch.stack([used[weight] for weight in tensors.weights])
+                apply = own if everywhere is None else own & everywhere
             rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
             fused_adamw_(tensors, rate, group["betas"], group["eps"], group["weight_decay"], factor=factor, apply=apply)
             if tensors.lows:
