@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
@@ -104,7 +106,7 @@ def test_yaml_numbers_and_overrides(tmp_path):
 def test_a_run_is_resumed_by_the_recipe_it_kept(tmp_path, monkeypatch):
     given = {**GIVEN, "data": [{"path": "a.jsonl", "weight": 2.0}, "b.jsonl"], "learning_rate": 2e-5, "output_dir": tmp_path}
     recipe = Recipe(**given, num_epochs=3, max_grad_norm=float("inf"), gate={"cut_row": 0.1})
-    recipe.keep(tmp_path)
+    recipe.write_to(tmp_path)
     again = Recipe.given(None, None, resume=True, output_dir=tmp_path)
     assert again == recipe and again.explicit == recipe.explicit
     longer = Recipe.given(None, None, resume=True, output_dir=tmp_path, max_steps=9)
@@ -116,10 +118,29 @@ def test_a_run_is_resumed_by_the_recipe_it_kept(tmp_path, monkeypatch):
     with pytest.raises(ConfigurationError, match="model: required"):
         Recipe.given(None, None, output_dir=tmp_path)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match="model: required"):
-        Recipe.given(None, None, resume=True)  # chronicals-output holds none
-    recipe.keep(tmp_path / "chronicals-output")
+    with pytest.raises(ConfigurationError, match="'chronicals-output' holds no run to go on with .*give model and data"):
+        Recipe.given(None, None, resume=True)
+    assert Recipe.given(None, None, resume=True, **GIVEN).model == GIVEN["model"]
+    recipe.write_to(tmp_path / "chronicals-output")
     assert Recipe.given(None, None, resume=True) == recipe
+
+
+def test_a_checkpoint_is_resumed_by_the_recipe_of_its_run(tmp_path):
+    """Which goes on in its own folder, wherever it was begun, or in one that is given."""
+    run = tmp_path / "run"
+    Recipe(**GIVEN, output_dir=Path("elsewhere"), learning_rate=2e-5).write_to(run)
+    for named in (run, run / "checkpoints" / "step-00000002"):
+        again = Recipe.given(None, None, resume=named)
+        assert (again.output_dir, again.learning_rate) == (run, 2e-5)
+        assert Recipe.given(None, None, resume=named, output_dir=tmp_path / "b").output_dir == tmp_path / "b"
+    with pytest.raises(ConfigurationError, match="other' holds no run to go on with"):
+        Recipe.given(None, None, resume=tmp_path / "other" / "checkpoints" / "step-00000002")
+
+
+def test_the_best_needs_something_held_out():
+    with pytest.raises(ConfigurationError, match="keep='best': nothing is held out.*validation_split"):
+        Recipe(**GIVEN, keep="best")
+    assert Recipe(**GIVEN, keep="best", validation_split=0.1).config().keep == "best"
 
 
 def test_the_home_folder_of_a_recipe(tmp_path, monkeypatch):

@@ -138,9 +138,10 @@ def test_failure_while_writing_leaves_nothing(tmp_path):
 
 
 def test_only_what_was_left_aside_is_removed(tmp_path):
+    """Whatever process has its number now: a container's restart has the same."""
     gone = max(int(name) for name in os.listdir("/proc") if name.isdigit()) + 1_000_000
-    left = [f".model.{gone}", f".replaced-model.{gone}"]
-    others = [".venv3.12", f".venv-3.{gone}", f".model.{os.getppid()}", f".step-00000002.{gone}"]
+    left = [f".model.{gone}", f".replaced-model.{gone}", f".model.{os.getppid()}", f".model.{os.getpid()}"]
+    others = [".venv3.12", f".venv-3.{gone}", f".step-00000002.{gone}"]
     for name in (*left, *others):
         (tmp_path / name).mkdir()
     write_folder(tmp_path / "model", lambda aside: (aside / "file").write_text("whole"))
@@ -154,6 +155,7 @@ def test_damaged_checkpoints_take_no_place_of_whole_ones(run_folder):
     folder = run_folder / "run"
     for checkpoint in checkpoints(folder):
         (checkpoint / "state.json").write_text("{")
+    shutil.rmtree(folder / "model")
     (folder / "checkpoints" / "step-best").mkdir()
     runs.train(run_folder, max_steps=3, save_steps=1, save_total_limit=2, resume=True)
     assert newest_valid(folder).name == "step-00000003"

@@ -1,6 +1,8 @@
 """Two processes train what one does in twice as many micro-batches, and either goes on where the other ended."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,34 +13,36 @@ import torch
 import runs
 import tiny
 from chronicals.config.config import laid_over
+from chronicals.distributed import Ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+import two_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
 
 HERE = Path(__file__).parent
-SETTINGS = {
-    "batch_size": 1, "num_epochs": 1, "validation_split": 0.1, "eval_steps": 3, "save_steps": 2, "lr_scheduler": "constant",
-    "warmup_steps": 0,
-}  # fmt: skip
+SETTINGS = two_ranks.SETTINGS
 PROGRAM = """
 import pathlib, torch, test_ranks
 torch.set_num_threads(1)
 test_ranks.train(pathlib.Path({folder!r}), 2, **{changes})
 """
+PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, *(path for path in sys.path if path.endswith("src")))))
 
 
 def train(folder, accumulation, resume=False, **changes):
     settings = laid_over(SETTINGS, changes)
-    return runs.train(folder, tiny.chat_rows(), resume=resume, gradient_accumulation_steps=accumulation, **settings)
+    settings["gradient_accumulation_steps"] = accumulation
+    return runs.train(folder, tiny.chat_rows(), resume=resume, **settings)
 
 
 def train_by_two(folder, _accumulation, **changes):
     """``train`` in two processes, each of which makes half of the micro-batches."""
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     program = PROGRAM.format(folder=str(folder), changes=changes)
-    paths = os.pathsep.join(map(str, (HERE, HERE.parent, HERE.parent.parent / "src")))
     done = subprocess.run(
-        [*started, sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
-        timeout=120,
+        [*started, sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATHS}, capture_output=True, text=True,
+        timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -60,3 +64,94 @@ def test_two_train_what_one_does(tmp_path, whole, first, then):
     torch.testing.assert_close(torch.tensor(runs.trajectory(tmp_path), dtype=torch.float64), steps, rtol=1e-3, atol=0.0)
     ours, theirs = runs.weights(tmp_path), runs.weights(whole)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What the first and the second of two processes saw, by promise; started as a job operator does, without torchrun."""
+    folder = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
+    started = [
+        subprocess.Popen(
+            [sys.executable, two_ranks.__file__, str(folder)],
+            env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    try:
+        words = [process.communicate(timeout=300)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], words
+
+    def of(promise):
+        return [json.loads((folder / f"{promise}.{rank}.json").read_text()) for rank in (0, 1)]
+
+    of.folder = folder
+    return of
+
+
+def test_gradients_are_added_and_what_nobody_uses_stays(seen):
+    """As one process that does the work of both: a weight without a gradient on any rank is neither decayed nor moved."""
+    one = two_ranks.weights_used(Ranks(), of_rank=lambda _: [0, 1])
+    first, second = seen("gradients")
+    assert first == second
+    for name in one:
+        assert first[name] == pytest.approx(one[name], rel=1e-6), name
+    torch.manual_seed(0)
+    begun = {name: torch.randn(2, 3).flatten().tolist() for name in two_ranks.USED}
+    assert first["never"] == begun["never"] and all(first[name] != begun[name] for name in begun if name != "never")
+
+
+def test_all_begin_with_the_weights_of_the_first(seen, tmp_path):
+    """And score held-out data together."""
+    first, second = seen("weights")
+    assert first == second
+    result = train(tmp_path, 4, max_steps=2)
+    assert first["held out"] == pytest.approx(result.evaluation.to_dict(), rel=1e-4)
+
+
+def test_each_draws_its_own_random_numbers(seen):
+    first, second = seen("random_numbers")
+    assert len(first) == 3 and first != second
+
+
+def test_a_signal_to_one_stops_all_after_the_same_step(seen):
+    first, second = seen("stop")
+    assert "stopped by a signal to another rank after step 2" in first
+    assert "stopped by SIGTERM after step 2" in second
+
+
+def test_all_go_on_from_the_first_ones_checkpoint(seen, whole):
+    """The folder of the second, on a machine of its own, holds none."""
+    first, second = seen("resumed")
+    assert first == second
+    assert first["steps"] == len(runs.trajectory(whole))
+    ours = torch.tensor(runs.trajectory(two_ranks.own_folder(seen.folder / "stopped", 0)), dtype=torch.float64)
+    torch.testing.assert_close(ours, torch.tensor(runs.trajectory(whole), dtype=torch.float64), rtol=1e-3, atol=0.0)
+    assert not (two_ranks.own_folder(seen.folder / "stopped", 1) / "run").exists()
+
+
+def test_what_the_first_refuses_all_refuse(seen):
+    first, second = seen("refused")
+    assert "holds a run" in first and second == f"rank 0 stopped: CheckpointError: {first}"
+
+
+@pytest.mark.parametrize(
+    ("promise", "named"),
+    [
+        ("other_settings", "learning_rate is 0.001 on rank 0 and 0.002 on rank 1"),
+        ("other_data", "training data is"),
+        ("other_weights", "weights is"),
+    ],
+)
+def test_ranks_that_do_not_train_the_same_are_refused(seen, promise, named):
+    first, second = seen(promise)
+    assert first == second and named in first and "the 2 processes do not train the same" in first

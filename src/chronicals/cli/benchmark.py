@@ -64,8 +64,10 @@ def benchmark(
     from chronicals.benchmark.rounds import Options, Row, measure
     from chronicals.benchmark.work import plan_work
     from chronicals.config import ConfigurationError
+    from chronicals.distributed import require_one_process
 
     began, console = time.perf_counter(), Console(stderr=True)
+    require_one_process("benchmark")
     make_room_for(output)
     if output and output.suffix == ".png":
         raise ConfigurationError(f"output={str(output)!r}: the bars are written there; name a file that ends in .json")

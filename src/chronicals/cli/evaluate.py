@@ -35,9 +35,11 @@ def evaluate(
     from rich.table import Table
 
     from chronicals.config import Recipe
+    from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import load_trained
     from chronicals.training.evaluation import evaluate_data
 
+    warn_of_other_processes("evaluate")
     make_room_for(output)
     trained = load_trained(model, base_model, trust_remote_code)
     asked = {

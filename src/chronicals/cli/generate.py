@@ -46,12 +46,15 @@ def generate(
     """
     from rich.console import Console
 
+    from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import Chat, load_trained
 
+    warn_of_other_processes("generate")
     chat = Chat(
         load_trained(model, base_model, trust_remote_code), system, max_new_tokens=max_new_tokens, temperature=temperature,
         seed=seed, top_p=top_p, top_k=top_k, repetition_penalty=repetition_penalty,
     )  # fmt: skip
+
     if prompt is not None:
         _print_answer(chat, prompt, stream)
     elif not _talk(chat, stream, Console(stderr=True, highlight=False)):

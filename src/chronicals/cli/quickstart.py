@@ -26,9 +26,11 @@ def quickstart(
     from rich.table import Table
 
     from chronicals.config import ConfigurationError
+    from chronicals.distributed import require_one_process
     from chronicals.training.quickstart import WRITTEN, run_quickstart
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
+    require_one_process("quickstart")
     if folder.exists():
         if not (folder / "untrained").exists():
             raise ConfigurationError(f"folder={str(folder)!r}: exists; choose another with --folder, or delete it")

@@ -18,6 +18,10 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint; the run in --output-dir knows its recipe")
     ] = False,
+    resume_from: Annotated[
+        Path | None,
+        typer.Option(help="Go on from this checkpoint, or this run's newest, in its own folder or in another --output-dir"),
+    ] = None,
     check: Annotated[bool, typer.Option("--check", help="Stop after the report on the data and the length of the run")] = False,
     preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
     **flags: Any,
@@ -37,29 +41,33 @@ def train(
     from chronicals.lora import SavedModel
     from chronicals.models.loading import DTYPES
     from chronicals.training import ChronicalsTrainer
-    from chronicals.training.checkpoint import checkpoints
     from chronicals.training.length import fit_batch
     from chronicals.training.preparation import open_stores
+    from chronicals.training.resume import checkpoint_to_resume, holds_a_run, sole_writer
 
-    plan = Recipe.given(preset, recipe, resume, **flags)
+    plan = Recipe.given(preset, recipe, resume_from or resume, **flags)
     config, console = plan.config(), Console(emoji=False, highlight=False, soft_wrap=True)
-    holds_run = bool(checkpoints(config.output_dir))
+    ranks, holds_run = Ranks.current(), holds_a_run(config.output_dir)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = saved.tokenizer(plan.trust_remote_code)
     if check:
         embedding_rows = saved.config(plan.trust_remote_code).get_text_config().vocab_size
         reports = None if holds_run else config.output_dir  # a run's own say what it was trained on
-        store, _ = open_stores(plan.data, plan.validation_data, embedding_rows, tokenizer, config, Ranks(), reports)
-        fit_batch(config, plan_of(store, config), Ranks(), config.output_dir if resume else None)
+        store, _ = open_stores(plan.data, plan.validation_data, embedding_rows, tokenizer, config, ranks, reports)
+        resumed = checkpoint_to_resume(config.output_dir, resume_from or resume, ranks) if resume_from or resume else None
+        fit_batch(config, plan_of(store, config), ranks, resumed)
         where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
         console.print(escape(f"the data can be trained on; {where}"))
         return
     model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code)
-    if not holds_run:
-        plan.keep(config.output_dir)
-    result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume)
+    if ranks.first and not holds_run:
+        with sole_writer(config.output_dir):
+            plan.write_to(config.output_dir)
+    result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume_from or resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:
         console.print(f"[bold]held out[/] {dataclasses.asdict(result.evaluation)}")
+    if result.model_step != result.steps:
+        console.print(f"[bold]best[/]   step {result.model_step}, whose weights the model has")
     console.print(f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] {escape(str(result.report))}")
     console.print(f"next: chronicals generate {escape(shlex.quote(str(config.output_dir)))}")

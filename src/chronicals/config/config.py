@@ -243,6 +243,11 @@ class ChronicalsConfig:
     early_stopping_patience: Positive | None = Field(
         default=None, description="Stop after so many evaluations without a better loss"
     )
+    keep: Literal["best", "last"] | None = Field(
+        default=None,
+        description="Whose weights the run leaves: best, of the step with the lowest held-out loss, which is a checkpoint too; "
+        "or last (default: best where something is held out)",
+    )
     overlong: Overlong | None = Field(
         default=None, description="What becomes of rows longer than max_seq_length (default: texts are split, others cut)"
     )
@@ -254,7 +259,7 @@ class ChronicalsConfig:
         description="Largest share of the rows a finding may touch before it is an error, by its name",
     )
     save_steps: Positive | None = Field(default=500, description="Checkpoint every so many steps; one always at the end")
-    save_total_limit: Positive = Field(default=2, description="Checkpoints kept")
+    save_total_limit: Positive = Field(default=2, description="Checkpoints kept; the last and the best always are")
     trackers: Annotated[
         list[Literal["tensorboard", "wandb", "mlflow"]] | None, BeforeValidator(_listed), BeforeValidator(_none_named)
     ] = Field(default=None, description="Experiment trackers, or none (default: TensorBoard where it is installed)")

@@ -36,22 +36,38 @@ class Recipe(ChronicalsConfig):
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model")
 
     @classmethod
-    def given(cls, preset: str | None = None, file: Path | None = None, resume: bool = False, **flags: Any) -> Recipe:
+    def given(cls, preset: str | None = None, file: Path | None = None, resume: bool | Path = False, **flags: Any) -> Recipe:
         """From a preset, a YAML file and single fields, each of which wins over the ones before.
 
         Args:
-            resume: without a file, go by the one that the run in ``output_dir`` has kept.
+            resume: without a file, go by the one that the run in ``output_dir`` has kept; as a folder, of a checkpoint or a
+                run, by that of this run, which also goes on there unless ``output_dir`` is given.
 
         Raises:
-            ConfigurationError: there is no such preset or file, or a field is wrong.
+            ConfigurationError: there is no such preset, file or run, or a field is wrong.
         """
         if resume and file is None:
-            kept = Path(os.path.expanduser(flags.get("output_dir", ChronicalsConfig().output_dir))) / KEPT
-            file = kept if kept.exists() else None
+            run = Path(os.path.expanduser(flags.get("output_dir", ChronicalsConfig().output_dir)))
+            if isinstance(resume, Path):
+                run = resume.parent.parent if resume.parent.name == "checkpoints" else resume
+                flags = {"output_dir": str(run), **flags}
+            file = cls._kept_by(run, whole="model" in flags and "data" in flags)
         fields = laid_over(preset_fields(preset) if preset is not None else {}, cls.read_yaml(file) if file is not None else {})
         return cls(**laid_over(fields, flags))
 
-    def keep(self, folder: Path) -> None:
+    @staticmethod
+    def _kept_by(run: Path, whole: bool) -> Path | None:
+        """The recipe that a run has kept; None where there is none and what else was given is ``whole``."""
+        if (run / KEPT).exists():
+            return run / KEPT
+        if not whole:
+            raise ConfigurationError(
+                f"resume: {str(run)!r} holds no run to go on with (there is no {KEPT}); name the folder of one by output_dir, "
+                "or give model and data to begin one"
+            )
+        return None
+
+    def write_to(self, folder: Path) -> None:
         """Write what was set, for ``given`` to resume by: aside, then renamed."""
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{KEPT}.{os.getpid()}"
@@ -65,6 +81,10 @@ class Recipe(ChronicalsConfig):
             raise ConfigurationError(
                 f"validation_split={self.validation_split}: validation_data is set too, and only one can say what is held out; "
                 "leave out one of them"
+            )
+        if self.keep == "best" and self.validation_data is None and not self.validation_split:
+            raise ConfigurationError(
+                "keep='best': nothing is held out to tell which is the best; set validation_data or validation_split"
             )
         if self.eval_steps is not None and self.validation_data is None and not self.validation_split:
             raise ConfigurationError(

@@ -1,5 +1,6 @@
 """Processes that train together."""
 
-from chronicals.distributed.ranks import Ranks
+from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
+from chronicals.distributed.ranks import Ranks, card_of
 
-__all__ = ["Ranks"]
+__all__ = ["Launch", "Ranks", "card_of", "require_one_process", "warn_of_other_processes"]

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chronicals.distributed.launch import Launch
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that ``torchrun`` started.
+    """This process among those that train together.
 
     Attributes:
         rank, count: this process and how many there are.
@@ -23,17 +32,31 @@ class Ranks:
     rank: int = 0
     count: int = 1
     local_rank: int = 0
+    _patterns: dict[tuple[bool, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def current(cls) -> Ranks:
-        """Join the process group that ``torchrun`` describes (nccl with cards, else gloo); alone without it."""
-        if "TORCHELASTIC_RUN_ID" not in os.environ and not dist.is_initialized():
+        """Join the processes that were started with this one (nccl with cards, else gloo); alone without any.
+
+        Raises:
+            ConfigurationError: several were started and cannot find each other; the message names the variable.
+        """
+        launch = Launch.found()
+        if launch is None and not dist.is_initialized():
             return cls()
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_rank = launch.local_rank if launch else None
+        if local_rank is None:
+            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if torch.cuda.is_available():
-            torch.cuda.set_device(local_rank)
-        if not dist.is_initialized():
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            torch.cuda.set_device(card_of(local_rank))
+        if launch is not None and not dist.is_initialized():
+            launch.require_meeting_point()
+            logger.info(
+                "%s: waiting at %s:%s for the %d processes that train together",
+                launch.told_by, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], launch.count,
+            )  # fmt: skip
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, rank=launch.rank, world_size=launch.count)
         return cls(dist.get_rank(), dist.get_world_size(), local_rank)
 
     @property
@@ -45,19 +68,35 @@ class Ranks:
         """Give every rank the tensors of the first."""
         if self.count > 1:
             for tensor in tensors:
-                dist.broadcast(tensor.data, src=0)
+                sent = tensor.data.contiguous()
+                dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)  # not every type can be sent as it is
+                if sent.data_ptr() != tensor.data_ptr():
+                    tensor.data.copy_(sent)
 
     @torch.no_grad()
-    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace every gradient by its sum over the ranks; a rank without one gives zeros."""
-        if self.count > 1:
-            pending = []
-            for parameter in parameters:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-                pending.append(dist.all_reduce(parameter.grad, async_op=True))
-            for work in pending:
-                work.wait()
+    def sum_gradients(self, parameters: Sequence[Tensor], loss: Tensor) -> Tensor | None:
+        """Replace every gradient, and ``loss`` (a scalar), by the sum over the ranks; a rank without a gradient adds zeros.
+
+        Returns:
+            fp32 ``[len(parameters)]`` on the device: how many ranks had a gradient of each; None where this one is alone.
+        """
+        if self.count == 1:
+            return None
+        pattern = tuple(parameter.grad is not None for parameter in parameters)
+        if pattern not in self._patterns:
+            self._patterns.clear()
+            self._patterns[pattern] = torch.tensor(pattern, dtype=torch.float32, device=loss.device)
+        pending = []
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            pending.append(dist.all_reduce(parameter.grad, async_op=True))
+        beside = torch.cat([loss.float().reshape(1), self._patterns[pattern]])
+        pending.append(dist.all_reduce(beside, async_op=True))
+        for work in pending:
+            work.wait()
+        loss.copy_(beside[0])
+        return beside[1:]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor summed over the ranks, in place."""
@@ -69,11 +108,57 @@ class Ranks:
         """The tensors of all ranks, alike in shape and type, in the order of the ranks, where this one is."""
         if self.count == 1:
             return [tensor]
-        sent = tensor.cuda() if dist.get_backend() == "nccl" else tensor
+        sent = tensor.to(self._device)
         found = [torch.empty_like(sent) for _ in range(self.count)]
         dist.all_gather(found, sent)
         return [other.to(tensor.device) for other in found]
 
-    def wait_for_all(self) -> None:
-        if self.count > 1:
-            dist.barrier()
+    def _share(self, value: Any) -> Any:
+        """The first rank's ``value`` (plain JSON) on every rank."""
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        length = torch.tensor(len(content), device=self._device)
+        dist.broadcast(length, src=0)
+        sent = content.to(self._device) if self.first else torch.empty(int(length), dtype=torch.uint8, device=self._device)
+        dist.broadcast(sent, src=0)
+        return json.loads(sent.cpu().numpy().tobytes())
+
+    def gather_values(self, value: Any) -> list[Any]:
+        """The values (plain JSON) of all ranks, in their order."""
+        if self.count == 1:
+            return [value]
+        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [int(length) for length in self.gather(torch.tensor(len(content)))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(content)] = content
+        return [json.loads(other[:length].numpy().tobytes()) for other, length in zip(self.gather(padded), lengths)]
+
+    def first_does(self, work: Callable[[], Result], error: type[Exception]) -> Result:
+        """Let the first rank do something while the others wait; its result (plain JSON) on all of them.
+
+        Raises:
+            Exception: what ``work`` raised, on the first rank; ``error`` with its words on the others, which do not wait on.
+        """
+        if self.count == 1:
+            return work()
+        result, failure = None, None
+        if self.first:
+            try:
+                result = work()
+            except Exception as raised:
+                failure = raised
+        result, words = self._share([result, f"{type(failure).__name__}: {failure}" if failure else None])
+        if failure is not None:
+            raise failure
+        if words is not None:
+            raise error(f"rank 0 stopped: {words}")
+        return result
+
+    @property
+    def _device(self) -> torch.device:
+        """Where tensors must be to be sent."""
+        return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def card_of(local_rank: int) -> int:
+    """The card of a process: its own, or the only one that it is shown."""
+    return local_rank % torch.cuda.device_count()

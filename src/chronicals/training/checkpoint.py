@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,8 @@ from chronicals.training.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-MANIFEST, STATE, OPTIMIZER, RNG, MODEL = (
+CHECKPOINTS, MANIFEST, STATE, OPTIMIZER, RNG, MODEL = (
+    "checkpoints",
     "manifest.json",
     "state.json",
     "optimizer.safetensors",
@@ -46,6 +48,8 @@ STEP = re.compile(r"step-\d{8,}")
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Make ``target`` appear whole: ``fill`` writes into a folder aside, which is synced, described and renamed.
+
+    The caller holds the lock of the run, so what lies aside under such a name was left by a process that died.
 
     Raises:
         CheckpointError: the disk is full or not writable; nothing of the new folder stays, nothing else is touched.
@@ -62,11 +66,11 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
             _sync(folder)
         replaced = aside.with_name(f".replaced-{aside.name[1:]}")
-        if target.exists():
+        if os.path.lexists(target):
             os.rename(target, replaced)
         os.rename(aside, target)
         _sync(target.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
     except Exception as error:
         shutil.rmtree(aside, ignore_errors=True)
         if _is_full(error):
@@ -83,26 +87,40 @@ def check_folder(folder: Path) -> str | None:
     """What is wrong with a folder that ``write_folder`` made, None if it is whole."""
     try:
         described = json.loads((folder / MANIFEST).read_text())
+        if not isinstance(described, dict):
+            return f"{MANIFEST} is no description of files"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     for name, expected in described.items():
+        if not isinstance(expected, dict) or not {"size", "sha256"} <= expected.keys():
+            return f"{MANIFEST} does not describe {name}"
         path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != expected["size"] or _hash(path) != expected["sha256"]:
-            return f"{name} is damaged"
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != expected["size"] or _hash(path) != expected["sha256"]:
+                return f"{name} is damaged"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
     return None
+
+
+def check_checkpoint(folder: Path) -> str | None:
+    """What is wrong with a checkpoint, None if it is whole."""
+    damage = check_folder(folder)
+    missing = [name for name in (STATE, OPTIMIZER, RNG, MODEL) if not (folder / name).exists()]
+    return damage or (f"{missing[0]} is missing" if missing else None)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
     """Folders of checkpoints, newest first, whole or not."""
-    return sorted((path for path in (output_dir / "checkpoints").glob("step-*") if STEP.fullmatch(path.name)), reverse=True)
+    return sorted((path for path in (output_dir / CHECKPOINTS).glob("step-*") if STEP.fullmatch(path.name)), reverse=True)
 
 
 def newest_valid(output_dir: Path) -> Path | None:
     """The newest checkpoint that is whole; damaged ones are named in the log."""
     for folder in checkpoints(output_dir):
-        damage = check_folder(folder)
+        damage = check_checkpoint(folder)
         if damage is None:
             return folder
         logger.error("%s: %s; the checkpoint before it is used", folder, damage)
@@ -111,13 +129,14 @@ def newest_valid(output_dir: Path) -> Path | None:
 
 def save_checkpoint(
     output_dir: Path, step: int, model: Any, tokenizer: Any, optimizer: FusedAdamW, state: dict[str, Any],
-    random_states: dict[str, Tensor], keep: int,
+    random_states: dict[str, Tensor], keep: int, best: int | None = None,
 ) -> Path:  # fmt: skip
-    """Write the checkpoint of ``step``, and of those before it remove all but the newest ``keep - 1``.
+    """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of step ``best`` stays, also
+    where ``keep`` is 1, and beside it the newest.
 
     Those of later steps were damaged, or the run would not have come here again: they take no whole one's place.
     """
-    folder = output_dir / "checkpoints" / f"step-{step:08d}"
+    folder = output_dir / CHECKPOINTS / name_of(step)
 
     def fill(aside: Path) -> None:
         save_model(aside / MODEL, model, tokenizer, state.get("about", {}))
@@ -126,14 +145,22 @@ def save_checkpoint(
         (aside / STATE).write_text(to_json(state, indent=1))
 
     write_folder(folder, fill)
-    for old in [other for other in checkpoints(output_dir) if other.name < folder.name][keep - 1 :]:
-        shutil.rmtree(old)
+    earlier = [other for other in checkpoints(output_dir) if other.name < folder.name]
+    kept = [other for other in earlier if best is not None and other.name == name_of(best)]
+    others = [other for other in earlier if other not in kept]
+    for old in others[max(keep - 1 - len(kept), 0) :]:
+        _remove(old)
     return folder
+
+
+def name_of(step: int) -> str:
+    """Of the checkpoint of a step."""
+    return f"step-{step:08d}"
 
 
 def save_model(folder: Path, model: Any, tokenizer: Any, about: dict[str, Any]) -> None:
     """The weights as Hugging Face or PEFT reads them, the tokenizer, and ``chronicals.json`` with what was trained."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     if next(adapters(model), None) is not None:
         save_adapter(model, folder)
     else:
@@ -147,30 +174,45 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_checkpoint(folder: Path, model: Any, optimizer: FusedAdamW, rank: int = 0) -> None:
-    """Put weights, optimizer states and the random states of this rank back, bit for bit.
+def load_weights(folder: Path, model: Any) -> None:
+    """Put the weights, or adapters, of a checkpoint into the model.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
     """
-    try:
+    with _belonging_to(folder):
         if next(adapters(model), None) is not None:
             load_adapter(model, folder / MODEL)
         elif hasattr(model, "get_base_model"):
             _load_peft(folder / MODEL, model)
         else:
-            _load_weights(folder / MODEL, model)
+            _load_whole_model(folder / MODEL, model)
+
+
+@torch.no_grad()
+def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> None:
+    """Put the optimizer states of a checkpoint back, bit for bit; the weights must already be its own.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another model.
+    """
+    with _belonging_to(folder):
         stored = load_file(folder / OPTIMIZER)
         for name, parameter in _trained(model):
             prefix = f"{name}:"
             state = {key[len(prefix) :]: value for key, value in stored.items() if key.startswith(prefix)}
             optimizer.load_state(parameter, state)
+
+
+@contextmanager
+def _belonging_to(folder: Path) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, KeyError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{folder}: does not belong to this model: {error}") from error
-    restore_random_states(load_file(folder / RNG), rank, folder)
 
 
-def _load_weights(folder: Path, model: Any) -> None:
+def _load_whole_model(folder: Path, model: Any) -> None:
     """Through ``from_pretrained``, which undoes whatever ``save_pretrained`` did to names and shapes."""
     if (folder / "adapter_config.json").exists():
         raise ValueError("it holds adapters, and the model has none; set use_lora as before")
@@ -230,6 +272,11 @@ def random_states(ranks: Ranks) -> dict[str, Tensor]:
     return {_of_rank(device, rank): state for device, states in found.items() for rank, state in enumerate(states)}
 
 
+def load_random_states(folder: Path) -> dict[str, Tensor]:
+    """Those of all ranks that wrote the checkpoint."""
+    return load_file(folder / RNG)
+
+
 def restore_random_states(tensors: dict[str, Tensor], rank: int, folder: Path) -> None:
     """Those of this rank; without any it goes on with what it has, which the log says."""
     if _of_rank("cpu", rank) not in tensors:
@@ -268,10 +315,20 @@ def _is_full(error: BaseException) -> bool:
     return getattr(error, "errno", None) in numbers or any(f"os error {number})" in str(error) for number in numbers)
 
 
+def _remove(path: Path) -> None:
+    """A folder, or a link to one, whose target stays; what cannot be removed is named in the log and stays."""
+    try:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s: could not be removed (%s)", path, error)
+
+
 def _remove_leftovers(target: Path) -> None:
     """What processes that were killed left aside of this folder, and of those called alike but for their number."""
     kin = re.sub(r"\d+", r"\\d+", re.escape(target.name))
     for folder in target.parent.glob(".*"):
-        left = re.fullmatch(rf"\.(?:replaced-)?{kin}\.(\d+)", folder.name)
-        if left and not Path(f"/proc/{left[1]}").exists():
-            shutil.rmtree(folder, ignore_errors=True)
+        if re.fullmatch(rf"\.(?:replaced-)?{kin}\.\d+", folder.name):
+            _remove(folder)

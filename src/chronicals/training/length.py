@@ -71,7 +71,7 @@ def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Ranks, resumed: P
 
     Args:
         plan: packs of one epoch.
-        resumed: folder of the run that goes on, whose batch is kept.
+        resumed: checkpoint that the run goes on from, whose batch is kept.
     """
     before = _batch_of_run(resumed) if resumed is not None else {}
     batch = {name: getattr(config, name) for name in SHRUNK}
@@ -116,15 +116,13 @@ def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length
         logger.warning("little data: %s; raise num_epochs or lower max_seq_length for more updates", run)
 
 
-def _batch_of_run(output_dir: Path) -> Mapping[str, Any]:
-    """``SHRUNK`` of the newest checkpoint that can be read; empty where there is none."""
-    for folder in checkpoint.checkpoints(output_dir):
-        try:
-            kept = checkpoint.load_state(folder)["config"]
-            return {name: kept[name] for name in SHRUNK}
-        except (OSError, json.JSONDecodeError, KeyError):
-            continue
-    return {}
+def _batch_of_run(folder: Path) -> Mapping[str, Any]:
+    """``SHRUNK`` of a checkpoint; empty where this machine does not have it."""
+    try:
+        kept = checkpoint.load_state(folder)["config"]
+        return {name: kept[name] for name in SHRUNK}
+    except (OSError, json.JSONDecodeError, KeyError):
+        return {}
 
 
 def _steps(packs: int, packs_a_step: int) -> int:

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
-from chronicals.distributed import Ranks
+from chronicals.distributed import Ranks, card_of
 from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora
 from chronicals.memory import (
     CHEAP,
@@ -49,7 +49,7 @@ def one_device(model: Any, ranks: Ranks) -> torch.device:
         ConfigurationError: the model is spread over devices.
     """
     if ranks.count > 1 and torch.cuda.is_available():
-        model.to(f"cuda:{ranks.local_rank}")
+        model.to(f"cuda:{card_of(ranks.local_rank)}")
     elif torch.cuda.is_available() and getattr(model, "hf_device_map", None) is None:
         model.to("cuda")
     devices = {parameter.device for parameter in model.parameters()}

@@ -10,8 +10,11 @@ from typing import Any, Literal
 from chronicals.training.audit import Coverage
 from chronicals.training.evaluation import Evaluation
 
-KEPT = ("step", "position", "applied", "skipped_in_a_row", "best_loss", "evaluations_without_gain", "last_loss")
-"""Attributes of a run that a checkpoint keeps, beside the evaluation; in JSON NaN and infinity are null."""
+KEPT = ("step", "position", "applied", "skipped_in_a_row", "best_loss", "best_step", "evaluations_without_gain", "last_loss")
+"""Attributes of a run that a checkpoint keeps, beside the evaluations; in JSON NaN and infinity are null."""
+
+EVALUATIONS = ("evaluation", "best_evaluation")
+"""Attributes that are evaluations, or None."""
 
 NO_NUMBER = {"best_loss": float("inf"), "last_loss": float("nan")}
 """What null stands for."""
@@ -30,7 +33,8 @@ class Run:
         position: packs consumed by all ranks.
         applied: steps that changed the weights.
         trainable_share: of all parameters.
-        best_loss, evaluations_without_gain: for early stopping.
+        best_loss, evaluations_without_gain: the lowest held-out loss, and evaluations since then; for early stopping.
+        best_step, best_evaluation: the step after which it was measured, and the whole evaluation; None before any.
         skipped_in_a_row: steps without an update just now.
         last_loss: of the last step whose metrics have arrived.
         evaluation: the last one, if there was any.
@@ -45,30 +49,42 @@ class Run:
     applied: int = 0
     trainable_share: float = 0.0
     best_loss: float = float("inf")
+    best_step: int | None = None
     evaluations_without_gain: int = 0
     skipped_in_a_row: int = 0
     last_loss: float = float("nan")
     evaluation: Evaluation | None = None
+    best_evaluation: Evaluation | None = None
     coverage: Coverage | None = None
     outcome: Outcome = "failed"
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON."""
         kept = {name: getattr(self, name) for name in KEPT}
-        return {**kept, "evaluation": self.evaluation and self.evaluation.to_dict()}
+        evaluations = {name: getattr(self, name) for name in EVALUATIONS}
+        return kept | {name: evaluation and evaluation.to_dict() for name, evaluation in evaluations.items()}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        earlier = {"applied": state["step"], "skipped_in_a_row": 0}  # not in checkpoints of 0.1.0's first versions
+        unknown = {"best_step": None, "best_evaluation": None}
+        earlier = {"applied": state["step"], "skipped_in_a_row": 0, **unknown}  # not in checkpoints of 0.1.0's first versions
         kept = {**earlier, **state}
         for name in KEPT:
-            setattr(self, name, NO_NUMBER[name] if kept[name] is None else kept[name])
-        self.evaluation = state["evaluation"] and Evaluation(**state["evaluation"])
+            setattr(self, name, NO_NUMBER.get(name) if kept[name] is None else kept[name])
+        for name in EVALUATIONS:
+            setattr(self, name, kept[name] and Evaluation(**kept[name]))
 
-    def evaluated(self, evaluation: Evaluation) -> None:
+    def evaluated(self, evaluation: Evaluation) -> bool:
+        """Note an evaluation; whether it is the best so far."""
         better = evaluation.loss < self.best_loss
         self.evaluation = evaluation
-        self.best_loss = min(self.best_loss, evaluation.loss)
+        if better:
+            self.best_loss, self.best_step, self.best_evaluation = evaluation.loss, self.step, evaluation
         self.evaluations_without_gain = 0 if better else self.evaluations_without_gain + 1
+        return better
+
+    def forget_the_best(self) -> None:
+        """Where its weights are gone: the best is the best of those to come."""
+        self.best_loss, self.best_step, self.best_evaluation = float("inf"), None, None
 
 
 @dataclass(frozen=True)
@@ -77,14 +93,17 @@ class TrainingResult:
 
     Attributes:
         steps: done in all, earlier parts of a resumed run included.
+        model_step: the step whose weights ``model_dir`` holds, as does the model in memory: the one with the lowest held-out
+            loss, or the last (``keep``).
         loss: of the last step.
-        evaluation: on held-out data after the last step, if there was any.
+        evaluation: of those weights on held-out data, if there was any.
         coverage: the first-step audit; None where the run was resumed past it.
         model_dir: the trained model (or adapter) with its tokenizer.
         report: the page with the curves.
     """
 
     steps: int
+    model_step: int
     loss: float
     evaluation: Evaluation | None
     coverage: Coverage | None

@@ -49,11 +49,10 @@ def train_step(
     if in_backward is not None:
         in_backward.end()
         return {"loss": total, **in_backward.scalars()}
-    ranks.sum_gradients(parameters)
-    ranks.sum(total)
+    holders = ranks.sum_gradients(parameters, total)
     if inspect_gradients is not None:
         inspect_gradients()
-    scalars = update(parameters, optimizer, precision, max_grad_norm)
+    scalars = update(parameters, optimizer, precision, max_grad_norm, holders)
     optimizer.zero_grad()
     return {"loss": total, **scalars}
 
@@ -89,13 +88,23 @@ def micro_step(
 
 
 def update(
-    parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision, max_grad_norm: float | None
+    parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision, max_grad_norm: float | None,
+    holders: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Clip and apply the gradients, unless they are not finite; ``grad_norm`` before clipping, and ``applied``."""
+    """Clip and apply the gradients, unless they are not finite.
+
+    Args:
+        holders: how many ranks had a gradient of each parameter; one that none had is left as a single process leaves a
+            parameter without a gradient: neither decayed nor moved.
+
+    Returns:
+        ``grad_norm`` before clipping, and ``applied``.
+    """
     grad_norm = gradient_norm(gradients_of(parameters)) / precision.scale
     finite = torch.isfinite(grad_norm)
     clip = 1.0 if max_grad_norm is None else (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
-    optimizer.step(factor=clip / precision.scale, apply=finite)
+    used = None if holders is None else dict(zip(parameters, (holders > 0).unbind()))
+    optimizer.step(factor=clip / precision.scale, apply=finite, used=used)
     precision.update(finite)
     return {"grad_norm": grad_norm, "applied": finite}
 

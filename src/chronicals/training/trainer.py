@@ -22,6 +22,7 @@ from chronicals.objectives import OBJECTIVES, with_router_loss
 from chronicals.optimizers import FusedAdamW
 from chronicals.patching import lay_apart
 from chronicals.training import checkpoint
+from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.audit import Coverage, FirstStepAudit
 from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, read_metrics
 from chronicals.training.compilation import compile_micro_step
@@ -45,7 +46,9 @@ from chronicals.training.preparation import (
     teach_generation_to_stop,
 )
 from chronicals.training.report import write_report
+from chronicals.training.resume import checkpoint_to_resume, claimed, how_to_resume
 from chronicals.training.run import Run, TrainingResult
+from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.signals import heeding_signals
 from chronicals.training.step import rate_factor, set_learning_rate, train_step
 from chronicals.training.trackers import build_trackers
@@ -57,9 +60,6 @@ TrainOnce = Callable[[Step, Callable[[], None] | None], dict[str, torch.Tensor]]
 
 TAUGHT = ("objective", "train_on_roles", "train_on_turns", "max_seq_length", "overlong", "gate")
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
-
-ORDERED_BY = ("seed", "use_sequence_packing", "packing_strategy", "max_documents", "validation_split")
-"""Fields of the configuration that decide in which order documents come."""
 
 MAX_SKIPPED = 20
 """Steps in a row that may be skipped for a gradient that is not finite, while the fp16 loss scale adapts."""
@@ -98,21 +98,29 @@ class ChronicalsTrainer:
         if self._replayed is not None:
             self._replayed.release()
 
-    def train(self, train_dataset: Source, eval_dataset: Source | None = None, resume: bool = False) -> TrainingResult:
+    def train(
+        self, train_dataset: Source, eval_dataset: Source | None = None, resume: bool | str | Path = False
+    ) -> TrainingResult:  # fmt: skip
         """Train, evaluate, write the model and the report.
 
         Args:
             train_dataset: a file or rows; see ``chronicals.data.read_records``.
             eval_dataset: held-out data; or ``validation_split`` takes a share of ``train_dataset``.
-            resume: go on from the newest whole checkpoint in ``output_dir``, exactly as if never stopped.
+            resume: True goes on from the newest whole checkpoint in ``output_dir``, if there is one, exactly as if never
+                stopped; the folder of a checkpoint, or of another run, goes on from there.
 
         Raises:
             DataError: the data would make training wrong.
             TrainingError: a loss or gradient is not a number, nothing is trained, or the card's memory is too small.
-            CheckpointError: a checkpoint could not be written, or ``output_dir`` holds another run.
+            CheckpointError: a checkpoint could not be written, ``output_dir`` holds another run, or one is writing there.
+            ConfigurationError: the configuration cannot be honoured, or is not the same in all processes.
             Interrupted: stopped by a signal, after a checkpoint.
         """
-        self._refuse_to_overwrite(resume)
+        prove_alike(self.ranks, shared_settings(self.config))
+        with claimed(self.output_dir, self.ranks):
+            return self._train(train_dataset, eval_dataset, checkpoint_to_resume(self.output_dir, resume, self.ranks))
+
+    def _train(self, train_dataset: Source, eval_dataset: Source | None, resumed: Path | None) -> TrainingResult:
         self._stop = None
         model = self.model
         train_store, eval_store = open_stores(
@@ -123,25 +131,27 @@ class ChronicalsTrainer:
             raise ConfigurationError(
                 f"eval_steps={self.config.eval_steps}: nothing is held out; give eval_dataset or validation_split"
             )
+        if eval_store is None and self.config.keep == "best":
+            raise ConfigurationError("keep='best': nothing is held out to tell which is; give eval_dataset or validation_split")
         check_positions(model, max(store.longest for store in (train_store, eval_store) if store is not None))
         plan = plan_of(train_store, self.config)
         torch.manual_seed(self.config.seed)
-        with self._fitted_to(plan, resume) as config, saying_what_helps(config, self.device):
+        with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device):
             presented, decisions = prepare_model(model, config, self.ranks.count)
             teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
             self.ranks.same_weights(model.parameters())
             try:
-                result = self._run(presented, decisions, train_store, plan, eval_store, resume)
+                result = self._run(presented, decisions, train_store, plan, eval_store, resumed)
             finally:
                 self._leave_apart()
         model.eval()
         return result
 
     @contextmanager
-    def _fitted_to(self, plan: PackPlan, resume: bool) -> Iterator[ChronicalsConfig]:
+    def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
         """Within: the batch of the configuration is fitted to the data."""
         asked = self.config
-        self.config = fit_batch(asked, plan, self.ranks, self.output_dir if resume else None)
+        self.config = fit_batch(asked, plan, self.ranks, resumed)
         try:
             yield self.config
         finally:
@@ -149,7 +159,7 @@ class ChronicalsTrainer:
 
     def _run(
         self, presented: PresentedModel, decisions: Mapping[str, Decision], train_store: TokenStore, plan: PackPlan,
-        eval_store: TokenStore | None, resume: bool,
+        eval_store: TokenStore | None, resumed: Path | None,
     ) -> TrainingResult:  # fmt: skip
         config, model = self.config, self.model
         precision = Precision(config.mixed_precision, self.device)
@@ -163,15 +173,17 @@ class ChronicalsTrainer:
                 "reached"
             )
         torch.manual_seed(config.seed + self.ranks.rank)
-        if resume:
-            self._resume(run, optimizer, precision, stream)
+        saved = RunCheckpoints(model, self.tokenizer, config, self.ranks, eval_store is not None and config.keep != "last")
+        if resumed is not None:
+            saved.restore(resumed, run, optimizer, precision, stream)
+        self._prove_that_ranks_are_alike(run, stream, eval_store)
         run.trainable_share = self._trainable_share()
         model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
         with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run, presented):
             with self._stepping(presented, optimizer, precision, decisions) as train_once:
-                self._loop(run, train_once, presented, precision, optimizer, stream, eval_store)
+                self._loop(run, train_once, presented, precision, optimizer, stream, eval_store, saved)
             self._check_that_something_was_applied(run, precision)
-            return self._finish(run, train_store)
+            return self._finish(run, train_store, saved)
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
@@ -224,7 +236,7 @@ class ChronicalsTrainer:
 
     def _loop(
         self, run: Run, train_once: TrainOnce, presented: PresentedModel, precision: Precision, optimizer: FusedAdamW,
-        stream: BatchStream, eval_store: TokenStore | None,
+        stream: BatchStream, eval_store: TokenStore | None, saved: RunCheckpoints,
     ) -> None:  # fmt: skip
         audit = FirstStepAudit(self.model, optimizer) if run.applied == 0 else None
         pending, began = None, Moment(self.device)
@@ -250,15 +262,18 @@ class ChronicalsTrainer:
             if due:
                 self._deliver(run, presented, pending)
                 pending = None
-                if "evaluate" in due:
-                    self._evaluate(run, presented, precision, eval_store)
+                if "evaluate" in due and self._evaluate(run, presented, precision, eval_store) and saved.keeps_best:
+                    due.add("save")
                 told, enough = self._stopped_anywhere(), self._gains_no_more(run)  # told while it evaluated, too
                 if "save" in due or told or enough:
-                    self._save(run, optimizer, precision, stream)
+                    saved.save(run, optimizer, precision, stream, self._about(stream.store))
                 if told:
-                    raise Interrupted(f"{self._stop} after step {run.step}; {self._how_to_resume()}")
+                    raise Interrupted(f"{self._stop} after step {run.step}; {how_to_resume(self.output_dir)}")
                 if enough:
-                    logger.info("stopped early after step %d: no better held-out loss", run.step)
+                    logger.info(
+                        "stopped early after step %d: the lowest held-out loss was %.4f, after step %d",
+                        run.step, run.best_loss, run.best_step,
+                    )  # fmt: skip
                     break
                 began = Moment(self.device)
 
@@ -300,7 +315,7 @@ class ChronicalsTrainer:
                 raise TrainingError(
                     f"step {metrics.step}: gradient norm {metrics.grad_norm}, loss {metrics.loss}: not finite. The step "
                     f"was {applied} applied. Lower learning_rate (now {self.config.learning_rate}), or look at the rows of "
-                    f"this step; {self._how_to_resume()}"
+                    f"this step; {how_to_resume(self.output_dir)}"
                 )
             logger.warning("step %d: fp16 overflow, step skipped, loss scale halved", metrics.step)
             return
@@ -309,7 +324,7 @@ class ChronicalsTrainer:
         if not math.isfinite(metrics.loss):
             raise TrainingError(
                 f"step {metrics.step}: loss {metrics.loss}: not a number, though its gradient is; look at the rows of this "
-                f"step; {self._how_to_resume()}"
+                f"step; {how_to_resume(self.output_dir)}"
             )
         if metrics.targets and metrics.grad_norm == 0.0:
             raise TrainingError(f"step {metrics.step}: every gradient is zero, nothing is trained (loss {metrics.loss})")
@@ -320,7 +335,7 @@ class ChronicalsTrainer:
             raise TrainingError(
                 f"none of the {run.step} steps was applied: the gradients of all of them overflow fp16, though the loss scale "
                 f"has fallen to {float(precision.scale):g}. Begin anew with mixed_precision='bf16' or 'fp32', or let it fall "
-                f"further in more than max_steps={run.total_steps}: {self._how_to_resume()}"
+                f"further in more than max_steps={run.total_steps}: {how_to_resume(self.output_dir)}"
             )
 
     def _close_audit(self, audit: FirstStepAudit, scalars: dict[str, torch.Tensor]) -> Coverage | None:
@@ -342,74 +357,19 @@ class ChronicalsTrainer:
             rank=self.ranks.rank, ranks=self.ranks.count, shuffle=shuffle, pin=self.device.type == "cuda", plan=plan,
         )  # fmt: skip
 
+    def _prove_that_ranks_are_alike(self, run: Run, stream: BatchStream, eval_store: TokenStore | None) -> None:
+        if self.ranks.count > 1:
+            weights = (p for p in self.model.parameters() if p.device.type == self.device.type)
+            facts = {"step": run.step, "position": run.position, "steps in all": run.total_steps, "best step": run.best_step}
+            held_out = eval_store and eval_store.key
+            data = {"training data": stream.store.key, "held-out data": held_out, "order": stream.fingerprint}
+            prove_alike(self.ranks, {**data, **facts, "weights": fingerprint(weights)})
+
     def _trainable_share(self) -> float:
         sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
         return sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
 
-    # --- checkpoints and the end -----------------------------------------------------------------------------------
-
-    def _refuse_to_overwrite(self, resume: bool) -> None:
-        found = checkpoint.checkpoints(self.output_dir)
-        if found and not resume:
-            raise CheckpointError(
-                f"output_dir={str(self.output_dir)!r} holds a run ({found[0].name}): {self._how_to_resume()}, or choose "
-                "another output_dir"
-            )
-
-    def _how_to_resume(self) -> str:
-        return f"go on with train(..., resume=True) and output_dir={str(self.output_dir)!r}"
-
-    def _resume(self, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream) -> None:
-        folder = checkpoint.newest_valid(self.output_dir)
-        if folder is None:
-            logger.info("%s: no whole checkpoint, the run begins anew", self.output_dir)
-            return
-        state = checkpoint.load_state(folder)
-        if state["data"] != stream.store.key:
-            raise CheckpointError(
-                f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
-                "what the run began with, or choose another output_dir"
-            )
-        changed = self._changed_since({"model": state["model"], **state["config"]})
-        if state["order"] != stream.fingerprint:
-            reasons = [changed[name] for name in ORDERED_BY if name in changed] or ["other rows are held out"]
-            raise CheckpointError(
-                f"{folder}: documents would come in another order than before ({', '.join(reasons)}), some never, others "
-                "twice; resume with what the run began with, or choose another output_dir"
-            )
-        if changed:
-            logger.warning("resuming with %s", ", ".join(changed.values()))
-        checkpoint.load_checkpoint(folder, self.model, optimizer, self.ranks.rank)
-        precision.load_state(state["precision"])
-        run.load_state(state)
-        left = stream.steps_left(run.position)
-        if left is not None:  # which may take more or fewer packs than those that were done
-            run.total_steps = run.step + left
-        logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
-
-    def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
-        """Where the model came from and fields of the configuration that are not as before, and how each is told."""
-        now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
-        changed = [name for name in now.keys() & before.keys() if now[name] != before[name]]
-        return {name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)}
-
-    def _save(self, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream) -> None:
-        random_states = checkpoint.random_states(self.ranks)
-        if self.ranks.first:
-            state = {
-                **run.state(),
-                "data": stream.store.key,
-                "order": stream.fingerprint,
-                "precision": precision.state(),
-                "model": self.model.config._name_or_path,
-                "config": self.config.to_dict(),
-                "about": self._about(stream.store),
-            }
-            checkpoint.save_checkpoint(
-                self.output_dir, run.step, self.model, self.tokenizer, optimizer, state, random_states,
-                self.config.save_total_limit,
-            )  # fmt: skip
-        self.ranks.wait_for_all()
+    # --- held-out data and the end ---------------------------------------------------------------------------------
 
     def _about(self, store: TokenStore) -> dict[str, Any]:
         """What ``generate`` must know to ask as the model was taught, and ``evaluate`` to score what it was."""
@@ -419,7 +379,8 @@ class ChronicalsTrainer:
             "taught": {field: getattr(self.config, field) for field in TAUGHT},
         }
 
-    def _evaluate(self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None) -> None:
+    def _evaluate(self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None) -> bool:
+        """Whether it is the best so far."""
         assert store is not None
         stream = self._stream(store, epochs=1, shuffle=False)
         evaluation = evaluate(presented, self.objective, stream, precision, self.ranks)
@@ -427,36 +388,39 @@ class ChronicalsTrainer:
             raise TrainingError(
                 f"held-out loss after step {run.step}: {evaluation.loss}, not a number: the weights were damaged by training, "
                 "which a lower learning_rate avoids, or what the model predicts for the held-out rows overflows; look at both. "
-                f"This step is not saved; {self._how_to_resume()}"
+                f"This step is not saved; {how_to_resume(self.output_dir)}"
             )
-        run.evaluated(evaluation)
+        better = run.evaluated(evaluation)
         with self._as_it_came(presented):
             for callback in self.callbacks:
                 callback.evaluated(run.step, evaluation)
         self._train_on()
+        return better
 
-    def _finish(self, run: Run, store: TokenStore) -> TrainingResult:
-        model_dir, report = self.output_dir / "model", self.output_dir / "report.html"
-        if self.ranks.first:
+    def _finish(self, run: Run, store: TokenStore, saved: RunCheckpoints) -> TrainingResult:
+        model_dir, report = self.output_dir / checkpoint.MODEL, self.output_dir / "report.html"
+        model_step = saved.restore_best(run) if saved.keeps_best else run.step
+        evaluation = run.best_evaluation if model_step == run.best_step else run.evaluation
+
+        def write() -> None:
             about = self._about(store)
-
-            def fill(aside: Path) -> None:
-                aside.rmdir()
-                checkpoint.save_model(aside, self.model, self.tokenizer, about)
-
-            checkpoint.write_folder(model_dir, fill)
+            checkpoint.write_folder(model_dir, lambda aside: checkpoint.save_model(aside, self.model, self.tokenizer, about))
             metrics = read_metrics(self.output_dir / "metrics.jsonl")
             facts = {
                 "model": self.model.config._name_or_path or type(self.model).__name__,
                 "steps": run.step,
+                "weights written": f"of step {model_step}",
                 "trainable share": f"{run.trainable_share:.2%}",
                 "documents": f"{len(store):,}",
-                **({"held-out loss": f"{run.evaluation.loss:.4f}"} if run.evaluation else {}),
+                **({"held-out loss": f"{evaluation.loss:.4f}"} if evaluation else {}),
                 "configuration": self.config.to_dict(),
             }
             write_report(report, f"chronicals: {self.output_dir.name}", metrics, facts)
-        self.ranks.wait_for_all()
-        return TrainingResult(run.step, run.last_loss, run.evaluation, run.coverage, model_dir, report)
+
+        self.ranks.first_does(write, CheckpointError)
+        if model_step != run.step:
+            logger.info("%s holds the weights of step %d, which had the lowest held-out loss", model_dir, model_step)
+        return TrainingResult(run.step, model_step, run.last_loss, evaluation, run.coverage, model_dir, report)
 
     # --- around ----------------------------------------------------------------------------------------------------
 

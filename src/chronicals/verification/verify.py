@@ -27,7 +27,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import Step, plan_of
-from chronicals.distributed import Ranks
+from chronicals.distributed import Ranks, require_one_process
 from chronicals.models import check_positions
 from chronicals.patching import layers_in_fp8
 from chronicals.training.length import Length, fit_batch
@@ -118,8 +118,7 @@ def verify(
     """
     if not FEWEST <= steps <= MOST:
         raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
-    if Ranks.current().count > 1:
-        raise ConfigurationError("verify compares one process with the plain arms; start it without torchrun")
+    require_one_process("verify")
     device = one_device(model, Ranks())
     check_precision(config, device)
     notes = without_dropout(model)

@@ -1,0 +1,147 @@
+"""Whether this process was started as one of several, read from the variables that launchers set."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from chronicals.config import ConfigurationError
+
+logger = logging.getLogger(__name__)
+
+LAUNCHERS = (
+    ("WORLD_SIZE", "RANK", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_SIZE", "PMI_RANK", "MPI_LOCALRANKID"),
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+    ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID"),
+)
+"""Number of processes, this one among all, this one on its machine: torchrun and job operators, Open MPI, MVAPICH2, MPICH and
+Intel MPI, Slurm."""
+
+MEETING_POINT = ("MASTER_ADDR", "MASTER_PORT")
+"""Where the processes find each other."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the environment says of this process.
+
+    Attributes:
+        rank, count: this process and how many there are.
+        local_rank: this process on its machine; None where no variable says so.
+        told_by: the variable that gives the number of processes, with its value.
+    """
+
+    rank: int
+    count: int
+    local_rank: int | None
+    told_by: str
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
+        """None where this process is alone.
+
+        Raises:
+            ConfigurationError: a variable is no number, or the number of processes is known and not which one this is.
+        """
+        for size_name, rank_name, local_name in LAUNCHERS:
+            if not environment.get(size_name):
+                continue
+            count = _number(size_name, environment)
+            if size_name == "SLURM_NTASKS" and not _in_slurm_step(environment):
+                continue
+            if count > 1:
+                rank, local_rank = _place(rank_name, local_name, size_name, count, environment)
+                return cls(rank, count, local_rank, f"{size_name}={count}")
+            if size_name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"):
+                return None
+        if not environment.get("WORLD_SIZE") and environment.get("RANK") and _number("RANK", environment) > 0:
+            raise ConfigurationError(
+                f"RANK={environment['RANK']} is set and WORLD_SIZE is not: the number of processes is unknown; {remedy('RANK')}"
+            )
+        return None
+
+    def require_meeting_point(self, environment: Mapping[str, str] = os.environ) -> None:
+        """Raises ConfigurationError where the processes could not find each other."""
+        missing = [name for name in MEETING_POINT if not environment.get(name)]
+        if missing:
+            raise ConfigurationError(
+                f"{self.told_by}: {self.count} processes were started to train together, but {' and '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not set, so they cannot find each other; each would train alone. "
+                f"{remedy(self.told_by.partition('=')[0], self.count)}"
+            )
+
+
+def require_one_process(command: str) -> None:
+    """For what runs in one process only.
+
+    Raises:
+        ConfigurationError: this one was started as one of several.
+    """
+    if launch := Launch.found():
+        raise ConfigurationError(
+            f"{launch.told_by}: {command} runs in one process, and {launch.count} were started; start it without torchrun, "
+            f"srun or mpirun, or unset {launch.told_by.partition('=')[0]}"
+        )
+
+
+def warn_of_other_processes(command: str) -> None:
+    """For what may run several times side by side, to no purpose."""
+    try:
+        launch = Launch.found()
+    except ConfigurationError:
+        return
+    if launch is not None:
+        logger.warning(
+            "%s: %s runs in one process; where several were started, each of them does all the work", launch.told_by, command
+        )
+
+
+def remedy(variable: str, count: int | None = None) -> str:
+    """How to start processes that train together, or one that trains alone."""
+    return (
+        f"Start them with `torchrun --nproc-per-node={count or 'N'} -m chronicals.cli train ...` (or a script of yours), or "
+        f"set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each; for one process alone, unset {variable}"
+    )
+
+
+def _place(
+    rank_name: str, local_name: str, size_name: str, count: int, environment: Mapping[str, str]
+) -> tuple[int, int | None]:  # fmt: skip
+    """Rank and local rank: the launcher's own variables, or where these are missing those of one that counts as many."""
+    alike = [
+        (rank, local)
+        for size, rank, local in LAUNCHERS
+        if size == size_name or (environment.get(size) == str(count) and rank in environment)
+    ]
+    rank_from = next((rank for rank, _ in alike if rank in environment), None)
+    if rank_from is None:
+        raise ConfigurationError(
+            f"{size_name}={count} is set and {rank_name} is not: which of the {count} processes this one is, is unknown; "
+            f"{remedy(size_name, count)}"
+        )
+    rank = _number(rank_from, environment)
+    if not 0 <= rank < count:
+        raise ConfigurationError(f"{rank_from}={rank}: {size_name}={count} says that ranks are 0 to {count - 1}")
+    local_from = next((local for _, local in alike if local in environment), None)
+    return rank, None if local_from is None else _number(local_from, environment)
+
+
+def _in_slurm_step(environment: Mapping[str, str]) -> bool:
+    """Whether ``srun`` started this process, where Slurm says only what the job was allotted: a batch script and an
+    interactive shell (``salloc``) have SLURM_NTASKS too, and are one process."""
+    interactive = environment.get("SLURM_JOB_NAME") in ("interactive", "bash")
+    batch_script = environment.get("ENVIRONMENT") == "BATCH"
+    return "SLURM_PROCID" in environment and not interactive and not batch_script
+
+
+def _number(name: str, environment: Mapping[str, str]) -> int:
+    text = environment[name]
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigurationError(f"{name}={text!r}: expected a number, as a launcher sets it; {remedy(name)}") from None

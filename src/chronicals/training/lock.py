@@ -1,0 +1,76 @@
+"""Locks on folders, which the kernel releases when the process that holds them ends, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+HELD_ELSEWHERE = (errno.EWOULDBLOCK, errno.EACCES)
+"""What the system says of a lock that another process, or another part of this one, holds."""
+
+LOCK_FILE = "run.lock"
+"""Locked in place of the folder, where a file system (NFS) locks only files that are open for writing."""
+
+
+class FolderInUse(Exception):
+    """Another process, or another part of this one, holds the lock."""
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Within: nobody else holds the lock on ``folder``. Where the file system has no locks, which is logged, nothing is held.
+
+    Raises:
+        FolderInUse: somebody holds it.
+        OSError: the folder cannot be opened.
+    """
+    handle = _acquire(folder)
+    try:
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
+
+
+def in_use(folder: Path) -> bool:
+    """Whether somebody holds the lock on a folder."""
+    try:
+        handle = _open_and_lock(folder, os.O_RDONLY)
+    except FolderInUse:
+        return True
+    except OSError:
+        return False
+    os.close(handle)
+    return False
+
+
+def _acquire(folder: Path) -> int | None:
+    try:
+        return _open_and_lock(folder, os.O_RDONLY)
+    except OSError as error:
+        if error.filename is not None:  # it could not even be opened
+            raise
+    try:
+        return _open_and_lock(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    except OSError as error:
+        logger.warning("%s: cannot be locked (%s); see that no other run writes there", folder, error)
+        return None
+
+
+def _open_and_lock(path: Path, flags: int) -> int:
+    handle = os.open(path, flags, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(handle)
+        if error.errno in HELD_ELSEWHERE:
+            raise FolderInUse(path) from None
+        raise
+    return handle

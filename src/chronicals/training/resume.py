@@ -1,0 +1,136 @@
+"""Which checkpoint a run goes on from, and who may write to its folder.
+
+The first rank chooses for all: only its ``output_dir`` counts, on other machines there may be none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from chronicals.distributed import Ranks
+from chronicals.training import checkpoint
+from chronicals.training.errors import CheckpointError
+from chronicals.training.lock import FolderInUse, locked
+
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def sole_writer(output_dir: Path) -> Iterator[None]:
+    """Within: no other run writes to ``output_dir``, which is made if it is missing, and is no more if nothing was written.
+
+    Raises:
+        CheckpointError: another run does.
+    """
+    with ExitStack() as held:
+        try:
+            if not output_dir.exists():
+                held.callback(_remove_if_empty, output_dir)
+            output_dir.mkdir(parents=True, exist_ok=True)
+            held.enter_context(locked(output_dir))
+        except FolderInUse:
+            raise CheckpointError(
+                f"output_dir={str(output_dir)!r}: another run is writing there; wait until it ends, or choose another "
+                "output_dir"
+            ) from None
+        except OSError as error:
+            raise CheckpointError(f"output_dir={str(output_dir)!r}: cannot be written: {error}") from error
+        yield
+
+
+def _remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+@contextmanager
+def claimed(output_dir: Path, ranks: Ranks) -> Iterator[None]:
+    """``sole_writer``, as which the first rank stands for all."""
+    with ExitStack() as held:
+        ranks.first_does(lambda: held.enter_context(sole_writer(output_dir)), CheckpointError)
+        yield
+
+
+def holds_a_run(output_dir: Path) -> bool:
+    """Whether a run left checkpoints or a model there."""
+    return bool(checkpoint.checkpoints(output_dir)) or (output_dir / checkpoint.MODEL).exists()
+
+
+def how_to_resume(output_dir: Path) -> str:
+    return f"go on with train(..., resume=True) and output_dir={str(output_dir)!r}"
+
+
+def checkpoint_to_resume(output_dir: Path, resume: bool | str | Path, ranks: Ranks) -> Path | None:
+    """The checkpoint that a run goes on from; None if it begins at step 0.
+
+    Args:
+        resume: False for a new run; True for the newest whole checkpoint in ``output_dir``, if there is one; or the folder of
+            a checkpoint, or of a run, whose newest it is.
+
+    Raises:
+        CheckpointError: what is in ``output_dir`` would be overwritten, or the checkpoint that was named cannot be used.
+    """
+
+    def choose() -> str | None:
+        if isinstance(resume, bool):
+            if not resume:
+                _refuse_to_overwrite(output_dir)
+                return None
+            found = _newest(output_dir)
+        else:
+            found = _named(Path(resume).expanduser(), output_dir)
+        return None if found is None else str(found)
+
+    chosen = ranks.first_does(choose, CheckpointError)
+    return None if chosen is None else Path(chosen)
+
+
+def _refuse_to_overwrite(output_dir: Path) -> None:
+    if found := checkpoint.checkpoints(output_dir):
+        raise CheckpointError(
+            f"output_dir={str(output_dir)!r} holds a run ({found[0].name}): {how_to_resume(output_dir)}, or choose another "
+            "output_dir"
+        )
+    _refuse_to_replace_a_model(output_dir)
+
+
+def _refuse_to_replace_a_model(output_dir: Path) -> None:
+    if (output_dir / checkpoint.MODEL).exists():
+        raise CheckpointError(
+            f"output_dir={str(output_dir)!r} holds {checkpoint.MODEL}/, which a run that begins anew would replace, and no "
+            "whole checkpoint to go on from; move it, or choose another output_dir"
+        )
+
+
+def _newest(output_dir: Path) -> Path | None:
+    found = checkpoint.newest_valid(output_dir)
+    if found is None:
+        _refuse_to_replace_a_model(output_dir)
+        logger.warning("resume: %s holds no whole checkpoint, so the run begins at step 0", output_dir)
+    return found
+
+
+def _named(folder: Path, output_dir: Path) -> Path:
+    if not folder.is_dir():
+        raise CheckpointError(f"resume={str(folder)!r}: there is no such folder")
+    if (folder / checkpoint.MANIFEST).exists() or (folder / checkpoint.STATE).exists():
+        if damage := checkpoint.check_checkpoint(folder):
+            raise CheckpointError(f"resume={str(folder)!r}: {damage}; name another checkpoint")
+        chosen = folder
+    elif (newest := checkpoint.newest_valid(folder)) is not None:
+        chosen = newest
+    else:
+        raise CheckpointError(f"resume={str(folder)!r}: is no checkpoint, and no run with a whole one")
+    if chosen.resolve().parent != (output_dir / checkpoint.CHECKPOINTS).resolve():
+        _refuse_to_overwrite(output_dir)
+        return chosen
+    later = [other for other in checkpoint.checkpoints(output_dir) if other.name > chosen.name]
+    if whole := [other.name for other in later if checkpoint.check_checkpoint(other) is None]:
+        raise CheckpointError(
+            f"resume={str(folder)!r}: output_dir={str(output_dir)!r} holds a later checkpoint ({whole[0]}), with which what "
+            "is trained now would mix; choose another output_dir, into which the run goes on from here"
+        )
+    return chosen

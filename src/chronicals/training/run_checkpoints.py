@@ -1,0 +1,166 @@
+"""The checkpoints of a run, as all ranks write and read them together.
+
+The first rank writes and reads; what it read it sends to the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.config import ChronicalsConfig
+from chronicals.data import BatchStream
+from chronicals.distributed import Ranks
+from chronicals.optimizers import FusedAdamW
+from chronicals.training import checkpoint
+from chronicals.training.errors import CheckpointError
+from chronicals.training.precision import Precision
+from chronicals.training.run import Run
+
+logger = logging.getLogger(__name__)
+
+ORDERED_BY = ("seed", "use_sequence_packing", "packing_strategy", "max_documents", "validation_split")
+"""Fields of the configuration that decide in which order documents come."""
+
+
+class RunCheckpoints:
+    """Of a run of ``model`` in ``config.output_dir``.
+
+    Args:
+        keeps_best: whether the checkpoint of the step with the lowest held-out loss stays.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Ranks, keeps_best: bool):
+        self.model, self.tokenizer, self.config, self.ranks = model, tokenizer, config, ranks
+        self.keeps_best = keeps_best
+
+    def restore(
+        self, folder: Path, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream
+    ) -> None:  # fmt: skip
+        """Bring every rank to where the run stood, bit for bit.
+
+        Raises:
+            CheckpointError: it was another run: other data, another order of documents, another model.
+        """
+        found = self.ranks.first_does(lambda: self._load(folder, optimizer, stream), CheckpointError)
+        state, random_states = found["state"], found["random_states"]
+        self._send_weights()
+        self._send_optimizer(optimizer)
+        states = {name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for name, text in random_states.items()}
+        checkpoint.restore_random_states(states, self.ranks.rank, folder)
+        precision.load_state(state["precision"])
+        run.load_state(state)
+        if self.keeps_best and run.best_step is not None and not self._has_best(run):
+            run.forget_the_best()
+        left = stream.steps_left(run.position)
+        if left is not None:  # which may take more or fewer packs than those that were done
+            run.total_steps = run.step + left
+        logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
+
+    def _load(self, folder: Path, optimizer: FusedAdamW, stream: BatchStream) -> dict[str, Any]:
+        """Weights and optimizer states into this rank's; the rest is returned as JSON."""
+        state = checkpoint.load_state(folder)
+        self._check_continuity(folder, state, stream)
+        checkpoint.load_weights(folder, self.model)
+        checkpoint.load_optimizer(folder, self.model, optimizer)
+        random_states = checkpoint.load_random_states(folder)
+        return {
+            "state": state,
+            "random_states": {name: tensor.numpy().tobytes().hex() for name, tensor in random_states.items()},
+        }
+
+    def _check_continuity(self, folder: Path, state: Mapping[str, Any], stream: BatchStream) -> None:
+        if state["data"] != stream.store.key:
+            raise CheckpointError(
+                f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
+                "what the run began with, or choose another output_dir"
+            )
+        changed = self._changed_since({"model": state["model"], **state["config"]})
+        if state["order"] != stream.fingerprint:
+            reasons = [changed[name] for name in ORDERED_BY if name in changed] or ["other rows are held out"]
+            raise CheckpointError(
+                f"{folder}: documents would come in another order than before ({', '.join(reasons)}), some never, others "
+                "twice; resume with what the run began with, or choose another output_dir"
+            )
+        if changed:
+            logger.warning("resuming with %s", ", ".join(changed.values()))
+
+    def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
+        """Where the model came from and fields of the configuration that are not as before, and how each is told."""
+        now = {"model": self.model.config._name_or_path, **self.config.to_dict()}
+        changed = [name for name in now.keys() & before.keys() if now[name] != before[name]]
+        return {name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)}
+
+    def _send_weights(self) -> None:
+        """The first rank's weights to all; those that wait in host memory are frozen, and the same everywhere."""
+        buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
+        trained = {p.device for p in self.model.parameters() if p.requires_grad}
+        self.ranks.same_weights(tensor for tensor in (*self.model.parameters(), *buffers) if tensor.device in trained)
+
+    def _send_optimizer(self, optimizer: FusedAdamW) -> None:
+        if self.ranks.count == 1:
+            return
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                state = {name: tensor.clone() for name, tensor in optimizer.state_of(parameter).items()}
+                self.ranks.same_weights(state.values())
+                optimizer.load_state(parameter, state)
+
+    def save(
+        self, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream, about: Mapping[str, Any]
+    ) -> None:  # fmt: skip
+        """Write the checkpoint of this step; all ranks must ask."""
+        random_states = checkpoint.random_states(self.ranks)
+
+        def write() -> None:
+            state = {
+                **run.state(),
+                "data": stream.store.key,
+                "order": stream.fingerprint,
+                "precision": precision.state(),
+                "model": self.model.config._name_or_path,
+                "config": self.config.to_dict(),
+                "about": about,
+            }
+            checkpoint.save_checkpoint(
+                self.config.output_dir, run.step, self.model, self.tokenizer, optimizer, state, random_states,
+                self.config.save_total_limit, run.best_step if self.keeps_best else None,
+            )  # fmt: skip
+
+        self.ranks.first_does(write, CheckpointError)
+
+    def _has_best(self, run: Run) -> bool:
+        """Whether the first rank's folder holds the weights of the best step."""
+        damage = self.ranks.first_does(lambda: checkpoint.check_checkpoint(self._best(run)), CheckpointError)
+        if damage is not None:
+            logger.warning(
+                "%s, with the lowest held-out loss so far (%.4f): %s; the best is looked for anew from here on",
+                self._best(run), run.best_loss, damage,
+            )  # fmt: skip
+        return damage is None
+
+    def _best(self, run: Run) -> Path:
+        assert run.best_step is not None
+        return self.config.output_dir / checkpoint.CHECKPOINTS / checkpoint.name_of(run.best_step)
+
+    def restore_best(self, run: Run) -> int:
+        """Load the weights of the step with the lowest held-out loss, unless it is the last; the step whose weights the model
+        has now."""
+        if run.best_step is None or run.best_step == run.step:
+            return run.step
+
+        def load() -> bool:
+            if damage := checkpoint.check_checkpoint(self._best(run)):
+                logger.error("%s: %s; the model of the last step is written instead of the best", self._best(run), damage)
+                return False
+            checkpoint.load_weights(self._best(run), self.model)
+            return True
+
+        if not self.ranks.first_does(load, CheckpointError):
+            return run.step
+        self._send_weights()
+        return run.best_step

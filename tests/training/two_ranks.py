@@ -1,0 +1,175 @@
+"""What each of two processes sees; both run this file once, for all tests of ``test_ranks.py``.
+
+Every promise is a function of the rank and a folder; what it returns (plain JSON) is written to ``NAME.RANK.json``, what it
+raises as a text. Promises run one after the other and use what runs before them left.
+"""
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import runs
+import tiny
+from chronicals.config.config import laid_over
+from chronicals.distributed import Ranks
+from chronicals.objectives import NextToken
+from chronicals.optimizers import FusedAdamW
+from chronicals.training import CheckpointError, ChronicalsTrainer, Interrupted
+from chronicals.training.alike import fingerprint
+from chronicals.training.precision import Precision
+from chronicals.training.step import update
+
+SETTINGS = {
+    "batch_size": 1, "gradient_accumulation_steps": 2, "num_epochs": 1, "validation_split": 0.1, "eval_steps": 3,
+    "save_steps": 2, "lr_scheduler": "constant", "warmup_steps": 0,
+}  # fmt: skip
+USED = {"always": [(1, 1), (1, 1), (1, 1)], "by one": [(0, 1), (1, 0), (0, 1)], "at times": [(1, 0), (0, 0), (0, 1)],
+        "never": [(0, 0), (0, 0), (0, 0)]}  # fmt: skip
+"""By weight and step, which of two ranks uses it."""
+
+
+def own_folder(folder: Path, rank: int) -> Path:
+    """As on a machine of its own, where only the first rank's holds a run."""
+    return folder / f"machine{rank}"
+
+
+def trainer(folder: Path, seed: int = 0, **changes):
+    changed = {"cache_dir": folder.parent / "tokens", **laid_over(SETTINGS, changes)}
+    return ChronicalsTrainer(tiny.llama(seed), tiny.tokenizer(), runs.config(folder, **changed))
+
+
+def weights_used(ranks: Ranks, of_rank=lambda rank: [rank]) -> dict[str, list[float]]:
+    """Three steps of AdamW with decay over weights that are used now and then; ``of_rank`` are those that this one is."""
+    torch.manual_seed(0)
+    weights = {name: torch.nn.Parameter(torch.randn(2, 3)) for name in USED}
+    optimizer = FusedAdamW(weights.values(), lr=0.1, weight_decay=0.5)
+    for step in range(3):
+        loss = torch.zeros(())
+        for rank in of_rank(ranks.rank):
+            total = sum((rank + 1) * (weights[name] * (step + 1)).sin().sum() for name in USED if USED[name][step][rank])
+            if isinstance(total, torch.Tensor):
+                total.backward()
+                loss += total.detach()
+        parameters = list(weights.values())
+        held = ranks.sum_gradients(parameters, loss)
+        update(parameters, optimizer, Precision("fp32", torch.device("cpu")), None, held)
+        optimizer.zero_grad()
+    return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "loss": [float(loss)]}
+
+
+def gradients(rank: int, folder: Path):
+    return weights_used(Ranks.current())
+
+
+def weights(rank: int, folder: Path):
+    """Models that begin with different weights: all begin with the first's."""
+    made = trainer(own_folder(folder, rank), seed=rank, max_steps=2)
+    result = made.train(tiny.chat_rows())
+    return {"weights": fingerprint(made.model.parameters()), "held out": result.evaluation.to_dict()}
+
+
+def random_numbers(rank: int, folder: Path):
+    """What dropout would draw in the first step."""
+    drawn = []
+
+    class Draws(NextToken):
+        def __call__(self, model, batch):
+            with torch.random.fork_rng():
+                drawn.append(torch.rand(3).tolist())
+            return super().__call__(model, batch)
+
+    made = trainer(folder / f"random{rank}", max_steps=1)
+    made.objective = Draws()
+    made.train(tiny.chat_rows())
+    return drawn[0]
+
+
+def stop(rank: int, folder: Path):
+    """A signal that only the second gets."""
+
+    class Told(NextToken):
+        calls = 0
+
+        def __call__(self, model, batch):
+            self.calls += 1
+            if rank == 1 and self.calls == 3:
+                made._told_to_stop("stopped by SIGTERM")
+            return super().__call__(model, batch)
+
+    made = trainer(own_folder(folder / "stopped", rank))
+    made.objective = Told()
+    try:
+        made.train(tiny.chat_rows())
+    except Interrupted as error:
+        return str(error)
+
+
+def resumed(rank: int, folder: Path):
+    """Of what ``stop`` left, which the second does not have."""
+    made = trainer(own_folder(folder / "stopped", rank), seed=rank)
+    result = made.train(tiny.chat_rows(), resume=True)
+    return {"steps": result.steps, "weights": fingerprint(made.model.parameters()), "model": result.model_step}
+
+
+def refused(rank: int, folder: Path):
+    """A new run where the first rank's folder holds one."""
+    try:
+        trainer(own_folder(folder / "stopped", rank)).train(tiny.chat_rows())
+    except CheckpointError as error:
+        return str(error)
+
+
+def other_settings(rank: int, folder: Path):
+    try:
+        trainer(folder / f"other{rank}", learning_rate=(1e-3, 2e-3)[rank]).train(tiny.chat_rows())
+    except ValueError as error:
+        return str(error)
+
+
+def other_data(rank: int, folder: Path):
+    try:
+        made = trainer(folder / f"data{rank}", cache_dir=folder / f"cache{rank}")
+        object.__setattr__(made.ranks, "local_rank", 0)  # on a machine of its own
+        made.train(tiny.chat_rows(60 + rank))
+    except ValueError as error:
+        return str(error)
+
+
+def other_weights(rank: int, folder: Path):
+    """Where the broadcast fails to do what it should, in a way nobody foresees."""
+    try:
+        made = trainer(folder / f"weights{rank}", seed=rank)
+        object.__setattr__(made, "ranks", Deaf(made.ranks.rank, made.ranks.count, made.ranks.local_rank))
+        made.train(tiny.chat_rows())
+    except ValueError as error:
+        return str(error)
+
+
+class Deaf(Ranks):
+    def same_weights(self, tensors):
+        list(tensors)
+
+
+PROMISES = (gradients, weights, random_numbers, stop, resumed, refused, other_settings, other_data, other_weights)
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    rank = Ranks.current().rank
+    for promise in PROMISES:
+        try:
+            seen = promise(rank, folder)
+        except Exception:
+            seen = traceback.format_exc()
+        (folder / f"{promise.__name__}.{rank}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)
