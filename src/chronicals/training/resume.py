@@ -109,21 +109,21 @@ def _newest(output_dir: Path) -> Path | None:
     found = checkpoint.newest_valid(output_dir)
     if found is None:
         _refuse_to_replace_a_model(output_dir)
-        logger.warning("resume: %s holds no whole checkpoint, so the run begins at step 0", output_dir)
+        logger.warning("%s holds no checkpoint to go on from: the run begins at step 0", output_dir)
     return found
 
 
 def _named(folder: Path, output_dir: Path) -> Path:
     if not folder.is_dir():
-        raise CheckpointError(f"resume={str(folder)!r}: there is no such folder")
+        raise CheckpointError(f"{folder}: there is no such folder to go on from")
     if (folder / checkpoint.MANIFEST).exists() or (folder / checkpoint.STATE).exists():
         if damage := checkpoint.check_checkpoint(folder):
-            raise CheckpointError(f"resume={str(folder)!r}: {damage}; name another checkpoint")
+            raise CheckpointError(f"{folder}: {damage}, so no run can go on from it; name another checkpoint")
         chosen = folder
     elif (newest := checkpoint.newest_valid(folder)) is not None:
         chosen = newest
     else:
-        raise CheckpointError(f"resume={str(folder)!r}: is no checkpoint, and no run with a whole one")
+        raise CheckpointError(f"{folder}: is no checkpoint to go on from, and no run with a whole one")
     if chosen.resolve().parent != (output_dir / checkpoint.CHECKPOINTS).resolve():
         _refuse_to_overwrite(output_dir)
         return chosen
