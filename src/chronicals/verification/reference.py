@@ -25,6 +25,7 @@ from torch.nn.utils import parametrize
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora.apply import linear_shape
 from chronicals.models.router_loss import asks_for_router_loss, read_router_loss
+from chronicals.verification.quantised import dense_weight, multiply_as, quantised_layers
 
 ROW_TOKENS, LOGITS = 4096, 2**28
 """Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole attention weights of so many
@@ -54,7 +55,7 @@ class PlainArm:
             no scores, and so rounds where every attention that keeps none does.
 
     Raises:
-        ConfigurationError: the class cannot be made with eager attention.
+        ConfigurationError: the class cannot be made with eager attention, or a quantised layer is no plain product.
     """
 
     def __init__(
@@ -78,12 +79,18 @@ class PlainArm:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def use_types_of(self, model: Any, autocast: torch.dtype | None) -> None:
-        """Keep every weight in the type it has in ``model``, the run's; gradients of several passes meet in fp32."""
+        """Keep every weight in the type it has in ``model``, the run's, quantised ones in that of their products; gradients of
+        several passes meet in fp32."""
         types = {name.replace(".base_layer.", "."): parameter.dtype for name, parameter in model.named_parameters()}
+        quantised = quantised_layers(model)
         for name, parameter in self.model.named_parameters():
-            parameter.data = parameter.data.to(types[name.replace("parametrizations.weight.original", "weight")])
+            name = name.replace("parametrizations.weight.original", "weight")
+            if name.removesuffix(".weight") not in quantised:
+                parameter.data = parameter.data.to(types[name])
             if parameter.requires_grad:
                 parameter.grad_dtype = torch.float32
+        for path, layer in quantised.items():
+            multiply_as(layer, self.model.get_submodule(path))
         self.autocast = autocast
 
     @torch.no_grad()
@@ -268,8 +275,14 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
             "verify a model of the same family that can"
         ) from error
     without_dropout(fresh)
-    weights = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items()}
-    fresh.load_state_dict({name: tensor for name, tensor in weights.items() if ".lora_" not in name})
+    weights = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    quantised = quantised_layers(model)
+    for path in quantised:  # of which a state dictionary has the format, too
+        weights = {name: x for name, x in weights.items() if not name.startswith(f"{path}.") or name == f"{path}.bias"}
+    missing = fresh.load_state_dict(weights, strict=not quantised).missing_keys
+    assert set(missing) == {f"{path}.weight" for path in quantised}, missing
+    for path, layer in quantised.items():
+        fresh.get_submodule(path).weight.data = dense_weight(path, layer)
     return fresh
 
 
