@@ -1,9 +1,21 @@
 """Low-rank adapters, in PEFT's format on disk."""
 
-from chronicals.lora.apply import adapters, adapts, apply_lora
+from chronicals.lora.apply import adapts, apply_lora
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.layers import LoRALinear
-from chronicals.lora.peft_format import load_adapter, save_adapter
+from chronicals.lora.layers import LoRALinear, adapters
+from chronicals.lora.loading import load_adapter
+from chronicals.lora.model_methods import merge_and_unload
+from chronicals.lora.peft_format import save_adapter
 from chronicals.lora.saved import SavedModel
 
-__all__ = ["LoRAConfig", "LoRALinear", "SavedModel", "adapters", "adapts", "apply_lora", "load_adapter", "save_adapter"]
+__all__ = [
+    "LoRAConfig",
+    "LoRALinear",
+    "SavedModel",
+    "adapters",
+    "adapts",
+    "apply_lora",
+    "load_adapter",
+    "merge_and_unload",
+    "save_adapter",
+]

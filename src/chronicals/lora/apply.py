@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.layers import LoRALinear
+from chronicals.lora.layers import LoRALinear, adapters
+from chronicals.lora.model_methods import take_over
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +27,8 @@ def apply_lora(model: Any, config: LoRAConfig) -> Any:
         config: shape and targets; see ``LoRAConfig``.
 
     Returns:
-        ``model``, with ``model.chronicals_lora`` set to ``config``.
+        ``model``, with ``model.chronicals_lora`` set to ``config`` and methods of its own: ``save_pretrained`` (and so
+        ``push_to_hub``) writes the adapter in PEFT's format, ``merge_and_unload`` gives the plain model.
 
     Raises:
         ValueError: the model has adapters already, ours or PEFT's, a target matches nothing, or is not a linear layer.
@@ -42,6 +43,7 @@ def apply_lora(model: Any, config: LoRAConfig) -> Any:
             "attach ours to what merge_and_unload() gives"
         )
     targets = targeted_paths(model, config.target_modules)
+    _warn_of_a_tied_head(model, targets)
     model.requires_grad_(False)
     for path in targets:
         layer = model.get_submodule(path)
@@ -50,12 +52,17 @@ def apply_lora(model: Any, config: LoRAConfig) -> Any:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, LoRALinear(layer, config, *shape).train(layer.training))
     model.chronicals_lora = config
+    take_over(model)
     return model
 
 
-def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
-    """Paths and modules of the adapted layers."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
+def _warn_of_a_tied_head(model: Any, targets: list[str]) -> None:
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is embedding.weight and any(model.get_submodule(path) is head for path in targets):
+        logger.warning(
+            "lora_target_modules: the head is adapted, and its weight is the embedding's too; PEFT's merge_and_unload would "
+            "change both and give another model: merge with that of chronicals, or do not adapt the head"
+        )
 
 
 def adapts(model: nn.Module, wanted: list[str] | str) -> bool:

@@ -11,6 +11,7 @@ it puts into what follows.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -61,6 +62,11 @@ class LoRALinear(nn.Module):
     def bias(self) -> Tensor | None:
         return cast(Tensor | None, self.base_layer.bias)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "base_layer" and type(value).__module__.startswith("peft."):
+            raise ValueError(f"PEFT's {type(value).__name__} would go into an adapter of ours: call merge_and_unload() first")
+        super().__setattr__(name, value)
+
     def forward(self, x: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
@@ -71,6 +77,11 @@ class LoRALinear(nn.Module):
         base = self.base_layer(x)
         down = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A.to(x.dtype))
         return base + F.linear(down, self.lora_B.to(x.dtype)).to(base.dtype) * self.scale
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
+    """Paths and modules of the adapted layers."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from chronicals.lora.peft_format import CONFIG_FILE, load_adapter
+from chronicals.lora.loading import load_adapter
+from chronicals.lora.peft_format import CONFIG_FILE
 from chronicals.models import load_config, load_model, load_tokenizer
 
 

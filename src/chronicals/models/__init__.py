@@ -2,7 +2,7 @@
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.models.head import Head, UnknownHead, read_head
-from chronicals.models.loading import input_device, load_config, load_model, load_tokenizer
+from chronicals.models.loading import input_device, lasting_name, load_config, load_model, load_tokenizer
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
 from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation, present
@@ -20,6 +20,7 @@ __all__ = [
     "in_trained_documents",
     "input_device",
     "last_position",
+    "lasting_name",
     "load_config",
     "load_model",
     "load_tokenizer",

@@ -44,6 +44,11 @@ def _load(kind: Any, what: str, name: str | Path, trust_remote_code: bool) -> An
         raise ValueError(f"model={str(name)!r}: {_where(name)}no {what} could be loaded: {error}") from error
 
 
+def lasting_name(name: str | Path) -> str:
+    """A folder's absolute path, so that it is found from other folders too; a hub name as it is."""
+    return str(Path(name).resolve()) if name and Path(name).is_dir() else str(name)
+
+
 def _where(name: str | Path) -> str:
     """Said first of a name that was looked for on the hub."""
     return "" if Path(name).is_dir() else "there is no such folder here, and as a hub name: "

@@ -110,8 +110,7 @@ def ours(work: Work, plan: Plan) -> None:
 
 def _attach(model: Any, work: Work, config: Any) -> None:
     """The row's adapters, under this arm's own dropout; where its rank differs, the trainer makes its own."""
-    from chronicals.lora import LoRAConfig, apply_lora
-    from chronicals.lora.peft_format import load_adapter
+    from chronicals.lora import LoRAConfig, apply_lora, load_adapter
 
     if config.lora_rank != work.config().lora_rank:
         return

@@ -1,0 +1,58 @@
+"""Merging: ``W + s · B A`` takes the place of a linear layer and its adapter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.lora.layers import LoRALinear, adapters
+
+
+@torch.no_grad()
+def merge_adapters(model: Any) -> None:
+    """Replace every adapted layer by its base with the adapter in it, summed in fp32 and rounded once to the weight's type.
+
+    A head that was tied to the embedding gets a weight of its own. All weights stay frozen, as PEFT leaves them.
+
+    Raises:
+        ValueError: there are no adapters of ours, or a weight is quantised; the model is as it was.
+    """
+    adapted = dict(adapters(model))
+    if not adapted:
+        raise ValueError(f"{type(model).__name__} has no adapters of apply_lora or load_adapter to merge")
+    quantised = [path for path, layer in adapted.items() if not _is_plain(layer.base_layer.weight)]
+    if quantised:
+        raise ValueError(
+            f"the weights of {quantised[0]} are quantised and cannot take its adapter; save the adapter, load the base in 16 "
+            "bit, attach it with chronicals.lora.load_adapter, and merge that"
+        )
+    _untie_adapted_head(model)
+    for path, layer in adapted.items():
+        base = layer.base_layer
+        base.weight.copy_(_merged(layer))
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, base)
+
+
+def _is_plain(weight: Any) -> bool:
+    return bool(weight.is_floating_point() and weight.element_size() > 1)
+
+
+def _merged(layer: LoRALinear) -> Tensor:
+    weight: Tensor = layer.base_layer.weight
+    update = (layer.lora_B @ layer.lora_A) * layer.scale
+    update = update if isinstance(layer.base_layer, nn.Linear) else update.t()
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + update.to(weight.device)
+
+
+def _untie_adapted_head(model: Any) -> None:
+    """The embedding must stay what it is when the head's weight changes."""
+    head = model.get_output_embeddings()
+    if not isinstance(head, LoRALinear) or head.base_layer.weight is not model.get_input_embeddings().weight:
+        return
+    head.base_layer.weight = nn.Parameter(head.base_layer.weight.clone(), requires_grad=False)
+    for config in (model.config, model.config.get_text_config()):
+        config.tie_word_embeddings = False
+    model.all_tied_weights_keys = {}
