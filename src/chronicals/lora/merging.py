@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ def merge_adapters(model: Any) -> None:
         )
     _untie_adapted_head(model)
     for path, layer in adapted.items():
-        base = layer.base_layer
+        base: Any = layer.base_layer
         base.weight.copy_(_merged(layer))
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, base)
@@ -41,7 +41,7 @@ def _is_plain(weight: Any) -> bool:
 
 
 def _merged(layer: LoRALinear) -> Tensor:
-    weight: Tensor = layer.base_layer.weight
+    weight = cast(Tensor, layer.base_layer.weight)
     update = (layer.lora_B @ layer.lora_A) * layer.scale
     update = update if isinstance(layer.base_layer, nn.Linear) else update.t()
     return weight.to(torch.promote_types(weight.dtype, torch.float32)) + update.to(weight.device)
