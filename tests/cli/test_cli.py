@@ -109,7 +109,7 @@ def test_an_adapter_is_trained_on(place, trained, within, tmp_path, model):
     assert before.keys() == after.keys()
     assert all(torch.allclose(before[name], after[name], atol=2e-5) and before[name].any() for name in before)
     described = json.loads((tmp_path / "more" / "model" / "adapter_config.json").read_text())
-    assert (described["r"], described["base_model_name_or_path"]) == (4, "base")
+    assert (described["r"], described["base_model_name_or_path"]) == (4, str(place / "base"))
     ran = within(*arguments, tmp_path / "other", "--use-lora", "--lora-rank", 8)
     assert ran.code == 1 and "--lora-rank 8: the model has adapters already, with 4" in ran.stderr
 

@@ -235,3 +235,23 @@ def test_what_is_held_out_is_said_once(tmp_path):
     with pytest.raises(ConfigurationError, match="^validation_split=0.1: validation_data is set too"):
         Recipe.given(file=file, validation_data="held.jsonl")
     assert Recipe.given(file=file, validation_data="held.jsonl", validation_split=0.0).validation_data
+def test_what_is_kept_names_files_from_anywhere(tmp_path, monkeypatch):
+    """Folders, files and patterns that are here; hub names and what was left to its default stay as they are."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("base", "more"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "rows.jsonl").touch()
+    data = ["rows.jsonl=2", "*.jsonl", {"path": "more", "split": "test"}, "owner/name"]
+    recipe = Recipe(model="base", base_model="owner/model", data=data, validation_data="rows.jsonl", output_dir="out")
+    recipe.write_to(tmp_path / "run")
+    kept = Recipe.read_yaml(tmp_path / "run" / "resume.yaml")
+    assert kept == {
+        "model": f"{tmp_path}/base", "base_model": "owner/model", "validation_data": f"{tmp_path}/rows.jsonl",
+        "data": [
+            {"path": f"{tmp_path}/rows.jsonl", "weight": 2.0}, {"path": f"{tmp_path}/*.jsonl"},
+            {"path": f"{tmp_path}/more", "split": "test"}, {"path": "owner/name"},
+        ],
+        "output_dir": f"{tmp_path}/out",
+    }  # fmt: skip
+    monkeypatch.chdir(tmp_path / "more")
+    assert Recipe.given(resume=True, output_dir=tmp_path / "run").model == f"{tmp_path}/base"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,10 +13,23 @@ from pydantic.dataclasses import dataclass
 
 from chronicals.config.config import ChronicalsConfig, ConfigurationError, laid_over, remembers_what_was_set
 from chronicals.config.data_source import OptionalSources, Sources
+from chronicals.config.paths import lasting
 from chronicals.config.presets import preset_fields
 
 KEPT = "resume.yaml"
 """In the folder of a run, the recipe that ``--resume`` reads; a user's own ``recipe.yaml`` may well lie there."""
+
+PATHS = {"model", "base_model", "data", "validation_data", "output_dir", "cache_dir"}
+"""Fields that name files and folders."""
+
+
+def _lasting(value: Any) -> Any:
+    """A field of paths with absolute ones."""
+    if isinstance(value, list):
+        return [dataclasses.replace(source, path=lasting(source.path)) for source in value]
+    if isinstance(value, Path):
+        return value.absolute()
+    return value and lasting(value)
 
 
 @remembers_what_was_set
@@ -68,10 +82,10 @@ class Recipe(ChronicalsConfig):
         return None
 
     def write_to(self, folder: Path) -> None:
-        """Write what was set, for ``given`` to resume by: aside, then renamed."""
+        """Write what was set, for ``given`` to resume by from any folder: aside, then renamed."""
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{KEPT}.{os.getpid()}"
-        self.to_yaml(aside)
+        self.replace(**{name: _lasting(getattr(self, name)) for name in PATHS & self.explicit}).to_yaml(aside)
         os.replace(aside, folder / KEPT)
 
     def check(self) -> None:

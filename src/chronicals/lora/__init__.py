@@ -2,10 +2,11 @@
 
 from chronicals.lora.apply import adapts, apply_lora
 from chronicals.lora.config import LoRAConfig
+from chronicals.lora.experts import report_frozen_experts
 from chronicals.lora.layers import LoRALinear, adapters
 from chronicals.lora.loading import load_adapter
 from chronicals.lora.model_methods import merge_and_unload
-from chronicals.lora.peft_format import save_adapter
+from chronicals.lora.peft_format import name_base_by_absolute_path, save_adapter
 from chronicals.lora.saved import SavedModel
 
 __all__ = [
@@ -17,5 +18,7 @@ __all__ = [
     "apply_lora",
     "load_adapter",
     "merge_and_unload",
+    "name_base_by_absolute_path",
+    "report_frozen_experts",
     "save_adapter",
 ]

@@ -11,10 +11,10 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from chronicals.config.paths import lasting
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import embeddings_to_store
 from chronicals.lora.layers import adapters
-from chronicals.models import lasting_name
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def save_adapter(
     if not paths:
         theirs = "; PEFT's are written by its own save_pretrained" if hasattr(model, "peft_config") else ""
         raise ValueError(f"{type(model).__name__} has no adapters of apply_lora or load_adapter{theirs}")
-    base = lasting_name(base_model or model.config._name_or_path) or None
+    base = lasting(base_model or model.config._name_or_path) or None
     if base is None:
         logger.warning("%s: the model was not loaded from a folder or the hub, so the adapter names no base_model", folder)
     config: LoRAConfig = model.chronicals_lora
@@ -62,3 +62,11 @@ def save_adapter(
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(described, indent=2))
     save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def name_base_by_absolute_path(folder: Path) -> None:
+    """In adapters that PEFT wrote to ``folder``, each named one in a folder of its own: it keeps the path as it was given."""
+    for file in folder.rglob(CONFIG_FILE):
+        described = json.loads(file.read_text())
+        if base := described.get("base_model_name_or_path"):
+            file.write_text(json.dumps({**described, "base_model_name_or_path": lasting(base)}, indent=2, sort_keys=True))

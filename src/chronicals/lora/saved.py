@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,7 +57,7 @@ class SavedModel:
             ValueError: it cannot be loaded, with what to do.
         """
         if self.adapted:
-            return load_adapter(load_model(self._whole, dtype, trust_remote_code), self.place)
+            return load_adapter(self._of_base(load_model, dtype, trust_remote_code), self.place)
         if isinstance(self.place, Path) and not (self.place / "config.json").exists():
             raise ValueError(f"{self.place}: holds neither a model, an adapter, nor a run of chronicals")
         return load_model(self.place, dtype, trust_remote_code)
@@ -68,7 +68,7 @@ class SavedModel:
         Raises:
             ValueError: it cannot be loaded, with what to do.
         """
-        return load_config(self._whole, trust_remote_code)
+        return self._of_base(load_config, trust_remote_code)
 
     def tokenizer(self, trust_remote_code: bool = False) -> Any:
         """Its own, or its model's: PEFT writes none beside an adapter.
@@ -77,14 +77,21 @@ class SavedModel:
             ValueError: it cannot be loaded, with what to do.
         """
         own = not self.adapted or any(Path(self.place).glob("tokenizer*"))
-        return load_tokenizer(self.place if own else self._whole, trust_remote_code)
+        return load_tokenizer(self.place, trust_remote_code) if own else self._of_base(load_tokenizer, trust_remote_code)
 
-    @property
-    def _whole(self) -> Path | str:
-        """Where the whole model is."""
-        if self.adapted and not self.base:
-            raise ValueError(f"{self.place}: an adapter that does not say which model it belongs to; give base_model")
-        return self.base if self.base else self.place
+    def _of_base(self, load: Callable[..., Any], *options: Any) -> Any:
+        """What ``load`` finds where the whole model is."""
+        if not self.adapted:
+            return load(self.place, *options)
+        if not self.base:
+            raise ValueError(
+                f"{self.place}: an adapter that does not say which model it belongs to; give base_model (--base-model)"
+            )
+        try:
+            return load(self.base, *options)
+        except ValueError as error:
+            remedy = "that is what the adapter names as its model; if it is elsewhere now, give base_model (--base-model)"
+            raise ValueError(f"{self.place}: {error}; {remedy}") from error
 
 
 def _weights_of(folder: Path) -> Path:

@@ -2,11 +2,12 @@
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.models.head import Head, UnknownHead, read_head
-from chronicals.models.loading import input_device, lasting_name, load_config, load_model, load_tokenizer
+from chronicals.models.loading import input_device, load_config, load_model, load_tokenizer, load_whole
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
 from chronicals.models.positions import check_positions, last_position
-from chronicals.models.presentation import PresentedModel, in_evaluation, present
+from chronicals.models.presentation import PresentedModel, in_evaluation, present, within_lora
 from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_trained_documents
+from chronicals.models.towers import beside_text, is_within, save_processors
 
 __all__ = [
     "Head",
@@ -15,17 +16,21 @@ __all__ = [
     "RouterLoss",
     "UnknownHead",
     "asks_for_router_loss",
+    "beside_text",
     "check_positions",
     "in_evaluation",
     "in_trained_documents",
     "input_device",
+    "is_within",
     "last_position",
-    "lasting_name",
     "load_config",
     "load_model",
     "load_tokenizer",
+    "load_whole",
     "present",
     "prove_packability",
     "read_head",
+    "save_processors",
     "why_neighbours_matter",
+    "within_lora",
 ]

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from chronicals.config.paths import lasting
+from chronicals.models.completeness import check_whole
+
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """Type the weights are kept in; fp16 products run over fp32 weights, whose small updates fp16 would lose."""
 
@@ -44,33 +47,57 @@ def _load(kind: Any, what: str, name: str | Path, trust_remote_code: bool) -> An
         raise ValueError(f"model={str(name)!r}: {_where(name)}no {what} could be loaded: {error}") from error
 
 
-def lasting_name(name: str | Path) -> str:
-    """A folder's absolute path, so that it is found from other folders too; a hub name as it is."""
-    return str(Path(name).resolve()) if name and Path(name).is_dir() else str(name)
-
-
 def _where(name: str | Path) -> str:
     """Said first of a name that was looked for on the hub."""
     return "" if Path(name).is_dir() else "there is no such folder here, and as a hub name: "
 
 
 def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-    """A causal language model from a folder or hub name, in host memory.
+    """A causal language model, or one of images and text, from a folder or hub name, in host memory.
 
     Raises:
-        ValueError: it cannot be loaded, with the reason.
+        ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the reason.
     """
-    from transformers import AutoModelForCausalLM
-
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
-        )
+        kind = _kind(name, trust_remote_code)
+        model = load_whole(kind, name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}") from error
+    model.config._name_or_path = lasting(name)
     return model
+
+
+def load_whole(kind: Any, name: str | Path, **options: Any) -> Any:
+    """``kind.from_pretrained(name, **options)``, which must find all weights and leave none.
+
+    Raises:
+        ValueError: the checkpoint and the class do not fit, with names.
+    """
+    try:
+        model, report = kind.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # what transformers raises for weights that it cannot convert
+        raise ValueError(str(error)) from error
+    check_whole(model, report)
+    return model
+
+
+def _kind(name: str | Path, trust_remote_code: bool) -> Any:
+    """The class of transformers that knows the model's own: the one in its configuration where several do."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+    of_text = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
+    with_images = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    if with_images is not None and (not of_text or with_images.__name__ in (config.architectures or ())):
+        return transformers.AutoModelForImageTextToText
+    if not of_text:
+        raise ValueError(f"{type(config).__name__} is of a model that is no causal language model")
+    return transformers.AutoModelForCausalLM
 
 
 def input_device(model: Any) -> torch.device:

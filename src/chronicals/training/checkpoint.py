@@ -25,7 +25,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chronicals.distributed import Ranks
-from chronicals.lora import adapters, load_adapter, save_adapter
+from chronicals.lora import adapters, load_adapter, name_base_by_absolute_path, save_adapter
+from chronicals.models import load_whole, save_processors, within_lora
 from chronicals.optimizers import FusedAdamW
 from chronicals.standard_json import to_json
 from chronicals.training.errors import CheckpointError
@@ -165,6 +166,8 @@ def save_model(folder: Path, model: Any, tokenizer: Any, about: dict[str, Any]) 
         save_adapter(model, folder)
     else:
         model.save_pretrained(folder)
+        name_base_by_absolute_path(folder)
+    save_processors(within_lora(model), folder)
     tokenizer.save_pretrained(folder)
     (folder / "chronicals.json").write_text(to_json(about, indent=1))
 
@@ -218,7 +221,7 @@ def _load_whole_model(folder: Path, model: Any) -> None:
         raise ValueError("it holds adapters, and the model has none; set use_lora as before")
     kinds = {parameter.dtype for parameter in model.parameters()}
     dtype = kinds.pop() if len(kinds) == 1 else torch.float32  # which holds what any of them holds
-    stored = type(model).from_pretrained(folder, dtype=dtype, use_safetensors=True).state_dict()
+    stored = load_whole(type(model), folder, dtype=dtype, use_safetensors=True).state_dict()
     own = model.state_dict()
     if stored.keys() != own.keys():
         raise ValueError(

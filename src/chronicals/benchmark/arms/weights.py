@@ -15,11 +15,17 @@ from chronicals.benchmark.work import Work
 
 def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
     """A causal language model on the card, straight from the file where accelerate is there to do it; without a router loss, so
-    that all arms have the cross-entropy as their loss."""
+    that all arms have the cross-entropy as their loss.
+
+    Raises:
+        ValueError: the checkpoint lacks weights or holds others than the class has.
+    """
     from transformers import AutoModelForCausalLM
 
+    from chronicals.models import load_whole
+
     place = {"device_map": {"": 0}} if device().type == "cuda" and find_spec("accelerate") else {}
-    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, use_safetensors=True, **place, **options)
+    model = load_whole(AutoModelForCausalLM, path, dtype=dtype, use_safetensors=True, **place, **options)
     model.config.use_cache = False
     for config in (model.config, model.config.get_text_config()):
         if getattr(config, "output_router_logits", False):

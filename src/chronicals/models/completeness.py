@@ -1,0 +1,70 @@
+"""Whether a checkpoint and a class fit: no weight drawn at random, none of the checkpoint's dropped but by design."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection, Mapping
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+COMPUTED = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
+"""Buffers that classes compute and that old checkpoints hold, or the reverse."""
+
+NEXT_TOKENS = re.compile(r"(^|\.)(mtp|nextn)")
+"""Parts that predict further tokens for speculative decoding, which causal language models leave out."""
+
+FEW = 4
+"""Names that an error tells."""
+
+
+def check_whole(model: Any, report: Mapping[str, Any]) -> None:
+    """Compare what ``from_pretrained`` reports with what may be left out.
+
+    Args:
+        report: what it returns by ``output_loading_info=True``.
+
+    Raises:
+        ValueError: weights are missing, have another shape, or would be dropped; the message names them.
+    """
+    missing = [name for name in report["missing_keys"] if not COMPUTED.search(name)]
+    unexpected = [name for name in report["unexpected_keys"] if not COMPUTED.search(name)]
+    dropped = [name for name in unexpected if not _is_left_by_design(model, name)]
+    reasons = []
+    if missing:
+        reasons.append(f"{_told(missing)}: not in the checkpoint, and would be drawn at random")
+    if report["mismatched_keys"]:
+        shapes = [f"{name} ({list(there)} there, {list(here)} here)" for name, there, here in report["mismatched_keys"]]
+        reasons.append(f"{_told(shapes)}: of another shape than config.json says")
+    if dropped:
+        reasons.append(f"{_told(dropped)}: in the checkpoint, and {type(model).__name__} has no place for it")
+    if reasons:
+        raise ValueError(f"{'; '.join(reasons)}. Its config.json or the names in it are of another model: download it again")
+    if unexpected:
+        logger.warning("%s leaves out what the checkpoint has beside it: %s", type(model).__name__, _told(unexpected))
+
+
+def _told(names: Collection[str]) -> str:
+    few = sorted(names)[:FEW]
+    return ", ".join(few) + (f" and {len(names) - FEW} others" if len(names) > FEW else "")
+
+
+def _is_left_by_design(model: Any, name: str) -> bool:
+    """Whether a weight is of a part beside the language model: a classifier, a vision tower, speculative decoding."""
+    text = model.config.get_text_config()
+    layer = re.search(r"\.layers\.(\d+)\.", name)
+    further = getattr(text, "num_nextn_predict_layers", None) or 0
+    if NEXT_TOKENS.search(name) or (layer and 0 <= int(layer[1]) - text.num_hidden_layers < further):
+        return True
+    is_of_this_class = type(model).__name__ in (model.config.architectures or ())
+    return not is_of_this_class and _is_beside(model, name)
+
+
+def _is_beside(model: Any, name: str) -> bool:
+    """Whether a weight hangs at the model itself or at its body, but in no part of them that the class has."""
+    paths = {path: module for path, module in model.named_modules()}
+    path = name.rpartition(".")[0]
+    while path not in paths:
+        path = path.rpartition(".")[0]
+    return paths[path] in (model, model.base_model, model.get_decoder())
