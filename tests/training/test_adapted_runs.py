@@ -82,3 +82,88 @@ def test_after_a_run_the_model_is_copied_and_trained_on(tmp_path):
     loaded = load_adapter(load_model(tmp_path / "base", torch.float32), tmp_path / "kept")
     assert evaluate_data(loaded, tokenizer, ROWS, scored).loss == pytest.approx(first, rel=1e-5)
     assert evaluate_data(model.merge_and_unload(), tokenizer, ROWS, scored).loss == pytest.approx(second, rel=1e-4)
+
+
+def mixtral(**changes):
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, **tiny.llama().config.to_dict(), "model_type": "mixtral"}
+    return MixtralForCausalLM(MixtralConfig(**{name: sizes[name] for name in SIZES}, **changes))
+
+
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size",
+    "num_local_experts", "num_experts_per_tok",
+)  # fmt: skip
+
+
+def test_experts_that_stay_frozen_are_named(tmp_path, caplog):
+    model = mixtral()
+    held = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
+    runs.train(tmp_path, model=model, use_lora=True, max_steps=1, trackers=[])
+    share = 100 * held / sum(p.numel() for p in model.parameters())
+    assert f"stay frozen: model.layers.0.mlp.experts and 1 others, {share:.0f}% of all weights" in caplog.text
+
+
+@pytest.mark.parametrize("targets", [{"target_modules": ["q_proj"]}, {"target_parameters": ["experts.gate_up_proj"]}], ids=str)
+def test_so_too_where_the_adapters_are_pefts(tmp_path, caplog, targets):
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(mixtral(), peft.LoraConfig(r=2, **{"target_modules": [], **targets}))
+    runs.train(tmp_path, model=model, max_steps=1, trackers=[])
+    assert ("experts have no adapters and stay frozen" in caplog.text) == ("target_modules" in targets)
+
+
+@pytest.mark.parametrize("use_lora", [False, True])
+@pytest.mark.parametrize("way", ["PeftModel", "transformers"])
+def test_frozen_adapters_of_peft_have_a_remedy_that_works(tmp_path, way, use_lora):
+    peft = pytest.importorskip("peft")
+    with_added_tokens(tmp_path, 1)
+    wrapped(load_model(tmp_path / "base", torch.float32)).save_pretrained(tmp_path / "adapter")
+    if way == "PeftModel":
+        frozen = peft.PeftModel.from_pretrained(load_model(tmp_path / "base", torch.float32), tmp_path / "adapter")
+    else:
+        import transformers
+
+        frozen = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match=r"PEFT's adapters are frozen, .*is_trainable=True"):
+        runs.train(tmp_path, model=frozen, use_lora=use_lora, trackers=[])
+    learning = peft.PeftModel.from_pretrained(
+        load_model(tmp_path / "base", torch.float32), tmp_path / "adapter", is_trainable=True
+    )  # fmt: skip
+    assert runs.train(tmp_path, model=learning, max_steps=1, trackers=[]).coverage.moved
+
+
+def test_adapters_that_would_not_learn_or_not_be_saved_are_refused(tmp_path):
+    peft = pytest.importorskip("peft")
+    merged = wrapped(tiny.llama())
+    merged.merge_adapter()
+    with pytest.raises(ValueError, match=r"merged into the weights .*unmerge_adapter\(\)"):
+        runs.train(tmp_path, model=merged, trackers=[])
+    injected = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), tiny.llama())
+    with pytest.raises(ValueError, match="PEFT's adapters could not be saved by LlamaForCausalLM"):
+        runs.train(tmp_path, model=injected, trackers=[])
+    ours = runs.train(tmp_path, model=(model := tiny.llama()), use_lora=True, max_steps=1, trackers=[]) and model
+    with pytest.raises(ValueError, match="unfreeze lora_A and lora_B of its adapters"):
+        runs.train(tmp_path, model=ours.requires_grad_(False), output_dir=tmp_path / "more", trackers=[])
+
+
+@pytest.mark.parametrize("whose", ["ours", "peft"])
+def test_a_base_of_a_relative_path_is_found_from_elsewhere(tmp_path, monkeypatch, whose):
+    import transformers
+
+    with_added_tokens(tmp_path, 1)
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    monkeypatch.chdir(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained("base", dtype=torch.float32)
+    if whose == "peft":
+        pytest.importorskip("peft")
+        base = wrapped(base)
+    runs.train(tmp_path, model=base, use_lora=whose == "ours", max_steps=1, trackers=[])
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert load_trained(tmp_path / "run").model.config._name_or_path == str(tmp_path / "base")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=rf"{tmp_path}/run/model: model='{tmp_path}/base'.*give base_model \(--base-model\)"):
+        load_trained(tmp_path / "run")
+    assert load_trained(tmp_path / "run", base_model=str(tmp_path / "moved")).model

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.layers import LoRALinear, adapters
 from chronicals.lora.model_methods import take_over
+from chronicals.models import beside_text, is_within
 
 logger = logging.getLogger(__name__)
 
@@ -112,11 +113,13 @@ def targeted_paths(model: Any, wanted: list[str] | str | None, excluded: list[st
     Raises:
         ValueError: there are none, a name matches nothing, or something that it matches is not a linear layer.
     """
-    head = model.get_output_embeddings()
+    head, towers = model.get_output_embeddings(), beside_text(model)
     linear = {path for path, layer in model.named_modules() if linear_shape(layer) and layer is not head}
     there = f"linear layers here: {', '.join(sorted({path.rpartition('.')[2] for path in linear})) or 'none'}"
     if wanted is None or wanted == "all-linear":
-        found = sorted(linear)
+        found = sorted(path for path in linear if not is_within(path, towers))
+        if towers:
+            logger.info("lora_target_modules: what reads no text is not adapted: %s", ", ".join(towers))
         _report_others({path: layer for path, layer in model.named_modules() if path not in linear and layer is not head})
     elif isinstance(wanted, str):
         found = _matches(model, wanted)

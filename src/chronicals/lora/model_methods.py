@@ -35,7 +35,7 @@ def save_pretrained(
         hub: arguments of ``model.push_to_hub``.
 
     Raises:
-        ValueError: ``safe_serialization=False``, which would pickle.
+        ValueError: ``safe_serialization=False``: no other format is written.
     """
     if not safe_serialization:
         raise ValueError("safe_serialization=False: adapters are written as safetensors only; leave it out")

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Ranks, card_of
-from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora
+from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora, report_frozen_experts
 from chronicals.memory import (
     CHEAP,
     decoder_layers,
@@ -21,7 +21,15 @@ from chronicals.memory import (
     enable_gradient_checkpointing,
     recomputes,
 )
-from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
+from chronicals.models import (
+    PresentedModel,
+    beside_text,
+    input_device,
+    is_within,
+    present,
+    why_neighbours_matter,
+    within_lora,
+)
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
 from chronicals.patching import (
     forget_policies,
@@ -146,6 +154,7 @@ def _attach_adapters(model: Any, config: ChronicalsConfig) -> None:
         ConfigurationError: they have another shape than was asked for, or there are none and the weights cannot be trained.
     """
     usual = ChronicalsConfig()
+    _check_that_pefts_learn(model)
     if hasattr(model, "chronicals_lora"):
         _keep_adapters(model, config)
     elif config.use_lora:
@@ -156,8 +165,45 @@ def _attach_adapters(model: Any, config: ChronicalsConfig) -> None:
         logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
 
 
+def _check_that_pefts_learn(model: Any) -> None:
+    """Raises ConfigurationError where PEFT's adapters are frozen, merged, or could not be saved."""
+    theirs = [module for module in model.modules() if type(module).__module__.startswith("peft.tuners.")]
+    if not theirs:
+        return
+    if any(getattr(module, "merged", False) for module in theirs):
+        raise ConfigurationError(
+            "PEFT's adapters are merged into the weights and would not learn; call unmerge_adapter() or merge_and_unload()"
+        )
+    if not any(parameter.requires_grad for module in theirs for parameter in module.parameters()):
+        raise ConfigurationError(
+            "PEFT's adapters are frozen, as they are when loaded for inference; load them with "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)"
+        )
+    if not hasattr(model, "get_base_model") and hasattr(model, "active_adapters"):
+        try:
+            model.active_adapters()  # which transformers asks for when it saves
+        except (ValueError, ImportError) as error:
+            raise ConfigurationError(f"PEFT's adapters could not be saved by {type(model).__name__}: {error}") from error
+
+
+def _freeze_what_reads_no_text(model: Any) -> None:
+    """Rows are text: a vision tower gets no gradient, only the decay of its weights."""
+    text = within_lora(model)
+    towers = beside_text(text) if hasattr(text, "get_decoder") else []
+    learning = [p for name, p in text.named_parameters() if p.requires_grad and is_within(name, towers)]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    if learning:
+        count = sum(parameter.numel() for parameter in learning)
+        logger.warning("rows are text, so what reads none is frozen: %s parameters of %s", f"{count:,}", ", ".join(towers))
+
+
 def _check_adapters(model: Any) -> None:
-    """Raises ConfigurationError where something is trained beside adapters, which alone are saved, or PEFT's are prompts."""
+    """What adapters leave out is told, if it is most of the model.
+
+    Raises:
+        ConfigurationError: something is trained beside adapters, which alone are saved, or PEFT's are prompts.
+    """
     if hasattr(model, "chronicals_lora"):
         saved = [matrix for _, layer in adapters(model) for matrix in (layer.lora_A, layer.lora_B)]
     elif theirs := getattr(model, "peft_config", None):
@@ -179,6 +225,7 @@ def _check_adapters(model: Any) -> None:
             f"{', '.join(lost[:FEW])}{others}: would be trained beside adapters, which alone are saved; freeze them, or train "
             "without adapters"
         )
+    report_frozen_experts(model)
 
 
 def _is_quantised(model: Any) -> bool:
@@ -208,6 +255,7 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
 def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple[PresentedModel, dict[str, Decision]]:
     """Adapters, the way in, what runs of what is permitted; logged with the reasons."""
     _attach_adapters(model, config)
+    _freeze_what_reads_no_text(model)
     _check_adapters(model)
     presented = present(model, fused_head=config.use_fused_kernels)
     model = presented.model
@@ -283,7 +331,9 @@ def build_optimizer(model: Any, config: ChronicalsConfig, precision: Precision, 
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise ConfigurationError("the model has no parameter that requires a gradient; unfreeze some or set use_lora=True")
+        adapted = hasattr(model, "chronicals_lora")
+        remedy = "unfreeze lora_A and lora_B of its adapters" if adapted else "unfreeze some or set use_lora=True"
+        raise ConfigurationError(f"the model has no parameter that requires a gradient; {remedy}")
     options: dict[str, Any] = {
         "betas": (config.adam_beta1, config.adam_beta2),
         "eps": config.adam_epsilon,

@@ -24,6 +24,7 @@ from torch.nn.utils import parametrize
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora.apply import linear_shape
+from chronicals.models import beside_text, is_within
 from chronicals.models.router_loss import asks_for_router_loss, read_router_loss
 from chronicals.verification.quantised import dense_weight, multiply_as, quantised_layers
 
@@ -69,7 +70,8 @@ class PlainArm:
         if config.use_lora or hasattr(model, "chronicals_lora"):
             self._adapt(*_adapter_fields(model, config))
         else:
-            asked = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+            towers = beside_text(model)
+            asked = {name: p.requires_grad and not is_within(name, towers) for name, p in model.named_parameters()}
             for name, parameter in self.model.named_parameters():
                 parameter.requires_grad_(asked[name])
                 if asked[name]:
@@ -249,7 +251,8 @@ def targeted(model: Any, wanted: list[str] | str | None) -> list[str]:
     head = model.get_output_embeddings()
     paths = [path for path, layer in model.named_modules() if linear_shape(layer)]
     if wanted is None or wanted == "all-linear":
-        return [path for path in paths if model.get_submodule(path) is not head]
+        towers = beside_text(model)
+        return [path for path in paths if model.get_submodule(path) is not head and not is_within(path, towers)]
     if isinstance(wanted, str):
         return [path for path in paths if re.fullmatch(wanted, path)]
     return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in wanted)]
