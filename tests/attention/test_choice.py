@@ -91,7 +91,7 @@ def test_refusals_name_the_remedy(card):
 def test_a_choice_is_said_once(caplog):
     choice._say.cache_clear()
     q, k, v = qkv(9)()
-    with caplog.at_level(logging.INFO, "chronicals.attention"):
+    with caplog.at_level(logging.DEBUG, "chronicals.attention"):
         for _ in range(3):
             document_attention(q, k, v, bounds([9]), 9)
             document_attention(q, k, v, bounds([9]), 9, softcap=2.0)

@@ -180,7 +180,7 @@ def test_what_the_user_recomputes_stays(tmp_path, caplog):
     runs.train(tmp_path / "the user's", model=model)
     assert runs.trajectory(tmp_path / "kept") == runs.trajectory(tmp_path / "the user's")
     assert all(layer.gradient_checkpointing for layer in model.get_decoder().layers)
-    assert "use_gradient_checkpointing: on, the model's own, which stays as it is" in caplog.text
+    assert "activation recomputation (the model's own, which stays as it is)" in caplog.text
 
 
 @pytest.mark.parametrize("changes", [{"memory": []}, {"use_gradient_checkpointing": False}], ids=str)

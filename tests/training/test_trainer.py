@@ -71,8 +71,8 @@ def test_a_model_in_pefts_wrapping_trains_in_packs(tmp_path, caplog):
     config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     with caplog.at_level("INFO"):
         runs.train(tmp_path, model=peft.get_peft_model(tiny.llama(), config), max_steps=2)
-    assert "use_sequence_packing: on" in caplog.text and "use_fused_kernels: on" in caplog.text
-    assert "in A matrices that wait for their B" in caplog.text and "got no gradient" not in caplog.text
+    assert "sequence packing (documents do not affect each other)" in caplog.text and "loss without whole" in caplog.text
+    assert "of LoRA's A follow in step 2" in caplog.text and "got no gradient" not in caplog.text
     with pytest.raises(ValueError, match="leave use_lora out"):
         runs.train(tmp_path / "both", model=peft.get_peft_model(tiny.llama(), config), use_lora=True)
 
@@ -389,11 +389,22 @@ def test_few_gradients_are_there_at_a_time(tmp_path, monkeypatch):
 
 
 def test_what_runs_is_said_first(tmp_path, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         runs.train(tmp_path)
     for field in ("use_flash_attention", "use_fused_kernels", "use_sequence_packing", "use_gradient_checkpointing"):
         assert f"{field}: o" in caplog.text
     assert "trainable 1" in caplog.text
+
+
+def test_a_usual_run_says_little_before_its_first_step(tmp_path, caplog):
+    """What runs, and of what does not run nothing that was not asked for."""
+    with caplog.at_level(logging.INFO):
+        runs.train(tmp_path, use_lora=True)
+    lines = [record.message for record in caplog.records]
+    (first,) = [number for number, line in enumerate(lines) if line.startswith("step 1/")]
+    assert first <= 15 and any(line.startswith("training: 6 steps, ") for line in lines[:first])
+    assert any(line.startswith("in use: ") and "sequence packing" in line for line in lines)
+    assert not [line for line in lines[:first] if ": off" in line or "not asked for" in line or "CUDA graphs" in line]
 
 
 def test_callbacks_see_the_run(tmp_path):

@@ -82,4 +82,4 @@ def _check(backend: str, needs: Needs) -> None:
 
 @cache
 def _say(backend: str, needs: str, how: str) -> None:
-    logger.info("attention: %s for %s (%s)", backend, needs, how)
+    logger.debug("attention: %s for %s (%s)", backend, needs, how)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import sys
 from typing import Annotated
@@ -65,7 +66,8 @@ def main() -> None:
     """Entry point: an error a user can mend is one paragraph and exit code 1; Ctrl-C after a checkpoint is 130."""
     handler = _log_handler()
     handler.setFormatter(LogFormatter("%(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    others_speak = os.environ.get("RANK", "0") != "0"  # of torchrun's processes the first logs
+    logging.basicConfig(level=logging.WARNING if others_speak else logging.INFO, handlers=[handler])
     _quieten()
     try:
         app()

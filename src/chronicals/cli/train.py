@@ -23,6 +23,7 @@ def train(
         typer.Option(help="Go on from this checkpoint, or this run's newest, in its own folder or in another --output-dir"),
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Stop after the report on the data and the length of the run")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log every decision, also what does not run, and why")] = False,
     preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
     **flags: Any,
 ) -> None:
@@ -32,6 +33,8 @@ def train(
     epoch. What is written to `--output-dir`: `model/` (or the adapter), `checkpoints/`, `metrics.jsonl`, `report.html`, and
     `resume.yaml`, by which `chronicals train --resume --output-dir DIR` goes on; flags override it.
     """
+    import logging
+
     from rich.console import Console
     from rich.markup import escape
 
@@ -45,6 +48,8 @@ def train(
     from chronicals.training.preparation import open_stores
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run, sole_writer
 
+    if verbose:
+        logging.getLogger("chronicals").setLevel(logging.DEBUG)
     plan = Recipe.given(preset, recipe, resume_from or resume, **flags)
     config, console = plan.config(), Console(emoji=False, highlight=False, soft_wrap=True)
     ranks, holds_run = Ranks.current(), holds_a_run(config.output_dir)

@@ -50,9 +50,9 @@ class Coverage:
 
     def __str__(self) -> str:
         return (
-            f"trainable {self.asked:,} of {self.total:,} parameters ({self.share:.2%}): attached {self.attached:,}, "
-            f"with gradient {self.with_gradient:,}, moved {self.moved:,}"
-            + (f", {self.waiting:,} in A matrices that wait for their B" if self.waiting else "")
+            f"trainable {self.asked:,} of {self.total:,} parameters ({self.share:.2%}); after step 1: in the optimizer "
+            f"{self.attached:,}, with a gradient {self.with_gradient:,}, changed {self.moved:,}"
+            + (f"; the {self.waiting:,} of LoRA's A follow in step 2, because B begins at zero" if self.waiting else "")
         )
 
     def check(self) -> None:

@@ -6,12 +6,15 @@ import json
 import logging
 import math
 import os
+import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chronicals.standard_json import to_json
 from chronicals.training.evaluation import Evaluation
+from chronicals.training.heard import is_heard
 from chronicals.training.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -75,7 +78,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 class ProgressBar(Callback):
-    """A bar on a terminal, a line now and then elsewhere."""
+    """A bar on a terminal; elsewhere twenty lines a run, logged, or printed where nobody hears the log."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -89,18 +92,36 @@ class ProgressBar(Callback):
 
     def run_began(self, run: Run) -> None:
         self.total, self.share = run.total_steps, run.trainable_share
+        self.first, self.began = run.step + 1, time.monotonic()
         self.task = self.bar.add_task("", total=run.total_steps, completed=run.step)
         if self.console.is_terminal:
             self.bar.start()
 
     def step_done(self, metrics: StepMetrics) -> None:
+        if metrics.step == self.first:
+            self.began = time.monotonic()  # the first step is longer than others
         words = (
-            f"loss {metrics.loss:.4f} · grad norm {metrics.grad_norm:.3f} · {metrics.tokens_per_second:,.0f} tokens/s"
-            f" · {100 * self.share:.3g}% trained" + (f" · {metrics.memory_gib:.1f} GiB" if metrics.memory_gib else "")
+            f"loss {metrics.loss:.4f} · grad norm {metrics.grad_norm:.3f} · lr {metrics.learning_rate:.2e} · "
+            f"epoch {metrics.epoch:.2f} · {metrics.tokens_per_second:,.0f} tokens/s · {100 * self.share:.3g}% trainable"
+            + (f" · {metrics.memory_gib:.1f} GiB" if metrics.memory_gib else "")
         )
         self.bar.update(self.task, completed=metrics.step, description=words)
-        if not self.console.is_terminal and (metrics.step % max(self.total // 20, 1) == 0 or metrics.step == 1):
-            logger.info("step %d/%d · %s", metrics.step, self.total, words)
+        shown = metrics.step in (self.first, self.total) or metrics.step % max(self.total // 20, 1) == 0
+        if shown and not self.console.is_terminal:
+            self._say(f"step {metrics.step}/{self.total} · {words}{self._time_left(metrics.step)}")
+
+    def _time_left(self, step: int) -> str:
+        done = step - self.first
+        if not done or step >= self.total:
+            return ""
+        seconds = round((self.total - step) * (time.monotonic() - self.began) / done)
+        return f" · {timedelta(seconds=seconds)} left"
+
+    def _say(self, line: str) -> None:
+        if is_heard(logger):
+            logger.info("%s", line)
+        else:
+            print(line, file=sys.stderr, flush=True)  # noqa: T201
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
         logger.info(

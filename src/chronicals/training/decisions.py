@@ -1,8 +1,9 @@
-"""What runs of all that is permitted, and why; said in the first lines of the log."""
+"""What runs of all that is permitted, and why; the first lines of the log say it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,20 +28,49 @@ from chronicals.patching import has_gated_mlps
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
 
+PLAIN = {
+    "use_flash_attention": "FlashAttention",
+    "use_fused_kernels": "loss without whole logits",
+    "use_sequence_packing": "sequence packing",
+    "use_torch_compile": "torch.compile",
+    "use_cuda_graphs": "CUDA graphs",
+    "use_fp8": "FP8",
+    "use_gradient_checkpointing": "activation recomputation",
+    "activation_offload": "activation offload",
+    "tiled_mlp": "tiled MLPs",
+    "offload_frozen_weights": "frozen weights in host memory",
+    "optimizer_in_backward": "optimizer in the backward pass",
+}
+"""What each decision is about, in a practitioner's words."""
+
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether something runs, and the reason; of recomputation ``how`` every layer saves and, whatever that is, how many layers
-    are made again as a whole, None for all."""
+    """Whether something runs, and why.
+
+    Attributes:
+        field: the switch, or the memory policy.
+        how: of recomputation, what every layer saves.
+        layers: of recomputation, how many layers are made again as a whole, None for all.
+        matters: whether the log says it too where it does not run.
+    """
 
     field: str
     runs: bool
     reason: str
     how: str = NOTHING
     layers: int | None = 0
+    matters: bool = False
 
     def __str__(self) -> str:
         return f"{self.field}: {'on' if self.runs else 'off'}, {self.reason}"
+
+
+def summary(decisions: Iterable[Decision]) -> list[str]:
+    """Lines of the log: what runs, and what does not though it matters."""
+    runs = [f"{PLAIN[decision.field]} ({decision.reason})" for decision in decisions if decision.runs]
+    lines = [f"in use: {', '.join(runs)}"] if runs else []
+    return lines + [f"without {PLAIN[d.field]}: {d.reason}" for d in decisions if not d.runs and d.matters]
 
 
 def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) -> dict[str, Decision]:
@@ -66,13 +96,19 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     needed = estimate(model, tokens, fused, *_bytes(config, product_type, ranks), config.logits_chunk_size, in_fp8)
     graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
     possible: dict[str, tuple[bool, str]] = {
-        "use_flash_attention": (flash, f"backend {backend}" if flash else "needs a card, bf16 or fp16, and packs"),
-        "use_fused_kernels": (presented.head_is_read, "no whole logits" if presented.head_is_read else "head not understood"),
-        "use_sequence_packing": (presented.packed, "proved on a twin" if presented.packed else "documents become padded rows"),
+        "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
+        "use_fused_kernels": (
+            presented.head_is_read, "from the hidden states" if presented.head_is_read else "unknown kind of head"
+        ),
+        "use_sequence_packing": (
+            presented.packed, "documents do not affect each other" if presented.packed else "documents become padded rows"
+        ),
         "use_torch_compile": _compilation(model, on_card and presented.packed, fused, presented.router_loss is not None),
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
     made = [_decide(config, field, *can) for field, can in possible.items()]
+    shown = ("use_sequence_packing", "use_fused_kernels")
+    made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
     made += [_fp8(config, why_not, device), _recomputation(config, needed, why_not, presented), _offload(config, on_card)]
     made += [_tiles(config, model), _frozen_weights(config), _optimizer_in_backward(config, ranks)]
     return {decision.field: decision for decision in made}
@@ -155,7 +191,7 @@ def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device) ->
     for reason, there in obstacles.items():
         if there:
             raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}; leave it out")
-    return Decision(field, True, "asked for, frozen weights quantised once, trained ones at each use")
+    return Decision(field, True, "as asked, frozen weights quantised once, trained ones at each use")
 
 
 def _recomputation(
@@ -164,12 +200,12 @@ def _recomputation(
     """As asked for; else where the memory needs it."""
     field, asked, model = "use_gradient_checkpointing", config.memory_policies, presented.model
     if "recompute_layers" in asked:
-        return Decision(field, True, f"asked for, {LAYERS} made again", layers=None)
+        return Decision(field, True, f"as asked, {LAYERS} made again", layers=None)
     if "recompute_elementwise" in asked:
         if why_not_fused is not None:
             needs = f"needs fused decoder layers, and none run ({why_not_fused})"
             raise ConfigurationError(f"memory=['recompute_elementwise']: {needs}; take recompute_layers")
-        return Decision(field, True, f"asked for, {CHEAP} made again", CHEAP)
+        return Decision(field, True, f"as asked, {CHEAP} made again", CHEAP)
     if config.memory is not None:
         return Decision(field, False, "not among memory")
     if not config.use_gradient_checkpointing:
@@ -184,7 +220,8 @@ def _recomputation(
     beside = " (as if nothing moved to host memory)" if "offload_activations" in asked else ""
     cheap, again = needed.choice()
     if again and not getattr(model, "supports_gradient_checkpointing", False):
-        return Decision(field, False, f"{needed.words()}{beside}: {type(model).__name__} cannot recompute its layers")
+        reason = f"{needed.words()}{beside}: {type(model).__name__} cannot recompute its layers"
+        return Decision(field, False, reason, matters=True)
     if again and not decoder_layers(model):
         return Decision(field, True, f"{needed.words()}{beside}: all are, this class has no list of layers", layers=None)
     return Decision(field, bool(again) or cheap != NOTHING, needed.words() + beside, cheap, again)
@@ -199,7 +236,7 @@ def _offload(config: ChronicalsConfig, on_card: bool) -> Decision:
             "activation_offload=True cannot be honoured here, nor memory=['offload_activations']: activations are in host "
             "memory anyway; leave it out"
         )
-    return Decision(field, True, "asked for, beside the computation")
+    return Decision(field, True, "as asked, beside the computation")
 
 
 def _tiles(config: ChronicalsConfig, model: Any) -> Decision:
@@ -209,7 +246,7 @@ def _tiles(config: ChronicalsConfig, model: Any) -> Decision:
         raise ConfigurationError(f"memory=['tiled_mlp']: needs gated MLPs, {type(model).__name__} has none; leave it out")
     if not _has_tiles(config):
         return Decision("tiled_mlp", False, "a batch has no more rows than a tile")
-    return Decision("tiled_mlp", True, "asked for")
+    return Decision("tiled_mlp", True, "as asked")
 
 
 def _has_tiles(config: ChronicalsConfig) -> bool:
@@ -223,7 +260,7 @@ def _leaves(config: ChronicalsConfig) -> bool:
 def _frozen_weights(config: ChronicalsConfig) -> Decision:
     if not _leaves(config):
         return Decision("offload_frozen_weights", False, "not asked for")
-    return Decision("offload_frozen_weights", True, "asked for, of those that run in FP8")
+    return Decision("offload_frozen_weights", True, "as asked, of products in FP8")
 
 
 def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:
@@ -234,4 +271,4 @@ def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:
             f"memory=['optimizer_in_backward']: updates a weight before the gradients of {ranks} processes are added up; "
             "leave it out"
         )
-    return Decision("optimizer_in_backward", True, "asked for, gradients are dropped as soon as they are used")
+    return Decision("optimizer_in_backward", True, "as asked, gradients are dropped once used")

@@ -41,7 +41,7 @@ from chronicals.patching import (
     tile_mlps,
 )
 from chronicals.patching.fp8_layers import LEAST
-from chronicals.training.decisions import Decision, decide, why_not_fused
+from chronicals.training.decisions import Decision, decide, summary, why_not_fused
 from chronicals.training.precision import Precision
 
 logger = logging.getLogger(__name__)
@@ -267,7 +267,9 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
     decisions = decide(config, presented, ranks)
     whole_layers = why_not_fused(config, presented) is None
     for decision in decisions.values():
-        logger.info("%s", decision)
+        logger.debug("%s", decision)
+    for line in summary(decisions.values()):
+        logger.info("%s", line)
     recomputed = decisions["use_gradient_checkpointing"]
     own = recomputed.runs and recomputed.layers == 0 and recomputed.how != CHEAP
     if recomputes(model) and not own:
@@ -278,8 +280,8 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
     if recomputed.how == CHEAP:
         recompute_norms_and_units(model)
     if config.use_fused_kernels and input_device(model).type == "cuda":
-        for by, count in patch_parts(model, whole_layers).counts().items():
-            logger.info("use_fused_kernels: %d modules run as %s", count, by)
+        patched = patch_parts(model, whole_layers).counts()
+        logger.info("fused kernels: %s", ", ".join(f"{count} x {by}" for by, count in patched.items()) or "no module has one")
     if decisions["tiled_mlp"].runs:
         tile_mlps(model)
     if decisions["use_torch_compile"].runs:

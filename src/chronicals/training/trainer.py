@@ -30,6 +30,7 @@ from chronicals.training.decisions import Decision
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import evaluate
 from chronicals.training.graphs import GraphedStep
+from chronicals.training.heard import heard
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.length import Length, fit_batch
 from chronicals.training.metrics import Moment, PendingMetrics, StepMetrics
@@ -117,7 +118,7 @@ class ChronicalsTrainer:
             Interrupted: stopped by a signal, after a checkpoint.
         """
         prove_alike(self.ranks, shared_settings(self.config))
-        with claimed(self.output_dir, self.ranks):
+        with heard(self.ranks.first), claimed(self.output_dir, self.ranks):
             return self._train(train_dataset, eval_dataset, checkpoint_to_resume(self.output_dir, resume, self.ranks))
 
     def _train(self, train_dataset: Source, eval_dataset: Source | None, resumed: Path | None) -> TrainingResult:
