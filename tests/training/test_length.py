@@ -122,12 +122,12 @@ def test_a_resumed_run_keeps_the_batch_it_had(tmp_path):
     changed = json.loads(state.read_text())
     changed["config"].update(batch_size=3, gradient_accumulation_steps=2)
     state.write_text(json.dumps(changed))
-    config = fit_batch(usual(tmp_path), plan(6), Ranks(), tmp_path / "run")
+    config = fit_batch(usual(tmp_path), plan(6), Ranks(), state.parent)
     assert (config.batch_size, config.gradient_accumulation_steps) == (3, 2)
-    config = fit_batch(usual(tmp_path, batch_size=5), plan(6), Ranks(), tmp_path / "run")
+    config = fit_batch(usual(tmp_path, batch_size=5), plan(6), Ranks(), state.parent)
     assert (config.batch_size, config.gradient_accumulation_steps) == (5, 2)
     state.write_text("{")
-    config = fit_batch(usual(tmp_path), plan(6), Ranks(), tmp_path / "run")
+    config = fit_batch(usual(tmp_path), plan(6), Ranks(), state.parent)
     assert (config.batch_size, config.gradient_accumulation_steps) == (1, 1)
 
 
