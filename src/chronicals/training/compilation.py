@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.kernels.compilation import compiling_only
@@ -15,7 +16,8 @@ from chronicals.training.step import micro_step
 
 
 def compile_micro_step(
-    model: PresentedModel, objective: Objective, batch: Batch, counts: Mapping[str, int], precision: Precision
+    model: PresentedModel, objective: Objective, batch: Batch, counts: Mapping[str, int | float | Tensor],
+    precision: Precision,
 ) -> None:  # fmt: skip
     """Go through one forward and backward pass in which Triton's kernels are compiled, beside each other, and not run.
 
