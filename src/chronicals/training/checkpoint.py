@@ -1,9 +1,9 @@
 """Checkpoints that are whole or not there: safetensors and JSON, never pickle.
 
-A checkpoint is a folder ``step-00000100``: ``model/`` (Hugging Face weights, or a PEFT adapter, with the tokenizer),
-``optimizer.safetensors``, ``rng.safetensors``, ``state.json``, and ``manifest.json`` with the size and SHA-256 of every
-other file. It is written aside, each file synced, the manifest last, then the folder gets its name. What has a name but
-does not match its manifest was damaged later: it is named in the log and the one before it is used.
+A checkpoint is a folder ``step-00000100``: ``model/`` (Hugging Face weights, or a PEFT adapter, with the tokenizer), the
+optimizer's states (``optimizer_files.py``), ``rng.safetensors``, ``state.json``, and ``manifest.json`` with the size and
+SHA-256 of every other file. It is written aside, each file synced, the manifest last, then the folder gets its name. What has
+a name but does not match its manifest was damaged later: it is named in the log and the one before it is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +32,14 @@ from chronicals.models import load_whole, save_processors, within_lora
 from chronicals.optimizers import FusedAdamW
 from chronicals.standard_json import to_json
 from chronicals.training.errors import CheckpointError
+from chronicals.training.optimizer_files import optimizer_files, read_optimizer, write_optimizer
 
 logger = logging.getLogger(__name__)
 
-CHECKPOINTS, MANIFEST, STATE, OPTIMIZER, RNG, MODEL = (
-    "checkpoints",
-    "manifest.json",
-    "state.json",
-    "optimizer.safetensors",
-    "rng.safetensors",
-    "model",
-)
+CHECKPOINTS, MANIFEST, STATE, RNG, MODEL = "checkpoints", "manifest.json", "state.json", "rng.safetensors", "model"
 
+READERS = 8
+"""Files that are synced and hashed at a time."""
 
 STEP = re.compile(r"step-\d{8,}")
 """Names of checkpoints; other folders beside them are somebody's own."""
@@ -61,8 +59,10 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         _remove_leftovers(target)
         aside.mkdir()
         fill(aside)
-        files = {str(path.relative_to(aside)): _describe(path) for path in sorted(aside.rglob("*")) if path.is_file()}
-        (aside / MANIFEST).write_text(json.dumps(files, indent=1))
+        files = sorted(path for path in aside.rglob("*") if path.is_file())
+        with ThreadPoolExecutor(READERS) as readers:
+            described = dict(zip((str(path.relative_to(aside)) for path in files), readers.map(_describe, files)))
+        (aside / MANIFEST).write_text(json.dumps(described, indent=1))
         _sync(aside / MANIFEST)
         for folder in (aside, *(path for path in aside.rglob("*") if path.is_dir())):
             _sync(folder)
@@ -92,24 +92,31 @@ def check_folder(folder: Path) -> str | None:
             return f"{MANIFEST} is no description of files"
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
-    for name, expected in described.items():
-        if not isinstance(expected, dict) or not {"size", "sha256"} <= expected.keys():
-            return f"{MANIFEST} does not describe {name}"
-        path = folder / name
-        try:
-            if not path.is_file():
-                return f"{name} is missing"
-            if path.stat().st_size != expected["size"] or _hash(path) != expected["sha256"]:
-                return f"{name} is damaged"
-        except OSError as error:
-            return f"{name} cannot be read ({error})"
-    return None
+    with ThreadPoolExecutor(READERS) as readers:
+        damages = readers.map(partial(_damage, folder), described, described.values())
+        return next((damage for damage in damages if damage is not None), None)
+
+
+def _damage(folder: Path, name: str, expected: Any) -> str | None:
+    """What is wrong with one of its files."""
+    if not isinstance(expected, dict) or not {"size", "sha256"} <= expected.keys():
+        return f"{MANIFEST} does not describe {name}"
+    path = folder / name
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        whole = path.stat().st_size == expected["size"] and _hash(path) == expected["sha256"]
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    return None if whole else f"{name} is damaged"
 
 
 def check_checkpoint(folder: Path) -> str | None:
     """What is wrong with a checkpoint, None if it is whole."""
     damage = check_folder(folder)
-    missing = [name for name in (STATE, OPTIMIZER, RNG, MODEL) if not (folder / name).exists()]
+    missing = [name for name in (STATE, RNG, MODEL) if not (folder / name).exists()]
+    if not optimizer_files(folder):
+        missing.append("optimizer.safetensors")
     return damage or (f"{missing[0]} is missing" if missing else None)
 
 
@@ -141,7 +148,7 @@ def save_checkpoint(
 
     def fill(aside: Path) -> None:
         save_model(aside / MODEL, model, tokenizer, state.get("about", {}))
-        save_file(_optimizer_tensors(model, optimizer), aside / OPTIMIZER)
+        write_optimizer(_optimizer_tensors(model, optimizer), aside)
         save_file(random_states, aside / RNG)
         (aside / STATE).write_text(to_json(state, indent=1))
 
@@ -200,7 +207,7 @@ def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> None:
         CheckpointError: the checkpoint belongs to another model.
     """
     with _belonging_to(folder):
-        stored = load_file(folder / OPTIMIZER)
+        stored = read_optimizer(folder)
         for name, parameter in _trained(model):
             prefix = f"{name}:"
             state = {key[len(prefix) :]: value for key, value in stored.items() if key.startswith(prefix)}
@@ -260,7 +267,7 @@ def _trained(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _optimizer_tensors(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor]:
     return {
-        f"{name}:{part}": tensor.contiguous()
+        f"{name}:{part}": tensor
         for name, parameter in _trained(model)
         for part, tensor in optimizer.state_of(parameter).items()
     }
