@@ -56,23 +56,27 @@ GPT_OSS = {
     "sliding_window": 4,
 }
 
+# A factor of one, or an epsilon too small to see, would hide what is left out.
+GRANITE = {"logits_scaling": 3.0, "embedding_multiplier": 2.0, "residual_multiplier": 0.6, "attention_multiplier": 0.2}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {**SIZES}),
-    "qwen2": ("Qwen2", {**SIZES}),
-    "qwen3": ("Qwen3", {**SIZES, "head_dim": 8}),
+    "qwen2": ("Qwen2", {**SIZES, "rms_norm_eps": 0.1}),
+    "qwen3": ("Qwen3", {**SIZES, "head_dim": 8, "rms_norm_eps": 0.2}),
     "gemma": ("Gemma", {**SIZES, "head_dim": 8}),
     "gemma2": ("Gemma2", {**SIZES, **GEMMA2}),
-    "gemma3": ("Gemma3", {**SIZES, "head_dim": 8, "sliding_window": 4}),
-    "phi3": ("Phi3", {**SIZES}),
+    "gemma3": ("Gemma3", {**SIZES, "head_dim": 8, "sliding_window": 4, "rms_norm_eps": 0.1, "query_pre_attn_scalar": 20}),
+    "phi3": ("Phi3", {**SIZES, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5}}),
     "smollm3": ("SmolLM3", {**SIZES, "no_rope_layers": [1, 0]}),
-    "olmo2": ("Olmo2", {**SIZES}),
+    "olmo2": ("Olmo2", {**SIZES, "rms_norm_eps": 0.1}),
     "olmo3": ("Olmo3", {**SIZES, "sliding_window": 4}),
     "mistral": ("Mistral", {**SIZES, "sliding_window": 4}),
     "ministral3": ("Ministral3", {**SIZES, **MINISTRAL3}),
     "gpt2": ("GPT2", {**GPT2, **IDS, **NO_DROPOUT}),
     "phi": ("Phi", {**SIZES}),
-    "cohere": ("Cohere", {**SIZES, "logit_scale": 0.3}),
-    "granite": ("Granite", {**SIZES, "logits_scaling": 3.0, "embedding_multiplier": 2.0}),
+    "cohere": ("Cohere", {**SIZES, "logit_scale": 0.3, "layer_norm_eps": 0.1}),
+    "granite": ("Granite", {**SIZES, **GRANITE}),
     "gpt_oss": ("GptOss", {**SIZES, **GPT_OSS}),
     "mamba": ("Mamba", {**MAMBA, **IDS}),
     "bloom": ("Bloom", {**BLOOM, **IDS}),
