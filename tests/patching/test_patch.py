@@ -109,6 +109,35 @@ def test_left_alone_and_why():
     assert "as it was" in str(report)
 
 
+@pytest.mark.parametrize("set_first", [True, False], ids=["patched with dropout", "dropout set since"])
+def test_an_mlp_with_dropout_drops(set_first):
+    """A gated MLP with dropout before its last product; its twin has none."""
+    from transformers import ModernBertDecoderConfig, ModernBertDecoderForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61}
+    plain = families.randomise(
+        ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2)).train()
+    )
+    patched = copy.deepcopy(plain)
+
+    def set_dropout(model):
+        for layer in model.model.layers:
+            layer.mlp.drop.p = 0.5
+
+    set_dropout(plain)
+    if set_first:
+        set_dropout(patched)
+    report = patch_model(patched)
+    left = {entry.path: entry.reason for entry in report.left}
+    assert (left.get("model.layers.0.mlp") == "has dropout") == set_first, str(report)
+    set_dropout(patched)
+    inputs, found = batch(), []
+    for model in (plain, patched):
+        torch.manual_seed(3)
+        found.append(loss_and_gradients(model, **inputs))
+    assert_same(*found, tolerance=3e-5)
+
+
 def test_unpatched_is_as_before():
     plain, patched, _ = pair("llama")
     unpatch_model(patched)

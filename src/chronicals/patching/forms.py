@@ -87,6 +87,11 @@ def does_more(module: nn.Module) -> bool:
     return any(getattr(hook, "__module__", None) != LOOKS_ON for hooks in kinds for hook in hooks.values())
 
 
+def drops(module: nn.Module) -> bool:
+    """Whether it is dropout with a probability, which no form draws."""
+    return isinstance(module, nn.Dropout) and bool(module.p)
+
+
 def as_called(module: nn.Module, forward: Forward) -> Callable:
     """``forward`` for callers who name the one argument; where more is given, the class's own forward runs."""
     name = list(inspect.signature(type(module).forward).parameters)[1]

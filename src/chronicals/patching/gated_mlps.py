@@ -21,6 +21,7 @@ from chronicals.patching.forms import (
     as_called,
     attributes,
     does_more,
+    drops,
     is_proved,
     random_numbers,
     settings,
@@ -42,10 +43,11 @@ class Uncalled:
         self.children = [(name, type(child), _kept(child)) for name in names for child in (getattr(proved, name),)]
 
     def changed(self, module: nn.Module) -> bool:
-        """Whether they are something else in ``module``, or somebody put something into one of them."""
+        """Whether they are something else in ``module``, one of them drops something, or somebody put something into one."""
         children = ((getattr(module, name), kind, kept) for name, kind, kept in self.children)
         return _differs(module, self.own) or any(
-            type(child) is not kind or _differs(child, kept) or does_more(child) for child, kind, kept in children
+            type(child) is not kind or _differs(child, kept) or does_more(child) or drops(child)
+            for child, kind, kept in children
         )
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from chronicals.patching import attention, loss
 from chronicals.patching.decoder_layer import ATTENTION, NAME, layer_signature
-from chronicals.patching.forms import FORM, holds_experts, looks_like, signature
+from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
 from chronicals.patching.plan import Plan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.side_by_side import lay_apart
@@ -119,7 +119,7 @@ def _replace(path: str, module: nn.Module, plan: Plan, report: PatchReport) -> N
         return
     if "forward" in vars(module):
         report.left.append(Left(path, part, "its forward was replaced by something else (hooks, offload, quantisation)"))
-    elif any(isinstance(child, nn.Dropout) and child.p for child in module.children()):
+    elif any(drops(child) for child in module.children()):
         report.left.append(Left(path, part, "has dropout"))
     else:
         module.forward = MethodType(form.forward, module)
