@@ -5,6 +5,7 @@ import torch
 
 import tiny
 from chronicals import patch_model
+from chronicals.patching import attention, loss
 
 STEPS = 4
 
@@ -15,17 +16,19 @@ def logged(trainer) -> list[float]:
 
 
 @pytest.mark.parametrize("packing", [False, True], ids=["padded", "packed"])
-def test_trl_sft(packing, tmp_path):
-    """Losses, token accuracy and evaluation of a real SFT run."""
+def test_trl_sft(packing, tmp_path, caplog):
+    """Losses, token accuracy and evaluation of a real SFT run, whose loss is TRL's own."""
+    loss._say_trl_has_its_own.cache_clear()
     Dataset = pytest.importorskip("datasets").Dataset
     from trl import SFTConfig, SFTTrainer
 
     data = Dataset.from_list(tiny.chat_rows(24))
-    found = []
+    found, before = [], attention.runs[0]
     for patched in (False, True):
         model = tiny.llama(pad_token_id=0)
         if patched:
-            assert patch_model(model).counts()["linear_cross_entropy"] == 1
+            report = patch_model(model)
+            assert report.counts()["linear_cross_entropy"] == 1 and "TRL's SFTTrainer" in str(report)
         config = SFTConfig(
             output_dir=str(tmp_path / str(patched)), max_steps=STEPS, per_device_train_batch_size=4, logging_steps=1,
             learning_rate=1e-2, report_to=[], use_cpu=not torch.cuda.is_available(), bf16=False, max_length=64,
@@ -40,6 +43,8 @@ def test_trl_sft(packing, tmp_path):
         accuracy = [entry["mean_token_accuracy"] for entry in history if "mean_token_accuracy" in entry]
         found.append((losses, evaluated, accuracy))
     (losses, evaluated, accuracy), others = found
+    assert caplog.text.count("TRL computes the loss by a fused head of its own") == 1
+    assert attention.runs[0] > before
     assert len(losses) == STEPS and losses[-1] < losses[0] and len(evaluated) == STEPS // 2 and len(accuracy) >= STEPS
     for plain, ours in zip((losses, evaluated, accuracy), others):
         assert ours == pytest.approx(plain, rel=1e-4, abs=1e-6)

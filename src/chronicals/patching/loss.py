@@ -7,6 +7,8 @@ is returned) is the model's own. ``.logits`` of the result are computed when som
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -20,11 +22,21 @@ from chronicals.kernels import linear_cross_entropy
 from chronicals.kernels.linear_cross_entropy import mean_of
 from chronicals.patching.lazy_logits import LazyLogits, Promise, autocast_type
 
+logger = logging.getLogger(__name__)
+
 NAME = "loss"
 """As the report and a plan call it."""
 
 IGNORED = -100
 LABELS = ("labels", "shift_labels")
+
+TRL = "fused_lm_head"
+"""Argument by which trainers of TRL (from 1.16 on) ask the forward that they gave the model for losses of tokens."""
+
+ABOUT_TRAINERS = (
+    "loss: linear_cross_entropy where the model computes its loss from labels; trainers that compute their own, as TRL's "
+    "SFTTrainer does from 1.16 on (fused_lm_head), keep theirs"
+)
 
 
 class LossSeam:
@@ -46,6 +58,8 @@ class LossSeam:
                 "a patched model cannot run under DataParallel, which transformers' Trainer takes where a single process sees "
                 "several cards: start a process a card (torchrun), show it one (CUDA_VISIBLE_DEVICES), or call unpatch_model"
             )
+        if kwargs.get(TRL):
+            _say_trl_has_its_own()
         self.active = any(kwargs.get(name) is not None for name in LABELS) and not torch.compiler.is_compiling()
 
     def after(self, *_: object) -> None:
@@ -54,6 +68,11 @@ class LossSeam:
 
     def __deepcopy__(self, memo: dict) -> LossSeam:
         return memo.setdefault(id(self), LossSeam())
+
+
+@functools.cache
+def _say_trl_has_its_own() -> None:
+    logger.warning("TRL computes the loss by a fused head of its own: linear_cross_entropy is not used, the other kernels are")
 
 
 def head_of(model: Any) -> nn.Module | None:

@@ -149,6 +149,7 @@ def _replace_loss(target: Any, plan: Plan, report: PatchReport) -> None:
     else:
         loss.install(target)
         report.replaced.append(Replaced("", "loss", "linear_cross_entropy"))
+        report.notes.append(loss.ABOUT_TRAINERS)
 
 
 def _replace_attention(target: Any, plan: Plan, report: PatchReport, outputs_at_padding: bool) -> None:

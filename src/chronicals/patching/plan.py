@@ -216,7 +216,7 @@ def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
     for side, padding in (("right", mask), ("left", mask.flip(1))):
         labels = ids.masked_fill(padding == 0, -100)
         rows[f"{side}-padded"] = {"input_ids": ids, "labels": labels, "attention_mask": padding}
-    rows["right-padded, trained at padding,"] = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    rows["padding-trained"] = {"input_ids": ids, "labels": ids, "attention_mask": mask}
     positions = torch.cat([torch.arange(length) for length in (7, 1, 6)])[None]
     packed = torch.randint(FIRST_TOKEN, size, positions.shape, generator=generator)
     rows["packed"] = {"input_ids": packed, "labels": packed.masked_fill(positions == 0, -100), "position_ids": positions}
