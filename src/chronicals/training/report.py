@@ -1,12 +1,22 @@
-"""``report.html``: one file, readable without anything else, with the curves of the run."""
+"""``report.html``: one file, readable without anything else: what was trained, on what, how, and the curves."""
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
+import importlib.metadata
 import io
-from collections.abc import Mapping, Sequence
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
+
+import torch
+
+from chronicals.config import ChronicalsConfig
 
 PANELS = {
     "loss": "loss",
@@ -16,30 +26,146 @@ PANELS = {
     "fill": "packing fill",
 }
 
+PACKAGES = ("chronicals", "torch", "transformers", "triton")
 
-def write_report(path: Path, title: str, metrics: Sequence[Mapping], facts: Mapping[str, object]) -> None:
-    """Write the report.
-
-    Args:
-        metrics: the lines of ``metrics.jsonl``.
-        facts: what the table at the top says.
-    """
-    rows = "\n".join(f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
-    figure = base64.b64encode(_figure(metrics)).decode()
-    path.write_text(
-        f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
-table {{ border-collapse: collapse }} th, td {{ text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top }}
-th {{ font-weight: 500; color: #666 }} img {{ width: 100%; margin-top: 1.5rem }}
-</style></head>
-<body><h1>{html.escape(title)}</h1>
-<table>{rows}</table>
-<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">
-</body></html>
+STYLE = """
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
+h2 { font-size: 1.15rem; margin: 2rem 0 .5rem } table { border-collapse: collapse }
+th, td { text-align: left; padding: .2rem 1rem .2rem 0; vertical-align: top } thead th { border-bottom: 1px solid #ccc }
+th { font-weight: 500; color: #666 } img { width: 100% } pre { white-space: pre-wrap; margin: 0; font: inherit }
+.error { color: #b00 } .warning { color: #a60 } details { margin-top: 1rem }
 """
-    )
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What the model answered to a prompt before and after training."""
+
+    prompt: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the page tells.
+
+    Attributes:
+        title: of the page.
+        facts: about the run, by name, for the table at the top.
+        metrics: the lines of ``metrics.jsonl``.
+        data: what the gate wrote about each data set (``train_dataset.json``, ``eval_dataset.json``).
+        config: the settings, and which of them were set.
+        samples: answers before and after.
+    """
+
+    title: str
+    facts: Mapping[str, object]
+    metrics: Sequence[Mapping]
+    data: Sequence[Mapping]
+    config: ChronicalsConfig
+    samples: Sequence[Sample] = ()
+
+    def write(self, path: Path, device: torch.device) -> None:
+        facts = {**self.facts, **_times(self.metrics), **machine(device)}
+        title, figure = html.escape(self.title), base64.b64encode(_figure(self.metrics)).decode()
+        parts = [
+            f"<h1>{title}</h1>{_pairs(facts)}",
+            *(_section(_named(found), _data(found)) for found in self.data),
+            _section("Curves", f'<img alt="curves of the run" src="data:image/svg+xml;base64,{figure}">'),
+            _section("Answers before and after", _samples(self.samples)) if self.samples else "",
+            _section("Settings", _settings(self.config)),
+        ]
+        path.write_text(
+            f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
+            f"<style>{STYLE}</style></head>\n<body>{''.join(parts)}\n</body></html>\n"
+        )
+
+
+def data_reports(output_dir: Path) -> list[dict]:
+    """What the gate wrote about the data of a run, training data first."""
+    files = [output_dir / f"{name}.json" for name in ("train_dataset", "eval_dataset")]
+    return [json.loads(file.read_text()) for file in files if file.exists()]
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """The card or processor, and the versions of what trained."""
+    versions = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    on_card = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_card else f"CPU ({platform.machine()})",
+        "versions": ", ".join(versions),
+    }
+
+
+def _times(metrics: Sequence[Mapping]) -> dict[str, str]:
+    """When the first and the last line of the metrics were written, and how long the steps took."""
+    told = [line["time"] for line in metrics if "time" in line]
+    seconds = sum(line["tokens"] / line["tokens_per_second"] for line in metrics if line.get("tokens_per_second"))
+    times = {"time in steps": str(timedelta(seconds=round(seconds)))}
+    if told:
+        first, last = (datetime.fromtimestamp(time).astimezone().strftime("%Y-%m-%d %H:%M %Z") for time in (told[0], told[-1]))
+        times = {"first step": first, "finished": last, **times}
+    return times
+
+
+def _named(found: Mapping) -> str:
+    return f"Data: {found.get('data', '')}"
+
+
+def _data(found: Mapping) -> str:
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in found["kinds"].items())
+    share = found["targets"] / max(found["tokens"], 1)
+    facts = {
+        "rows": f"{found['rows']:,} ({kinds})", "documents": f"{found['documents']:,}", "tokens": f"{found['tokens']:,}",
+        "trained tokens": f"{found['targets']:,} ({share:.0%})",
+    }  # fmt: skip
+    findings = [
+        (one["level"], one["rule"], f"{one['count']:,}", ", ".join(map(str, one["rows"])), one["what"], one["remedy"])
+        for one in found["findings"]
+    ]
+    columns = ("", "rule", "rows", "the first", "what", "remedy")
+    return _pairs(facts) + (_table(columns, findings, classes=True) if findings else "<p>The gate found nothing wrong.</p>")
+
+
+def _settings(config: ChronicalsConfig) -> str:
+    """Those that were set or fitted, and the others folded away."""
+    values, usual = config.to_dict(), ChronicalsConfig().to_dict()
+    rows = []
+    for field in dataclasses.fields(config):
+        fitted = "fitted to the data" if values[field.name] != usual.get(field.name) else "default"
+        rows.append((field.name, str(values[field.name]), "set" if field.name in config.explicit else fitted))
+    columns, chosen = ("field", "value", ""), [row for row in rows if row[2] != "default"]
+    defaults = _table(columns, [row for row in rows if row[2] == "default"])
+    return _table(columns, chosen) + f"<details><summary>left to their defaults</summary>{defaults}</details>"
+
+
+def _samples(samples: Iterable[Sample]) -> str:
+    return _table(("prompt", "before", "after"), [(sample.prompt, sample.before, sample.after) for sample in samples])
+
+
+def _section(title: str, content: str) -> str:
+    return f"\n<h2>{html.escape(title)}</h2>\n{content}"
+
+
+def _pairs(facts: Mapping[str, object]) -> str:
+    rows = (f"<tr><th>{html.escape(str(k))}</th><td>{html.escape(str(v))}</td></tr>" for k, v in facts.items())
+    return f"<table>{''.join(rows)}</table>"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], classes: bool = False) -> str:
+    """With the first cell of a row as its class, if asked."""
+    head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
+    body = []
+    for row in rows:
+        cells = "".join(f"<td><pre>{html.escape(cell)}</pre></td>" for cell in row)
+        body.append(f'<tr class="{html.escape(row[0])}">{cells}</tr>' if classes else f"<tr>{cells}</tr>")
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
 
 
 def _figure(metrics: Sequence[Mapping]) -> bytes:

@@ -46,7 +46,7 @@ from chronicals.training.preparation import (
     prepare_model,
     teach_generation_to_stop,
 )
-from chronicals.training.report import write_report
+from chronicals.training.report import Report, data_reports
 from chronicals.training.resume import checkpoint_to_resume, claimed, how_to_resume
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
@@ -411,12 +411,13 @@ class ChronicalsTrainer:
                 "model": self.model.config._name_or_path or type(self.model).__name__,
                 "steps": run.step,
                 "weights written": f"of step {model_step}",
-                "trainable share": f"{run.trainable_share:.2%}",
-                "documents": f"{len(store):,}",
+                "trainable parameters": f"{run.trainable_share:.2%}",
+                "last training loss": f"{run.last_loss:.4f}",
                 **({"held-out loss": f"{evaluation.loss:.4f}"} if evaluation else {}),
-                "configuration": self.config.to_dict(),
+                "processes": self.ranks.count,
             }
-            write_report(report, f"chronicals: {self.output_dir.name}", metrics, facts)
+            title, data = f"chronicals: {self.output_dir.name}", data_reports(self.output_dir)
+            Report(title, facts, metrics, data, self.config).write(report, self.device)
 
         self.ranks.first_does(write, CheckpointError)
         if model_step != run.step:

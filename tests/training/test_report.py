@@ -1,0 +1,50 @@
+"""The report of a run tells what was trained, on what, how, and when."""
+
+import html
+import importlib.metadata
+import re
+
+import runs
+import tiny
+
+
+def cells(page: str, table: str) -> dict[str, list[str]]:
+    """First cell of each row, and the others, of the tables below the heading ``table``."""
+    below = re.search(rf"<h[12]>{table}.*?(?=<h2>|</body>)", page, re.DOTALL)[0]
+    rows = [re.findall(r"<t[hd]>(?:<pre>)?(.*?)(?:</pre>)?</t[hd]>", row, re.DOTALL) for row in re.split(r"<tr", below)[1:]]
+    return {row[0]: [html.unescape(cell) for cell in row[1:]] for row in rows if row}
+
+
+def test_the_report_of_a_run(tmp_path):
+    rows = [*tiny.chat_rows(20), tiny.chat_rows(1)[0]]
+    result = runs.train(tmp_path, rows=rows, use_lora=True, gate={"duplicate_row": 1.0}, validation_split=0.2)
+    page = result.report.read_text()
+    facts = cells(page, "chronicals: run")
+    assert facts["steps"] == ["6"] and facts["held-out loss"] == [f"{result.evaluation.loss:.4f}"]
+    assert re.match(r"20\d\d-\d\d-\d\d \d\d:\d\d ", facts["finished"][0])
+    assert re.match(r"0:\d\d:\d\d", facts["time in steps"][0])
+    assert f"torch {importlib.metadata.version('torch')}" in facts["versions"][0] and facts["device"]
+    data = cells(page, "Data: train_dataset")
+    assert data["rows"] == ["21 (21 chat)"] and "%)" in data["trained tokens"][0]
+    assert data["warning"][0] == "duplicate_row" and "more than once" in data["warning"][3]
+    assert "Data: validation_split=0.2" in page
+    settings = cells(page, "Settings")
+    assert settings["use_lora"] == ["True", "set"] and settings["learning_rate"] == ["0.003", "set"]
+    assert settings["seed"] == ["42", "default"] and settings["lora_rank"] == ["64", "default"]
+    assert "<svg" not in page and "data:image/svg+xml;base64," in page
+
+
+def test_a_batch_that_shrank_is_told_as_fitted(tmp_path):
+    from chronicals.training import ChronicalsTrainer
+
+    left = {name for name in runs.config(tmp_path).explicit if name != "batch_size"}
+    config = runs.config(tmp_path)
+    config = type(config)(**{name: getattr(config, name) for name in left})
+    result = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config).train(tiny.chat_rows(20))
+    assert cells(result.report.read_text(), "Settings")["batch_size"] == ["1", "fitted to the data"]
+
+
+def test_what_users_write_is_escaped(tmp_path):
+    rows = [{"prompt": "<script>alert(1)</script>", "completion": "x"}] * 12
+    page = runs.train(tmp_path, rows=rows, max_steps=1, run_name="<b>bold</b>").report.read_text()
+    assert "<script>" not in page and "<b>" not in page and "&lt;b&gt;bold" in page
