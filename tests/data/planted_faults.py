@@ -53,9 +53,11 @@ def trained_padding(tokenizer):
 
 PLANTED = {
     "unparsable_line": '{"messages": [',
-    "missing_field": {"question": "what?", "answer": "that"},
+    "missing_field": {"asked": "what?", "answer": "that"},
     "wrong_type": chat(USER, {"role": "assistant", "content": 42}),
     "unread_field": {"prompt": "what?", "completion": "that", "system": "be kind"},
+    "columns_recognised": {"question": "what?", "answer": "that"},
+    "plain_completion": {"prompt": "what?", "completion": "that"},
     "unusable_kind": {"prompt": "what?", "chosen": "this", "rejected": "that"},
     "empty_conversation": chat(),
     "unknown_role": chat(USER, {"role": "narrator", "content": "he said"}),
@@ -86,6 +88,7 @@ ELSEWHERE = {"vocabulary_too_large", "id_out_of_range", "dropped_row", "held_out
 
 ALONG = {
     "cut_stop": {"cut_row"}, "masked_by_cut": {"cut_row", "cut_stop"}, "single_token": {"masked_row"},
+    "columns_recognised": {"plain_completion"}, "unread_field": {"plain_completion"},
     "masked_stop": set(), "trained_padding": set(),
 }  # fmt: skip
 """What else a planted row breaks, and must."""

@@ -63,7 +63,9 @@ def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0
 
 @pytest.mark.parametrize("rows", [CLEAN, [{"prompt": f"what {n}", "completion": "forty"} for n in range(5)]])
 def test_clean_data_is_described_and_nothing_is_alarmed(rows, tmp_path):
-    report = build_store(rows, Tokenizer(tiny.tokenizer()), 128, tmp_path).report
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template if rows is CLEAN else None
+    report = build_store(rows, Tokenizer(tokenizer), 128, tmp_path).report
     report.check("train", dict.fromkeys(RULES, 0.0))
     assert report.entries() == []
     kind = "chat" if rows is CLEAN else "completion"
@@ -202,8 +204,8 @@ ASKED = [{"role": "user", "content": "what?"}]
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        ({"prompt": "what?", "completion": " "}, {"empty_answer"}),
-        ({"prompt": "what?", "response": ""}, {"empty_answer"}),
+        ({"prompt": "what?", "completion": " "}, {"empty_answer", "plain_completion"}),
+        ({"prompt": "what?", "response": ""}, {"empty_answer", "plain_completion"}),
         ({"prompt": ASKED, "completion": [SILENT]}, {"empty_answer"}),
         ({"prompt": ASKED, "completion": ASKED}, {"no_assistant_turn"}),
         ({"prompt": [*ASKED, SILENT, *ASKED], "completion": [ANSWER]}, set()),

@@ -60,9 +60,9 @@ def test_the_fields_of_a_row_tell_its_kind(record, kind):
 
 def test_an_unknown_kind_names_the_row_its_fields_and_what_is_expected():
     with pytest.raises(DataError) as error:
-        kind_of({"question": "a", "answer": "b"}, "rows.jsonl:7")
+        kind_of({"asked": "a", "answer": "b"}, "rows.jsonl:7")
     message = str(error.value)
-    assert message.startswith("rows.jsonl:7: unknown kind of row with fields ['answer', 'question']")
+    assert message.startswith("rows.jsonl:7: unknown kind of row with fields ['answer', 'asked']")
     assert all(field in message for field in ("messages", "prompt", "completion", "text", "input_ids"))
     assert error.value.rule == "missing_field"
 

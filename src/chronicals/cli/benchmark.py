@@ -131,7 +131,7 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
         plan = Recipe(**{"model": "qwen2.5-0.5b", "data": "fixed", **flags})
     else:
         plan = Recipe.from_yaml(recipe, **flags)
-    if not isinstance(plan.data, str):
+    if not isinstance(plan.data, str) or plan.columns:
         raise ConfigurationError("data: a benchmark takes one file as it is, without weight or columns; or fixed, or ragged")
     if plan.trust_remote_code:
         raise ConfigurationError(

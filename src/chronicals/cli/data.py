@@ -38,10 +38,14 @@ def show(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to show")] = 3,
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out before them")] = 0,
+    columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     max_seq_length: Annotated[int | None, typer.Option(min=2, help="Tokens in a pack (2048)")] = None,
     objective: Annotated[str | None, typer.Option(help="sft (unless said otherwise) or pretraining")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages are trained; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="all (unless said otherwise), or last")] = None,
+    completions_as_chat: Annotated[
+        bool | None, typer.Option("--completions-as-chat", help="Render prompts and completions by the chat template")
+    ] = None,
     overlong: Annotated[str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")] = None,
     packing_strategy: Annotated[
         str | None, typer.Option(help="best-fit (unless said otherwise), first-fit or in-order")
@@ -63,9 +67,10 @@ def show(
     from chronicals.lora import SavedModel
 
     flags: dict[str, Any] = {
-        "model": model, "max_seq_length": max_seq_length, "objective": objective, "train_on_turns": train_on_turns,
-        "train_on_roles": train_on_roles, "overlong": overlong, "packing_strategy": packing_strategy,
-        "max_documents": max_documents, "trust_remote_code": trust_remote_code,
+        "model": model, "columns": columns, "max_seq_length": max_seq_length, "objective": objective,
+        "train_on_turns": train_on_turns, "train_on_roles": train_on_roles, "completions_as_chat": completions_as_chat,
+        "overlong": overlong, "packing_strategy": packing_strategy, "max_documents": max_documents,
+        "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     is_recipe = Path(file).suffix in (".yaml", ".yml")
@@ -108,7 +113,7 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
     from chronicals.config import ConfigurationError
     from chronicals.data import BadRow, DataError, read_records
 
-    there = read_records(config.data, config.seed)
+    there = read_records(config.sources[0], config.seed)
     left_out = sum(1 for _ in itertools.islice(there, skip))
     read = list(itertools.islice(there, rows))
     if not read and left_out:

@@ -20,6 +20,7 @@ def evaluate(
     objective: Annotated[str | None, typer.Option(help="sft, or pretraining, in which every token counts")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Roles whose messages count; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="Which of their messages count: all, or the last alone")] = None,
+    columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     gate: Annotated[list[str] | None, typer.Option(help="Share of the rows a finding may touch, name=share")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file")] = None,
@@ -44,12 +45,12 @@ def evaluate(
     trained = load_trained(model, base_model, trust_remote_code)
     asked = {
         "data": data, "max_seq_length": max_seq_length, "objective": objective, "train_on_roles": train_on_roles,
-        "train_on_turns": train_on_turns, "gate": gate, "cache_dir": cache_dir,
+        "train_on_turns": train_on_turns, "columns": columns, "gate": gate, "cache_dir": cache_dir,
     }  # fmt: skip
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.taught}
     fields |= {name: value for name, value in asked.items() if value not in (None, [])}
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
-    figures = evaluate_data(trained.model, trained.tokenizer, recipe.data, recipe.config()).to_dict()
+    figures = evaluate_data(trained.model, trained.tokenizer, recipe.sources[0], recipe.config()).to_dict()
     table = Table("measure", "value")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")

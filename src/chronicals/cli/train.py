@@ -58,7 +58,7 @@ def train(
     if check:
         embedding_rows = saved.config(plan.trust_remote_code).get_text_config().vocab_size
         reports = None if holds_run else config.output_dir  # a run's own say what it was trained on
-        store, _ = open_stores(plan.data, plan.validation_data, embedding_rows, tokenizer, config, ranks, reports)
+        store, _ = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
         resumed = checkpoint_to_resume(config.output_dir, resume_from or resume, ranks) if resume_from or resume else None
         fit_batch(config, plan_of(store, config), ranks, resumed)
         where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
@@ -68,7 +68,7 @@ def train(
     if ranks.first and not holds_run:
         with sole_writer(config.output_dir):
             plan.write_to(config.output_dir)
-    result = ChronicalsTrainer(model, tokenizer, config).train(plan.data, plan.validation_data, resume=resume_from or resume)
+    result = ChronicalsTrainer(model, tokenizer, config).train(*plan.sources, resume=resume_from or resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:
         console.print(f"[bold]held out[/] {dataclasses.asdict(result.evaluation)}")

@@ -55,7 +55,7 @@ def verify(
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("steps in three arms", total=steps)
         found = compare(
-            model, tokenizer, config, plan.data, plan.validation_data, steps,
+            model, tokenizer, config, *plan.sources, steps,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )  # fmt: skip
     _show(found, Console())

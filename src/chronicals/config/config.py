@@ -234,6 +234,9 @@ class ChronicalsConfig:
         default=["assistant"], description="Whose messages of a conversation are trained"
     )
     train_on_turns: Turns = Field(default="all", description="All messages of those roles, or the last of a conversation")
+    completions_as_chat: bool = Field(
+        default=False, description="Render rows of prompt and completion by the chat template, as a question and its answer"
+    )
     packing_strategy: Literal["best-fit", "first-fit", "in-order"] = Field(
         default="best-fit", description="best-fit and first-fit take the longest documents first; in-order keeps their order"
     )

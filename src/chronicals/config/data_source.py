@@ -63,6 +63,52 @@ class DataSource:
     name: str | None = None
 
 
+FIELDS = frozenset({
+    "messages", "conversations", "prompt", "completion", "response", "label", "instruction", "output", "chosen", "rejected",
+    "input_ids", "text", "question", "answer", "query", "input", "history", "system", "tools", "labels", "attention_mask",
+})  # fmt: skip
+"""Names of the fields of rows that are read."""
+
+
+def _columns(value: Any) -> Any:
+    """A mapping from our names to theirs; ``theirs=ours`` texts, as the command line has them, as one."""
+    if not isinstance(value, list):
+        return _of_our_names(value)
+    mapping = dict[str, str]()
+    for text in ",".join(map(str, value)).split(","):
+        theirs, sign, ours = (part.strip() for part in text.partition("="))
+        if not (sign and theirs and ours):
+            raise PydanticCustomError("columns", "{text} is not THEIRS=OURS, as in question=prompt", {"text": repr(text)})
+        if theirs in FIELDS and ours not in FIELDS:
+            theirs, ours = ours, theirs
+        if ours in mapping:
+            raise PydanticCustomError("columns", "{name} is named twice", {"name": repr(ours)})
+        mapping[ours] = theirs
+    return _of_our_names(mapping)
+
+
+def _of_our_names(value: Any) -> Any:
+    unknown = sorted(map(str, set(value) - FIELDS)) if isinstance(value, Mapping) else []
+    if unknown:
+        raise PydanticCustomError(
+            "columns", "{name} is no field that is read; there are {known}",
+            {"name": ", ".join(map(repr, unknown)), "known": ", ".join(sorted(FIELDS))},
+        )  # fmt: skip
+    return value
+
+
+Columns = Annotated[dict[str, str] | None, BeforeValidator(_columns)]
+"""New names of the columns of all sources, ours to theirs; on the command line ``theirs=ours``."""
+
+
+def with_columns(sources: str | list[DataSource] | None, columns: Mapping[str, str] | None) -> Any:
+    """The sources, with ``columns`` for those that name none of their own."""
+    if not sources or not columns:
+        return sources
+    several = [DataSource(sources)] if isinstance(sources, str) else sources
+    return [one if one.columns else dataclasses.replace(one, columns=dict(columns)) for one in several]
+
+
 def _parsed(value: Any) -> Any:
     """A string without a weight as it is; anything else as a list of sources."""
     values = value if isinstance(value, (list, tuple)) else [value]

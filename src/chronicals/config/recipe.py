@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
 from chronicals.config.config import ChronicalsConfig, ConfigurationError, laid_over, remembers_what_was_set
-from chronicals.config.data_source import OptionalSources, Sources
+from chronicals.config.data_source import Columns, OptionalSources, Sources, with_columns
 from chronicals.config.paths import lasting
 from chronicals.config.presets import preset_fields
 
@@ -47,6 +47,10 @@ class Recipe(ChronicalsConfig):
         description="What to train on: a file, a folder, a pattern or a hub name; path=2 sees each row twice; may be repeated"
     )
     validation_data: OptionalSources = Field(default=None, description="What to evaluate on, as data")
+    columns: Columns = Field(
+        default=None,
+        description="Names of columns, THEIRS=OURS: question=prompt,answer=completion; in a recipe ours to theirs",
+    )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model")
 
     @classmethod
@@ -105,7 +109,12 @@ class Recipe(ChronicalsConfig):
                 f"eval_steps={self.eval_steps}: nothing is held out to evaluate on; set validation_data or validation_split"
             )
 
+    @property
+    def sources(self) -> tuple[Any, Any]:
+        """``data`` and ``validation_data``, with ``columns`` for the sources that name none of their own."""
+        return with_columns(self.data, self.columns), with_columns(self.validation_data, self.columns)
+
     def config(self) -> ChronicalsConfig:
         """The configuration without the model and the data."""
-        own = {"model", "base_model", "data", "validation_data", "trust_remote_code"}
+        own = {"model", "base_model", "data", "validation_data", "columns", "trust_remote_code"}
         return ChronicalsConfig(**{name: getattr(self, name) for name in self.explicit - own})

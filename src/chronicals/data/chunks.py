@@ -20,7 +20,17 @@ from chronicals.data.conversation import chosen, messages_of
 from chronicals.data.documents import Documents, Marks, fit
 from chronicals.data.gate import DataError, DataReport
 from chronicals.data.records import BadRow, Line, Record, Unparsed, parsed
-from chronicals.data.rows import CHATS, check_answers, conversation_oddities, kind_of, normalise, texts_of, unread_fields
+from chronicals.data.rows import (
+    CHATS,
+    as_instruction,
+    check_answers,
+    conversation_oddities,
+    kind_of,
+    normalise,
+    pair_of,
+    texts_of,
+    unread_fields,
+)  # fmt: skip
 from chronicals.data.template import TokenArrays, Tokenizer
 
 CHUNK_ROWS, CHUNK_LETTERS = 512, 1 << 22
@@ -153,6 +163,8 @@ class ChunkEncoder:
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
         kind = kind_of(record, where)
+        if kind == "completion":
+            kind, record = self._completion(row, record, where, report)
         report.kinds[kind] = report.kinds.get(kind, 0) + 1
         for name in unread_fields(record, kind):
             report.note("unread_field", row, f"{where}: {name}")
@@ -160,6 +172,16 @@ class ChunkEncoder:
         if self.tokenizer.objective == "sft":
             self._check_answers(row, kind, record, where, report)
         return kind, record
+
+    def _completion(self, row: int, record: Record, where: str, report: DataReport) -> tuple[str, Record]:
+        """A plain completion, as an instruction if it is to go through the chat template; counts what should be known of it."""
+        if (pair := pair_of(record)) is not None and pair[0] != "prompt":
+            report.note("columns_recognised", row, f"{where}: {pair[0]} is the prompt, {pair[1]} the completion")
+        if self.tokenizer.completions_as_chat:
+            return "instruction", as_instruction(record)
+        if self.tokenizer.tokenizer.chat_template is not None and self.tokenizer.objective == "sft":
+            report.note("plain_completion", row, where)
+        return "completion", record
 
     def _check_answers(self, row: int, kind: str, record: Record, where: str, report: DataReport) -> None:
         """Raise where a row teaches to say nothing, or has nobody who says it; count what is odd."""

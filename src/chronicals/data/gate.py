@@ -50,6 +50,16 @@ RULES = {
         "columns={'instruction': 'prompt', 'output': 'completion'}",
         1,
     ),
+    "columns_recognised": Rule(
+        "rows whose columns were taken for prompt and completion by their names",
+        "nothing, if that is meant; else name them: columns: {prompt: THEIR_NAME, completion: THEIR_NAME}",
+        None,
+    ),
+    "plain_completion": Rule(
+        "prompts and completions without the chat template that this tokenizer has, unlike what a chat with the model sends",
+        "set completions_as_chat to render them as a user's and an assistant's message, unless plain text is meant",
+        1,
+    ),
     "unusable_kind": Rule("rows this objective cannot train on", "choose their objective, or map their columns", 0),
     "empty_conversation": Rule("conversations without a message", "delete them", 0),
     "unknown_role": Rule("messages of an unknown role", "use system, developer, user, assistant or tool", 0),

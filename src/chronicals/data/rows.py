@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from chronicals.data.gate import DataError
@@ -19,6 +20,9 @@ Message = dict[str, Any]
 
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """What an assistant's thoughts are called in messages, the usual name first."""
+
+PAIRS = (("prompt", "response"), ("question", "answer"), ("query", "response"), ("input", "output"))
+"""Other names of ``prompt`` and ``completion``."""
 
 KINDS: list[tuple[str, frozenset[str]]] = [
     ("chat", frozenset({"messages"})),
@@ -33,13 +37,14 @@ KINDS: list[tuple[str, frozenset[str]]] = [
     ("tokens", frozenset({"input_ids"})),
     ("text", frozenset({"text"})),
     ("prompt", frozenset({"prompt"})),
+    *(("completion", frozenset(pair)) for pair in PAIRS[1:]),
 ]
 """The kinds of row and the fields that tell them, in the order in which they are looked for."""
 
-TELLING = frozenset().union(*(fields for _, fields in KINDS))
-"""Every field that tells a kind."""
+TELLING = frozenset().union(*(fields for _, fields in KINDS)) - frozenset().union(*PAIRS[1:]) | {"output", "response"}
+"""Every field that tells a kind before other names of prompt and completion are looked for."""
 
-READ = TELLING | {"input", "history", "system", "tools", "labels", "attention_mask"}
+READ = TELLING | frozenset().union(*PAIRS) | {"history", "system", "tools", "labels", "attention_mask"}
 """Every field that is read."""
 
 CHATS = ("chat", "instruction")
@@ -87,7 +92,7 @@ def kind_of(record: Any, where: str) -> str:
             "instruction and output, text, or input_ids",
             "missing_field",
         )
-    return "chat" if kind == "completion" and not isinstance(record["prompt"], str) else kind
+    return "chat" if kind == "completion" and not isinstance(record.get("prompt"), (str, NoneType)) else kind
 
 
 @functools.lru_cache
@@ -113,8 +118,8 @@ def _normalised(record: Record, kind: str, where: str) -> Record:
         raise DataError(f"{where}: {NOT_TRAINED[kind]}", "unusable_kind")
     if kind in ("text", "tokens"):
         return record
-    if record.get("prompt") is not None and record.get("completion") is None and record.get("response") is not None:
-        record = {**record, "completion": record["response"]}
+    if kind in ("completion", "chat") and (pair := pair_of(record)):
+        record = {**record, **dict(zip(("prompt", "completion"), map(record.get, pair)))}
     if kind == "completion":
         return record
     tools = _tools(record.get("tools"), where)
@@ -127,6 +132,21 @@ def _normalised(record: Record, kind: str, where: str) -> Record:
     said = record[told]
     said = _parsed(said, told, where) if isinstance(said, str) and said.lstrip().startswith("[") else said
     return {"messages": _after_system(record, _messages(said, told, where), where), "tools": tools}
+
+
+def as_instruction(record: Record) -> Record:
+    """A plain completion as a row of kind instruction, which goes through the chat template."""
+    prompt, completion = pair_of(record) or ("prompt", "completion")
+    kept = {name: record[name] for name in OF_TEMPLATES if name in record}
+    return {**kept, "instruction": record[prompt], "output": record[completion]}
+
+
+def pair_of(record: Record) -> tuple[str, str] | None:
+    """What a row calls its prompt and completion, if something else."""
+    named = "prompt" in record and "completion" in record
+    if named and record["prompt"] is not None and record["completion"] is not None:
+        return None
+    return next((pair for pair in PAIRS if all(record.get(name) is not None for name in pair)), None)
 
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")

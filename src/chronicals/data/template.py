@@ -21,7 +21,7 @@ from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.continuation import Continuation
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
-from chronicals.data.rows import Record, kind_of, normalise
+from chronicals.data.rows import Record, as_instruction, kind_of, normalise
 from chronicals.data.spans import trained_span
 from chronicals.data.texts import check_text, without_double_beginning, without_end
 
@@ -42,6 +42,7 @@ class Tokenizer:
         objective: ``sft`` trains answers, completions and texts; ``pretraining`` every token of every row.
         train_on_roles: whose messages of a conversation are trained.
         train_on_turns: ``all`` of those messages, or the ``last`` of each conversation.
+        completions_as_chat: rows of prompt and completion go through the chat template, as a question and its answer.
 
     A message's own ``train`` (true or false) wins over both.
 
@@ -55,6 +56,7 @@ class Tokenizer:
         objective: str = "sft",
         train_on_roles: Collection[str] = ("assistant",),
         train_on_turns: Turns = "all",
+        completions_as_chat: bool = False,
     ):
         if not train_on_roles or not set(train_on_roles) <= set(get_args(Role)):
             raise ConfigurationError(f"train_on_roles={list(train_on_roles)}: name at least one of {', '.join(get_args(Role))}")
@@ -64,12 +66,15 @@ class Tokenizer:
         self.objective = objective
         self.train_on_roles = frozenset(train_on_roles)
         self.train_on_turns = train_on_turns
+        self.completions_as_chat = completions_as_chat
         self.template = ChatTemplate(tokenizer)
 
     @classmethod
     def configured(cls, tokenizer: Any, config: ChronicalsConfig) -> Tokenizer:
         """As a run's configuration has it."""
-        return cls(tokenizer, config.objective, config.train_on_roles, config.train_on_turns)
+        return cls(
+            tokenizer, config.objective, config.train_on_roles, config.train_on_turns, config.completions_as_chat
+        )  # fmt: skip
 
     def encode(self, record: Record, where: str) -> Tokens:
         """Token ids of a row and the mask of what is trained.
@@ -77,7 +82,10 @@ class Tokenizer:
         Raises:
             DataError: the row lacks a field, a field has the wrong type, or the template refuses it.
         """
-        return self.encode_normalised(normalise(record, kind_of(record, where), where), where)
+        kind = kind_of(record, where)
+        if kind == "completion" and self.completions_as_chat:
+            kind, record = "instruction", as_instruction(record)
+        return self.encode_normalised(normalise(record, kind, where), where)
 
     def encode_normalised(self, record: Record, where: str) -> Tokens:
         """``encode`` of a row as ``rows.normalise`` leaves it."""
@@ -119,7 +127,7 @@ class Tokenizer:
             vocabulary = described.partition('"added_tokens":')[2] or described
         else:
             vocabulary = json.dumps([sorted(inner.get_vocab().items()), type(inner).__qualname__, inner(PROBE)["input_ids"]])
-        trained = [self.objective, sorted(self.train_on_roles), self.train_on_turns]
+        trained = [self.objective, sorted(self.train_on_roles), self.train_on_turns, self.completions_as_chat]
         splits = bool(getattr(inner, "split_special_tokens", False))
         state = json.dumps([inner.chat_template, inner.special_tokens_map, splits, *trained], default=str, sort_keys=True)
         return hashlib.sha256(f"{vocabulary}{state}".encode()).hexdigest()

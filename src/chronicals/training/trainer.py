@@ -59,7 +59,7 @@ logger = logging.getLogger(__name__)
 TrainOnce = Callable[[Step, Callable[[], None] | None], dict[str, torch.Tensor]]
 """Trains a step, lets its gradients be looked at if asked, and returns what ``train_step`` does."""
 
-TAUGHT = ("objective", "train_on_roles", "train_on_turns", "max_seq_length", "overlong", "gate")
+TAUGHT = ("objective", "train_on_roles", "train_on_turns", "completions_as_chat", "max_seq_length", "overlong", "gate")
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
 
 MAX_SKIPPED = 20
