@@ -123,3 +123,12 @@ def test_head_widths_between_multiples_are_filled_up(monkeypatch):
     monkeypatch.setitem(BACKENDS, "per-document", wide)
     torch.testing.assert_close(document_attention(q, k, v, bounds([4, 5]), 5), expected)
     assert seen == [32]
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
+def test_flash_attention_may_be_turned_off(card, capability):
+    card(capability)
+    for needs in ({}, {"head_dim": 64, "window": True}, {"sinks": True}, {"head_dim": 256}):
+        assert choose_backend(CUDA, BF16, **needs, flash=False) == "flex"
+    assert choose_backend(CUDA, BF16, head_dim=512, flash=False) == "per-document"
+    assert choose_backend(CUDA, BF16, backend="flash", flash=False) == "flash"  # asked for by name

@@ -48,6 +48,7 @@ def choose_backend(
     sinks: bool = False,
     trains: bool = True,
     backend: str | None = None,
+    flash: bool = True,
 ) -> str:
     """Name of the backend that runs; said once in the log.
 
@@ -56,6 +57,7 @@ def choose_backend(
         window, softcap, sinks: whether the mask has them.
         trains: whether a gradient will be asked for.
         backend: a name from ``BACKENDS`` that must be used.
+        flash: False chooses none of ``FLASH``.
 
     Raises:
         ValueError: ``backend`` is unknown, or cannot do what is needed.
@@ -66,7 +68,8 @@ def choose_backend(
         _check(backend, needs)
         chosen = backend
     else:
-        chosen = next(name for name in order(needs) if BACKENDS[name].lacks(needs) is None)
+        names = [name for name in order(needs) if flash or name not in FLASH]
+        chosen = next(name for name in names if BACKENDS[name].lacks(needs) is None)
     _say(chosen, str(needs), "asked for" if backend else "chosen")
     return chosen
 

@@ -26,6 +26,7 @@ def document_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     backend: str | None = None,
+    flash: bool = True,
     room: int = 0,
 ) -> Tensor:
     """Attention output ``[T, H, D]``, in the type of the inputs.
@@ -38,6 +39,7 @@ def document_attention(
         softcap: scores become ``softcap · tanh(score / softcap)``.
         sinks: ``[H]``, a logit each head may spend its attention on.
         backend: one of ``BACKENDS``; chosen by ``choose_backend`` if None.
+        flash: False chooses no backend of FlashAttention.
         room: values that may be left free behind the heads of each token, by a backend that can.
 
     Raises:
@@ -49,7 +51,7 @@ def document_attention(
     tensors = (q_THD, k_TKD, v_TKD) if sinks is None else (q_THD, k_TKD, v_TKD, sinks)
     name = choose_backend(
         q_THD.device, q_THD.dtype, head_dim, window is not None, softcap is not None, sinks is not None,
-        torch.is_grad_enabled() and any(x.requires_grad for x in tensors), backend,
+        torch.is_grad_enabled() and any(x.requires_grad for x in tensors), backend, flash,
     )  # fmt: skip
     chosen = BACKENDS[name]
     support = chosen.support(q_THD.device.type)

@@ -48,6 +48,7 @@ def _documents_only(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    flash: bool = True,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
@@ -72,6 +73,7 @@ def _documents_only(
         window=sliding_window,
         softcap=softcap,
         sinks=s_aux,
+        flash=flash,
     )
     return out[None], None
 
@@ -101,12 +103,14 @@ class PresentedModel:
         packed: True where it takes documents end to end.
         head_is_read: True where its head is taken as tensors, False where the model's own logits must be used.
         router_loss: what its class adds to the loss, where its configuration asks for it.
+        flash: False where packs attend by no backend of FlashAttention.
     """
 
     model: Any
     packed: bool
     head_is_read: bool
     router_loss: RouterLoss | None = None
+    flash: bool = True
     _recorded: list[list[Tensor]] | None = field(default=None, init=False)
 
     @property
@@ -134,6 +138,8 @@ class PresentedModel:
     def _flat(self, batch: Batch, module: Any, name: str) -> Tensor:
         """Of what ``module`` gives, the tensor of that name: a row a token."""
         inputs, places = (packed_arguments(batch), None) if self.packed else padded_arguments(batch)
+        if self.packed and not self.flash:
+            inputs["flash"] = False  # goes to the attention with the bounds
         if self._recorded is not None:
             inputs[SWITCH] = True
         out = module(**inputs)
@@ -223,13 +229,14 @@ def _attention_dropout(config: Any) -> str:
     return f"it has attention dropout ({', '.join(dropped)}; with 0 in its configuration it takes packs)" if dropped else ""
 
 
-def present(model: Any, packing: bool = True, fused_head: bool = True) -> PresentedModel:
+def present(model: Any, packing: bool = True, fused_head: bool = True, flash: bool = True) -> PresentedModel:
     """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
 
     Args:
         model: a Hugging Face model, or PEFT's wrapping of one, which with LoRA is looked through.
         packing: False always takes padded rows.
         fused_head: False always takes the model's own logits.
+        flash: False attends by no backend of FlashAttention.
 
     Raises:
         ValueError: the model sees the tokens that it is to predict.
@@ -256,4 +263,4 @@ def present(model: Any, packing: bool = True, fused_head: bool = True) -> Presen
     if packing and reason:
         logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, reason)
     packed = packing and not reason
-    return PresentedModel(model, packed, head_is_read, proved_router_loss(model, packed))
+    return PresentedModel(model, packed, head_is_read, proved_router_loss(model, packed), flash)

@@ -163,7 +163,8 @@ def _run(anatomy: Anatomy, layer: Any, own: Callable, hidden_states: Tensor, *ar
         else:
             runs[0] += 1
             cos, sin = (table.squeeze(0) for table in given["position_embeddings"])
-            out = fused(hidden_states.squeeze(0), cos, sin, bounds, longest, given.get("position_ids"))
+            flash = given.get("flash", True)
+            out = fused(hidden_states.squeeze(0), cos, sin, bounds, longest, given.get("position_ids"), flash)
             return out.unsqueeze(0)  # an index would copy gradients
     return own(layer, hidden_states, *args, **given)
 
@@ -236,11 +237,11 @@ class _Layer:
         return [getattr(self.layer, name) for name, _ in self.anatomy.norms.values()] + of_heads
 
     def __call__(
-        self, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int, positions: Tensor | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int, positions: Tensor | None = None, flash: bool = True
     ) -> Tensor:  # fmt: skip
         normed, x, remake = self._before("before_attention", x, None, self.qkv, None)
         roomy = "before_attention" in self.anatomy.norms  # else it is what the caller gave
-        attended = self._attend(self.qkv(normed, remake, roomy), cos, sin, cu, longest, positions)
+        attended = self._attend(self.qkv(normed, remake, roomy), cos, sin, cu, longest, positions, flash)
         branch = self._after("after_attention", self.out(attended, kept=True))
         normed, x, remake = self._before("before_mlp", x, branch, self.both, self.out)
         unread = runs_again() and "after_mlp" not in self.anatomy.norms
@@ -288,7 +289,7 @@ class _Layer:
         return branch if self.multiplier == 1.0 else branch * self.multiplier
 
     def _attend(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int, positions: Tensor | None
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, cu: Tensor, longest: int, positions: Tensor | None, flash: bool
     ) -> Tensor:  # fmt: skip
         attention, config = self.attention, self.attention.config
         q, k, v = self._turned(qkv, cos, sin)
@@ -296,7 +297,7 @@ class _Layer:
         window = attention.sliding_window if hasattr(attention, "sliding_window") else getattr(config, "sliding_window", None)
         out = document_attention(
             q, k, v, cu, longest, scale=attention.scaling, window=window,
-            softcap=getattr(attention, "attn_logit_softcapping", None), room=self.out.room,
+            softcap=getattr(attention, "attn_logit_softcapping", None), flash=flash, room=self.out.room,
         )  # fmt: skip
         return out.flatten(1)
 

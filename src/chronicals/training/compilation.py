@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.kernels.compilation import compiling_only
 from chronicals.models import PresentedModel
-from chronicals.objectives import Objective
+from chronicals.objectives import Count, Objective
 from chronicals.training.precision import Precision
 from chronicals.training.step import micro_step
 
 
 def compile_micro_step(
-    model: PresentedModel, objective: Objective, batch: Batch, counts: Mapping[str, int | float | Tensor],
-    precision: Precision,
+    model: PresentedModel, objective: Objective, batch: Batch, counts: Mapping[str, Count], precision: Precision
 ) -> None:  # fmt: skip
     """Go through one forward and backward pass in which Triton's kernels are compiled, beside each other, and not run.
 

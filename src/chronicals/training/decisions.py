@@ -87,7 +87,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     product_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
     shape = model.config.get_text_config()
     softcap = getattr(shape, "attn_logit_softcapping", None) is not None
-    backend = choose_backend(device, product_type, _head_dim(shape), softcap=softcap)
+    backend = choose_backend(device, product_type, _head_dim(shape), softcap=softcap, flash=config.use_flash_attention)
     flash = presented.packed and backend in FLASH
     on_card = device.type == "cuda"
     why_not = why_not_fused(config, presented)

@@ -70,7 +70,8 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
     check_positions(model, store.longest)
     stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)
     device = input_device(model)
-    with present(model, fused_head=config.use_fused_kernels).attending_documents() as presented:
+    presented = present(model, fused_head=config.use_fused_kernels, flash=config.use_flash_attention)
+    with presented.attending_documents():
         score = evaluate(presented, OBJECTIVES[config.objective](), stream, Precision("fp32", device))
     if not math.isfinite(score.loss):
         raise ValueError(

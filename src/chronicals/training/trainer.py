@@ -51,7 +51,7 @@ from chronicals.training.resume import checkpoint_to_resume, claimed, how_to_res
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.signals import heeding_signals
-from chronicals.training.step import rate_factor, set_learning_rate, train_step
+from chronicals.training.step import counts_of, rate_factor, set_learning_rate, train_step
 from chronicals.training.trackers import build_trackers
 
 logger = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class ChronicalsTrainer:
             def train_once(step: Step, inspect: Callable[[], None] | None) -> dict[str, torch.Tensor]:
                 nonlocal compiles
                 if compiles:
-                    counts = objective.counts(step.counts)
+                    counts = counts_of(objective, step, self.ranks)
                     compile_micro_step(presented, objective, step.batches[0], counts, precision)
                     compiles = False
                 if self._replayed is not None and inspect is None:
