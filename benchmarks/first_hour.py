@@ -106,7 +106,7 @@ def steps(full_quickstart: bool) -> list[Step]:
         Step(["chronicals", "data", "show", "chats.jsonl", *base, "--rows", "1"], ["what about", "⟦"]),
         Step(["chronicals", "train", *base, *data, "--check"], ["400 rows", "^training: .* steps"], last="can be trained on"),
         Step(
-            ["chronicals", "train", *base, *data, "--validation-split", "0.1", "--num-epochs", "4", *TRAINED],
+            ["chronicals", "train", *base, *data, "--validation-split", "0.1", "--num-epochs", "2", *TRAINED],
             ["100.00%", r"step 1/", "held-out after step", "^trained .* steps, last loss"], last="next: chronicals generate",
         ),
         Step(["chronicals", "train", "recipe.yaml", "--use-lora", "--output-dir", "adapter"], ["^trained .* steps"]),

@@ -13,11 +13,12 @@ tables from what lies in `benchmarks/results`.
 import argparse
 import json
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from chronicals.data.lifeline import BoundProcess
 
 SMALL, LARGE = ["--model", "qwen2.5-0.5b"], ["--model", "llama-3.1-8b"]
 LORA, RAGGED = ["--mode", "lora"], ["--data", "ragged"]
@@ -81,7 +82,7 @@ def measure(name: str, output: Path, work: Path, seconds: float, options: list[s
     """Whether the row was measured to its end."""
     program = [sys.executable, "-c", "from chronicals.cli import main; main()", "benchmark", *ROWS[name]]
     given = ["--output", str(output), "--folder", str(work), "--time-limit", f"{seconds:.0f}", *options]
-    return subprocess.run([*program, *given]).returncode == 0
+    return BoundProcess([*program, *given]).wait() == 0
 
 
 def card() -> str:
