@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import families
 from chronicals import patch_model, unpatch_model
+from chronicals.models import PresentedModel
 from chronicals.patching import attention
 from patching.test_patch import assert_same, loss_and_gradients
 
@@ -89,14 +90,15 @@ POSITIONS = {
 }
 
 
+@pytest.mark.parametrize("cache", [{}, {"use_cache": False}], ids=str)
 @pytest.mark.parametrize("kind", POSITIONS)
-def test_positions_that_are_no_packs_are_as_they_were(kind):
-    """The same results, and the cache, which no word was said of."""
-    plain, patched = pair("llama")
+def test_positions_of_every_kind_mean_what_they_did(kind, cache):
+    """Without a cache any jump ends a document; with one, of which no word was said, there is a single one."""
+    plain, patched = pair("mistral")
     ids = torch.randint(1, families.VOCABULARY, (2, 10))
-    rows = {"input_ids": ids, "labels": ids, "position_ids": POSITIONS[kind].expand(2, -1)}
+    rows = {"input_ids": ids, "labels": ids, "position_ids": POSITIONS[kind].expand(2, -1), **cache}
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
-    assert patched(**rows).past_key_values is not None
+    assert (patched(**rows).past_key_values is None) == bool(cache)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -420,6 +422,22 @@ def test_attention_with_hooks_of_accelerate():
     unpatch_model(patched)
     assert_same(loss_and_gradients(plain, **rows), loss_and_gradients(patched, **rows))
     assert len(called) == 4 and attention.runs[0] - before == plain.config.num_hidden_layers
+
+
+def test_a_patched_model_can_be_presented():
+    """As the trainer does; before and after, it attends as patched."""
+    plain, patched = pair("gemma3")
+    batch, rows = families.documents_batch(), padded()
+    expected, of_rows = families.states_and_gradients(plain, batch), loss_and_gradients(plain, **rows)
+    before = attention.runs[0]
+    families.assert_same(expected, families.states_and_gradients(patched, batch))
+    assert attention.runs[0] == before, "the bounds that it is given are all that it needs"
+    assert_same(of_rows, loss_and_gradients(patched, **rows))
+    assert attention.runs[0] == before + plain.config.num_hidden_layers
+    with PresentedModel(patched, packed=True, head_is_read=False).attending_documents():
+        attention.remove(patched)
+    assert_same(of_rows, loss_and_gradients(patched, **rows))
+    assert attention.runs[0] == before + plain.config.num_hidden_layers
 
 
 def test_saved_it_does_not_know_us(tmp_path):
