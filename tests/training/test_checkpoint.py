@@ -50,6 +50,51 @@ def test_keeps_the_newest(finished):
     assert [path.name for path in checkpoints(finished / "run")] == ["step-00000006", "step-00000004", "step-00000002"]
 
 
+UNREADABLE = ("null", "[]", "{}", '{"state.json": 1}', '{"state.json": {"size": 1}}')
+"""Manifests of another shape."""
+
+
+@pytest.mark.parametrize("manifest", UNREADABLE)
+def test_a_manifest_of_another_shape_is_damage(run_folder, caplog, manifest):
+    newest, before, _ = checkpoints(run_folder / "run")
+    (newest / "manifest.json").write_text(manifest)
+    if manifest == "{}":
+        (newest / "optimizer.safetensors").unlink()
+    assert newest_valid(run_folder / "run") == before
+    assert str(newest) in caplog.text
+
+
+def test_what_cannot_be_read_is_damage(run_folder, caplog, monkeypatch):
+    newest, before, _ = checkpoints(run_folder / "run")
+    hashed = module._hash
+
+    def bad_sector(path):
+        if path == newest / "optimizer.safetensors":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return hashed(path)
+
+    monkeypatch.setattr(module, "_hash", bad_sector)
+    assert newest_valid(run_folder / "run") == before
+    assert "optimizer.safetensors cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("dangling", [False, True])
+def test_checkpoints_that_are_links(run_folder, tmp_path_factory, dangling):
+    """The newest is read where it is whole, and replaced where it is not there; older ones are removed as links."""
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for folder in checkpoints(run_folder / "run")[: 1 if dangling else 2]:
+        shutil.move(folder, elsewhere / folder.name)
+        folder.symlink_to(elsewhere / folder.name)
+    if dangling:
+        shutil.rmtree(elsewhere / "step-00000006")
+    result = runs.train(run_folder, save_steps=2, save_total_limit=2, max_steps=8, resume=True)
+    assert result.steps == 8
+    assert [(path.name, path.is_symlink()) for path in checkpoints(run_folder / "run")] == [
+        ("step-00000008", False), ("step-00000006", not dangling),
+    ]  # fmt: skip
+    assert dangling or check_folder(elsewhere / "step-00000004") is None
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove", "manifest"])
 def test_damage_is_named_and_the_one_before_is_used(run_folder, caplog, damage):
     newest, before, _ = checkpoints(run_folder / "run")

@@ -30,8 +30,8 @@ class Coverage:
         attached: of those, held by the optimizer.
         with_gradient: of those, in tensors with a gradient that is not zero.
         moved: of those, in tensors that the first step changed.
-        waiting: of those attached, A matrices of adapters, ours or PEFT's: B starts at zero, so A learns from the second step
-            on.
+        waiting: of those attached, A matrices of adapters, ours or PEFT's, whose B was zero and has a gradient: they learn from
+            the second step on.
         idle: names of the other asked-for tensors without a gradient.
     """
 
@@ -86,6 +86,7 @@ class FirstStepAudit:
         self.asked = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.attached = {name: p for name, p in self.asked.items() if id(p) in held}
         self.before = {name: self._mark(p) for name, p in self.attached.items()}
+        self.zero = {name for name, p in self.attached.items() if "lora_B" in name and not bool(p.count_nonzero())}
         self.with_gradient: dict[str, Tensor] = {}
 
     def see_gradients(self) -> None:
@@ -97,7 +98,8 @@ class FirstStepAudit:
     def coverage(self) -> Coverage:
         moved = [p for name, p in self.attached.items() if not torch.equal(self.before[name], self._mark(p))]
         idle = set(self.asked) - set(self.with_gradient)
-        waiting = {name for name in idle if "lora_A" in name and name.replace("lora_A", "lora_B") in self.with_gradient}
+        learning = self.zero & set(self.with_gradient)
+        waiting = {name for name in idle if "lora_A" in name and name.replace("lora_A", "lora_B") in learning}
         return Coverage(
             total=sum(p.numel() for p in self.model.parameters()),
             asked=_count(self.asked.values()),

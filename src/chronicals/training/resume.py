@@ -130,7 +130,7 @@ def _named(folder: Path, output_dir: Path) -> Path:
     later = [other for other in checkpoint.checkpoints(output_dir) if other.name > chosen.name]
     if whole := [other.name for other in later if checkpoint.check_checkpoint(other) is None]:
         raise CheckpointError(
-            f"resume={str(folder)!r}: output_dir={str(output_dir)!r} holds a later checkpoint ({whole[0]}), with which what "
-            "is trained now would mix; choose another output_dir, into which the run goes on from here"
+            f"output_dir={str(output_dir)!r} holds a later checkpoint than {chosen.name} ({whole[0]}), with which what is "
+            f"trained now would mix; choose another output_dir, where the run goes on from {chosen}"
         )
     return chosen

@@ -1,0 +1,43 @@
+"""What the first step trained, and what it did not."""
+
+import torch
+from torch import nn
+
+from chronicals.optimizers import FusedAdamW
+from chronicals.training.audit import FirstStepAudit
+
+
+class Adapted(nn.Module):
+    """An adapter that is used if its gate is not zero."""
+
+    def __init__(self, b: float, gate: float):
+        super().__init__()
+        self.lora_A, self.lora_B = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.full((3, 2), b))
+        self.gate = gate
+
+    def forward(self, x):
+        return self.gate * x @ self.lora_A.T @ self.lora_B.T
+
+
+def audited(model):
+    optimizer = FusedAdamW(model.parameters(), lr=0.1)
+    watching = FirstStepAudit(model, optimizer)
+    sum(layer(torch.ones(1, 3)).sum() for layer in model.children()).backward()
+    watching.see_gradients()
+    optimizer.step()
+    return watching.coverage()
+
+
+def test_an_a_matrix_waits_only_for_a_b_that_learns():
+    """One whose adapter is not used waits for nothing: it is idle, as its B is."""
+    found = audited(nn.ModuleDict({"used": Adapted(0.0, 1.0), "unused": Adapted(0.0, 0.0)}))
+    assert found.waiting == 6 and found.with_gradient == 6
+    assert found.idle == ("unused.lora_A", "unused.lora_B")
+
+
+def test_an_a_matrix_beside_a_b_that_is_not_zero_does_not_wait():
+    """As in an adapter that is trained on: that its A has no gradient is a fault."""
+    model = nn.ModuleDict({"used": Adapted(0.5, 1.0)})
+    model["used"].lora_A.register_hook(torch.zeros_like)
+    found = audited(model)
+    assert found.waiting == 0 and found.idle == ("used.lora_A",)

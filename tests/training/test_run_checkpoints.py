@@ -1,0 +1,110 @@
+"""The best of a run is what it leaves, beside its last checkpoint."""
+
+import contextlib
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import runs
+import tiny
+from chronicals.config import ConfigurationError
+from chronicals.training import Callback, Evaluation, trainer
+from chronicals.training.checkpoint import checkpoints
+
+OPTIONS = {"validation_split": 0.2, "eval_steps": 1, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0}
+
+
+@pytest.fixture
+def losses(monkeypatch):
+    """Lets the held-out loss after each step be what is said."""
+
+    def are(*values):
+        given = iter(values)
+        monkeypatch.setattr(trainer, "evaluate", lambda *_: Evaluation(next(given), 1.0, 0.0, 1))
+
+    return are
+
+
+def kept(folder):
+    return [int(path.name.removeprefix("step-")) for path in checkpoints(folder / "run")]
+
+
+def best_weights(folder, step):
+    return load_file(folder / "run" / "checkpoints" / f"step-{step:08d}" / "model" / "model.safetensors")
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_best_and_last_are_kept_and_the_best_is_left(tmp_path, losses, caplog, limit):
+    losses(3.0, 2.0, 2.5, 2.6, 2.7, 2.8)
+    model = tiny.llama()
+    with caplog.at_level("INFO"):
+        result = runs.train(tmp_path, model=model, early_stopping_patience=3, save_total_limit=limit, **OPTIONS)
+    assert (result.steps, result.model_step, result.evaluation.loss) == (5, 2, 2.0)
+    assert kept(tmp_path) == ([5, 2, 1] if limit == 3 else [5, 2])
+    written, best, memory = runs.weights(tmp_path), best_weights(tmp_path, 2), model.state_dict()
+    assert all(torch.equal(written[name], best[name]) and torch.equal(memory[name].cpu(), best[name]) for name in best)
+    assert any(not torch.equal(weight, best[name]) for name, weight in best_weights(tmp_path, 5).items())
+    assert "stopped early after step 5: the lowest held-out loss was 2.0000, after step 2" in caplog.text
+    assert "model holds the weights of step 2" in caplog.text and "of step 2" in result.report.read_text()
+
+
+def test_the_last_is_left_where_that_is_asked_for(tmp_path, losses):
+    """And no checkpoint is written for the best."""
+    losses(2.0, 3.0, 3.0)
+    result = runs.train(tmp_path, keep="last", max_steps=3, **OPTIONS)
+    assert (result.model_step, result.evaluation.loss, kept(tmp_path)) == (3, 3.0, [3])
+    last = best_weights(tmp_path, 3)
+    assert all(torch.equal(weight, last[name]) for name, weight in runs.weights(tmp_path).items())
+
+
+@pytest.mark.parametrize("stopped_at", [2, 4])
+def test_a_resumed_run_knows_its_best(tmp_path, losses, stopped_at):
+    values = 3.0, 2.0, 2.5, 2.5, 2.5
+
+    class Stop(Callback):
+        def evaluated(self, step, evaluation):
+            if step == stopped_at:
+                raise KeyboardInterrupt
+
+    losses(*values)
+    with contextlib.suppress(KeyboardInterrupt):
+        runs.train(tmp_path, max_steps=5, callbacks=[Stop()], **{**OPTIONS, "save_steps": 1})
+    losses(*values[kept(tmp_path)[0] :])
+    result = runs.train(tmp_path, max_steps=5, resume=True, **{**OPTIONS, "save_steps": 1})
+    assert (result.steps, result.model_step, result.evaluation.loss) == (5, 2, 2.0)
+    best = best_weights(tmp_path, 2)
+    assert all(torch.equal(weight, best[name]) for name, weight in runs.weights(tmp_path).items())
+
+
+def test_a_best_that_is_gone_is_told_and_looked_for_anew(tmp_path, losses, caplog):
+    losses(1.0, 2.0)
+    runs.train(tmp_path, max_steps=2, **OPTIONS)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000001")
+    losses(1.8, 1.9)
+    result = runs.train(tmp_path, max_steps=4, resume=True, **OPTIONS)
+    assert result.model_step == 3 and "the best is looked for anew" in caplog.text
+
+
+def test_adapters_of_the_best_are_left(tmp_path, losses):
+    losses(1.0, 2.0)
+    model = tiny.llama()
+    result = runs.train(tmp_path, model=model, use_lora=True, lora_rank=4, max_steps=2, **OPTIONS)
+    last, best = (load_file(path / "model" / "adapter_model.safetensors") for path in checkpoints(tmp_path / "run"))
+    written = load_file(result.model_dir / "adapter_model.safetensors")
+    assert all(torch.equal(written[name], best[name]) for name in best)
+    assert any(not torch.equal(last[name], best[name]) for name in best)
+
+
+def test_the_best_needs_held_out_data(tmp_path):
+    with pytest.raises(ConfigurationError, match="keep='best': nothing is held out"):
+        runs.train(tmp_path, keep="best")
+
+
+def test_a_checkpoint_says_which_is_the_best(tmp_path, losses):
+    losses(3.0, 2.0, 2.5)
+    runs.train(tmp_path, max_steps=3, **OPTIONS)
+    state = json.loads((checkpoints(tmp_path / "run")[0] / "state.json").read_text())
+    assert (state["step"], state["best_step"], state["best_evaluation"]["loss"]) == (3, 2, 2.0)
