@@ -167,3 +167,14 @@ def test_a_base_of_a_relative_path_is_found_from_elsewhere(tmp_path, monkeypatch
     with pytest.raises(ValueError, match=rf"{tmp_path}/run/model: model='{tmp_path}/base'.*give base_model \(--base-model\)"):
         load_trained(tmp_path / "run")
     assert load_trained(tmp_path / "run", base_model=str(tmp_path / "moved")).model
+
+
+def test_adapters_over_weights_that_a_run_changed_name_no_base(tmp_path):
+    """The folder that the model came from holds other weights, and an adapter over those is another model."""
+    tiny.llama().save_pretrained(tmp_path / "base")
+    model = load_model(tmp_path / "base", torch.float32)
+    runs.train(tmp_path, model=model, max_steps=1, trackers=[])
+    runs.train(tmp_path, model=model, use_lora=True, max_steps=1, trackers=[], output_dir=tmp_path / "second")
+    with pytest.raises(ValueError, match=r"does not say which model it belongs to; give base_model \(--base-model\)"):
+        load_trained(tmp_path / "second")
+    assert load_trained(tmp_path / "second", base_model=str(tmp_path / "run" / "model")).model

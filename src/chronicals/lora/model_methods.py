@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chronicals.lora.embeddings import STORED
 from chronicals.lora.merging import merge_adapters
-from chronicals.lora.peft_format import save_adapter
+from chronicals.lora.peft_format import CHANGED, save_adapter
 
 
 def take_over(model: Any) -> None:
@@ -58,7 +58,7 @@ def merge_and_unload(model: Any) -> Any:
     merge_adapters(model)
     for name in (*METHODS, "chronicals_lora", STORED):
         vars(model).pop(name, None)
-    model.config._name_or_path = ""
+    setattr(model, CHANGED, True)
     return model
 
 

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+CHANGED = "_chronicals_weights_changed"
+"""Attribute of a model whose weights are no longer those of the folder or hub name that it was loaded from."""
 
 
 def save_adapter(
@@ -38,9 +40,9 @@ def save_adapter(
     if not paths:
         theirs = "; PEFT's are written by its own save_pretrained" if hasattr(model, "peft_config") else ""
         raise ValueError(f"{type(model).__name__} has no adapters of apply_lora or load_adapter{theirs}")
-    base = lasting(base_model or model.config._name_or_path) or None
+    base = lasting(base_model or ("" if getattr(model, CHANGED, False) else model.config._name_or_path)) or None
     if base is None:
-        logger.warning("%s: the model was not loaded from a folder or the hub, so the adapter names no base_model", folder)
+        logger.warning("%s: no folder or hub name is known to hold the model's weights, so the adapter names no base", folder)
     config: LoRAConfig = model.chronicals_lora
     described = {
         "peft_type": "LORA",

@@ -14,6 +14,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Ranks, card_of
 from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora, report_frozen_experts
+from chronicals.lora.peft_format import CHANGED
 from chronicals.memory import (
     CHEAP,
     decoder_layers,
@@ -216,6 +217,7 @@ def _check_adapters(model: Any) -> None:
         each = [get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in theirs]
         saved = [tensor for tensors in each for tensor in tensors.values()]
     else:
+        setattr(model, CHANGED, True)  # what adapters are trained on later is not what the model was loaded from
         return
     places = {tensor.data_ptr() for tensor in saved}
     lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in places]
