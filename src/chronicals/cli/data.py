@@ -38,6 +38,9 @@ def show(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows to show")] = 3,
     skip: Annotated[int, typer.Option(min=0, help="Rows to leave out before them")] = 0,
+    chat_template: Annotated[
+        str | None, typer.Option(help="For a tokenizer without one: chatml, zephyr, or a file with Jinja text")
+    ] = None,
     columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     max_seq_length: Annotated[int | None, typer.Option(min=2, help="Tokens in a pack (2048)")] = None,
     objective: Annotated[str | None, typer.Option(help="sft (unless said otherwise) or pretraining")] = None,
@@ -63,14 +66,15 @@ def show(
     from chronicals.config import Recipe
     from chronicals.data import DataError, Tokenizer, build_store, plan_packs
     from chronicals.data.building import log_report
+    from chronicals.data.chat_templates import with_chat_template
     from chronicals.data.gate import check_shares
     from chronicals.lora import SavedModel
 
     flags: dict[str, Any] = {
-        "model": model, "columns": columns, "max_seq_length": max_seq_length, "objective": objective,
-        "train_on_turns": train_on_turns, "train_on_roles": train_on_roles, "completions_as_chat": completions_as_chat,
-        "overlong": overlong, "packing_strategy": packing_strategy, "max_documents": max_documents,
-        "trust_remote_code": trust_remote_code,
+        "model": model, "columns": columns, "chat_template": chat_template, "max_seq_length": max_seq_length,
+        "objective": objective, "train_on_turns": train_on_turns, "train_on_roles": train_on_roles,
+        "completions_as_chat": completions_as_chat, "overlong": overlong, "packing_strategy": packing_strategy,
+        "max_documents": max_documents, "trust_remote_code": trust_remote_code,
     }  # fmt: skip
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     is_recipe = Path(file).suffix in (".yaml", ".yml")
@@ -78,6 +82,7 @@ def show(
     check_shares(config.gate)
     records = _read(config, skip, rows)
     tokenizer = SavedModel.find(config.model, config.base_model).tokenizer(config.trust_remote_code)
+    tokenizer = with_chat_template(tokenizer, config.chat_template)
     console = Console(highlight=False)
     with TemporaryDirectory() as folder:
         store = build_store(

@@ -39,6 +39,7 @@ def train(
     from rich.markup import escape
 
     from chronicals.config import Recipe
+    from chronicals.data.chat_templates import with_chat_template
     from chronicals.data.loader import plan_of
     from chronicals.distributed import Ranks
     from chronicals.lora import SavedModel
@@ -54,7 +55,7 @@ def train(
     config, console = plan.config(), Console(emoji=False, highlight=False, soft_wrap=True)
     ranks, holds_run = Ranks.current(), holds_a_run(config.output_dir)
     saved = SavedModel.find(plan.model, plan.base_model)
-    tokenizer = saved.tokenizer(plan.trust_remote_code)
+    tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
     if check:
         embedding_rows = saved.config(plan.trust_remote_code).get_text_config().vocab_size
         reports = None if holds_run else config.output_dir  # a run's own say what it was trained on

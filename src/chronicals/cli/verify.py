@@ -42,6 +42,7 @@ def verify(
     from rich.progress import Progress
 
     from chronicals.config import Recipe
+    from chronicals.data.chat_templates import with_chat_template
     from chronicals.lora import SavedModel
     from chronicals.models.loading import DTYPES
     from chronicals.verification import verify as compare
@@ -50,7 +51,7 @@ def verify(
     config, console = plan.config(), Console(stderr=True)
     make_room_for(output)
     saved = SavedModel.find(plan.model, plan.base_model)
-    tokenizer = saved.tokenizer(plan.trust_remote_code)
+    tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
     model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("steps in three arms", total=steps)

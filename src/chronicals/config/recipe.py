@@ -19,7 +19,7 @@ from chronicals.config.presets import preset_fields
 KEPT = "resume.yaml"
 """In the folder of a run, the recipe that ``--resume`` reads; a user's own ``recipe.yaml`` may well lie there."""
 
-PATHS = {"model", "base_model", "data", "validation_data", "output_dir", "cache_dir"}
+PATHS = {"model", "base_model", "data", "validation_data", "chat_template", "output_dir", "cache_dir"}
 """Fields that name files and folders."""
 
 
@@ -50,6 +50,9 @@ class Recipe(ChronicalsConfig):
     columns: Columns = Field(
         default=None,
         description="Names of columns, THEIRS=OURS: question=prompt,answer=completion; in a recipe ours to theirs",
+    )
+    chat_template: str | None = Field(
+        default=None, description="For a tokenizer without one: chatml, zephyr, or a file with Jinja text; it is saved with it"
     )
     trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the model")
 
@@ -116,5 +119,5 @@ class Recipe(ChronicalsConfig):
 
     def config(self) -> ChronicalsConfig:
         """The configuration without the model and the data."""
-        own = {"model", "base_model", "data", "validation_data", "columns", "trust_remote_code"}
+        own = {"model", "base_model", "data", "validation_data", "columns", "chat_template", "trust_remote_code"}
         return ChronicalsConfig(**{name: getattr(self, name) for name in self.explicit - own})
