@@ -19,6 +19,7 @@ def config(folder: Path, **changes: Any) -> ChronicalsConfig:
         "max_seq_length": 128,
         "max_steps": 6,
         "mixed_precision": "fp32",
+        "report_samples": 0,
         "use_torch_compile": False,  # on a card every layer would be compiled, for minutes
         "output_dir": folder / "run",
         "cache_dir": folder / "tokens",

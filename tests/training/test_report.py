@@ -34,6 +34,38 @@ def test_the_report_of_a_run(tmp_path):
     assert "<svg" not in page and "data:image/svg+xml;base64," in page
 
 
+def test_answers_before_and_after(tmp_path):
+    result = runs.train(tmp_path, rows=tiny.chat_rows(20), report_samples=2, max_steps=30, learning_rate=1e-2)
+    rows = cells(result.report.read_text(), "Answers before and after")
+    asked = [prompt for prompt in rows if "what is" in prompt or "<|im_start|>" in prompt]
+    assert len(asked) == 2 and all(before != after for before, after in (rows[prompt] for prompt in asked))
+    assert "the answer to" in rows[asked[0]][1]
+
+
+def test_answers_change_nothing_of_the_training(tmp_path):
+    for folder, count in (("with", 2), ("without", 0)):
+        runs.train(tmp_path / folder, use_lora=True, lora_dropout=0.3, report_samples=count)
+    assert runs.trajectory(tmp_path / "with") == runs.trajectory(tmp_path / "without")
+    assert "Answers before" not in (tmp_path / "without" / "run" / "report.html").read_text()
+
+
+def test_a_resumed_run_shows_the_answers_of_before_its_first_step(tmp_path):
+    runs.train(tmp_path, report_samples=1, max_steps=3)
+    kept = (tmp_path / "run" / "samples.json").read_text()
+    result = runs.train(tmp_path, report_samples=1, max_steps=5, resume=True)
+    assert (tmp_path / "run" / "samples.json").read_text() == kept
+    assert "Answers before and after" in result.report.read_text()
+
+
+def test_a_model_that_cannot_generate_is_trained_all_the_same(tmp_path, caplog):
+    model = tiny.llama()
+    model.generate = None
+    with caplog.at_level("INFO"):
+        result = runs.train(tmp_path, model=model, report_samples=2, max_steps=1)
+    assert "the report has no sample answers: " in caplog.text
+    assert "Answers before" not in result.report.read_text()
+
+
 def test_a_batch_that_shrank_is_told_as_fitted(tmp_path):
     from chronicals.training import ChronicalsTrainer
 

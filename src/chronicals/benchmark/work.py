@@ -105,7 +105,7 @@ class Work:
         return ChronicalsConfig(
             **{
                 **self.fields,
-                "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": None, "trackers": [],
+                "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": None, "trackers": [], "report_samples": 0,
                 "max_steps": self.warm_up + self.steps + SPARE_STEPS, "cache_dir": self.folder / "tokens",
                 "output_dir": self.folder / run, **changes,
             }

@@ -268,6 +268,9 @@ class ChronicalsConfig:
     ] = Field(default=None, description="Experiment trackers, or none (default: TensorBoard where it is installed)")
     project: str | None = Field(default=None, description="Project in W&B, experiment in MLflow (default: theirs)")
     run_name: str | None = Field(default=None, description="Name of the run in W&B and MLflow (default: theirs)")
+    report_samples: Annotated[int, Field(ge=0)] = Field(
+        default=2, description="Prompts that the report shows answers to, before and after training, where that takes seconds"
+    )
     output_dir: OwnPath = Field(default=Path("chronicals-output"), description="Where the run is written")
     cache_dir: OwnPath | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")

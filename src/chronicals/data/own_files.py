@@ -11,7 +11,8 @@ REPORTS = ("train_dataset.json", "eval_dataset.json")
 """The gate's reports in the folder of a run."""
 
 RUN = {
-    *REPORTS, "checkpoints", "metrics.jsonl", "model", "report.html", "resume.yaml", "tensorboard", "trackers.json", "wandb",
+    *REPORTS, "checkpoints", "metrics.jsonl", "model", "report.html", "resume.yaml", "samples.json", "tensorboard",
+    "trackers.json", "wandb",
 }  # fmt: skip
 """What a run writes into its folder."""
 

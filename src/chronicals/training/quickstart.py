@@ -23,7 +23,7 @@ HELD_OUT = 0.05
 
 WRITTEN = frozenset({
     "train.jsonl", "held-out.jsonl", "untrained", "tokens", "model", "checkpoints", "metrics.jsonl", "report.html",
-    "train_dataset.json", "eval_dataset.json", "tensorboard", "trackers.json", "run.lock",
+    "samples.json", "train_dataset.json", "eval_dataset.json", "tensorboard", "trackers.json", "run.lock",
 })  # fmt: skip
 """What a quickstart leaves in its folder, and so all that another may delete there."""
 

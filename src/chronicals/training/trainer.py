@@ -46,10 +46,11 @@ from chronicals.training.preparation import (
     prepare_model,
     teach_generation_to_stop,
 )
-from chronicals.training.report import Report, data_reports
+from chronicals.training.report import Report, Sample, data_reports
 from chronicals.training.resume import checkpoint_to_resume, claimed, how_to_resume
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
+from chronicals.training.samples import Samples
 from chronicals.training.signals import heeding_signals
 from chronicals.training.step import counts_of, rate_factor, set_learning_rate, train_step
 from chronicals.training.trackers import build_trackers
@@ -138,11 +139,14 @@ class ChronicalsTrainer:
         plan = plan_of(train_store, self.config)
         torch.manual_seed(self.config.seed)
         with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device):
+            samples = Samples(model, self.tokenizer, eval_store or train_store, config.report_samples, self.output_dir)
+            if self.ranks.first and resumed is None:
+                samples.before()
             presented, decisions = prepare_model(model, config, self.ranks.count)
             teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
             self.ranks.same_weights(model.parameters())
             try:
-                result = self._run(presented, decisions, train_store, plan, eval_store, resumed)
+                result = self._run(presented, decisions, train_store, plan, eval_store, resumed, samples)
             finally:
                 self._leave_apart()
         model.eval()
@@ -160,7 +164,7 @@ class ChronicalsTrainer:
 
     def _run(
         self, presented: PresentedModel, decisions: Mapping[str, Decision], train_store: TokenStore, plan: PackPlan,
-        eval_store: TokenStore | None, resumed: Path | None,
+        eval_store: TokenStore | None, resumed: Path | None, samples: Samples,
     ) -> TrainingResult:  # fmt: skip
         config, model = self.config, self.model
         precision = Precision(config.mixed_precision, self.device)
@@ -178,13 +182,15 @@ class ChronicalsTrainer:
         if resumed is not None:
             saved.restore(resumed, run, optimizer, precision, stream)
         self._prove_that_ranks_are_alike(run, stream, eval_store)
+        if resumed is None:
+            self.ranks.first_does(samples.keep, OSError)
         run.trainable_share = self._trainable_share()
         model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
         with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run, presented):
             with self._stepping(presented, optimizer, precision, decisions) as train_once:
                 self._loop(run, train_once, presented, precision, optimizer, stream, eval_store, saved)
             self._check_that_something_was_applied(run, precision)
-            return self._finish(run, train_store, saved)
+            return self._finish(run, train_store, saved, lambda: self._samples_after(samples, presented))
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
@@ -398,7 +404,13 @@ class ChronicalsTrainer:
         self._train_on()
         return better
 
-    def _finish(self, run: Run, store: TokenStore, saved: RunCheckpoints) -> TrainingResult:
+    def _samples_after(self, samples: Samples, presented: PresentedModel) -> list[Sample]:
+        with presented.attending_as_before():
+            return samples.after()
+
+    def _finish(
+        self, run: Run, store: TokenStore, saved: RunCheckpoints, answers: Callable[[], list[Sample]]
+    ) -> TrainingResult:  # fmt: skip
         model_dir, report = self.output_dir / checkpoint.MODEL, self.output_dir / "report.html"
         model_step = saved.restore_best(run) if saved.keeps_best else run.step
         evaluation = run.best_evaluation if model_step == run.best_step else run.evaluation
@@ -417,7 +429,7 @@ class ChronicalsTrainer:
                 "processes": self.ranks.count,
             }
             title, data = f"chronicals: {self.output_dir.name}", data_reports(self.output_dir)
-            Report(title, facts, metrics, data, self.config).write(report, self.device)
+            Report(title, facts, metrics, data, self.config, answers()).write(report, self.device)
 
         self.ranks.first_does(write, CheckpointError)
         if model_step != run.step:
