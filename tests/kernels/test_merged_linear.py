@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from chronicals.kernels import merged_linear as module
+from chronicals.kernels.dropped_products import draw_seed, dropped_reference
 from chronicals.kernels.launch import with_room
 from chronicals.kernels.linear_cross_entropy import Adapter
 from chronicals.kernels.merged_linear import Remake, merged_linear, merged_linear_reference, room_for, side_by_side
@@ -174,6 +175,50 @@ def test_dropout_in_forward_and_backward_is_the_same(device):
         return ours(x, *tensors[1:])
 
     torch.autograd.gradcheck(value, (tensors[0].requires_grad_(),))
+
+
+def with_its_mask(ranks, biased, made_with_room, of=module):
+    """Ours under dropout, and the plain formula, in torch, with the mask that ours draws."""
+    ours, _ = functions(ranks, biased, made_with_room, dropout=0.5, of=of)
+    count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
+
+    def seeded(x, *tensors):
+        torch.manual_seed(5)
+        return ours(x, *tensors)
+
+    def plain(x, *tensors):
+        torch.manual_seed(5)
+        dropped = dropped_reference(x, draw_seed(x), 0.5)
+        weights, rest = tensors[:count], tensors[count:]
+        biases, rest = (rest[:count], rest[count:]) if biased else ([None] * count, rest)
+        parts = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
+        for n, a, b in zip(adapted, rest, rest[len(adapted) :]):
+            parts[n] = parts[n] + (0.5, 1.5, 2.5)[n] * (dropped @ a.to(x.dtype).t()) @ b.to(x.dtype).t()
+        return torch.cat(parts, 1)
+
+    return seeded, plain
+
+
+@pytest.mark.parametrize("made_with_room", [True, False], ids=["room", "dense"])
+@pytest.mark.parametrize(("ranks", "biased"), [((3, 3, 3), False), ((0, 5, 0), True), ((4,), False)], ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_under_dropout_equals_the_formula_with_its_mask(dtype, ranks, biased, made_with_room, device):
+    """Of every output and gradient: a mean over draws does not see which mask a gradient was made with."""
+    assert_as_exact_as_plain(*with_its_mask(ranks, biased, made_with_room), draw(ranks, biased, dtype, device))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout)", "if True else x"),
+        ("return add_dropped_product_(dx, g, down, seed, ctx.dropout)", "return dx + g @ down"),
+    ],
+    ids=["dA of all of x", "dx of all of g A"],
+)
+def test_a_gradient_without_the_mask_is_found(old, new, device):
+    with pytest.raises(AssertionError):
+        ours, plain = with_its_mask((3, 3), False, True, of=mutant(module, old, new))
+        assert_as_exact_as_plain(ours, plain, draw((3, 3), False, torch.float32, device))
 
 
 def test_margins_are_those_of_a_multiple_of_64():
