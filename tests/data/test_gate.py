@@ -204,8 +204,8 @@ ASKED = [{"role": "user", "content": "what?"}]
 @pytest.mark.parametrize(
     ("row", "found"),
     [
-        ({"prompt": "what?", "completion": " "}, {"empty_answer", "plain_completion"}),
-        ({"prompt": "what?", "response": ""}, {"empty_answer", "plain_completion"}),
+        ({"prompt": "what?", "completion": " "}, {"empty_answer"}),
+        ({"prompt": "what?", "response": ""}, {"empty_answer"}),
         ({"prompt": ASKED, "completion": [SILENT]}, {"empty_answer"}),
         ({"prompt": ASKED, "completion": ASKED}, {"no_assistant_turn"}),
         ({"prompt": [*ASKED, SILENT, *ASKED], "completion": [ANSWER]}, set()),

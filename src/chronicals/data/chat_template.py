@@ -179,9 +179,9 @@ class ChatTemplate:
     def _require(self, where: str) -> None:
         if self.tokenizer.chat_template is None:
             raise TemplateError(
-                f"{where}: has messages, but the tokenizer has no chat template; set chat_template (chatml, zephyr, or a file; "
-                "in Python tokenizer.chat_template), use the instruct version of the model, or bring the rows as prompt and "
-                "completion"
+                f"{where}: has messages, but the tokenizer has no chat template; set tokenizer.chat_template, or "
+                "chat_template='chatml' (zephyr, or a file), use the instruct version of the model, or bring the rows as "
+                "prompt and completion"
             )
 
     @functools.cached_property

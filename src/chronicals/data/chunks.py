@@ -171,16 +171,16 @@ class ChunkEncoder:
         record = normalise(record, kind, where)
         if self.tokenizer.objective == "sft":
             self._check_answers(row, kind, record, where, report)
+            if kind == "completion" and self.tokenizer.tokenizer.chat_template is not None:
+                report.note("plain_completion", row, where)
         return kind, record
 
     def _completion(self, row: int, record: Record, where: str, report: DataReport) -> tuple[str, Record]:
-        """A plain completion, as an instruction if it is to go through the chat template; counts what should be known of it."""
+        """A plain completion, as an instruction if it is to go through the chat template; counts other names of its fields."""
         if (pair := pair_of(record)) is not None and pair[0] != "prompt":
             report.note("columns_recognised", row, f"{where}: {pair[0]} is the prompt, {pair[1]} the completion")
         if self.tokenizer.completions_as_chat:
             return "instruction", as_instruction(record)
-        if self.tokenizer.tokenizer.chat_template is not None and self.tokenizer.objective == "sft":
-            report.note("plain_completion", row, where)
         return "completion", record
 
     def _check_answers(self, row: int, kind: str, record: Record, where: str, report: DataReport) -> None:

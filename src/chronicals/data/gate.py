@@ -52,7 +52,7 @@ RULES = {
     ),
     "columns_recognised": Rule(
         "rows whose columns were taken for prompt and completion by their names",
-        "nothing, if that is meant; else name them: columns: {prompt: THEIR_NAME, completion: THEIR_NAME}",
+        "nothing, if that is meant; else name them: columns={'prompt': 'THEIR_NAME', 'completion': 'THEIR_NAME'}",
         None,
     ),
     "plain_completion": Rule(
