@@ -52,7 +52,7 @@ MESSAGES = [
         "go on with chronicals train --resume --output-dir 'a b', or",
         "go on with chronicals train --resume --output-dir 'a b', or",
     ),
-    ("map it: columns={'completion': 'x'}", "map it: columns: {completion: x}", "map it: columns: {completion: x}"),
+    ("map it: columns={'completion': 'x'}", "map it: --columns x=completion", "map it: columns: {completion: x}"),
     ("learning_rate=0.001 (before: 0.003)", "--learning-rate 0.001 (before: 0.003)", "learning_rate: 0.001 (before: 0.003)"),
     ("batch_size * max_seq_length=100 is", "--batch-size * --max-seq-length 100 is", "batch_size * max_seq_length: 100 is"),
     (
@@ -67,6 +67,10 @@ MESSAGES = [
 @pytest.mark.parametrize("said, in_flags, in_recipe", MESSAGES)
 def test_a_message_names_fields_as_its_user_does(said, in_flags, in_recipe):
     assert (IN_FLAGS(said), IN_RECIPE(said), Wording({})(said)) == (in_flags, in_recipe, said)
+
+
+def test_what_has_no_flag_stands_in_a_recipe():
+    assert Wording({"data": False})("columns={'completion': 'x'}, data='d'") == "columns: {completion: x}, --data d"
 
 
 def test_a_flag_beside_a_recipe_is_a_flag():
@@ -87,7 +91,7 @@ def messages() -> list[tuple[str, str]]:
             parts = node.values if isinstance(node, ast.JoinedStr) else [node]
             text = "".join(str(part.value) if isinstance(part, ast.Constant) else "1" for part in parts)
             if " " in text and not text.startswith("<"):
-                found.append((f"{path.relative_to(SOURCE)}:{node.lineno}", re.sub(r"%[\d.]*[dsfg]", "1", text).strip()))
+                found.append((f"{path.relative_to(SOURCE)}:{node.lineno}", re.sub(r"%[\d.]*[dsfgr]", "1", text).strip()))
     return found
 
 

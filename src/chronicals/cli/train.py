@@ -52,8 +52,9 @@ def train(
     if verbose:
         logging.getLogger("chronicals").setLevel(logging.DEBUG)
     plan = Recipe.given(preset, recipe, resume_from or resume, **flags)
-    config, console = plan.config(), Console(emoji=False, highlight=False, soft_wrap=True)
+    config = plan.config()
     ranks, holds_run = Ranks.current(), holds_a_run(config.output_dir)
+    console = Console(emoji=False, highlight=False, soft_wrap=True, quiet=not ranks.first)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
     if check:

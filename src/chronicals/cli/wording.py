@@ -68,6 +68,8 @@ class Wording:
             return flag(f"no_{name}" if value is False else name)
         if value is None:
             return f"no {flag(name)}"
+        if name == "columns" and isinstance(value, dict):  # whose flag has the names of the data first
+            value = {theirs: ours for ours, theirs in value.items()}
         values = [f"{key}={one}" for key, one in value.items()] if isinstance(value, dict) else value
         values = values if isinstance(values, list) else [values]
         return " ".join(f"{flag(name)} {shlex.quote(str(one))}" for one in values or ["none"])

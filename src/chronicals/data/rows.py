@@ -52,8 +52,8 @@ CHATS = ("chat", "instruction")
 
 NOT_TRAINED = {
     "preference": "holds a preference pair (chosen, rejected), of which sft and pretraining would train one side unasked; "
-    "to train on what was chosen, map it: columns={'messages': 'chosen'} where it is a conversation, "
-    "{'completion': 'chosen'} where it is the answer to a prompt",
+    "to train on what was chosen, map it: columns={'messages': 'chosen'} where it is a conversation, or "
+    "columns={'completion': 'chosen'} where it is the answer to a prompt",
     "unpaired preference": "holds a judged answer (prompt, completion, label), which sft and pretraining would train whatever "
     "the judgement; drop the label and the bad answers to train on the good ones",
     "prompt": "holds a prompt without an answer, which only objectives with rollouts can use; where another column holds the "
