@@ -230,6 +230,21 @@ def test_who_is_trained_need_not_be_the_assistant(tmp_path):
     assert (report.documents, report.findings) == (12, {})
 
 
+def test_errors_of_a_mixture_name_the_file_and_its_row(tmp_path):
+    files = [tmp_path / name for name in ("a.jsonl", "b.jsonl")]
+    rows = [*CLEAN, {"messages": [{"role": "narrator", "content": "a"}]}]
+    for file in files:
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    number = len(CLEAN) + 1
+    report = build_store([str(file) for file in files], Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
+    with pytest.raises(DataError, match=rf"\({files[0]}:{number}, {files[1]}:{number}\): use system"):
+        report.check("mixture", {"duplicate_row": 1.0})
+    assert any(f"{files[1]}:{number}" in text for _, text in report.table())
+    alone = build_store(str(files[1]), Tokenizer(tiny.tokenizer()), WIDTH, tmp_path).report
+    with pytest.raises(DataError, match=rf"\(rows {number}\)"):
+        alone.check("alone")
+
+
 def test_rows_that_a_weight_repeats_are_no_duplicates(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [*CLEAN, CLEAN[2]]))

@@ -230,6 +230,7 @@ class ChunkEncoder:
         for finding in report.findings.values():
             if not finding.example and finding.rows:
                 finding.example = found.chunk.wheres[finding.rows[0] - 1 - found.chunk.first]
+            finding.places = [found.chunk.wheres[row - 1 - found.chunk.first] for row in finding.rows]
         return Encoded(kept, hashes, report)
 
     def _fitted(

@@ -8,6 +8,7 @@ shares by name.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -91,11 +92,12 @@ RULES = {
 
 @dataclass
 class Finding:
-    """How often a rule was broken, the first rows (from 1, as they were read), and the first one's words."""
+    """How often a rule was broken, the first rows (from 1, as read), the first one's words, and where these rows are."""
 
     count: int = 0
     rows: list[int] = field(default_factory=list)
     example: str = ""
+    places: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -141,6 +143,7 @@ class DataReport:
         for rule, found in other.findings.items():
             self.note(rule, example=found.example, count=found.count)
             kept = self.findings[rule].rows
+            self.findings[rule].places += found.places[: EXAMPLES - len(kept)]
             kept += found.rows[: EXAMPLES - len(kept)]
 
     def level(self, rule: str, shares: Mapping[str, float]) -> Literal["error", "warning", "info"]:
@@ -155,7 +158,7 @@ class DataReport:
         entries = [
             {
                 "rule": rule, "level": self.level(rule, shares or {}), "count": found.count,
-                "share": found.count / max(self.rows, 1), "rows": found.rows, "what": RULES[rule].what,
+                "share": found.count / max(self.rows, 1), "rows": found.rows, "places": found.places, "what": RULES[rule].what,
                 "remedy": RULES[rule].remedy, "example": found.example,
             }
             for rule, found in self.findings.items()
@@ -223,7 +226,16 @@ def describe(entry: Mapping[str, Any]) -> str:
 
 def _listed_rows(entry: Mapping[str, Any]) -> str:
     more = " …" if entry["count"] > len(entry["rows"]) else ""
+    if _of_several_files(entry):
+        return f"{', '.join(entry['places'])}{more}"
     return f"rows {', '.join(map(str, entry['rows']))}{more}" if entry["rows"] else ""
+
+
+def _of_several_files(entry: Mapping[str, Any]) -> bool:
+    """Whether other files were read before those of some rows, whose own numbers are lower then."""
+    places = entry.get("places") or []
+    numbers = [re.search(r"(\d+)$", place) for place in places]
+    return len(places) == len(entry["rows"]) and any(n and int(n[1]) < row for n, row in zip(numbers, entry["rows"]))
 
 
 def check_shares(shares: Mapping[str, float]) -> None:
