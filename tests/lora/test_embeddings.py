@@ -7,7 +7,7 @@ from adapted import llama, logits, randomise
 from safetensors.torch import load_file
 
 import tiny
-from chronicals.lora import LoRAConfig, apply_lora, load_adapter, save_adapter
+from chronicals.lora import LoRAConfig, SavedModel, apply_lora, load_adapter, save_adapter
 from chronicals.models import load_model
 
 ROWS = 303
@@ -54,6 +54,8 @@ def test_rows_of_added_tokens_are_saved(tmp_path, base, tied, targets):
     loaded = load_adapter(load_model(tmp_path / "base", torch.float32), tmp_path / "mine").eval()
     theirs = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "mine").eval()
     assert torch.equal(logits(loaded, ids), expected) and torch.allclose(logits(theirs, ids), expected, rtol=1e-5, atol=1e-5)
+    assert SavedModel.find(tmp_path / "mine").embedding_rows() == ROWS
+    assert SavedModel.find(tmp_path / "base").embedding_rows() == 300
     assert loaded.config.vocab_size == ROWS and not loaded.get_input_embeddings().weight.requires_grad
 
 

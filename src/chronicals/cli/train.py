@@ -58,7 +58,7 @@ def train(
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
     if check:
-        embedding_rows = saved.config(plan.trust_remote_code).get_text_config().vocab_size
+        embedding_rows = saved.embedding_rows(plan.trust_remote_code)
         reports = None if holds_run else config.output_dir  # a run's own say what it was trained on
         store, _ = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
         resumed = checkpoint_to_resume(config.output_dir, resume_from or resume, ranks) if resume_from or resume else None

@@ -85,6 +85,11 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         raise ValueError(f"{folder}: no readable {WEIGHTS_FILE}: {error}") from error
 
 
+def stored_rows(folder: Path) -> int | None:
+    """Rows of the embedding that is stored with an adapter; None where there is none."""
+    return max((len(tensor) for name, tensor in _tensors(folder).items() if ".lora_" not in name), default=None)
+
+
 def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: bool) -> Weights:
     """Taken out of ``tensors``; ``fixed``: the model's embedding must have as many rows."""
     try:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from chronicals.lora.loading import load_adapter
+from chronicals.lora.loading import load_adapter, stored_rows
 from chronicals.lora.peft_format import CONFIG_FILE
 from chronicals.models import load_config, load_model, load_tokenizer
 
@@ -69,6 +69,15 @@ class SavedModel:
             ValueError: it cannot be loaded, with what to do.
         """
         return self._of_base(load_config, trust_remote_code)
+
+    def embedding_rows(self, trust_remote_code: bool = False) -> int:
+        """Of the embedding that is stored with the adapter, or else of the model.
+
+        Raises:
+            ValueError: the configuration cannot be loaded, with what to do.
+        """
+        stored = stored_rows(Path(self.place)) if self.adapted else None
+        return stored or self.config(trust_remote_code).get_text_config().vocab_size
 
     def tokenizer(self, trust_remote_code: bool = False) -> Any:
         """Its own, or its model's: PEFT writes none beside an adapter.
