@@ -308,7 +308,7 @@ def test_resumed_and_uninterrupted(tmp_path, again):
     changes = {"max_steps": 9, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}
     runs.train(tmp_path / "whole", **changes)
     trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path / "parts", **changes), [StopAt()])
-    with pytest.raises(Interrupted, match="--resume"):
+    with pytest.raises(Interrupted, match="resume=True"):
         trainer.train(tiny.chat_rows())
     if again:
         trainer.train(tiny.chat_rows(), resume=True)

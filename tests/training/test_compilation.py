@@ -32,7 +32,7 @@ def test_the_run_is_the_same(arm, tmp_path, monkeypatch):
         monkeypatch.setattr(trainer, "compile_micro_step", compile_micro_step)
         torch.manual_seed(11)
         options = {"mixed_precision": "bf16", "max_steps": 6, "gradient_accumulation_steps": 1, "save_steps": None}
-        runs.train(tmp_path / name, **options, **ARMS[arm])
+        runs.train(tmp_path / name, **options | ARMS[arm])
         return runs.trajectory(tmp_path / name), runs.weights(tmp_path / name)
 
     with_it, without = trained("with", counted), trained("without", lambda *_: None)

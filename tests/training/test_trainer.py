@@ -21,6 +21,12 @@ from chronicals.training import Callback, ChronicalsTrainer, Evaluation, Trainin
 from chronicals.training.precision import Precision
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled_beforehand(monkeypatch):
+    """Objectives of these tests count their calls, of which compiling kernels beforehand would be one on a card."""
+    monkeypatch.setattr(trainer, "compile_micro_step", lambda *_: None)
+
+
 def test_loss_falls_and_everything_is_written(tmp_path):
     result = runs.train(tmp_path, max_steps=30, validation_split=0.2, eval_steps=10)
     steps = runs.trajectory(tmp_path)
