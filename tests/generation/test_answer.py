@@ -95,6 +95,13 @@ def test_rotary_positions_go_on():
     assert len(generate(Trained(model, tokenizer), [5] * 20, 10)) == 10
 
 
+def test_no_token_is_begun_after_the_time(overfitted):
+    trained = load_trained(overfitted)
+    ids = Tokenizer(trained.tokenizer).render([{"role": "user", "content": QUESTION}], generation=True)
+    whole = generate(trained, ids, seconds=60.0)
+    assert generate(trained, ids, seconds=0.0) == whole[:1] and len(whole) > 1
+
+
 def test_generation_is_repeatable_and_leaves_the_random_state(overfitted):
     trained = load_trained(overfitted)
     state = torch.get_rng_state()

@@ -26,6 +26,13 @@ def test_states_are_read_as_they_were_written(tmp_path, small_files):
     assert read.keys() == states.keys() and all(torch.equal(read[name], states[name]) for name in states)
 
 
+def test_states_are_staged_piece_by_piece():
+    stage = torch.empty(64, dtype=torch.uint8)
+    for state in (torch.randn(37), torch.randn(5, 7).T, torch.tensor(3.0), torch.arange(33, dtype=torch.int16), torch.empty(0)):
+        copy = optimizer_files._in_host_memory(state, stage)
+        assert torch.equal(copy, state) and copy.is_contiguous() and copy.dtype == state.dtype
+
+
 def test_little_is_one_file_as_before(tmp_path):
     optimizer_files.write_optimizer({"weight:exp_avg": torch.ones(3)}, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["optimizer.safetensors"]

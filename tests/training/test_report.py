@@ -3,9 +3,13 @@
 import html
 import importlib.metadata
 import re
+from types import SimpleNamespace
+
+import pytest
 
 import runs
 import tiny
+from chronicals.training import samples
 
 
 def cells(page: str, table: str) -> dict[str, list[str]]:
@@ -40,6 +44,21 @@ def test_answers_before_and_after(tmp_path):
     asked = [prompt for prompt in rows if "what is" in prompt or "<|im_start|>" in prompt]
     assert len(asked) == 2 and all(before != after for before, after in (rows[prompt] for prompt in asked))
     assert "the answer to" in rows[asked[0]][1]
+
+
+def test_prompts_for_which_no_time_is_left_have_no_answer(tmp_path, monkeypatch):
+    times, given, inner = iter([0.0, 0.4, 1.1, 0.0, 0.0]), [], samples.generate
+
+    def generate(*asked, seconds):
+        given.append(seconds)
+        return inner(*asked, seconds=None)
+
+    monkeypatch.setattr(samples, "generate", generate)
+    monkeypatch.setattr(samples, "time", SimpleNamespace(monotonic=lambda: next(times)))
+    page = runs.train(tmp_path, rows=tiny.chat_rows(20), report_samples=2, max_steps=1).report.read_text()
+    assert given == pytest.approx([0.3, 1.0])
+    asked = [prompt for prompt in cells(page, "Answers before and after") if "what is" in prompt or "<|im_start|>" in prompt]
+    assert len(asked) == 1
 
 
 def test_answers_change_nothing_of_the_training(tmp_path):

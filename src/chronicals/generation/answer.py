@@ -112,11 +112,12 @@ def answer(
 @torch.no_grad()
 def generate(
     trained: Trained, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0,
-    *, each: Callable[[list[int]], None] | None = None, **sampling: Any,
+    *, each: Callable[[list[int]], None] | None = None, seconds: float | None = None, **sampling: Any,
 ) -> list[int]:  # fmt: skip
     """Token ids that follow ``ids``, the stop token included where one was reached before the model's last position.
 
     Args:
+        seconds: after which no further token is begun; there is always one.
         each: is given the token ids so far after each new one.
         sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
 
@@ -138,7 +139,7 @@ def generate(
     padding = trained.tokenizer.pad_token_id
     config = choice.config(
         model.generation_config, max_new_tokens=room, eos_token_id=stops or None,
-        pad_token_id=padding if padding is not None else (stops or [0])[0],
+        pad_token_id=padding if padding is not None else (stops or [0])[0], max_time=seconds,
     )  # fmt: skip
     inputs = torch.tensor([ids], device=input_device(model))
     devices = [inputs.device] if inputs.device.type == "cuda" else []

@@ -1,19 +1,19 @@
-"""Optimizer states in safetensors files of bounded size, which threads write beside each other."""
+"""Optimizer states in safetensors files of bounded size, so that files can be synced and hashed beside each other."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 LARGEST = 1 << 29
 """Bytes of tensors in a file; a tensor that is larger has a file of its own."""
 
-WRITERS = 8
-"""Files that are copied from the device and written at a time; each holds its tensors in host memory meanwhile."""
+STAGED = 1 << 26
+"""Bytes that are copied from the device at a time, into pinned memory: several times as fast as into memory that is not."""
 
 
 def optimizer_files(folder: Path) -> list[Path]:
@@ -25,12 +25,25 @@ def write_optimizer(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write ``optimizer.safetensors``; what is too large for one file becomes ``optimizer-00001-of-00008.safetensors`` …"""
     parts = _in_parts(tensors)
     names = ["optimizer"] if len(parts) == 1 else [f"optimizer-{n:05d}-of-{len(parts):05d}" for n in range(1, len(parts) + 1)]
+    on_card = any(tensor.is_cuda for tensor in tensors.values())
+    stage = torch.empty(STAGED, dtype=torch.uint8, pin_memory=True) if on_card else None
+    for part, name in zip(parts, names, strict=True):
+        save_file({key: _in_host_memory(tensors[key], stage) for key in part}, folder / f"{name}.safetensors")
 
-    def write(part: list[str], name: str) -> None:
-        save_file({key: tensors[key].contiguous().cpu() for key in part}, folder / f"{name}.safetensors")
 
-    with ThreadPoolExecutor(WRITERS) as writers:
-        list(writers.map(write, parts, names))
+def _in_host_memory(tensor: Tensor, stage: Tensor | None) -> Tensor:
+    """A dense copy, by way of ``stage`` (bytes in pinned memory) where there is one."""
+    if stage is None:
+        return tensor.contiguous().cpu()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype)
+    pieces = zip(_bytes(tensor.contiguous()).split(len(stage)), _bytes(host).split(len(stage)), strict=True)
+    for there, here in pieces:
+        here.copy_(stage[: here.numel()].copy_(there))
+    return host
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ FILE = "samples.json"
 """In the folder of a run: prompts, and the answers before training, which a resumed run could not make again."""
 
 NEW_TOKENS, LONGEST_PROMPT, OF_A_TEXT, LOOKED_AT = 32, 512, 16, 100
+SECONDS = 1.0
+"""That all answers together may take before training, and again after it: an answer that is not done by then ends there, and
+prompts that are left have none."""
+
 SMALL = 200_000_000
 """Parameters up to which answers are cheap without a card."""
 
@@ -47,7 +52,7 @@ class Samples:
         """Write the answers of before beside the run, once it begins."""
         self.file.unlink(missing_ok=True)
         if self.answered:
-            kept = [{"prompt": prompt, "before": answer} for prompt, answer in zip(self.prompts, self.answered, strict=True)]
+            kept = [{"prompt": prompt, "before": answer} for prompt, answer in zip(self.prompts, self.answered)]
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(json.dumps(kept))
 
@@ -61,12 +66,18 @@ class Samples:
         return [Sample(read(one["prompt"]), one["before"], answer) for one, answer in zip(kept, answers)]
 
     def _answers(self, prompts: Sequence[list[int]]) -> list[str]:
-        """Texts; none where the model cannot generate, which the log says."""
+        """Texts, as many as there is time for; none where the model cannot generate, which the log says."""
+        end, texts = time.monotonic() + SECONDS, list[str]()
         try:
-            return [self.asked.ending.text(generate(self.asked, prompt, NEW_TOKENS)) for prompt in prompts]
+            for number, prompt in enumerate(prompts):
+                left = end - time.monotonic()
+                if left > 0:
+                    each = left / (len(prompts) - number)
+                    texts.append(self.asked.ending.text(generate(self.asked, prompt, NEW_TOKENS, seconds=each)))
         except Exception as error:  # of the model's own code: whatever it is, the run needs no answers
             logger.info("the report has no sample answers: %s", str(error).partition("\n")[0])
             return []
+        return texts
 
 
 def _prompts(store: TokenStore, count: int) -> list[list[int]]:

@@ -8,6 +8,7 @@ thread that hands over what has arrived and offers it again when that fails. Wha
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
@@ -17,6 +18,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -53,7 +55,8 @@ class Tracker(Callback, ABC):
 
     Attributes:
         name: as in the field ``trackers``, and that of the extra that installs it.
-        module: what is imported.
+        module: what must be installed.
+        used: the part of it that is imported, where that is not ``module``.
         remedy: what to do where it cannot be started.
         rest: seconds between two calls of ``store``, where one for each step would cost too much.
 
@@ -63,6 +66,7 @@ class Tracker(Callback, ABC):
 
     name: ClassVar[str]
     module: ClassVar[str]
+    used: ClassVar[str] = ""
     remedy: ClassVar[str]
     rest: ClassVar[float] = 0.0
 
@@ -72,6 +76,12 @@ class Tracker(Callback, ABC):
                 f"trackers: {self.name!r} is not installed; pip install 'chronicals[{self.name}]', or leave it out of trackers"
             )
         self.config = config
+        threading.Thread(target=self._import, daemon=True).start()
+
+    def _import(self) -> None:
+        """What ``begin`` imports, while the model and the data are prepared; an error is raised there."""
+        with suppress(Exception):
+            importlib.import_module(self.used or self.module)
 
     @classmethod
     def installed(cls) -> bool:
@@ -174,7 +184,7 @@ class TensorBoard(Tracker):
     Resumed, what was stored beyond the checkpoint is purged and stored anew. It has no mark for how a run ended.
     """
 
-    name, module = "tensorboard", "tensorboard"
+    name, module, used = "tensorboard", "tensorboard", "torch.utils.tensorboard"
     remedy = "make output_dir writable"
 
     def begin(self, run: Run) -> dict[str, int]:
