@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import runs
+import tiny
 from chronicals.kernels.compilation import compiling_only
 from chronicals.kernels.rmsnorm import fused_rmsnorm
-from chronicals.training import trainer
+from chronicals.models import present
+from chronicals.training import compilation, trainer
 
 ARMS = {
     "full": {},
@@ -52,6 +54,27 @@ def test_within_nothing_runs_and_afterwards_everything_does():
         untouched = fused_rmsnorm(x, weight, 1e-6)
     assert not torch.allclose(untouched, expected, atol=1e-4)
     assert torch.allclose(fused_rmsnorm(x, weight, 1e-6), expected, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_kernels_of_others_run():
+    from chronicals.kernels.launch import tl, triton
+
+    @triton.jit
+    def theirs(x, size: tl.constexpr):
+        tl.store(x + tl.arange(0, size), 7.0)
+
+    x = torch.zeros(16, device="cuda")
+    with compiling_only():
+        theirs[(1,)](x, 16)
+    assert (x == 7).all()
+
+
+@pytest.mark.parametrize("changes", [{"use_fp8": True}, {"use_fused_kernels": False}, {}])
+def test_nothing_is_compiled_where_it_is_of_no_use(tmp_path, changes):
+    """On a CPU never, whatever is asked for."""
+    presented = present(tiny.llama())
+    assert not compilation.compiles_beforehand(runs.config(tmp_path, **changes), presented, False)
 
 
 @pytest.mark.gpu

@@ -6,30 +6,40 @@ a launch hands its kernel to a pool of threads and does nothing else; where the 
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from chronicals.kernels.launch import triton
+from chronicals.kernels.launch import HAS_TRITON, triton
 
 MOST_THREADS = 16
+OURS = "chronicals."
+
+
+def can_compile_only() -> bool:
+    """Whether this Triton can compile without running: it has done so since 3.4, by a module that is not public."""
+    return HAS_TRITON and importlib.util.find_spec("triton.runtime._async_compile") is not None
 
 
 @contextmanager
 def compiling_only() -> Iterator[None]:
-    """Within, in all threads: Triton's launches compile and do not run, so what they would write holds arbitrary values.
+    """Within, in all threads: launches of our kernels compile and do not run, so what they would write holds arbitrary values.
 
-    Kernels that are compiled already, in this process or in Triton's cache on disk, cost a look-up.
+    Kernels that are compiled already, in this process or in Triton's cache on disk, cost a look-up. Other packages' kernels
+    run as usual: they may be timed, to choose among their configurations.
     """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
     launch = triton.JITFunction.run
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads:
+    with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
         mode = AsyncCompileMode(threads)
 
         def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            if not kernel.module.startswith(OURS):
+                return launch(kernel, *args, grid=grid, warmup=warmup, **options)
             before = active_mode.set(mode)  # per thread: autograd has its own
             try:
                 return launch(kernel, *args, grid=grid, warmup=True, **options)

@@ -25,7 +25,7 @@ from chronicals.training import checkpoint
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.audit import Coverage, FirstStepAudit
 from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, read_metrics
-from chronicals.training.compilation import compile_micro_step
+from chronicals.training.compilation import compile_micro_step, compiles_beforehand
 from chronicals.training.decisions import Decision
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import evaluate
@@ -212,7 +212,7 @@ class ChronicalsTrainer:
             if decisions["use_cuda_graphs"].runs:
                 self._replayed = GraphedStep(*given, clip, in_backward)
 
-            compiles = self.device.type == "cuda" and config.use_fused_kernels and not config.use_fp8 and in_backward is None
+            compiles = compiles_beforehand(config, presented, in_backward is not None)
 
             def train_once(step: Step, inspect: Callable[[], None] | None) -> dict[str, torch.Tensor]:
                 nonlocal compiles
