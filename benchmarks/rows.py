@@ -98,7 +98,7 @@ def card() -> str:
 
 def table(files: list[Path]) -> str:
     """An arm a line, of the rows whose files are there."""
-    lines = [f"{'row, arm':60} {'tokens/s':>9} {'floor':>6} {'GiB':>6} {'padding':>8} rounds"]
+    lines = [f"{'row, arm':60} {'tokens/s':>9} {'MFU':>6} {'of ref. step':>12} {'GiB':>6} {'padding':>8} rounds"]
     for path in filter(Path.exists, files):
         result = json.loads(path.read_text())
         lines.append(f"{path.stem}, {result['commit']}, {result['seconds']:.0f} s")
@@ -106,9 +106,9 @@ def table(files: list[Path]) -> str:
             if arm["status"] != "measured":
                 lines.append(f"  {name[:57]:58} {arm['status']}: {arm['reason']}"[:160])
                 continue
-            share = "-" if arm["share_of_floor"] is None else f"{arm['share_of_floor']:.1%}"
+            mfu, share = ("-" if part is None else f"{part:.1%}" for part in (arm.get("mfu"), arm["share_of_floor"]))
             lines.append(
-                f"  {name[:57]:58} {arm['tokens_per_second']['median']:9,.0f} {share:>6} {arm['peak_gib']:6.1f} "
+                f"  {name[:57]:58} {arm['tokens_per_second']['median']:9,.0f} {mfu:>6} {share:>12} {arm['peak_gib']:6.1f} "
                 f"{arm['padding_share']:8.1%} {arm['rounds']}"
             )
         ratios = ", ".join(f"{name} {ratio['median']:.3f}" for name, ratio in result["ratios"].items())

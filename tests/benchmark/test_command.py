@@ -49,10 +49,10 @@ def test_ours_and_transformers_train_alike_in_their_own_processes(done):
     assert ours["trained_share"] == plain["trained_share"] == 1.0
 
 
-def test_the_floor_is_made_of_this_machines_rates(done):
+def test_the_reference_step_is_made_of_this_machines_rates(done):
     _, result, _ = done
     if result["floor"] is None:
-        pytest.skip("others use this machine: " + ", ".join(note for note in result["notes"] if "no floor" in note))
+        pytest.skip("others use this machine: " + ", ".join(note for note in result["notes"] if "no reference step" in note))
     parts = ("products", "attention", "elementwise", "loss", "optimizer")
     assert result["floor"]["seconds"] == pytest.approx(sum(result["floor"][part] for part in parts))
     assert all(result["floor"][part] > 0 for part in parts)
@@ -81,7 +81,7 @@ def test_what_is_printed(done):
     rate = f"{result['arms']['ours']['tokens_per_second']['median']:,.0f}"
     assert rate in ran.stdout and "█" in ran.stdout
     without = result["floor"] is None  # others use this machine
-    assert ("no floor" if without else "floor of our step") in ran.stdout
+    assert ("no reference step" if without else "not a bound") in ran.stdout
     assert "unsloth-recompute" in ran.stdout and "not installed: unsloth" in ran.stdout
     assert (folder / "row.png").exists() and result["commit"] == "abc"
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import made
 import pytest
@@ -350,7 +351,7 @@ def floor_of(products):
     return {**parts, "seconds": products + 0.01, "tokens_per_second": 100 / (products + 0.01), "tokens": 100}
 
 
-def test_the_floor_has_no_part_that_takes_longer_than_in_our_step(bench):
+def test_the_reference_step_has_no_part_that_takes_longer_than_in_our_step(bench):
     bench.rates["floor"] = floor_of(0.05)  # slower than the whole step of ours
     traced = {"products": 35.0, "attention": 6.0, "elementwise": 3.0, "loss": 1.0, "optimizer": 1.0, "gaps": 3.0}
     bench.changes = {"ours": {"profile": {"milliseconds_a_step": traced}}}
@@ -361,13 +362,13 @@ def test_the_floor_has_no_part_that_takes_longer_than_in_our_step(bench):
 
 
 @pytest.mark.parametrize(("products", "fp8"), [(0.0390, False), (0.0405, False), (0.0405, True)])
-def test_a_floor_that_an_arm_passes_is_none(bench, products, fp8):
+def test_a_reference_step_that_an_arm_passes_is_none(bench, products, fp8):
     bench.rates["floor"] = floor_of(products)
     bench.changes = {"ours": {"extra": {"fp8": fp8}}}
     result = to_dict(bench.measure(against=["liger"], rounds=1))
     believed = products == 0.0390 or fp8
     assert (result["floor"] is not None) == believed
-    assert any("no floor: ours ran at 10" in note for note in result["notes"]) == (not believed)
+    assert any("no reference step: ours ran at 10" in note for note in result["notes"]) == (not believed)
     assert (result["arms"]["liger"]["share_of_floor"] is not None) == believed
 
 
@@ -377,6 +378,16 @@ def test_a_variant_that_does_less_than_the_step_has_no_share(bench):
     result = to_dict(bench.measure(variants=[{"lora_dropout": 0.1}], rounds=1))
     assert result["floor"] and result["arms"]["ours"]["share_of_floor"] == pytest.approx(0.98, rel=0.01)
     assert result["arms"]["ours lora_dropout=0.1"]["share_of_floor"] is None
+    assert any(note.startswith("ours lora_dropout=0.1 ran at 12") for note in result["notes"])
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_an_arm_in_fp8_has_no_mfu_over_the_peak_of_bf16(bench, monkeypatch, fp8):
+    monkeypatch.setattr("chronicals.benchmark.record.mfu", lambda *given: 0.5)
+    row = bench.measure(rounds=1)
+    monkeypatch.setattr(type(row.work), "config", lambda work: SimpleNamespace(mixed_precision="bf16"))
+    row.runs["ours"][0].extra["fp8"] = fp8
+    assert to_dict(row)["arms"]["ours"]["mfu"] == (None if fp8 else 0.5)
 
 
 def test_a_real_process_that_fails_says_its_last_words(tmp_path):

@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _rates(work: Work) -> dict[str, Any]:
-    """The rates, or what kept them from being measured: a row without a floor is still a row."""
+    """The rates, or what kept them from being measured: a row without a reference step is still a row."""
     from chronicals.benchmark.rates import measure_rates
 
     try:

@@ -1,4 +1,4 @@
-"""What the hardware allows: needed FLOPs, MFU and the floor of a training step.
+"""Needed FLOPs, MFU and the reference step that a training step is compared with (`floor` in the result files).
 
 Legend: L layers, D width, q and kv the widths of all query and of all key heads, F inner width of the MLP, V vocabulary,
 P adapter parameters, f share of labelled tokens, T real tokens of a step, s̄ = Σs²/Σs over the lengths s of documents.
@@ -8,9 +8,11 @@ P adapter parameters, f share of labelled tokens, T real tokens of a step, s̄ =
     FLOPs a token, LoRA:  4·Nb − 2·D(q + 2kv) + 6·P + 4·Nh·f + 3a
     elementwise bytes a token:  L · 2·(16D + 4(q + kv) + 8F + 7q)      loss bytes a token:  4·V·f
 
-Recomputation and padding are not needed and never counted. The floor of a step is the time of its own products at their
-measured rates, attention at the measured rate of the best backend, and the bytes above and the optimizer's over the
-measured copy bandwidth; of each of these no more than our own step was seen to take for it (``bounded``).
+Recomputation and padding are not needed and never counted. The reference step has five parts: its products, attention by
+the best backend, and the bytes of elementwise operations, loss and optimizer at the copy bandwidth. Each part counts with the
+best time seen for it, by itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound:
+another kernel may be faster. And since our own step's times are among them, our share of it never passes 100 %, whatever
+the kernels; MFU has no such reference.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Shape:
     """A decoder of norm, attention and gated MLP; names as in the module's legend.
 
     Attributes:
-        routed: its MLPs are experts, whose FLOPs are not counted here: there is no MFU and no floor.
+        routed: its MLPs are experts, whose FLOPs are not counted here: there is no MFU and no reference step.
     """
 
     layers: int
@@ -225,12 +227,12 @@ def products(job: Job) -> list[Product]:
 
 
 PARTS = ("products", "attention", "elementwise", "loss", "optimizer")
-"""Of a floor, and the kinds of kernels of a profile that they are compared with."""
+"""Of a reference step, and the kinds of kernels of a profile that they are compared with."""
 
 
 @dataclass(frozen=True)
-class Floor:
-    """Seconds of a step that cannot be saved, by part."""
+class ReferenceStep:
+    """Seconds of each part of a step, as measured; not a bound."""
 
     products: float
     attention: float
@@ -251,14 +253,13 @@ class Floor:
         return {**asdict(self), "seconds": self.seconds, "tokens_per_second": self.tokens_per_second}
 
     @classmethod
-    def from_dict(cls, plain: Mapping[str, Any]) -> Floor:
+    def from_dict(cls, plain: Mapping[str, Any]) -> ReferenceStep:
         return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
-    def bounded(self, profile: Mapping[str, float], step_seconds: float) -> Floor:
-        """The floor with no part longer than in a step that was traced.
+    def best_seen(self, profile: Mapping[str, float], step_seconds: float) -> ReferenceStep:
+        """The same with no part longer than in a step that was traced, so it takes no longer than that step.
 
-        A card that regulates its power multiplies faster in some steps than in those that ``measure_rates`` runs, so what is
-        measured there is no lower bound by itself. The least of both is one: this floor takes no longer than the step.
+        A card that regulates its power multiplies faster in some steps than in those that ``measure_rates`` runs.
 
         Args:
             profile: seconds of the traced step by kind of kernel, gaps included.
@@ -269,15 +270,17 @@ class Floor:
         return replace(self, **least)
 
 
-def floor(job: Job, copy_rate: float, product_seconds: Callable[[Product], float], attention_seconds: float) -> Floor:
-    """The floor of a step.
+def reference_step(
+    job: Job, copy_rate: float, product_seconds: Callable[[Product], float], attention_seconds: float
+) -> ReferenceStep:
+    """A step made of parts that were measured by themselves.
 
     Args:
         copy_rate: bytes read and written per second by a device copy.
         product_seconds: measured time of one product.
         attention_seconds: measured time of attention, forward and backward, in one layer over the step's documents.
     """
-    return Floor(
+    return ReferenceStep(
         products=sum(product.count * product_seconds(product) for product in products(job)),
         attention=job.shape.layers * attention_seconds,
         elementwise=elementwise_bytes(job.shape) * job.tokens / copy_rate,

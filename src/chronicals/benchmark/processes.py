@@ -120,7 +120,7 @@ class RunningArm:
 
 
 def run_preparation(work: Work, timeout: float) -> dict[str, Any]:
-    """Write what the arms share and measure the rates that the floor is made of; ``error`` where those failed.
+    """Write what the arms share and measure the rates of the reference step; ``error`` where those failed.
 
     Raises:
         ArmFailed: the work could not be prepared.

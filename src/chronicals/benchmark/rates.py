@@ -1,9 +1,10 @@
-"""Rates of this machine at the step's own shapes, on random data: what the floor counts, run as a step.
+"""Rates of this machine at the step's own shapes, on random data: the parts of the reference step, run as a step.
 
 A card regulates its power: products are slower in a step, which does little else, than by themselves, and faster than where
-there is nothing else at all. So the products, attention and copies that the floor counts run layer by layer, as often as in a
+there is nothing else at all. So the products, attention and copies of the reference step run layer by layer, as often as in a
 step, a few steps long, and each is timed where it stands, all together without a mark between. No cache holds activations by
-then; one may hold a small weight. Real steps have gaps and other operands, and may be faster still: see ``Floor.bounded``.
+then; one may hold a small weight. Real steps have gaps and other operands, and may be faster still: see
+``ReferenceStep.best_seen``.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 
 from chronicals.attention import choose_backend, document_attention
-from chronicals.benchmark.floor import Job, Product, elementwise_bytes, floor, loss_bytes, products
+from chronicals.benchmark.floor import Job, Product, elementwise_bytes, loss_bytes, products, reference_step
 from chronicals.benchmark.measurement import Clock, device
 from chronicals.benchmark.work import Work
 
@@ -39,11 +40,11 @@ Parts = Mapping[str, Callable[[], Any]]
 
 
 def measure_rates(work: Work) -> dict[str, Any]:
-    """Everything the floor of the row's step needs, and the floor itself.
+    """Everything the row's reference step needs, and that step itself.
 
     Returns:
         ``machine``: the card; ``copy_bytes_per_second``; ``products``: seconds and FLOP/s by shape; ``attention``:
-        backend, seconds and FLOP/s of one layer, forward and backward; ``floor``: seconds of the step by part.
+        backend, seconds and FLOP/s of one layer, forward and backward; ``floor``: seconds of the reference step by part.
     """
     job, config = work.job(), work.config()
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
@@ -57,7 +58,7 @@ def measure_rates(work: Work) -> dict[str, Any]:
         by_shape[product.key] = {"seconds": own, "flops_per_second": product.flops / own}
     attention = _attention_rates(job, lengths, kind, seconds)
     copy = 2 * size / seconds[COPY]
-    whole = floor(
+    whole = reference_step(
         job, copy, lambda product: by_shape[product.key]["seconds"],
         attention["forward_seconds"] + attention["backward_seconds"],
     )  # fmt: skip

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from chronicals.benchmark.floor import PARTS, Floor, mfu, needed_flops
+from chronicals.benchmark.floor import PARTS, ReferenceStep, mfu, needed_flops
 from chronicals.benchmark.measurement import Measurement
 from chronicals.benchmark.parity import comparison
 from chronicals.benchmark.rounds import Row
@@ -47,7 +47,7 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "arms": arms,
         "ratios": _ratios(row),
         "orders": row.orders,
-        "notes": [*row.notes, *_doubts(row)],
+        "notes": [*row.notes, *_doubts(row), *_beyond(row)],
         "seconds": row.seconds,
     }  # fmt: skip
 
@@ -60,29 +60,29 @@ def write(result: dict[str, Any], path: Path) -> None:
 
 
 def _floor(row: Row) -> dict[str, Any] | None:
-    """The floor, with the parts as they were measured apart from our step; None where there is none."""
-    floor = None if _doubts(row) else _lowest(row)
+    """The reference step, with the parts as they were measured by themselves; None where there is none."""
+    floor = None if _doubts(row) else _reference_step(row)
     if floor is None:
         return None
     return {**floor.to_dict(), "by_itself": {part: row.rates["floor"][part] for part in PARTS}}
 
 
-def _lowest(row: Row) -> Floor | None:
-    """What was measured of each part, or less where our own step, of products in 16 bit, took less for it."""
+def _reference_step(row: Row) -> ReferenceStep | None:
+    """Of each part the best time seen: by itself, or in our own step where its products are in 16 bit."""
     if row.job.shape.routed or "floor" not in row.rates:
         return None
-    floor = Floor.from_dict(row.rates["floor"])
+    floor = ReferenceStep.from_dict(row.rates["floor"])
     ours = row.runs.get("ours")
     profile = (ours[0].profile or {}).get("milliseconds_a_step") if ours else None
     if not ours or not profile or "ours" in row.refused or ours[0].extra.get("fp8"):
         return floor
     step_seconds = row.job.tokens / statistics.median(_rates(row, "ours"))
-    return floor.bounded({kind: time / 1000 for kind, time in profile.items()}, step_seconds)
+    return floor.best_seen({kind: time / 1000 for kind, time in profile.items()}, step_seconds)
 
 
 def _doubts(row: Row) -> list[str]:
-    """Why what was measured is no floor: an arm with products in 16 bit is faster, of ours the row's own configuration."""
-    floor, doubts = _lowest(row), []
+    """Why there is no reference step: an arm in 16 bit, of ours the row's own fields, is faster than it."""
+    floor, doubts = _reference_step(row), []
     if floor is None:
         return []
     for name, runs in row.runs.items():
@@ -90,8 +90,22 @@ def _doubts(row: Row) -> list[str]:
             continue
         share = statistics.median(_rates(row, name)) / floor.tokens_per_second
         if share > 1:
-            doubts.append(f"no floor: {name} ran at {share:.1%} of it, so its parts were too slow; measure the row again")
+            doubts.append(
+                f"no reference step: {name} ran at {share:.1%} of it, so its parts were measured too slow; run the row again"
+            )
     return doubts[:1]
+
+
+def _beyond(row: Row) -> list[str]:
+    """Variants of ours that have no share, being faster than the reference step."""
+    floor, notes = _floor(row), []
+    for name, runs in row.runs.items():
+        if floor is None or not name.startswith("ours ") or name in row.refused or runs[0].extra.get("fp8"):
+            continue
+        share = statistics.median(_rates(row, name)) / floor["tokens_per_second"]
+        if share > 1:
+            notes.append(f"{name} ran at {share:.1%} of the reference step, which is that of the row's own fields: no share")
+    return notes
 
 
 def _rates(row: Row, name: str) -> list[float]:
@@ -108,6 +122,7 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         "status": status,
         "reason": row.refused.get(name) or row.failed.get(name),
         "settings": first.settings,
+        "fp8": bool(first.extra.get("fp8")),
         "parity": comparison(first, beside),
         "first_loss": first.losses[0],
         "last_loss": first.losses[-1],
@@ -130,7 +145,7 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         "tokens_per_second": {
             "median": rate, "lowest": min(samples), "highest": max(samples), "quartiles": [quarters[0], quarters[2]],
         },
-        "mfu": None if row.work.config().mixed_precision == "fp32" else mfu(row.job, rate, card),
+        "mfu": None if first.extra.get("fp8") or row.work.config().mixed_precision == "fp32" else mfu(row.job, rate, card),
         "share_of_floor": _share(rate, floor),
         "rounds": len(row.runs[name]) - 1,
         "round_medians": [statistics.median(run.rates) for run in row.decisive(name)],
@@ -145,7 +160,7 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
 
 
 def _share(rate: float, floor: dict[str, Any] | None) -> float | None:
-    """None without a floor, and where a variant of ours, which does less than the row's step, passes it."""
+    """None without a reference step, and for a variant of ours that is faster than it (a note says so)."""
     share = rate / floor["tokens_per_second"] if floor else None
     return None if share is None or share > 1 else share
 
@@ -187,7 +202,7 @@ def current_commit() -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Bars of the medians with the quartiles, and the floor as a line."""
+    """Bars of the medians with the quartiles, and the reference step as a line."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -205,7 +220,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             max(high, rate["median"]), place, f"  {rate['median']:,.0f} · {arm['peak_gib']:.1f} GiB", va="center", fontsize=9
         )
     if result["floor"]:
-        axis.axvline(result["floor"]["tokens_per_second"], color="black", ls=":", lw=1.2, label="floor of our step")
+        axis.axvline(result["floor"]["tokens_per_second"], color="black", ls=":", lw=1.2, label="reference step, not a bound")
         axis.legend(frameon=False, fontsize=9, loc="lower right")
     row = result["row"]
     axis.set_yticks(range(len(arms)), list(arms))

@@ -75,7 +75,7 @@ class Row:
     """All that was measured of a row, also when it ended early.
 
     Attributes:
-        rates: of the machine, with the floor; empty where they could not be measured.
+        rates: of the machine, with the reference step; empty where they could not be measured.
         job: sizes of a mean step.
         reference: the fp32 steps.
         runs: measurements of each arm; the first is the scouting round's.
@@ -133,9 +133,11 @@ def measure(
         raise ConfigurationError(f"model={work.name!r}, data={work.data!r}: could not be prepared: {error}") from None
     row = Row(work, work.job(), rates)
     if "error" in rates:
-        row.notes.append(f"no floor: the rates could not be measured: {rates['error']}")
+        row.notes.append(f"no reference step: the rates could not be measured: {rates['error']}")
     if row.job.shape.routed:
-        row.notes.append("no MFU and no floor: this model sends tokens to experts, whose products are not counted here")
+        row.notes.append(
+            "no MFU and no reference step: this model sends tokens to experts, whose products are not counted here"
+        )
     session = _Session(row, options, say, keep, began)
     try:
         session.measure_reference()

@@ -129,7 +129,7 @@ class Work:
         return (documents_of(step) for step in self.stream().steps(count=count))
 
     def job(self) -> Job:
-        """Sizes of a mean step, for its floor."""
+        """Sizes of a mean step, for the reference step."""
         from transformers import AutoConfig
 
         config = self.config()

@@ -46,7 +46,7 @@ def benchmark(
 ) -> None:
     """How fast a recipe trains here.
 
-    Real tokens/s of whole steps, beside the floor of a step and beside the peers.
+    Real tokens/s of whole steps, beside MFU, a reference step and the peers.
 
     `chronicals benchmark` measures the Qwen2.5-0.5B shape with random weights; `--model llama-3.1-8b` the other built-in
     shape, or any `--model DIR_OR_HUB` with any `--data FILE`; `--data fixed` (packs full with one document) and
@@ -200,7 +200,8 @@ def _print(result: dict[str, Any], profile: bool) -> None:
         kinds = ("products", "attention", "elementwise", "loss", "optimizer")
         parts = ", ".join(f"{kind} {1e3 * floor[kind]:.2f}" for kind in kinds)
         rate, time = floor["tokens_per_second"], 1e3 * floor["seconds"]
-        console.print(f"floor of our step: {rate:,.0f} tokens/s = {time:.2f} ms ({parts})")
+        console.print("reference step (best time seen of each part, not a bound): ", end="")
+        console.print(f"{rate:,.0f} tokens/s = {time:.2f} ms ({parts})")
     needed = result["needed_flops_a_token"]
     beside = "" if needed is None else f", {needed / 1e9:.2f} GFLOP needed for each"
     console.print(f"{row['tokens_a_step']:,} real tokens a step{beside}")
@@ -213,13 +214,13 @@ def _print(result: dict[str, Any], profile: bool) -> None:
 
 
 def _speeds(result: dict[str, Any]) -> Any:
-    """Real tokens per second in the median, half the distance of the quartiles, bars, MFU, share of the floor, memory."""
+    """Real tokens per second in the median, half the distance of the quartiles, bars, MFU, share of the reference, memory."""
     from rich.markup import escape
     from rich.table import Table
 
     row, arms = result["row"], result["arms"]
     table = Table(title=escape(f"{row['model']}, {row['mode']}, {row['data']}"), title_justify="left")
-    for column in ("arm", "tokens/s", "±", "", "MFU", "floor", "GiB"):
+    for column in ("arm", "tokens/s", "±", "", "MFU", "of ref. step", "GiB"):
         table.add_column(column, justify="left" if column in ("arm", "") else "right", no_wrap=True)
     rates = {name: arm["tokens_per_second"]["median"] for name, arm in arms.items() if "tokens_per_second" in arm}
     for name in sorted(arms, key=lambda name: -rates.get(name, 0.0)):
