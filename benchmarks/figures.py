@@ -17,8 +17,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 BARS = RESULTS / "rows.png"
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
 MEASURED_ROW = re.compile(r"row-(?P<row>.+)-(?P<card>[a-z]{1,2}\d{2,4})(?:-(?P<run>\d+))?\.json")
+BEFORE_PADDING_WAS_MENDED = frozenset({"cec05f6", "90d3c13", "d6d7d10", "7b0e1e0"})
+"""Commits of ragged rows older than 706fd1a, since which padded peers have a step's documents sorted by length."""
+
 LEANEST_OF = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed")
 """Rows with a frontier of memory and speed."""
+
+UNLIKE_PEERS = ("use_fp8=True", "max_grad_norm=inf")
+"""Settings of ours that no peer has: they multiply in 16 bit and clip."""
 
 PICKED = [
     "rmsnorm 4096 forward", "rmsnorm 4096 backward", "add_rmsnorm 4096 backward", "swiglu 14336 forward",
@@ -60,6 +66,11 @@ class Row:
     @property
     def scouted(self) -> bool:
         return any(is_scouted(name, arm) for name, arm in self.arms.items())
+
+    @property
+    def old_padding(self) -> bool:
+        """Whether its padded peers had documents in arrival order, most of their positions padding."""
+        return "ragged" in self.title and self.result["commit"] in BEFORE_PADDING_WAS_MENDED
 
     @property
     def place(self) -> str:
@@ -124,36 +135,69 @@ def peers_of(row: Row) -> list[str]:
 
 
 def speeds() -> list[str]:
-    """Ours beside the fastest peer, a row a line."""
-    found = [row for row in rows() if peers_of(row) and "ours" in row.arms]
+    """Ours beside the fastest peer, a row a line; without rows whose peers were padded as they are no longer."""
+    compared = [row for row in rows() if peers_of(row) and "ours" in row.arms]
+    found = [row for row in compared if not row.old_padding]
     lines = [
-        "| row | real tokens/s | fastest peer | times as fast | share of the floor | measured on |",
-        "|---|---|---|---|---|---|",
+        "| row | real tokens/s | fastest peer | times as fast | MFU | of the reference step | measured on |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in found:
         best = peers_of(row)[0]
         rate, peer = row.rates("ours"), row.rates(best)
         cells = [
-            row.title, with_range(rate, ",.0f"), f"{best} {with_range(peer, ',.0f')}",
-            with_range(row.ratios(best) or [rate[0] / peer[0]], ".2f"), share(row.arms["ours"]), row.place,
+            row.title, with_range(rate, ",.0f"), f"{best} {with_range(peer, ',.0f')}{in_16_bit(row)}",
+            with_range(row.ratios(best) or [rate[0] / peer[0]], ".2f"),
+            mfu(row.arms["ours"]), share(row.arms["ours"]), row.place,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
+    if left_out := [f"`{row.title}`" for row in compared if row.old_padding]:
+        lines += [
+            "",
+            f"Left out until they are run again: {', '.join(left_out)}, measured before the padding of peers was mended.",
+        ]
     return lines + several_commits(found)
+
+
+def in_16_bit(row: Row) -> str:
+    """What must be said of a peer beside ours in FP8."""
+    return " in bf16" if row.result.get("row", {}).get("fields", {}).get("use_fp8") else ""
 
 
 def memories() -> list[str]:
-    """Our leanest way beside the leanest peer, a row a line."""
+    """Our leanest way beside the leanest peer, a row a line; ways that a peer has no like of have a line of their own."""
     found = [row for row in rows() if row.title in LEANEST_OF and row.scouted and peers_of(row)]
     lines = [
-        "| row | ours, nothing saved | ours, leanest | leanest peer |",
+        "| row | ours, nothing saved | ours, least memory | peer with the least memory |",
         "|---|---|---|---|",
     ]
     for row in found:
-        ours = min((name for name in row.arms if name.startswith("ours")), key=lambda name: row.arms[name]["peak_gib"])
-        peer = min(peers_of(row), key=lambda name: row.arms[name]["peak_gib"])
-        cells = [memory_and_speed(row.arms["ours"]), memory_and_speed(row.arms[ours])]
-        lines.append(f"| {row.title} | {' | '.join(cells)} | {peer}: {memory_and_speed(row.arms[peer])} |")
+        ours = [name for name in row.arms if name.startswith("ours")]
+        peer, plain = least(row, peers_of(row)), memory_and_speed(row.arms["ours"])
+        like, other = ([name for name in ours if bool(unlike_peers(row, name)) == unlike] for unlike in (False, True))
+        if like:
+            lines.append(f"| {row.title} | {plain} | {with_settings(row, least(row, like))} | {with_settings(row, peer)} |")
+        if other:
+            name = least(row, other)
+            lines.append(f"| {row.title}, {' and '.join(unlike_peers(row, name))} | {plain} | {with_settings(row, name)} | - |")
     return lines + several_commits(found)
+
+
+def least(row: Row, names: list[str]) -> str:
+    """The arm with the lowest peak of memory."""
+    return min(names, key=lambda name: row.arms[name]["peak_gib"])
+
+
+def with_settings(row: Row, name: str) -> str:
+    """Memory and speed of an arm, and how it ran; a peer's name."""
+    peer = "" if name.startswith("ours") else f"{name}, "
+    return f"{memory_and_speed(row.arms[name])} ({peer}{row.arms[name]['settings']})"
+
+
+def unlike_peers(row: Row, name: str) -> list[str]:
+    """Settings of an arm of ours that no peer has."""
+    settings = row.arms[name]["settings"] + (", use_fp8=True" if row.arms[name].get("fp8") else "")
+    return [words for words in UNLIKE_PEERS if words in settings]
 
 
 def memory_and_speed(arm: dict) -> str:
@@ -165,7 +209,9 @@ def summary() -> str:
     picture = RESULTS / "frontier-0.5b-full-fixed.png"
     lines = [
         "Whole training steps with random weights, every arm on the same weights, documents, order and labels; only documents' "
-        "tokens count. `fixed` has documents of 2048 tokens, `ragged` of 32 to 2048. In brackets the range over several cards.",
+        "tokens count. `fixed` has documents of 2048 tokens, `ragged` of 32 to 2048. In brackets the range over several "
+        "measurements. MFU is that of ours. The reference step has for each part the best time seen, by itself or in our own "
+        "step; it is not a bound.",
         "",
         f"![real tokens per second by row and arm]({BARS.relative_to(ROOT)})",
         "",
@@ -188,28 +234,40 @@ def arms() -> list[str]:
         "",
         "`chronicals benchmark`, random weights, whole steps, every arm on the same weights, documents, order and labels; only "
         "documents' tokens count. Rounds: decisive ones, in turning order; an arm without one ran in the scouting round alone. "
-        "Padding: share of the positions computed. The floor is the least time of the step's products, attention, elementwise "
-        "bytes, loss and optimizer, each measured by itself and in our own step, of which the lesser counts "
-        "([how](benchmark.md)); it is one of products in 16 bit. In brackets: the range over several measurements.",
+        "Padding: share of the positions computed. The reference step has for each part (products, attention, elementwise "
+        "bytes, loss, optimizer) the best time seen, by itself or in our own step; it is not a bound ([how](benchmark.md)). It "
+        "and MFU are those of 16 bit: an arm in FP8 has neither. In brackets: the range over several measurements.",
         "",
-        "| row | arm | real tokens/s | ours, times as fast | share of the floor | peak GiB | padding | loss "
+        "| row | arm | real tokens/s | ours, times as fast | MFU | of the reference step | peak GiB | padding | loss "
         "| last gradient norm | trained | rounds |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     found = rows()
     for row in found:
-        first = f"{row.title}: {row.place}"
+        first = f"{row.title}{' (old padding)' if row.old_padding else ''}: {row.place}"
         for name, arm in row.compared.items():
             norms = [norm for norm in arm["grad_norms"] if norm is not None]
             ratios = row.ratios(name)
             lines.append(
                 f"| {first} | {name} | {with_range(row.rates(name), ',.0f')} | {with_range(ratios, '.2f') if ratios else '-'} "
-                f"| {share(arm)} | {arm['peak_gib']:.1f} | {arm['padding_share']:.0%} "
+                f"| {mfu(arm)} | {share(arm)} | {arm['peak_gib']:.1f} | {arm['padding_share']:.0%} "
                 f"| {arm['first_loss']:.3f} → {arm['last_loss']:.3f} | {norms[-1]:.2f} "
                 f"| {arm['trained_share']:.1%} | {arm['rounds'] or 'scouting'} |"
             )
             first = ""
-    return lines + several_commits(found) + without_speed(found)
+    return lines + old_padding(found) + several_commits(found) + without_speed(found)
+
+
+def old_padding(found: list[Row]) -> list[str]:
+    """What must be said of ragged rows measured before the padding of peers was mended."""
+    if not any(row.old_padding for row in found):
+        return []
+    return [
+        "",
+        "Old padding: measured before 706fd1a, when padded peers had documents in arrival order, so that most of their "
+        "positions were padding, and Unsloth's packed LoRA one call of attention a document. Such rows favour ours and "
+        "are to be run again.",
+    ]
 
 
 def without_speed(found: list[Row]) -> list[str]:
@@ -222,17 +280,22 @@ def without_speed(found: list[Row]) -> list[str]:
     return ["", "Without a speed:", "", *lines] if lines else []
 
 
+def mfu(arm: dict) -> str:
+    """Over the peak of bf16, which says nothing of an arm in FP8."""
+    return "-" if arm.get("mfu") is None or arm.get("fp8") else f"{arm['mfu']:.0%}"
+
+
 def share(arm: dict) -> str:
-    """Of the floor, which is one of products in 16 bit."""
+    """Of the reference step, which is one of products in 16 bit."""
     return "-" if arm["share_of_floor"] is None else f"{arm['share_of_floor']:.0%}"
 
 
 def draw_rows() -> None:
-    """Bars of the medians, a panel a row, with the quartiles and the floor."""
+    """Bars of the medians, a panel a row, with the quartiles and the reference step; without rows of the old padding."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = rows()
+    found = [row for row in rows() if not row.old_padding]
     heights = [1 + len(row.compared) for row in found]
     figure = Figure(figsize=(9, 0.34 * sum(heights) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -259,7 +322,9 @@ def draw_rows() -> None:
         axis.tick_params(axis="x", labelsize=7)
         axis.margins(x=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("real tokens per second; dotted: the floor of our step", fontsize=8)
+    panels[-1].set_xlabel(
+        "real tokens per second; dotted: reference step, best time seen of each part, not a bound", fontsize=8
+    )
     figure.savefig(BARS, dpi=130, metadata={"Software": None})
 
 

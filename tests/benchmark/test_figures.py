@@ -7,8 +7,8 @@ import pytest
 import scripts
 
 ARM = {
-    "status": "measured", "rounds": 3, "share_of_floor": 0.9, "peak_gib": 5.0, "padding_share": 0.1, "first_loss": 7.0,
-    "last_loss": 6.0, "grad_norms": [1.0], "trained_share": 1.0,
+    "status": "measured", "rounds": 3, "mfu": 0.45, "share_of_floor": 0.9, "settings": "bf16", "peak_gib": 5.0,
+    "padding_share": 0.1, "first_loss": 7.0, "last_loss": 6.0, "grad_norms": [1.0], "trained_share": 1.0,
 }  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def figures(tmp_path, monkeypatch):
 def test_the_newest_counts_with_the_range_over_all(figures):
     *_, line = figures.speeds()
     assert line == (
-        "| 0.5b full fixed | 2,200 (2,000 to 2,500) | liger 1,100 (1,000 to 1,200) | 1.90 (1.90 to 2.10) | 90% "
+        "| 0.5b full fixed | 2,200 (2,000 to 2,500) | liger 1,100 (1,000 to 1,200) | 1.90 (1.90 to 2.10) | 45% | 90% "
         "| H100 80GB HBM3, torch 2.11.0, `abc` |"
     )
 
@@ -73,3 +73,31 @@ def test_a_file_that_is_no_rows_is_named(figures):
     (figures.RESULTS / "row-0.5b-full.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"row-0.5b-full.json: expected row-NAME-CARD.json"):
         figures.rows()
+
+
+def ours(rate, gib, settings):
+    return {**copy.deepcopy(ARM), "rounds": 0, "tokens_per_second": {"median": rate}, "peak_gib": gib, "settings": settings}
+
+
+@pytest.mark.parametrize("unlike", ["use_fp8=True", "max_grad_norm=inf"])
+def test_least_memory_is_compared_with_its_like_and_says_its_settings(figures, unlike):
+    path = figures.RESULTS / "row-0.5b-full-fixed-h100-2.json"
+    made = json.loads(path.read_text())
+    made["arms"] |= {"ours a": ours(900.0, 3.0, "memory=[x]"), f"ours {unlike}": ours(800.0, 1.0, f"bf16, {unlike}")}
+    path.write_text(json.dumps(made))
+    *_, like, other = figures.memories()
+    assert like == (
+        "| 0.5b full fixed | 5.0 GiB, 2,200 tokens/s | 3.0 GiB, 900 tokens/s (memory=[x]) "
+        "| 5.0 GiB, 1,100 tokens/s (liger, bf16) |"
+    )
+    assert other == f"| 0.5b full fixed, {unlike} | 5.0 GiB, 2,200 tokens/s | 1.0 GiB, 800 tokens/s (bf16, {unlike}) | - |"
+
+
+@pytest.mark.parametrize(("commit", "old"), [("cec05f6", True), ("abc", False)])
+def test_rows_of_the_old_padding_are_left_out_of_the_readme_and_marked_elsewhere(figures, commit, old):
+    made = result("2026-04-01", commit, 3000.0, 10.0, 300.0)
+    (figures.RESULTS / "row-0.5b-lora-ragged-h100.json").write_text(json.dumps(made))
+    speeds, arms = "\n".join(figures.speeds()), "\n".join(figures.arms())
+    assert ("300.00" in speeds) == (not old) and ("Left out until they are run again: `0.5b lora ragged`" in speeds) == old
+    assert ("| 0.5b lora ragged (old padding): H100" in arms) == ("Old padding: measured before" in arms) == old
+    assert "300.00" in arms
