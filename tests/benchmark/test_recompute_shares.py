@@ -1,0 +1,40 @@
+"""What a result file derives from its raw data is what the present code derives from them."""
+
+import pytest
+import scripts
+
+script = scripts.script("recompute_shares")
+
+
+def made(**ours):
+    rate = {"tokens_per_second": {"median": 1000.0}, "mfu": 0.5, "share_of_floor": 0.1}
+    profile = {"milliseconds_a_step": {"products": 40.0, "elementwise": 45.0, "gaps": 15.0}, "share": {}, "steps": 3}
+    profile["kernels"] = [{"name": "_passing_kernel", "kind": "elementwise", "calls_a_step": 1, "milliseconds_a_step": 5.0}]
+    arm = {"settings": "bf16", **rate, "profile": profile, **ours}
+    floor = {"products": 0.05, "attention": 0.01, "elementwise": 0.02, "loss": 0.005, "optimizer": 0.005, "tokens": 100}
+    return {
+        "row": {"fields": {}},
+        "floor": floor,
+        "arms": {"ours": arm, "liger": {"settings": "sdpa", **rate, "profile": None}},
+    }
+
+
+def test_a_kernel_moves_to_its_present_kind_and_the_best_time_counts():
+    found = script.recomputed(made())
+    assert found["arms"]["ours"]["profile"]["milliseconds_a_step"] == {"products": 45.0, "elementwise": 40.0, "gaps": 15.0}
+    assert found["floor"]["products"] == pytest.approx(0.045) and found["floor"]["by_itself"]["products"] == 0.05
+    assert found["arms"]["liger"]["share_of_floor"] == pytest.approx(0.85)
+
+
+def test_ours_in_fp8_has_no_share_and_no_mfu_and_its_profile_does_not_count():
+    found = script.recomputed(made(settings="bf16, use_fp8=True"))
+    assert found["floor"]["products"] == 0.05
+    assert (found["arms"]["ours"]["mfu"], found["arms"]["ours"]["share_of_floor"]) == (None, None)
+    assert found["arms"]["liger"]["mfu"] == 0.5
+
+
+def test_a_row_whose_reference_step_a_peer_passes_is_to_be_measured_again():
+    result = made()
+    result["arms"]["liger"]["tokens_per_second"] = {"median": 20000.0}
+    with pytest.raises(SystemExit, match="liger ran at 170"):
+        script.recomputed(result)
