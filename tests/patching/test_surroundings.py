@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import families
 from chronicals import patch_model, unpatch_model
+from chronicals.models import PresentedModel, attention_seam
 from chronicals.patching.lazy_logits import LazyLogits
 
 
@@ -106,6 +107,119 @@ def test_modules_with_hooks_are_left_alone():
     torch.testing.assert_close(patched(**rows).loss, plain(**rows).loss)
     unpatch_model(patched)
     assert norm.forward is kept
+
+
+def counted_hooks(model):
+    """Put hooks of accelerate on the modules that attend; how often they ran."""
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    class Counts(ModelHook):
+        runs = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            self.runs += 1
+            return args, kwargs
+
+    hook = Counts()
+    for layer in model.model.layers:
+        add_hook_to_module(layer.self_attn, hook)
+    return hook
+
+
+def keeps_documents_apart(presented):
+    """Whether the second document's states ignore the first, and the first's do not."""
+    ids = torch.randint(1, families.VOCABULARY, (12,))
+    other = torch.cat([ids[:5] % 7 + 20, ids[5:]])
+    with torch.no_grad():
+        here, there = (presented.hidden_states(families.hand_made_batch([x[:5], x[5:]])) for x in (ids, other))
+    return (here[5:] - there[5:]).abs().max() < 1e-6 < (here[:5] - there[:5]).abs().max()
+
+
+def documents_keep_apart(model):
+    """Within ``attending_documents``."""
+    with PresentedModel(model.eval(), packed=True, head_is_read=False).attending_documents() as presented:
+        return keeps_documents_apart(presented)
+
+
+def test_hooks_that_are_taken_off_while_patched():
+    from accelerate.hooks import remove_hook_from_module
+
+    plain = families.build("llama")
+    patched = copy.deepcopy(plain)
+    counted_hooks(patched)
+    patch_model(patched)
+    for layer in patched.model.layers:
+        remove_hook_from_module(layer.self_attn)
+    assert documents_keep_apart(patched)
+    unpatch_model(patched)
+    assert not any("_old_forward" in vars(module) for module in patched.modules())
+    assert documents_keep_apart(patched)
+    rows = inputs()
+    assert torch.equal(patched(**rows).logits, plain.eval()(**rows).logits)
+
+
+def test_an_old_forward_without_a_hook():
+    """Whoever kept it there, the forward of the class is what runs."""
+    model = families.build("llama")
+    for layer in model.model.layers:
+        layer.self_attn._old_forward = layer.self_attn.forward
+    assert documents_keep_apart(model)
+
+
+def test_hooks_that_come_while_patched():
+    from accelerate.hooks import remove_hook_from_module
+
+    plain = families.build("llama")
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    hook, layers = counted_hooks(patched), len(patched.model.layers)
+    assert documents_keep_apart(patched) and hook.runs == 2 * layers
+    patched(**inputs())
+    assert hook.runs == 3 * layers
+    unpatch_model(patched)
+    rows = inputs()
+    assert torch.equal(patched(**rows).logits, plain.eval()(**rows).logits) and hook.runs == 4 * layers
+    assert documents_keep_apart(patched) and hook.runs == 6 * layers
+    for layer in patched.model.layers:
+        remove_hook_from_module(layer.self_attn)
+    assert documents_keep_apart(patched) and hook.runs == 6 * layers
+
+
+def wrapped(module):
+    """Its forward replaced by a function that calls it."""
+    inner = module.forward
+    module.forward = lambda *args, **kwargs: inner(*args, **kwargs)
+    return module.forward
+
+
+def test_a_forward_that_was_replaced_while_patched_is_left_and_named(caplog):
+    _, patched, _ = pair()
+    wrapping = wrapped(patched.model.layers[0].self_attn)
+    assert documents_keep_apart(patched) and not caplog.text
+    unpatch_model(patched)
+    assert patched.model.layers[0].self_attn.forward is wrapping
+    assert "LlamaAttention.forward was replaced by something else, and is left as it is" in caplog.text
+
+
+def test_seams_within_each_other_where_a_forward_is_somebody_elses():
+    model = families.build("llama")
+    wrapped(model.model.layers[1].self_attn)
+    with PresentedModel(model.eval(), packed=True, head_is_read=False).attending_documents() as presented:
+        assert documents_keep_apart(model)
+        assert keeps_documents_apart(presented)
+    assert {type(module.config).__name__ for module in model.modules() if hasattr(module, "config")} == {"LlamaConfig"}
+
+
+def test_attention_that_would_take_no_documents_is_refused(monkeypatch):
+    model, install = families.build("llama"), attention_seam.install
+
+    def all_but_one(given, seam):
+        install(given, seam)
+        del vars(given.model.layers[1].self_attn)["forward"]
+
+    monkeypatch.setattr(attention_seam, "install", all_but_one)
+    with pytest.raises(RuntimeError, match="attention of LlamaAttention cannot take document bounds.*packing=False"):
+        documents_keep_apart(model)
 
 
 @pytest.fixture

@@ -1,16 +1,17 @@
-"""The attention of one instance, replaced where its methods look transformers' functions up; configurations stay as they are.
+"""Replaces the attention of one model instance, without changing its configuration or its class.
 
-A class of transformers reads the name in its configuration (``config._attn_implementation``) in two places: its attention
-modules look up the function that attends, its model the function that makes the mask. Within a seam those methods of the
-instance are copies of the class's, in which the functions are ours. A forward that somebody else put on the instance cannot be
-copied so: its module holds a view of its configuration with another name, as long as it is in the seam. Seams can be stacked:
-the last one that was put in is asked first.
+A model of transformers reads ``config._attn_implementation`` in two places: attention modules look up the attention function by
+it, the model looks up the function that makes the mask. ``install`` puts copies of these methods on the instance, in which both
+lookups go through a ``Seam``. accelerate keeps the forward of a module with a hook in ``_old_forward``; there the copy is put.
+A forward that somebody else replaced cannot be copied. Its module gets a view of its configuration instead, in which
+``_attn_implementation`` has another value. Several seams can be installed at once; the last one is asked first.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FunctionType, MethodType
@@ -22,14 +23,16 @@ from transformers.modeling_utils import AttentionInterface
 
 from chronicals.models.rebinding import OURS, functions_beside, names_in, rebound
 
-SEAMS = "_chronicals_seams"
-"""Attribute of a module: by the name of an attribute, what the instance had there before, or None, and the seams in it."""
+logger = logging.getLogger(__name__)
 
-HOOKED = "_old_forward"
-"""Attribute in which accelerate keeps the forward of a module that it put a hook on."""
+SEAMS = "_chronicals_seams"
+"""Attribute of a module: by the name of a method, or ``CONFIG``, what was installed there (``Installed``)."""
+
+HOOK, HOOKED = "_hf_hook", "_old_forward"
+"""Attributes in which accelerate keeps the hook of a module, and the module's own forward."""
 
 CONFIG = "config"
-"""Attribute in whose place a seam is put where the forward is somebody else's."""
+"""Attribute that is replaced where the forward is somebody else's."""
 
 Attention = Callable[..., Any]
 """transformers' interface: ``(module, query, key, value, attention_mask, **options)`` to ``(output, weights)``."""
@@ -58,7 +61,7 @@ class Seam:
 NOTHING = Seam("nothing")
 
 
-class Table:
+class AttentionFunctions:
     """In place of transformers' table of attention functions, for the methods of one seam."""
 
     def __init__(self, own: Any, seam: Seam):
@@ -74,15 +77,15 @@ class Table:
         return getattr(self.own, name)
 
 
-class Named:
+class ConfigView:
     """A view of a configuration in which attention has another name; of a call that makes a mask, or of one module."""
 
     def __init__(self, config: Any, seam: Seam):
         self._config, self._seam = config, seam
         self._attn_implementation = seam.name(config._attn_implementation)
 
-    def get_text_config(self, *args: Any, **kwargs: Any) -> Named:
-        return Named(self._config.get_text_config(*args, **kwargs), self._seam)
+    def get_text_config(self, *args: Any, **kwargs: Any) -> ConfigView:
+        return ConfigView(self._config.get_text_config(*args, **kwargs), self._seam)
 
     def __getattr__(self, name: str) -> Any:
         if name == "_config":  # of a copy that has nothing yet
@@ -92,10 +95,19 @@ class Named:
 
 def text_configs(model: Any) -> list[Any]:
     """The configurations that modules of the text hold: a layer that was copied has one of its own."""
-    text = model.config.get_text_config()
-    others = {id(part) for part in _parts_of(model.config)} - {id(text)}
-    held = {id(value): value for module in model.modules() for value in vars(module).values() if type(value) is type(text)}
+    config = _behind(model.config)
+    text = config.get_text_config()
+    others = {id(part) for part in _parts_of(config)} - {id(text)}
+    values = (_behind(value) for module in model.modules() for value in vars(module).values())
+    held = {id(value): value for value in values if type(value) is type(text)}
     return [config for key, config in ({id(text): text} | held).items() if key not in others]
+
+
+def _behind(config: Any) -> Any:
+    """The configuration itself where ``config`` is a view of one."""
+    while isinstance(config, ConfigView):
+        config = vars(config)["_config"]
+    return config
 
 
 def _parts_of(config: Any) -> Iterator[Any]:
@@ -113,70 +125,117 @@ def places(model: Any) -> list[tuple[nn.Module, str]]:
     texts = {id(config) for config in text_configs(model)}
     found, attends = [], False
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) or id(getattr(module, "config", None)) in texts:
+        if isinstance(module, PreTrainedModel) or id(_behind(getattr(module, "config", None))) in texts:
             for name, attention in _methods(type(module)).items():  # type: ignore[arg-type]
                 found.append((module, name))
                 attends |= attention
     return found if attends else []
 
 
-def who_stands_in_the_way(model: Any) -> str:
+def foreign_forward(model: Any) -> str:
     """The class of a module whose method somebody else replaced or decorated, so that it cannot be copied; empty if there is
     none. Hooks of accelerate are none."""
     return next((type(module).__name__ for module, name in places(model) if _slot(module, name) == CONFIG), "")
 
 
+@dataclass
+class Installed:
+    """What was put in the place of a method of one module, or of its configuration.
+
+    Attributes:
+        before: what the instance had there, or None where it had the method of its class.
+        seams: in the order in which they were installed.
+        ours: the function, or the view, that was put there last.
+    """
+
+    before: Any
+    seams: list[Seam]
+    ours: Any = None
+
+
 def install(model: Any, seam: Seam) -> None:
     """Let ``seam`` attend in the text of ``model``; towers of other kinds keep their own."""
     for module, slot in dict.fromkeys((module, _slot(module, name)) for module, name in places(model)):
-        before, seams = vars(module).setdefault(SEAMS, {}).setdefault(slot, (vars(module).get(slot), []))
-        seams.append(seam)
-        _refresh(module, slot, before, seams)
+        installed = vars(module).setdefault(SEAMS, {})
+        if slot not in installed:
+            installed[slot] = Installed(vars(module).get(_attribute(module, slot)), [])
+        installed[slot].seams.append(seam)
+        _refresh(module, slot, installed[slot])
 
 
 def remove(model: nn.Module, seam: Seam) -> None:
     """Take ``seam`` out again, the last one put in where it was put in several times; others stay where they are."""
     for module in model.modules():
-        kept = vars(module).get(SEAMS, {})
-        for slot, (before, seams) in list(kept.items()):
-            if seam in seams:
-                del seams[len(seams) - 1 - seams[::-1].index(seam)]
-                _refresh(module, slot, before, seams)
-            if not seams:
-                del kept[slot]
-        if not kept:
+        installed = vars(module).get(SEAMS, {})
+        for slot, there in list(installed.items()):
+            if seam in there.seams:
+                del there.seams[len(there.seams) - 1 - there.seams[::-1].index(seam)]
+                _refresh(module, slot, there)
+            if not there.seams:
+                del installed[slot]
+        if not installed:
             vars(module).pop(SEAMS, None)
 
 
 def is_in(model: nn.Module, seam: Seam) -> bool:
     """Whether ``seam`` is in ``model``."""
-    return any(seam in seams for module in model.modules() for _, seams in vars(module).get(SEAMS, {}).values())
+    return any(seam in there.seams for module in model.modules() for there in vars(module).get(SEAMS, {}).values())
+
+
+def module_without(model: Any, seam: Seam) -> str:
+    """The class of a module that would attend, or make masks, without ``seam``; empty if there is none."""
+    for module, name in places(model):
+        installed = vars(module).get(SEAMS, {})
+        through = [slot for slot in (name, CONFIG) if slot in installed and seam in installed[slot].seams]
+        if not any(_is_ours(module, _attribute(module, slot), installed[slot]) for slot in through):
+            return type(module).__name__
+    return ""
+
+
+def _attribute(module: nn.Module, slot: str) -> str:
+    """The attribute of the instance in which ``slot`` is: under accelerate's hook, where the hook looks for the forward."""
+    return HOOKED if slot == "forward" and HOOK in vars(module) and HOOKED in vars(module) else slot
+
+
+def _is_ours(module: nn.Module, attribute: str, installed: Installed) -> bool:
+    """Whether what stands in ``attribute`` is what was put there."""
+    there = vars(module).get(attribute)
+    return getattr(there, "__func__", there) is installed.ours
+
+
+def _found(module: nn.Module, slot: str, installed: Installed) -> str | None:
+    """The attribute in which our function or view is now: accelerate's hooks move it. None where it is in none."""
+    attributes = (slot, HOOKED) if slot == "forward" else (slot,)
+    return next((attribute for attribute in attributes if _is_ours(module, attribute, installed)), None)
 
 
 def _slot(module: nn.Module, name: str) -> str:
-    """The attribute of the instance in which a seam is put for its method ``name``."""
-    if name in vars(module).get(SEAMS, {}):
-        return name
-    slot = HOOKED if name == "forward" and HOOKED in vars(module) else name
-    own = vars(module).get(slot)
+    """What a seam is put into for the method ``name``: the method, or ``CONFIG`` where it is somebody else's."""
+    installed, attribute = vars(module).get(SEAMS, {}).get(name), _attribute(module, name)
+    if installed is not None:
+        return name if _is_ours(module, attribute, installed) else CONFIG
+    own = vars(module).get(attribute)
     function: Any = getattr(type(module), name) if own is None else getattr(own, "__func__", None)
     known = function is getattr(type(module), name) or hasattr(function, OURS)
-    return slot if known and _within(function, NOTHING) is not None else CONFIG
+    return name if known and _within(function, NOTHING) is not None else CONFIG
 
 
-def _refresh(module: nn.Module, slot: str, before: Any, seams: list[Seam]) -> None:
-    """Give the instance what goes through ``seams``."""
-    if not seams and before is None:
-        vars(module).pop(slot, None)
-    elif not seams:
-        vars(module)[slot] = before
+def _refresh(module: nn.Module, slot: str, installed: Installed) -> None:
+    """Give the instance what goes through the seams; what somebody else put there since is left alone, and reported."""
+    attribute = _attribute(module, slot) if installed.ours is None else _found(module, slot, installed)
+    if attribute is None:
+        logger.warning("%s.%s was replaced by something else, and is left as it is", type(module).__name__, slot)
     elif slot == CONFIG:
-        vars(module)[slot] = functools.reduce(Named, seams, before)
+        installed.ours = vars(module)[attribute] = functools.reduce(ConfigView, installed.seams, installed.before)
+    elif not installed.seams and installed.before is not None:
+        vars(module)[attribute] = installed.before
+    elif not installed.seams and attribute == slot:
+        vars(module).pop(attribute, None)
     else:
-        function: Any = getattr(type(module), slot) if before is None else before.__func__
-        for seam in seams:
+        function: Any = getattr(type(module), slot) if installed.before is None else installed.before.__func__
+        for seam in installed.seams:
             function = _within(function, seam)
-        vars(module)[slot] = MethodType(function, module)
+        installed.ours, vars(module)[attribute] = function, MethodType(function, module)
 
 
 @functools.cache
@@ -219,7 +278,7 @@ def _uses(function: FunctionType) -> dict[str, Any]:
 
 
 def _attends(value: Any) -> bool:
-    return isinstance(value, (AttentionInterface, Table))
+    return isinstance(value, (AttentionInterface, AttentionFunctions))
 
 
 def _makes_masks(value: Any) -> bool:
@@ -244,14 +303,14 @@ CREATORS = (
 
 def _replaced(value: Any, seam: Seam) -> Any:
     if _attends(value):
-        return Table(value, seam)
+        return AttentionFunctions(value, seam)
     if not _makes_masks(value):
         return _within(value, seam) or value
 
     @functools.wraps(value)
     def create(*args: Any, **options: Any) -> Any:
         if args:
-            return value(Named(args[0], seam), *args[1:], **options)
-        return value(**options | {"config": Named(options["config"], seam)})
+            return value(ConfigView(args[0], seam), *args[1:], **options)
+        return value(**options | {"config": ConfigView(options["config"], seam)})
 
     return create

@@ -160,7 +160,7 @@ class PresentedModel:
         if not self.packed:
             yield self
             return
-        attention_seam.install(self.model, SEAM)
+        _attend_documents(self.model)
         try:
             yield self
         finally:
@@ -176,7 +176,22 @@ class PresentedModel:
         try:
             yield
         finally:
-            attention_seam.install(self.model, SEAM)
+            _attend_documents(self.model)
+
+
+def _attend_documents(model: Any) -> None:
+    """Let the model's attention take document bounds.
+
+    Raises:
+        RuntimeError: a module would attend without them, across documents.
+    """
+    attention_seam.install(model, SEAM)
+    without = attention_seam.module_without(model, SEAM)
+    if without:
+        attention_seam.remove(model, SEAM)
+        raise RuntimeError(
+            f"the attention of {without} cannot take document bounds, so documents would see each other; set packing=False"
+        )
 
 
 @contextmanager

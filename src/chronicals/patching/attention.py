@@ -66,7 +66,7 @@ def why_not(model: Any) -> str:
             return f"{config._attn_implementation} is left as it is"
     if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "its layers lie on several devices"
-    replaced = attention_seam.who_stands_in_the_way(model)
+    replaced = attention_seam.foreign_forward(model)
     return f"the forward of {replaced} was replaced by something else" if replaced else ""
 
 
