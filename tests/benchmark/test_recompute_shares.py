@@ -26,6 +26,12 @@ def test_a_kernel_moves_to_its_present_kind_and_the_best_time_counts():
     assert found["arms"]["liger"]["share_of_floor"] == pytest.approx(0.85)
 
 
+def test_a_name_that_was_cut_keeps_its_kind():
+    kernel = {"name": "x" * script.CUT, "kind": "elementwise", "calls_a_step": 1, "milliseconds_a_step": 5.0}
+    found = script.recomputed_profile({"milliseconds_a_step": {"elementwise": 5.0, "other": 0.0}, "kernels": [kernel]})
+    assert found["milliseconds_a_step"] == {"elementwise": 5.0, "other": 0.0}
+
+
 def test_ours_in_fp8_has_no_share_and_no_mfu_and_its_profile_does_not_count():
     found = script.recomputed(made(settings="bf16, use_fp8=True"))
     assert found["floor"]["products"] == 0.05
