@@ -1,9 +1,28 @@
 """What a result file derives from its raw data is what the present code derives from them."""
 
+import json
+
 import pytest
 import scripts
 
 script = scripts.script("recompute_shares")
+PATHS = sorted((scripts.ROOT / "benchmarks" / "results").glob("row-*.json"))
+
+
+def approximately(value):
+    """The same with every number as pytest's approximate one."""
+    if isinstance(value, dict):
+        return {name: approximately(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [approximately(part) for part in value]
+    return pytest.approx(value) if isinstance(value, float) else value
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_the_result_files_are_as_the_script_makes_them(path):
+    result = json.loads(path.read_text())
+    assert result["recomputed_at"]
+    assert script.recomputed(result) == approximately(result)
 
 
 def made(**ours):
