@@ -68,8 +68,18 @@ def test_what_save_pretrained_takes(tmp_path):
     assert not (tmp_path / "none").exists()
     with pytest.raises(ValueError, match="safe_serialization=False: .* safetensors only"):
         model.save_pretrained(tmp_path / "none", safe_serialization=False)
-    with pytest.raises(TypeError, match="takes no variant"):
-        model.save_pretrained(tmp_path / "none", variant="fp16")
+
+
+def test_what_has_no_meaning_for_an_adapter_is_ignored_by_name(tmp_path, caplog):
+    """The folder is written all the same: training is over when it is asked for."""
+    model = adapted(tmp_path)
+    usual = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False, "token": "t"}
+    model.save_pretrained(tmp_path / "mine", max_shard_size="1GB", **usual)
+    assert "ignores" not in caplog.text
+    accelerate = {"is_main_process": True, "save_function": torch.save, "state_dict": model.state_dict()}
+    model.save_pretrained(tmp_path / "theirs", **accelerate, variant="fp16", save_peft_format=False, private=True)
+    assert "ignores private, save_function, save_peft_format, variant" in caplog.text
+    assert all(sorted(path.name for path in (tmp_path / name).iterdir()) == FILES for name in ("mine", "theirs"))
 
 
 @pytest.mark.parametrize("way", ["push_to_hub", "save_pretrained"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,14 @@ from chronicals.lora.embeddings import STORED
 from chronicals.lora.merging import merge_adapters
 from chronicals.lora.peft_format import CHANGED, save_adapter
 
+logger = logging.getLogger(__name__)
+
+UPLOAD = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags"}
+"""Arguments of ``model.push_to_hub``."""
+
+USUAL = {"save_peft_format": True, "save_original_format": True, "distributed_checkpoint": False}
+"""Of transformers' ``save_pretrained``: arguments whose defaults are what is done here."""
+
 
 def take_over(model: Any) -> None:
     """Give ``model`` these methods, until its adapters are merged; a deep copy of it has its own."""
@@ -22,7 +31,8 @@ def take_over(model: Any) -> None:
 
 def save_pretrained(
     model: Any, save_directory: str | Path, is_main_process: bool = True, state_dict: Mapping[str, Tensor] | None = None,
-    push_to_hub: bool = False, max_shard_size: int | str | None = None, safe_serialization: bool = True, **hub: Any,
+    push_to_hub: bool = False, max_shard_size: int | str | None = None, variant: str | None = None,
+    token: str | bool | None = None, safe_serialization: bool = True, **others: Any,
 ) -> None:  # fmt: skip
     """Write the adapter in PEFT's format, which ``AutoModelForCausalLM`` and PEFT load over the model's base.
 
@@ -31,20 +41,25 @@ def save_pretrained(
         is_main_process: False writes nothing.
         state_dict: takes the values from here, by the names of ``model.state_dict()``.
         push_to_hub: also upload the folder, to ``repo_id`` or a repository of its name.
-        max_shard_size: an adapter is one file; here because ``push_to_hub`` passes it.
-        hub: arguments of ``model.push_to_hub``.
+        max_shard_size, variant: ignored, for an adapter is one file of a fixed name.
+        token: of the hub.
+        others: arguments of ``model.push_to_hub``; what else transformers takes is ignored, with a warning.
 
     Raises:
         ValueError: ``safe_serialization=False``: no other format is written.
     """
     if not safe_serialization:
         raise ValueError("safe_serialization=False: adapters are written as safetensors only; leave it out")
-    if hub.keys() - {"token"} and not push_to_hub:
-        raise TypeError(f"save_pretrained of a model with adapters takes no {', '.join(sorted(hub))}")
-    if is_main_process:
-        save_adapter(model, save_directory, state_dict=state_dict)
-    if is_main_process and push_to_hub:
-        model.push_to_hub(hub.pop("repo_id", Path(save_directory).name), **hub)
+    if not is_main_process:
+        return
+    upload = {name: others.pop(name) for name in UPLOAD & others.keys()} if push_to_hub else {}
+    asked = {"variant": variant, **others}
+    ignored = sorted(name for name, value in asked.items() if value is not None and value is not USUAL.get(name))
+    if ignored:
+        logger.warning("save_pretrained of a model with adapters ignores %s", ", ".join(ignored))
+    save_adapter(model, save_directory, state_dict=state_dict)
+    if push_to_hub:
+        model.push_to_hub(upload.pop("repo_id", Path(save_directory).name), token=token, **upload)
 
 
 def merge_and_unload(model: Any) -> Any:
