@@ -59,6 +59,15 @@ def test_rows_of_added_tokens_are_saved(tmp_path, base, tied, targets):
     assert loaded.config.vocab_size == ROWS and not loaded.get_input_embeddings().weight.requires_grad
 
 
+def test_rows_are_counted_without_reading_the_tensors(tmp_path, base, monkeypatch):
+    save_adapter(ours(base()), tmp_path / "mine")
+    monkeypatch.delattr("chronicals.lora.loading.load_file")
+    assert SavedModel.find(tmp_path / "mine").embedding_rows() == ROWS
+    (tmp_path / "mine" / "adapter_model.safetensors").write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=r"adapter_model.safetensors: cannot be read"):
+        SavedModel.find(tmp_path / "mine").embedding_rows()
+
+
 def test_what_is_written_is_what_peft_writes(tmp_path, base):
     peft = pytest.importorskip("peft")
     save_adapter(ours(base()), tmp_path / "ours")

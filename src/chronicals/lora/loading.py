@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -77,8 +78,15 @@ def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) 
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
-    try:
+    with _readable(folder):
         return load_file(folder / WEIGHTS_FILE)
+
+
+@contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Within, the file of weights is read; what goes wrong is a ValueError that names it."""
+    try:
+        yield
     except SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS_FILE}: cannot be read ({error}): {DAMAGED}") from error
     except OSError as error:
@@ -87,7 +95,8 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
 
 def stored_rows(folder: Path) -> int | None:
     """Rows of the embedding that is stored with an adapter; None where there is none."""
-    return max((len(tensor) for name, tensor in _tensors(folder).items() if ".lora_" not in name), default=None)
+    with _readable(folder), safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+        return max((file.get_slice(name).get_shape()[0] for name in file.keys() if ".lora_" not in name), default=None)
 
 
 def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: bool) -> Weights:
