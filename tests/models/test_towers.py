@@ -8,7 +8,7 @@ import runs
 import tiny
 from chronicals.generation import load_trained
 from chronicals.lora import LoRAConfig, adapters, apply_lora
-from chronicals.models import beside_text, load_model
+from chronicals.models import beside_text, load_model, read_processors
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.evaluation import evaluate_data
 from chronicals.verification import verify
@@ -88,3 +88,30 @@ def test_how_images_become_tensors_goes_with_the_model(tmp_path):
     runs.train(tmp_path, model=load_model(tmp_path / "base", torch.float32), max_steps=1, trackers=[])
     for name in ("preprocessor_config.json", "processor_config.json"):
         assert (tmp_path / "run" / "model" / name).read_text() == '{"image_size": 28}'
+
+
+def from_transformers(name):
+    return transformers.LlavaForConditionalGeneration.from_pretrained(name)
+
+
+@pytest.mark.parametrize("loader", [lambda name: load_model(name, torch.float32), from_transformers], ids=["ours", "theirs"])
+def test_a_base_that_is_gone_loses_no_save(tmp_path, loader, caplog):
+    """Its folder was moved: before the run, what lay beside the weights is told to be missing, unless it was read at load."""
+    llava().save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "processor_config.json").write_text('{"image_size": 28}')
+    model = loader(tmp_path / "base")
+    (tmp_path / "base").rename(tmp_path / "moved")
+    runs.train(tmp_path, model=model, max_steps=2, save_steps=1, trackers=[])
+    told = "processor_config.json, video_preprocessor_config.json are not saved with the model" in caplog.text
+    for folder in (tmp_path / "run" / "model", tmp_path / "run" / "checkpoints" / "step-00000002" / "model"):
+        assert (folder / "chronicals.json").exists() and (folder / "processor_config.json").exists() != told
+    assert told == (loader is from_transformers)
+
+
+def test_the_revision_that_was_loaded_is_asked_for_its_files(monkeypatch):
+    model, asked = llava(), []
+    model.config._name_or_path, model.config._commit_hash = "me/llava", "abc"
+    monkeypatch.setattr("chronicals.models.towers.cached_file", lambda *_, **given: asked.append(given["revision"]))
+    read_processors(model)
+    read_processors(model)
+    assert asked == ["abc"] * 3

@@ -7,7 +7,7 @@ from chronicals.models.packability import Packability, prove_packability, why_ne
 from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation, present, within_lora
 from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_trained_documents
-from chronicals.models.towers import beside_text, is_within, save_processors
+from chronicals.models.towers import beside_text, is_within, read_processors, save_processors
 
 __all__ = [
     "Head",
@@ -30,6 +30,7 @@ __all__ = [
     "present",
     "prove_packability",
     "read_head",
+    "read_processors",
     "save_processors",
     "why_neighbours_matter",
     "within_lora",

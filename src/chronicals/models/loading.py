@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from chronicals.config.paths import lasting
 from chronicals.models.completeness import check_whole
+from chronicals.models.towers import read_processors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """Type the weights are kept in; fp16 products run over fp32 weights, whose small updates fp16 would lose."""
@@ -66,6 +67,7 @@ def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = F
     except SafetensorError as error:
         raise ValueError(f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}") from error
     model.config._name_or_path = lasting(name)
+    read_processors(model)
     return model
 
 

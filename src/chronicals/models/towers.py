@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import shutil
+import logging
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from transformers.utils import cached_file
 
+logger = logging.getLogger(__name__)
+
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files that say how images and sound become tensors."""
+
+KEPT = "_chronicals_processors"
+"""Attribute of a model: their contents by name."""
 
 
 def beside_text(model: Any) -> list[str]:
@@ -41,13 +46,30 @@ def is_within(name: str, paths: list[str]) -> bool:
     return any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
-def save_processors(model: Any, folder: Path) -> None:
-    """Copy what is needed to give a model images from the folder or hub name that it was loaded from."""
+def read_processors(model: Any) -> None:
+    """Keep, as an attribute of a model that reads more than text, the files that say how, from where it was loaded.
+
+    They are small and read once: the folder may be gone, or the hub out of reach, when the model is saved.
+    """
     origin = model.config._name_or_path
-    for name in PROCESSORS if origin and beside_text(model) else ():
-        found = cached_file(
-            origin, name, _raise_exceptions_for_gated_repo=False, _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-        )  # fmt: skip
-        if found is not None:
-            shutil.copyfile(found, folder / name)
+    if not origin or hasattr(model, KEPT) or not beside_text(model):
+        return
+    kept: dict[str, bytes] = {}
+    try:
+        for name in PROCESSORS:
+            found = cached_file(
+                origin, name, revision=getattr(model.config, "_commit_hash", None), _raise_exceptions_for_gated_repo=False,
+                _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False,
+            )  # fmt: skip
+            if found is not None:
+                kept[name] = Path(found).read_bytes()
+    except OSError as error:
+        logger.warning("%s are not saved with the model, for they cannot be read: %s", ", ".join(PROCESSORS), error)
+    setattr(model, KEPT, kept)
+
+
+def save_processors(model: Any, folder: Path) -> None:
+    """Write those files beside the weights."""
+    read_processors(model)
+    for name, content in getattr(model, KEPT, {}).items():
+        (folder / name).write_bytes(content)

@@ -29,6 +29,7 @@ from chronicals.models import (
     is_within,
     present,
     why_neighbours_matter,
+    read_processors,
     within_lora,
 )
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
@@ -191,6 +192,8 @@ def _freeze_what_reads_no_text(model: Any) -> None:
     """Rows are text: a vision tower gets no gradient, only the decay of its weights."""
     text = within_lora(model)
     towers = beside_text(text) if hasattr(text, "get_decoder") else []
+    if towers:
+        read_processors(text)
     learning = [p for name, p in text.named_parameters() if p.requires_grad and is_within(name, towers)]
     for parameter in learning:
         parameter.requires_grad_(False)
