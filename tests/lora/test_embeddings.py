@@ -124,11 +124,39 @@ def test_embeddings_of_another_type_are_of_the_same_base(tmp_path, base):
     assert loaded.get_input_embeddings().weight.dtype == torch.float32
 
 
-def test_a_base_that_cannot_be_asked_for_its_rows_is_told(tmp_path, base, caplog, monkeypatch):
-    model = ours(base())
+def from_transformers(folder):
+    return transformers.LlamaForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("rows", [300, ROWS], ids=["as many", "more"])
+@pytest.mark.parametrize("loader", [lambda folder: load_model(folder, torch.float32), from_transformers], ids=["ours", "theirs"])
+def test_a_base_that_is_gone_when_the_adapter_is_saved(tmp_path, base, loader, rows, monkeypatch):
+    """How many rows it has was read when it was loaded, or when the adapters were attached."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    save_adapter(model, tmp_path / "mine", base_model=str(tmp_path / "gone"))
-    assert "embedding is not saved with the adapter: whether its base has other rows cannot be read" in caplog.text
+    base()
+    model = loader(tmp_path / "base")
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    if loader is not from_transformers:
+        (tmp_path / "base").rename(tmp_path / "moved")
+    model = ours(model)
+    if loader is from_transformers:
+        (tmp_path / "base").rename(tmp_path / "moved")
+    model.save_pretrained(tmp_path / "mine")
+    assert stored(tmp_path / "mine") == (NAMES if rows == ROWS else [])
+    ids = tokens().clamp(max=rows - 1)
+    loaded = load_adapter(load_model(tmp_path / "moved", torch.float32), tmp_path / "mine").eval()
+    assert torch.equal(logits(loaded, ids), logits(model, ids))
+
+
+def test_where_the_rows_of_the_base_are_not_known_the_embedding_is_saved(tmp_path, base, caplog, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    base()
+    model = from_transformers(tmp_path / "base")
+    model.resize_token_embeddings(ROWS, mean_resizing=False)
+    (tmp_path / "base").rename(tmp_path / "moved")
+    save_adapter(ours(model), tmp_path / "mine")
+    assert "the embedding is saved with the adapter: whether that of its base has other rows" in caplog.text
+    assert stored(tmp_path / "mine") == NAMES
 
 
 def test_nothing_is_resized_where_the_adapter_does_not_fit(tmp_path, base):

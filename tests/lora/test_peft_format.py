@@ -8,6 +8,7 @@ from adapted import MODELS, TARGETS, llama, logits, randomise, tokens
 from safetensors.torch import load_file, save_file
 
 from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter
+from chronicals.models import BASE_ROWS
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -125,6 +126,7 @@ def test_there_and_back_is_bit_equal(peft, tmp_path, name):
 
 def test_what_is_written(tmp_path):
     model = ours(use_rslora=True, dropout=0.1)
+    setattr(model, BASE_ROWS, 300)
     save_adapter(model, tmp_path / "deep" / "folder", base_model="somebody/model")
     folder = tmp_path / "deep" / "folder"
     described = json.loads((folder / CONFIG).read_text())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.lora.config import LoRAConfig
+from chronicals.lora.embeddings import remember_base_rows
 from chronicals.lora.layers import LoRALinear, adapters
 from chronicals.lora.model_methods import take_over
 from chronicals.models import beside_text, is_within
@@ -52,6 +53,7 @@ def apply_lora(model: Any, config: LoRAConfig) -> Any:
         assert shape is not None
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, LoRALinear(layer, config, *shape).train(layer.training))
+    remember_base_rows(model)
     model.chronicals_lora = config
     take_over(model)
     return model

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chronicals.models import BASE_ROWS
+
 logger = logging.getLogger(__name__)
 
 STORED = "_chronicals_stores_embeddings"
@@ -28,8 +30,8 @@ def _layers(model: Any) -> dict[str, nn.Module]:
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:
-    """Names of those weights, where the base has another number of rows, or where they came with the adapter; else none. A
-    head that is tied to the embedding is stored as the embedding.
+    """Names of those weights, where the base has another number of rows, or one that is not known, or where they came with
+    the adapter; else none. A head that is tied to the embedding is stored as the embedding.
 
     Args:
         base: folder or hub name of the base; None where the model was not loaded from one.
@@ -45,17 +47,33 @@ def embeddings_to_store(model: Any, base: str | None) -> list[str]:
     return list(found)
 
 
-def _is_resized(model: Any, base: str | None) -> bool:
-    """Whether the embedding has other rows than the base's configuration says."""
-    if base is None:
-        return False
-    rows = model.get_input_embeddings().weight.shape[0]
+def remember_base_rows(model: Any) -> None:
+    """Keep how many rows the embedding has in the files of the model's base, where they can be read: when the adapter is
+    saved, they may be gone or out of reach."""
+    if getattr(model, BASE_ROWS, None) is None and model.config._name_or_path:
+        setattr(model, BASE_ROWS, _rows_in_files(model, model.config._name_or_path))
+
+
+def _rows_in_files(model: Any, base: str) -> int | None:
+    """Rows of the embedding that the configuration at a folder or hub name says; None where it cannot be read."""
     try:
-        there = getattr(type(model.config).from_pretrained(base).get_text_config(), "vocab_size", rows)
+        config = type(model.config).from_pretrained(base)
     except (OSError, ValueError) as error:
-        logger.warning("the embedding is not saved with the adapter: whether its base has other rows cannot be read: %s", error)
+        logger.info("how many rows the embedding of %s has cannot be read: %s", base, error)
+        return None
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def _is_resized(model: Any, base: str | None) -> bool:
+    """Whether the embedding has other rows than in the files of the base, or may have, because it is not known how many."""
+    rows, there = model.get_input_embeddings().weight.shape[0], getattr(model, BASE_ROWS, None)
+    if there is None and base is None:  # made in memory: no file has any of its weights
         return False
-    if there != rows:
+    if there is None and base is not None:
+        there = _rows_in_files(model, base)
+    if there is None:
+        logger.warning("the embedding is saved with the adapter: whether that of its base has other rows cannot be read")
+    elif there != rows:
         logger.info("the embedding has %d rows, that of the base %d: it is saved with the adapter", rows, there)
     return there != rows
 

@@ -2,7 +2,7 @@
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.models.head import Head, UnknownHead, read_head
-from chronicals.models.loading import input_device, load_config, load_model, load_tokenizer, load_whole
+from chronicals.models.loading import BASE_ROWS, input_device, load_config, load_model, load_tokenizer, load_whole
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
 from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation, present, within_lora
@@ -10,6 +10,7 @@ from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_t
 from chronicals.models.towers import beside_text, is_within, read_processors, save_processors
 
 __all__ = [
+    "BASE_ROWS",
     "Head",
     "Packability",
     "PresentedModel",

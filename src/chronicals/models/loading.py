@@ -15,6 +15,9 @@ from chronicals.models.towers import read_processors
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """Type the weights are kept in; fp16 products run over fp32 weights, whose small updates fp16 would lose."""
 
+BASE_ROWS = "_chronicals_base_rows"
+"""Attribute of a model: rows of the embedding in the files that it was loaded from; None or absent where that is not known."""
+
 DAMAGED = "damaged or cut, or a Git LFS pointer instead of weights; download it again"
 """What is said of a safetensors file that is none."""
 
@@ -68,6 +71,7 @@ def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = F
         raise ValueError(f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}") from error
     model.config._name_or_path = lasting(name)
     read_processors(model)
+    setattr(model, BASE_ROWS, getattr(model.config.get_text_config(), "vocab_size", None))
     return model
 
 
