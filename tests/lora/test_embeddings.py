@@ -68,6 +68,13 @@ def test_rows_are_counted_without_reading_the_tensors(tmp_path, base, monkeypatc
         SavedModel.find(tmp_path / "mine").embedding_rows()
 
 
+def test_that_vllm_takes_no_embedding_is_told(tmp_path, base, caplog):
+    save_adapter(ours(base(rows=300)), tmp_path / "plain")
+    assert "vLLM" not in caplog.text
+    save_adapter(ours(base()), tmp_path / "mine")
+    assert "mine holds an embedding: PEFT loads it, vLLM does not; for vLLM save what merge_and_unload() gives" in caplog.text
+
+
 def test_what_is_written_is_what_peft_writes(tmp_path, base):
     peft = pytest.importorskip("peft")
     save_adapter(ours(base()), tmp_path / "ours")

@@ -27,7 +27,9 @@ CHANGED = "_chronicals_weights_changed"
 def save_adapter(
     model: Any, folder: str | Path, base_model: str | None = None, state_dict: Mapping[str, Tensor] | None = None
 ) -> None:  # fmt: skip
-    """Write the adapters of ``model`` so that PEFT (and vLLM) load them; with the embedding and head where it was resized.
+    """Write the adapters of ``model`` so that PEFT loads them; with the embedding and head where it was resized.
+
+    vLLM loads them too, but none with an embedding: that is merged for it, which the log says.
 
     Args:
         base_model: folder or hub name of the model they belong to; else the one that ``model`` was loaded from.
@@ -60,7 +62,9 @@ def save_adapter(
     values = model.state_dict() if state_dict is None else state_dict
     matrices = {f"{path}.{name}": values[f"{path}.{name}"] for path in paths for name in ("lora_A", "lora_B")}
     tensors = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in matrices.items()}
-    tensors |= {PREFIX + name: values[name].contiguous() for name in embeddings_to_store(model, base)}
+    if embeddings := embeddings_to_store(model, base):
+        tensors |= {PREFIX + name: values[name].contiguous() for name in embeddings}
+        logger.warning("%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what merge_and_unload() gives", folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(described, indent=2))
     save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
