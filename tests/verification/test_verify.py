@@ -93,6 +93,19 @@ def test_a_healthy_run_passes(tmp_path, seed, family, changes):
         assert row.cosine > 0.99 or row.plain > 0.1 or unused, row
 
 
+def test_a_router_loss_that_the_run_leaves_out_is_in_no_arm(tmp_path, monkeypatch):
+    """Of a class that balances in another way: the run warns of it, and the arms are alike."""
+    from transformers.models.mixtral import modeling_mixtral
+
+    right = modeling_mixtral.load_balancing_loss_func
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda *given: 1.1 * right(*given))
+    model = build("Mixtral", 0)
+    model.config.output_router_logits, model.config.initializer_range, model.router_aux_loss_coef = True, 0.03, 1.0
+    found = compare(tmp_path, model, mixed_precision="fp32", gradient_accumulation_steps=1)
+    assert found.passed, found.failures
+    assert any("the router loss (output_router_logits=True) is in no arm: MixtralForCausalLM" in note for note in found.notes)
+
+
 def test_a_patched_model_passes(tmp_path, seed):
     """The plain arms are of the class, not of the instance with its replaced forwards."""
     model = tiny.llama(seed)

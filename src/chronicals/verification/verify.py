@@ -29,6 +29,7 @@ from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import Step, plan_of
 from chronicals.distributed import Ranks, require_one_process
 from chronicals.models import check_positions
+from chronicals.models.router_loss import SWITCH
 from chronicals.patching import layers_in_fp8
 from chronicals.training.length import Length, fit_batch
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
@@ -147,6 +148,10 @@ def verify(
     fp32, plain = PlainArm(model, device, config), PlainArm(model, device, config, alone=exact, usual_attention=not exact)
     notes += changed_buffers(model, fp32.model)
     path = TrainingPath(model, config, total, device)
+    if fp32.router_loss and path.presented.router_loss is None:
+        fp32.router_loss = plain.router_loss = 0.0
+        told = f"{type(model).__name__} adds none, or one that the run leaves out"
+        notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
     plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
     if config.use_fp8:
         for name in layers_in_fp8(model):
