@@ -131,12 +131,16 @@ def test_embeddings_of_another_type_are_of_the_same_base(tmp_path, base):
     assert loaded.get_input_embeddings().weight.dtype == torch.float32
 
 
+def by_us(folder):
+    return load_model(folder, torch.float32)
+
+
 def from_transformers(folder):
     return transformers.LlamaForCausalLM.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("rows", [300, ROWS], ids=["as many", "more"])
-@pytest.mark.parametrize("loader", [lambda folder: load_model(folder, torch.float32), from_transformers], ids=["ours", "theirs"])
+@pytest.mark.parametrize("loader", [by_us, from_transformers])
 def test_a_base_that_is_gone_when_the_adapter_is_saved(tmp_path, base, loader, rows, monkeypatch):
     """How many rows it has was read when it was loaded, or when the adapters were attached."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

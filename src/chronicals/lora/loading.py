@@ -96,7 +96,8 @@ def _readable(folder: Path) -> Iterator[None]:
 def stored_rows(folder: Path) -> int | None:
     """Rows of the embedding that is stored with an adapter; None where there is none."""
     with _readable(folder), safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        return max((file.get_slice(name).get_shape()[0] for name in file.keys() if ".lora_" not in name), default=None)
+        names = [name for name in list(file.keys()) if ".lora_" not in name]
+        return max((file.get_slice(name).get_shape()[0] for name in names), default=None)
 
 
 def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: bool) -> Weights:

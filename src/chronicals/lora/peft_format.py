@@ -64,7 +64,8 @@ def save_adapter(
     tensors = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in matrices.items()}
     if embeddings := embeddings_to_store(model, base):
         tensors |= {PREFIX + name: values[name].contiguous() for name in embeddings}
-        logger.warning("%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what merge_and_unload() gives", folder)
+        message = "%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what merge_and_unload() gives"
+        logger.warning(message, folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(described, indent=2))
     save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})

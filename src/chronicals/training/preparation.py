@@ -28,8 +28,8 @@ from chronicals.models import (
     input_device,
     is_within,
     present,
-    why_neighbours_matter,
     read_processors,
+    why_neighbours_matter,
     within_lora,
 )
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
