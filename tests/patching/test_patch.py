@@ -447,13 +447,14 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("rows", [2, 5], ids=["fewer tokens than columns", "more tokens than columns"])
 @pytest.mark.parametrize("optimizer", STEPS)
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
-def test_logits_that_are_kept_across_a_step(optimizer, family, caplog):
+def test_logits_that_are_kept_across_a_step(optimizer, family, rows, caplog):
     """As loops do that log at their end; gradients through them are not to be had then, as unpatched."""
     lazy_logits._say_they_are_held.cache_clear()
     plain, patched, _ = pair(family)
-    inputs, found = batch(), []
+    inputs, found = batch(rows), []
     for model in (plain, patched):
         stepping = STEPS[optimizer](model.parameters())
         kept = []
@@ -494,6 +495,56 @@ def test_a_step_makes_no_logits_that_nobody_holds(monkeypatch):
     patched.lm_head.weight.requires_grad_(False)
     frozen, logits = step(patched.model.parameters(), True)
     assert frozen == 0 and torch.isfinite(logits.sum())
+
+
+def test_outputs_that_are_alive_at_a_step_share_a_copy_of_the_head(monkeypatch):
+    """No logits are made for the step, and the host does not wait for the device."""
+    plain, patched, _ = pair("llama")
+    inputs = batch(rows=5)
+    outputs = [patched(**inputs) for _ in range(2)]
+    sum(out.loss for out in outputs).backward()
+    expected = plain(**inputs).logits
+
+    def fail(*_):
+        raise AssertionError("computed, or waited for, at a step")
+
+    with monkeypatch.context() as within:
+        within.setattr("chronicals.patching.lazy_logits.F.linear", fail)
+        within.setattr(torch, "equal", fail)
+        torch.optim.SGD(patched.parameters(), lr=0.1).step()
+    kept = [out.logits.promise.kept["weight"] for out in outputs]
+    assert kept[0] is kept[1] and kept[0].shape == patched.lm_head.weight.shape
+    for out in outputs:
+        torch.testing.assert_close(out.logits * 1, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_logits_after_a_change_and_then_a_step_are_refused(rows):
+    _, patched, _ = pair("llama")
+    out = patched(**batch(rows))
+    out.loss.backward()
+    in_place(patched)
+    torch.optim.SGD(patched.parameters(), lr=0.1).step()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="after the weights changed, by something else"):
+            out.logits.sum()
+
+
+@pytest.mark.parametrize("rows", [2, 5])
+def test_no_memory_at_a_step_is_told_when_somebody_looks(rows, monkeypatch):
+    _, patched, _ = pair("llama")
+    out = patched(**batch(rows))
+    out.loss.backward()
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as within:
+        within.setattr("chronicals.patching.lazy_logits.F.linear", full)
+        within.setattr(torch.Tensor, "clone", full)
+        torch.optim.SGD(patched.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match="no memory for a copy of the head's weights; look at them before the step"):
+        out.logits.sum()
 
 
 def test_logits_are_of_the_weights_that_the_call_was_given():

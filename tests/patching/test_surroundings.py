@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 import families
 from chronicals import patch_model, unpatch_model
 from chronicals.models import PresentedModel, attention_seam
+from chronicals.patching import lazy_mask
 from chronicals.patching.lazy_logits import LazyLogits
 
 
@@ -248,6 +249,30 @@ def test_logits_looked_at_after_the_head_is_sharded_again(alone):
     torch.optim.SGD(patched.parameters(), lr=0.0).step()
     with pytest.raises(RuntimeError, match="sharded again; look at them before the backward pass"):
         (out.logits * 2).sum()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_what_fsdp_casts_is_not_made(implementation, monkeypatch):
+    """Neither the mask nor the logits; afterwards both are in the other dtype."""
+    from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
+
+    plain, made = families.build("llama", attn_implementation=implementation), []
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    kept, masks = lazy_mask._made, []
+    monkeypatch.setattr(lazy_mask, "_made", lambda given: (made.append(1), kept(given))[1])
+    rows = inputs() | {"attention_mask": (torch.arange(9) < torch.tensor([[9], [6]])).long()}
+    for model in (plain, patched):
+        hook = model.model.layers[0].register_forward_pre_hook(
+            lambda _, args, kwargs: masks.append(_cast_fp_tensor(torch.bfloat16, kwargs["attention_mask"])), with_kwargs=True
+        )
+        out = model(**rows)
+        hook.remove()
+    logits = _cast_fp_tensor(torch.bfloat16, out.logits)
+    torch.is_complex(masks[1]), torch.numel(masks[1]), torch.is_complex(logits), torch.numel(logits)
+    assert not made and logits.promise.whole is None and logits.dtype == torch.bfloat16
+    assert torch.equal(masks[1] * 1, masks[0] * 1) and masks[1].dtype == masks[0].dtype
+    torch.testing.assert_close(logits * 1, out.logits.bfloat16() * 1)
 
 
 @pytest.mark.parametrize("apart", [[], ["lm_head"], ["model.norm", "lm_head"]], ids=str)

@@ -4,7 +4,8 @@ A model's own forward goes on with them as with a tensor: a scale, a softcap and
 loss takes the hidden states behind them, and any other use computes them as the head itself would have. They stand in
 autograd's graph as the head's outputs would, so that whoever takes them, in Python or not, sends gradients through them.
 
-Before an optimizer of torch changes what they are made of, those that somebody still holds are computed.
+Before an optimizer of torch changes the head, its weight is copied, once for all logits that somebody still holds; they are
+made from the copy when somebody looks. Where the logits are smaller than the weight, they are computed instead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_map
 
+from chronicals.patching.lazy_mask import FUNCTIONS
+
 logger = logging.getLogger(__name__)
 
 ATTRIBUTES = (
@@ -32,7 +35,9 @@ METHODS = (
     "size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "is_contiguous", "get_device", "__len__",
     "register_hook", "retain_grad", "_is_view", "is_inference",
 )  # fmt: skip
-LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES} | {getattr(Tensor, name) for name in METHODS}
+LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES}.union(
+    (getattr(Tensor, name) for name in METHODS), FUNCTIONS
+)
 """What may be asked of logits, and of their place in the graph, without computing them."""
 
 CASTS: dict[Any, torch.dtype] = {Tensor.float: torch.float32, Tensor.bfloat16: torch.bfloat16, Tensor.half: torch.float16}
@@ -63,6 +68,10 @@ class Promise:
             made of the weight, too.
         whole: their values.
         marks: by which a change of hidden, weight and bias is seen.
+        kept: after a step of an optimizer, copies of ``weight`` and ``bias``, as far as it changed them; empty where ``whole``
+            was computed instead.
+        at_step: samples of hidden, weight and bias when ``whole`` was computed for a step, until compared with ``marks``.
+        lost: why nothing could be kept.
     """
 
     hidden: Tensor
@@ -74,6 +83,9 @@ class Promise:
     graph: tuple[Tensor, tuple[Tensor, ...]] | None = None
     whole: Tensor | None = None
     marks: tuple = ()
+    kept: dict[str, Tensor] | None = None
+    at_step: tuple = ()
+    lost: str = ""
 
     def __post_init__(self) -> None:
         self.marks = self.marks or tuple(None if x is None else _mark(x) for x in (self.hidden, self.weight, self.bias))
@@ -92,19 +104,27 @@ class Promise:
         Raises:
             RuntimeError: what they are made of was changed since, or is sharded again.
         """
+        if self.whole is None or self.at_step:
+            self._check()
+            self.at_step = ()
         if self.whole is None:
-            self.graph = x, _ = self._made()
+            self.graph = x, _ = self._made(self.records and self.kept is None)
             keeps = bool(self.steps) and self.steps[-1][0] == "tanh"  # whose gradient is made of what comes out
             self.whole = x.detach().clone() if keeps else x.detach()
         return self.whole
 
-    def _made(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        self._check()
+    @property
+    def _parts(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias that the logits are made of now."""
+        kept = self.kept or {}
+        return self.hidden, kept.get("weight", self.weight), kept.get("bias", self.bias)
+
+    def _made(self, records: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         kind = self.hidden.device.type
         autocast = torch.autocast(kind, dtype=self.product, enabled=self.product is not None)
-        with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(self.records), autocast:
-            hidden, weight = self.hidden.view_as(self.hidden), self.weight.view_as(self.weight)
-            bias = None if self.bias is None else self.bias.view_as(self.bias)
+        with torch.inference_mode(self.hidden.is_inference()), torch.set_grad_enabled(records), autocast:
+            hidden, weight, bias = (None if x is None else x.view_as(x) for x in self._parts)
+            assert hidden is not None and weight is not None
             x = F.linear(hidden, weight, bias)
             for kind, *value in self.steps:
                 x = STEPS[kind](x, *value)
@@ -113,33 +133,61 @@ class Promise:
     def gradients(self, upstream: Tensor) -> tuple[Tensor, ...]:
         """Those of ``sources``."""
         if self.graph is None or not self.graph[0].requires_grad:  # their values were asked for below autograd
-            self.graph = self._made()
+            if self.kept is not None:
+                raise RuntimeError("gradients through logits are asked for after an optimizer changed the head's weights")
+            self._check()
+            self.graph = self._made(self.records)
         return torch.autograd.grad(*self.graph, upstream, retain_graph=True, create_graph=torch.is_grad_enabled())
 
-    def keep(self) -> bool:
-        """Compute the values while that can be done, without a graph; whether they were computed now."""
-        if self.whole is not None or self._why_not():
+    def keep(self, changed: set[int], copy: Callable[[Tensor], Tensor]) -> bool:
+        """Keep what the values can be made from after a step; whether that takes memory. The host waits for nothing.
+
+        Args:
+            changed: ids of the tensors that the step changes.
+            copy: of one of them.
+        """
+        if self.whole is not None or self.kept is not None or self._why_not(compared=False):
             return False
         try:
-            self.whole = replace(self, records=False)._made()[0].detach()
+            if self.hidden.numel() <= self.hidden.shape[-1] ** 2:  # no more tokens than columns of the weight
+                self.whole, self.kept = self._made(records=False)[0].detach(), {}
+                self.at_step = self._samples()
+            else:
+                parts = {"weight": self.weight, "bias": self.bias}
+                self.kept = {name: copy(x) for name, x in parts.items() if x is not None and id(x) in changed}
         except torch.OutOfMemoryError:
-            return False
+            self.lost = (
+                "the logits are asked for after an optimizer's step, before which there was no memory for a copy of the head's "
+                "weights; look at them before the step, or undo patch_model"
+            )
         return True
+
+    def _samples(self) -> tuple[Tensor | None, ...]:
+        """Of those parts of which ``marks`` has one."""
+        return tuple(_sample(x) if x is not None and mark[-1] is not None else None for x, mark in zip(self._parts, self.marks))
 
     def _check(self) -> None:
         reason = self._why_not()
         if reason:
             raise RuntimeError(reason)
 
-    def _why_not(self) -> str:
-        """Why they can no longer be computed; empty where they can."""
-        if self.weight.untyped_storage().nbytes() == 0:
+    def _why_not(self, compared: bool = True) -> str:
+        """Why they can no longer be computed; empty where they can.
+
+        Args:
+            compared: also compare samples of the weights, for which the host waits.
+        """
+        if self.lost:
+            return self.lost
+        if self._parts[1].untyped_storage().nbytes() == 0 and not self.at_step:
             return (
                 "the logits are asked for after the head's weight was sharded again; look at them before the backward pass, or "
                 "undo patch_model"
             )
-        for x, mark in zip((self.hidden, self.weight, self.bias), self.marks):
-            if x is not None and not _is_as(x, mark):
+        samples = (self.at_step or self._samples()) if compared else (None, None, None)
+        for x, original, mark, sample in zip(self._parts, (self.hidden, self.weight, self.bias), self.marks, samples):
+            same = x is None or x is not original or bool(self.at_step) or _is_as(x, mark)
+            if not same or (sample is not None and not torch.equal(sample, mark[-1])):
                 what = "hidden states" if x is self.hidden else "weights"
                 return (
                     f"the logits are asked for after the {what} changed, by something else than an optimizer of torch; look at "
@@ -158,33 +206,45 @@ def _watch_optimizers() -> None:
 
 
 def _keep_what_is_held(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-    """Before an optimizer's step: logits made of what it changes are computed, those that somebody still holds."""
+    """Before an optimizer's step: keep what logits that somebody still holds are made of, where it changes that."""
     if not _open:
         return
     changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    kept = [promise.keep() for promise in list(_open) if changed & {id(promise.weight), id(promise.bias)}]
-    if any(kept):
+    copies: dict[int, Tensor] = {}
+
+    def copy(x: Tensor) -> Tensor:
+        if id(x) not in copies:
+            copies[id(x)] = x.detach().clone()
+        return copies[id(x)]
+
+    held = [promise for promise in list(_open) if changed & {id(promise.weight), id(promise.bias)}]
+    if any([promise.keep(changed, copy) for promise in held]):
         _say_they_are_held()
 
 
 @functools.cache
 def _say_they_are_held() -> None:
     logger.warning(
-        "the output of a patched model is still held when its optimizer steps, so its logits are computed, which takes time "
-        "and memory: let go of it before (del outputs) where nobody reads them afterwards"
+        "the output of a patched model is still held when its optimizer steps, so a copy of its head's weights is kept, or its "
+        "logits where they are smaller: let go of it before (del outputs) where nobody reads them afterwards"
     )
 
 
 def _mark(x: Tensor) -> tuple:
     """By which a later change is seen."""
-    sample = x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLED)].clone() if isinstance(x, nn.Parameter) else None
+    sample = _sample(x) if isinstance(x, nn.Parameter) else None
     return None if x.is_inference() else x._version, x.data_ptr(), x.dtype, sample
 
 
+def _sample(x: Tensor) -> Tensor:
+    """Some elements, copied."""
+    return x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLED)].clone()
+
+
 def _is_as(x: Tensor, mark: tuple) -> bool:
-    version, place, kind, sample = mark
-    same = (version is None or x._version == version) and x.data_ptr() == place and x.dtype == kind
-    return same and (sample is None or torch.equal(sample, _mark(x)[-1]))
+    """Whether it is the tensor that was marked, as far as the host knows."""
+    version, place, kind, _ = mark
+    return (version is None or x._version == version) and x.data_ptr() == place and x.dtype == kind
 
 
 class LazyLogits(Tensor):

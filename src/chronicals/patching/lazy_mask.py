@@ -5,8 +5,9 @@ Attention that takes documents reads them from it. Any other use makes the mask 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,8 +15,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 ATTRIBUTES = ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout", "is_sparse", "grad_fn", "is_leaf")
-METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "get_device", "__len__")
-LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES} | {getattr(Tensor, name) for name in METHODS}
+METHODS = ("size", "dim", "numel", "nelement", "is_floating_point", "is_complex", "get_device", "__len__")
+FUNCTIONS = (torch.is_floating_point, torch.is_complex, torch.numel)
+"""Functions of torch that are other objects than the methods; FSDP2 asks by them what it is to cast."""
+
+LOOKED_AT: set[Any] = {getattr(Tensor, name).__get__ for name in ATTRIBUTES}.union(
+    (getattr(Tensor, name) for name in METHODS), FUNCTIONS
+)
 """What may be asked of a mask without making it."""
 
 
@@ -58,6 +64,22 @@ class Documents:
     mask: Callable[[], Tensor | None]
     tensor: Callable[[], Tensor]
 
+    def cast(self, dtype: torch.dtype) -> Documents:
+        """Their masks in another dtype."""
+        padding = self.padding and replace(self.padding, mask=_cast(self.padding.mask, dtype))
+        return replace(self, padding=padding, mask=_cast(self.mask, dtype), tensor=_cast(self.tensor, dtype))
+
+
+def _cast(make: Callable[[], Any], dtype: torch.dtype) -> Any:
+    """What ``make`` makes, in ``dtype``, made once."""
+
+    @functools.cache
+    def cast() -> Tensor | None:
+        made = make()
+        return None if made is None else made.to(dtype)
+
+    return cast
+
 
 class LazyMask(Tensor):
     """The mask ``[B, 1, S, S]`` of ``documents``, made when somebody looks at its values."""
@@ -71,6 +93,12 @@ class LazyMask(Tensor):
         made.documents = documents
         return made
 
+    def cast(self, dtype: torch.dtype) -> LazyMask:
+        """The same mask in another dtype, not made either."""
+        if self.dtype == dtype:
+            return self
+        return LazyMask(self.documents.cast(dtype), self.shape[0], self.shape[-1], dtype)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in LOOKED_AT:
@@ -78,6 +106,8 @@ class LazyMask(Tensor):
                 return func(*args, **kwargs or {})
         if func is Tensor.detach:  # a checkpoint that is re-entered hands its inputs on so
             return args[0]
+        if func is Tensor.to and len(args) == 2 and isinstance(args[1], torch.dtype) and not kwargs:
+            return args[0].cast(args[1])
         return func(*_made(args), **_made(kwargs or {}))
 
     @classmethod
