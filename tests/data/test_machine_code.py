@@ -66,3 +66,33 @@ def test_all_that_numba_compiles_is_kept_in_this_way():
     assert {name for name in using if "numba" in (SOURCE / name).read_text()} == {"data/compiled.py"}
     covered = {file.relative_to(SOURCE).as_posix() for pattern in compiled.SOURCES for file in SOURCE.glob(pattern)}
     assert {"data/assembly.py", "data/packing.py", "data/dealing.py", "batch.py"} <= covered
+
+
+def package_in(folder):
+    for name, text in FILES.items():
+        (folder / "chronicals" / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / "chronicals" / name).write_text(text)
+    return folder
+
+
+def test_where_no_folder_can_be_written_nothing_is_kept_and_that_is_said(tmp_path):
+    """A file stands where each folder would be made, which not even root can write through."""
+    package_in(tmp_path)
+    (tmp_path / "chronicals/data/__pycache__").write_text("")
+    (tmp_path / "file").write_text("")
+    nowhere = str(tmp_path / "file" / "below")
+    environment = {"NUMBA_CACHE_DIR": nowhere, "HOME": nowhere, "XDG_CACHE_HOME": nowhere, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env={**os.environ, **environment})
+    assert done.stdout.split() == ["-300", "0"], done.stderr
+    assert done.stderr.count("machine code is not kept") == 1 and "NUMBA_CACHE_DIR" in done.stderr
+
+
+def test_machine_code_that_cannot_be_saved_does_not_end_the_run(tmp_path):
+    program = (
+        "import pathlib, shutil; from chronicals.data.outer import outer; shutil.rmtree('own'); "
+        "pathlib.Path('own').write_text(''); print(outer(2))"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": "own", "PYTHONPATH": str(package_in(tmp_path / "code"))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.stdout.split() == ["-300"], done.stderr
+    assert done.stderr.count("machine code is not kept") == 1

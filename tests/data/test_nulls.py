@@ -78,3 +78,17 @@ def test_nulls_of_datasets_are_left_out(streaming):
     dataset = datasets.Dataset.from_list(ROWS)
     assert rows_of(dataset.to_iterable_dataset() if streaming else dataset) == FILLED
     assert [nulls.without_nulls(row) for row in dataset] == FILLED
+
+
+def test_values_that_a_transform_has_replaced_stay_as_they_are():
+    datasets = pytest.importorskip("datasets")
+    more = [{"more": [("a", None)]} for _ in ROWS]
+    dataset = datasets.Dataset.from_list([{**row, **one} for row, one in zip(ROWS, more, strict=True)])
+    texts = {"messages": ["a", "b"], "tools": [["f"], [["g"]]], "about": ["c", 3], "more": ["x", None]}
+    replaced = dataset.with_transform(lambda batch: {name: column[: len(batch["about"])] for name, column in texts.items()})
+    assert rows_of(replaced)[0] == {name: column[0] for name, column in texts.items()}
+    kind = pa.map_(pa.string(), pa.list_(pa.struct([("a", pa.string())])))
+    clean = nulls.cleaner(pa.schema([("more", kind)]))
+    for value in ("text", ["text"], 3, None):
+        assert clean({"more": value}) == {"more": value}
+    assert clean({"more": {"k": [{"a": None}]}}) == {"more": {"k": [{}]}} == clean({"more": [("k", [{"a": None}])]})

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import stock_templates as stock
 
-from chronicals.data import DataError, Tokenizer
+from chronicals.data import DataError, Tokenizer, prefixes
 from chronicals.data.prefixes import Prefixes
 
 TOLD = [
@@ -49,6 +49,20 @@ OTHERS = {
     "the prompt in the loop": LOOP + "{% if m.content == 'x5' %}" + ASKED + "{% endif %}" + SAID + END,
     "refusing": "{% set ns = namespace(last='') %}{% for m in messages %}" + SAID + "{% set ns.last = m.role %}{% endfor %}"
     "{% if ns.last == 'user' %}{{ raise_exception('no') }}{% endif %}",
+    "with an iterator": "{% set mark = ['A', 'B']|map('string') %}"
+    + LOOP + "{% if m.content == 'x5' %}{{ mark|first }}{% endif %}" + SAID + END + "{{ mark|first }}",
+    "with an iterator in a list": "{% set marks = [['A', 'B']|map('string')] %}"
+    + LOOP + "{% if m.content == 'x5' %}{{ marks[0]|first }}{% endif %}" + SAID + END + "{{ marks[0]|first }}",
+    "with an iterator of another loop": "{% for mark in [['A', 'B']|map('string')] %}"
+    + LOOP + "{% if m.content == 'x5' %}{{ mark|first }}{% endif %}" + SAID + END + "{{ mark|first }}{% endfor %}",
+    "with an iterator in a namespace": "{% set ns = namespace(mark=['A', 'B']|batch(1)) %}"
+    + LOOP + "{% if m.content == 'x5' %}{{ ns.mark|first }}{% endif %}" + SAID + END + "{{ ns.mark|first }}",
+    "with an iterator of a test": "{% set mark = 'A' if 0 else ['A', 'B']|reverse %}"
+    + LOOP + "{% if m.content == 'x5' %}{{ mark|first }}{% endif %}" + SAID + END + "{{ mark|first }}",
+    "going on within": LOOP + SAID
+    + "{% if m.content == 'x5' %}{% for n in loop %}{{ n.content }}{% endfor %}!{% endif %}" + END,
+    "with a loop kept": "{% for x in [1] %}{% set kept = loop %}" + LOOP + SAID
+    + "{% if m.content == 'x5' %}{{ kept.changed(1) }}{% endif %}" + END + "{{ kept.changed(1) }}{% endfor %}",
     "joined": "{{ messages|map(attribute='content')|join('+') }}{% for m in messages %}" + SAID + END,
     "as JSON": "{{ messages|tojson }}",
 }
@@ -121,3 +135,23 @@ def test_a_long_conversation_is_rendered_a_few_times(monkeypatch):
     row = {"messages": plain(random.choice([40, 80, 160]))}
     (found,) = encoder.encode_batch([row], ["row 1"])
     assert found[1].any() and len(calls) < 12
+
+
+@pytest.mark.parametrize("value", ["m", "m.content", "[m.content, 1, none, 2.5]", "{'a': m.role}"])
+def test_namespaces_may_hold_what_their_state_tells(value):
+    template = "{% set ns = namespace(last='') %}" + LOOP + SAID + "{% set ns.last = VALUE %}" + END + ASKED
+    told = parts_of(Tokenizer(stock.with_template(template.replace("VALUE", value))).template, plain(12))
+    assert len(told) == 2 * 11 if value == "{'a': m.role}" else told
+
+
+def test_templates_that_use_iterators_up_where_they_stand_are_told():
+    used = "{{ ['b', 'a']|reject('eq', 'a')|map('upper')|join }}{% for n in ['a']|select %}{{ n }}{% endfor %}"
+    template = Tokenizer(stock.with_template(used + LOOP + SAID + used + END + used + ASKED)).template
+    assert len(parts_of(template, plain())) == 2 * 23
+
+
+def test_no_more_states_are_kept_than_are_used():
+    template = Tokenizer(stock.with_template(OTHERS["counting"])).template
+    messages = template.form(plain(200), "row 1")
+    run = prefixes._Run(template, messages, None, False)
+    assert len(set(run.states)) <= prefixes.MOST_STATES + 1 and len(run.places) == 200 and run.places[-1] is None

@@ -2,13 +2,14 @@
 
 A cached function holds the code of everything that it calls and the values of the constants that it reads, but numba checks
 the function's own file only. So the code lies in a folder named by a hash of all the sources it may have been compiled from:
-after any change of them it is compiled again.
+after any change of them it is compiled again. Where no folder can be written, nothing is kept.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -19,6 +20,8 @@ from typing import Any
 
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = Path(__file__).parent.parent
 
@@ -40,7 +43,10 @@ def compiled(function: Callable[..., Any] | None = None, *, nogil: bool = False)
         return functools.partial(compiled, nogil=nogil)
     dispatcher = numba.njit(nogil=nogil)(function)
     if sources():
-        dispatcher._cache = _Cache(function)
+        try:
+            dispatcher._cache = _Cache(function)
+        except RuntimeError:  # of numba
+            _warn("neither the package's folder nor the user's cache can be written")
     return dispatcher
 
 
@@ -87,3 +93,24 @@ class _Implementation(CompileResultCacheImpl):
 
 class _Cache(FunctionCache):
     _impl_class = _Implementation
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(sig, target_context)
+        except OSError as error:
+            _warn(error.strerror or type(error).__name__)
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            super().save_overload(sig, data)
+        except OSError as error:
+            _warn(error.strerror or type(error).__name__)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    logger.warning(
+        "machine code is not kept, so every process compiles it anew (%s); set NUMBA_CACHE_DIR to a folder with room for it",
+        reason,
+    )

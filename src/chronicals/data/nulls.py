@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,10 @@ VALUES_OF_USERS = ("tools", "arguments")
 
 
 def cleaner(schema: pa.Schema) -> Clean | None:
-    """What makes of a row, a dict, the same row without such nulls; None where no column can hold one."""
+    """What makes of a row, a dict, the same row without such nulls; None where no column can hold one.
+
+    A value that is not of its column's type, because a transform has replaced it, stays as it is.
+    """
     columns = {field.name: clean for field in schema if (clean := _clean(field.type, field.name)) is not None}
     if not columns:
         return None
@@ -58,11 +62,12 @@ def _clean(kind: pa.DataType, name: str, inside: bool = False) -> Clean | None:
 
 
 def _clean_list(clean: Clean, values: Any) -> Any:
-    return values if values is None else [clean(value) for value in values]
+    return [clean(value) for value in values] if isinstance(values, (list, tuple, np.ndarray)) else values
 
 
 def _clean_map(clean: Clean, values: Any) -> Any:
-    return values if values is None else {name: clean(value) for name, value in dict(values).items()}
+    pairs = isinstance(values, (list, tuple)) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in values)
+    return {name: clean(value) for name, value in dict(values).items()} if pairs or isinstance(values, Mapping) else values
 
 
 def _clean_struct(kind: pa.StructType, name: str, inside: bool) -> Clean | None:
@@ -77,8 +82,8 @@ def _clean_struct(kind: pa.StructType, name: str, inside: bool) -> Clean | None:
         return None
 
     def clean_struct(value: Any) -> Any:
-        if value is None:
-            return None
+        if not isinstance(value, Mapping):
+            return value
         if inside and any(one is None for one in value.values()):
             if name in VALUES_OF_USERS:
                 _say(name)

@@ -9,12 +9,14 @@ looks at message i or at the end of the list. Where it looks there only by going
 
 All of this is observed while it runs, on lists and namespaces that record what is done with them. Of templates that look ahead,
 at the length or from the end, that loop within a macro or a buffer, or that keep what they see elsewhere, nothing is told.
+What is kept elsewhere may be the position of an iterator: a lazy filter that is not consumed where it stands, ``loop`` itself,
+or one in a namespace.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, overload
 
 from jinja2 import nodes
@@ -24,7 +26,13 @@ from jinja2.utils import Namespace
 from chronicals.data.chat_template import ChatTemplate, Message
 
 MOST_STATES = 16
-"""Namespaces' states whose rests are rendered; with more of them there is no gain."""
+"""Namespaces' states whose rests are rendered; with more of them there is no gain, and no more are recorded."""
+
+LAZY = {"batch", "items", "map", "reject", "rejectattr", "reverse", "select", "selectattr", "slice", "unique"}
+"""Filters that return an iterator."""
+
+CONSUMING = {"first", "join", "list", "max", "min", "sort", "sum"}
+"""Filters that use an iterator up, or let nothing else use it."""
 
 State = tuple[tuple[tuple[int, str], str], ...]
 
@@ -86,8 +94,30 @@ class Prefixes:
 def _keeps_nothing(compiled: Any, source: str) -> bool:
     """Whether the template loops outside of buffers, and has no state but namespaces."""
     tree = compiled.environment.parse(source)
+    if any(_keeps(parent, child) for parent in tree.find_all(nodes.Node) for child in parent.iter_child_nodes()):
+        return False
     buffered = any(next(block.find_all(nodes.For), None) for block in tree.find_all((nodes.AssignBlock, nodes.FilterBlock)))
     return not buffered and not any(name.name in ("cycler", "joiner", "lipsum") for name in tree.find_all(nodes.Name))
+
+
+def _keeps(parent: nodes.Node, child: nodes.Node) -> bool:
+    """Whether ``child`` is an iterator that ``parent`` may keep for later use."""
+    if isinstance(child, nodes.Name) and child.name == "loop":
+        return not isinstance(parent, (nodes.Getattr, nodes.Getitem))
+    if not isinstance(child, nodes.Filter) or child.name not in LAZY:
+        return False
+    if isinstance(parent, nodes.For):
+        return child is not parent.iter
+    return not (isinstance(parent, nodes.Filter) and child is parent.node and parent.name in LAZY | CONSUMING)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``repr`` tells all of it: texts, numbers, None, and collections of these."""
+    if isinstance(value, Mapping):
+        return all(_is_plain(one) for pair in value.items() for one in pair)
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 class _Run:
@@ -110,6 +140,8 @@ class _Run:
         self.looked_again, self.compared, self.loops = False, 0, 0
         self._seen_end, self._letters = False, 0
         self._state: dict[tuple[int, str], str] = {}
+        self._known: dict[State, State] = {}
+        self._recording = True
         self._namespaces: list[Any] = []
         pieces = []
         variables = {**template.tokenizer.special_tokens_map, "namespace": self._recorded_namespace}
@@ -126,8 +158,9 @@ class _Run:
         self.looked_again |= self._seen_end
         while len(self.places) <= min(number, len(self.messages) - 1):
             proper = in_loop and len(self.places) == number and self.loops == 1 and not self._seen_end
-            self.places.append(self._letters if proper else None)
-            self.states.append(tuple(sorted(self._state.items())))
+            state = self._current_state()
+            self.places.append(self._letters if proper and self._recording else None)
+            self.states.append(state)
         if number >= len(self.messages):
             self.look_at_end(in_loop and self.loops == 1)
 
@@ -137,18 +170,36 @@ class _Run:
             self.ended = self._letters
         self._seen_end = True
 
+    def _current_state(self) -> State:
+        """One object for equal states; empty, and the recording stops, once there are too many of them."""
+        state = tuple(sorted(self._state.items()))
+        if state not in self._known and len(self._known) == MOST_STATES:
+            self._stop_recording()
+            return ()
+        return self._known.setdefault(state, state)
+
+    def _stop_recording(self) -> None:
+        self._recording = False
+        self._state.clear()
+
+    def _record(self, number: int, name: str, value: Any) -> None:
+        if self._recording and _is_plain(value):
+            self._state[number, name] = repr(value)
+        else:
+            self._stop_recording()
+
     def _recorded_namespace(self, *args: Any, **attributes: Any) -> Namespace:
-        state, number = self._state, len(self._namespaces)
+        record, number = self._record, len(self._namespaces)
 
         class Recorded(Namespace):
             def __setitem__(self, name: str, value: Any) -> None:
                 super().__setitem__(name, value)
-                state[number, name] = repr(value)
+                record(number, name, value)
 
         made = Recorded(*args, **attributes)
         self._namespaces.append(made)
         for name, value in dict(*args, **attributes).items():
-            state[number, name] = repr(value)
+            record(number, name, value)
         return made
 
 
