@@ -154,6 +154,15 @@ def test_flags_that_are_wrong_are_named():
         command._recipe(None, {"trust_remote_code": True})
 
 
+@pytest.mark.parametrize("field", ["chat_template", "base_model"])
+def test_fields_that_a_benchmark_does_not_take_are_refused(field, tmp_path):
+    with pytest.raises(ConfigurationError, match=f"{field}='chatml': a benchmark"):
+        command._recipe(None, {field: "chatml"})
+    (tmp_path / "recipe.yaml").write_text(f"model: base\ndata: rows.jsonl\n{field}: chatml\n")
+    with pytest.raises(ConfigurationError, match=f"{field}='chatml': a benchmark"):
+        command._recipe(tmp_path / "recipe.yaml", {})
+
+
 @pytest.mark.parametrize("option", ["--variant", "--scouted-variant"])
 @pytest.mark.parametrize(
     "changes, message",

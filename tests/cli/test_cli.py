@@ -207,6 +207,25 @@ def test_evaluate_refuses_what_a_run_would(within, flag, value):
     assert done.code == 1 and f"{flag} {shlex.quote(str(value))}: " in done.stderr
 
 
+def test_evaluate_takes_the_flags_that_its_errors_name(place, within):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = None
+    tokenizer.save_pretrained(place / "plain")
+    tiny.llama().save_pretrained(place / "plain")
+    asked = "evaluate", "plain", "--data", "data.jsonl"
+    bare = within(*asked)
+    assert bare.code == 1 and "--chat-template chatml" in bare.stderr
+    assert within(*asked, "--chat-template", "chatml").code == 0
+    (place / "pairs.jsonl").write_text('{"prompt": "what?", "completion": "that and this and so on"}\n')
+
+    def figure(name, *options):
+        return json.loads(within("evaluate", "base", "--data", "pairs.jsonl", *options).stdout)[name]
+
+    assert figure("loss", "--completions-as-chat") != figure("loss") == figure("loss", "--no-completions-as-chat")
+    short = "--max-seq-length", 12, "--gate", "cut_stop=1"
+    assert figure("targets", *short, "--overlong", "split") > figure("targets", *short)
+
+
 def test_generate_once_and_in_a_chat(trained, within):
     once = within("generate", "out", "--prompt", "what is 3?", "--max-new-tokens", 5)
     assert once.code == 0, once.stderr

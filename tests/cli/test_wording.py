@@ -10,6 +10,7 @@ import pytest
 
 from chronicals.cli.wording import LogFormatter, Wording, begin
 from chronicals.config import Recipe
+from chronicals.data.gate import RULES
 
 SOURCE = Path(__file__).parent.parent.parent / "src" / "chronicals"
 FIELDS = [field.name for field in dataclasses.fields(Recipe)]
@@ -53,6 +54,17 @@ MESSAGES = [
         "go on with chronicals train --resume --output-dir 'a b', or",
     ),
     ("map it: columns={'completion': 'x'}", "map it: --columns x=completion", "map it: columns: {completion: x}"),
+    (
+        "map: columns={'prompt': 'Q', 'completion': 'A', 'system': 'A'}",
+        "map: --columns Q=prompt --columns A=completion --columns A=system",
+        "map: columns: {prompt: Q, completion: A, system: A}",
+    ),
+    (
+        "columns={'prompt': …} and memory=['a', b]",
+        "columns={'prompt': …} and memory=['a', b]",
+        "columns={'prompt': …} and memory=['a', b]",
+    ),
+    ("the field 'output_dir' is missing", "the field 'output_dir' is missing", "the field 'output_dir' is missing"),
     ("learning_rate=0.001 (before: 0.003)", "--learning-rate 0.001 (before: 0.003)", "learning_rate: 0.001 (before: 0.003)"),
     ("batch_size * max_seq_length=100 is", "--batch-size * --max-seq-length 100 is", "batch_size * max_seq_length: 100 is"),
     (
@@ -116,3 +128,17 @@ def test_log_lines_are_in_the_users_form():
     finally:
         begin({})
     assert LogFormatter("%(message)s").format(record) == record.getMessage() == "lower batch_size=4"
+
+
+def test_remedies_of_the_gate_name_different_columns():
+    said = IN_FLAGS(RULES["columns_recognised"].remedy)
+    assert said.endswith("--columns THEIR_PROMPT=prompt --columns THEIR_ANSWER=completion")
+
+
+def test_remedies_give_every_value_and_set_it_in_a_form_that_can_be_typed():
+    """A field that is set has its value, and what is in brackets is a literal."""
+    for rule in RULES.values():
+        assert not re.search(r"\bset (\w+)(?!\w|=)", rule.remedy), rule.remedy
+    bracketed = re.compile(rf"\b(?:{'|'.join(FIELDS)})=(\[[^\]]*\]|\{{[^}}]*\}})")
+    values = [found for _, text in messages() for found in bracketed.findall(text)]
+    assert len(values) > 5 and all(ast.literal_eval(value) for value in values)

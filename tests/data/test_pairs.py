@@ -117,3 +117,9 @@ def test_columns_that_cannot_be_are_refused(columns, words):
 
 def test_completions_as_chat_is_a_field():
     assert Tokenizer.configured(tiny.tokenizer(), ChronicalsConfig(completions_as_chat=True)).completions_as_chat
+
+
+@pytest.mark.parametrize("as_chat", [False, True])
+def test_pictures_are_told_however_completions_are_rendered(tmp_path, as_chat):
+    rows = [{"question": "what is 2?", "answer": "two", "image": "cat.png"}]
+    assert store_of(rows, tmp_path, completions_as_chat=as_chat).report.count("unread_field") == 1

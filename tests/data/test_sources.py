@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import tiny
+from chronicals.cli.wording import Wording
 from chronicals.config import ConfigurationError, DataSource
 from chronicals.data import BadRow, DataError, read_records, source_fingerprint, sources
 
@@ -426,8 +427,8 @@ def test_one_conversation_is_not_taken_for_rows(tmp_path):
 @pytest.mark.parametrize(
     ("theirs", "reason"),
     [
-        ("body", "column 'body' is missing (no 'body' in title, meta); columns={'text': …} must name one that every row has"),
-        ("meta.body", "column 'meta.body' is missing (no 'body' in x, y)"),
+        ("body", "column 'body' is missing (no 'body' in 'title', 'meta'); columns={'text': 'THEIR_NAME'} must name one that"),
+        ("meta.body", "column 'meta.body' is missing (no 'body' in 'x', 'y')"),
         ("title.body", "column 'title.body' is missing (no 'body' in str)"),
     ],
 )
@@ -529,3 +530,13 @@ def test_a_source_is_checked_when_it_is_made():
 
 
 # Kinds
+
+
+def test_a_missing_column_is_told_with_a_remedy_that_can_be_typed():
+    row = sources._renamed({"output_dir": "x"}, {"prompt": "question"})
+    assert row.reason == (
+        "column 'question' is missing (no 'question' in 'output_dir'); columns={'prompt': 'THEIR_NAME'} must name one that "
+        "every row has"
+    )
+    said = Wording({"columns": False, "output_dir": False})(row.reason)
+    assert "in 'output_dir'); --columns THEIR_NAME=prompt must" in said

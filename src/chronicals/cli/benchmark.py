@@ -17,6 +17,13 @@ import typer
 
 from chronicals.cli.options import make_room_for, with_recipe_flags
 
+REFUSED = {
+    "trust_remote_code": "runs no code of a model",
+    "chat_template": "takes the tokenizer with the template that it has",
+    "base_model": "starts from a whole model, not from an adapter",
+}
+"""Fields of a recipe that a benchmark does not take, and why."""
+
 
 @with_recipe_flags
 def benchmark(
@@ -133,10 +140,9 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
         plan = Recipe.from_yaml(recipe, **flags)
     if not isinstance(plan.data, str) or plan.columns:
         raise ConfigurationError("data: a benchmark takes one file as it is, without weight or columns; or fixed, or ragged")
-    if plan.trust_remote_code:
-        raise ConfigurationError(
-            f"trust_remote_code={plan.trust_remote_code}: a benchmark runs no code of a model; leave it out"
-        )
+    for name, reason in REFUSED.items():
+        if value := getattr(plan, name):
+            raise ConfigurationError(f"{name}={value!r}: a benchmark {reason}; leave it out")
     config = plan.config()
     set_here = config.explicit | (set(SIZES) if recipe else set())
     fields = {name: value for name, value in config.to_dict().items() if name in set_here}

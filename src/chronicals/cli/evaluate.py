@@ -20,6 +20,13 @@ def evaluate(
     objective: Annotated[str | None, typer.Option(help="sft, or pretraining, in which every token counts")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Roles whose messages count; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="Which of their messages count: all, or the last alone")] = None,
+    completions_as_chat: Annotated[
+        bool | None, typer.Option(help="Render prompts and completions by the chat template")
+    ] = None,
+    overlong: Annotated[str | None, typer.Option(help="What becomes of longer rows: cut, split or drop")] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="For a tokenizer without one: chatml, zephyr, or a file with Jinja text")
+    ] = None,
     columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     gate: Annotated[list[str] | None, typer.Option(help="Share of the rows a finding may touch, name=share")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")] = None,
@@ -29,13 +36,15 @@ def evaluate(
     """Held-out loss, perplexity and accuracy.
 
     `chronicals evaluate chronicals-output --data held-out.jsonl` prints a table, and JSON on standard output. Means over every
-    target that training would train, tokenised as it would be. Width, objective, roles, turns and gate are those of the run,
-    where MODEL comes from one; else 2048, sft, the assistant's, all, and the gate's own shares.
+    target that training would train, tokenised as it would be. Width, objective, roles, turns, the gate, and
+    what becomes of completions and of longer rows are those of the run, where MODEL comes from one; else 2048, sft, the
+    assistant's, all, and what `train` does by default.
     """
     from rich.console import Console
     from rich.table import Table
 
     from chronicals.config import Recipe
+    from chronicals.data.chat_templates import with_chat_template
     from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import load_trained
     from chronicals.training.evaluation import evaluate_data
@@ -45,12 +54,14 @@ def evaluate(
     trained = load_trained(model, base_model, trust_remote_code)
     asked = {
         "data": data, "max_seq_length": max_seq_length, "objective": objective, "train_on_roles": train_on_roles,
-        "train_on_turns": train_on_turns, "columns": columns, "gate": gate, "cache_dir": cache_dir,
+        "train_on_turns": train_on_turns, "completions_as_chat": completions_as_chat, "overlong": overlong,
+        "chat_template": chat_template, "columns": columns, "gate": gate, "cache_dir": cache_dir,
     }  # fmt: skip
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.taught}
     fields |= {name: value for name, value in asked.items() if value not in (None, [])}
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
-    figures = evaluate_data(trained.model, trained.tokenizer, recipe.sources[0], recipe.config()).to_dict()
+    tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)
+    figures = evaluate_data(trained.model, tokenizer, recipe.sources[0], recipe.config()).to_dict()
     table = Table("measure", "value")
     for name, value in figures.items():
         table.add_row(name.replace("_", " "), f"{value:,.4f}" if isinstance(value, float) else f"{value:,}")

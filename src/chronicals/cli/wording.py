@@ -49,7 +49,8 @@ class Wording:
         distinct = "|".join(sorted((name for name in self.switches if "_" in name), key=len, reverse=True)) or "(?!)"
         text = re.sub(rf"(?<![\w./'\"-])({name})=({VALUE})", lambda found: self._with_value(found[1], found[2]), text)
         text = re.sub(rf"(?:^|(?<=; ))({name})(?=: )", lambda found: self._named(found[1]), text)
-        return re.sub(rf"(?<![\w./=-])('?)({distinct})\1(?![\w/=-]|\.\w)", lambda found: self._bare(found[2], found[0]), text)
+        bare = rf"(?<![\w./='\"-])({distinct})(?![\w/='\"-]|\.\w)|(?<=did you mean )'({distinct})'"
+        return re.sub(bare, lambda found: self._bare(found[1] or found[2], found[0]), text)
 
     def _is_flag(self, name: str) -> bool:
         return name in self.switches and (not self.in_recipe or name in self.as_flags)
@@ -62,15 +63,18 @@ class Wording:
 
     def _with_value(self, name: str, text: str) -> str:
         value = _value_of(text)
+        if value == text and text[0] in "[{":
+            return f"{name}={text}"
         if not self._is_flag(name):
             return f"{name}: {_in_yaml(value)}"
         if self.switches[name]:
             return flag(f"no_{name}" if value is False else name)
         if value is None:
             return f"no {flag(name)}"
-        if name == "columns" and isinstance(value, dict):  # whose flag has the names of the data first
-            value = {theirs: ours for ours, theirs in value.items()}
-        values = [f"{key}={one}" for key, one in value.items()] if isinstance(value, dict) else value
+        pairs = list(value.items()) if isinstance(value, dict) else []
+        if name == "columns":  # whose flag has the names of the data first
+            pairs = [(theirs, ours) for ours, theirs in pairs]
+        values = [f"{key}={one}" for key, one in pairs] if isinstance(value, dict) else value
         values = values if isinstance(values, list) else [values]
         return " ".join(f"{flag(name)} {shlex.quote(str(one))}" for one in values or ["none"])
 

@@ -47,18 +47,18 @@ RULES = {
     "wrong_type": Rule("rows with a field of the wrong type", "mend them", 0),
     "unread_field": Rule(
         "rows with pictures or sound, and plain completions with a system message, tools or a history, which are left out",
-        "drop rows that are about the former; map the latter to instruction and output, which go through the chat template: "
-        "columns={'instruction': 'prompt', 'output': 'completion'}",
+        "drop rows that are about the former; set completions_as_chat=True to render the latter through the chat template, "
+        "which has a place for them",
         1,
     ),
     "columns_recognised": Rule(
         "rows whose columns were taken for prompt and completion by their names",
-        "nothing, if that is meant; else name them: columns={'prompt': 'THEIR_NAME', 'completion': 'THEIR_NAME'}",
+        "nothing, if that is meant; else name them: columns={'prompt': 'THEIR_PROMPT', 'completion': 'THEIR_ANSWER'}",
         None,
     ),
     "plain_completion": Rule(
         "prompts and completions without the chat template that this tokenizer has, unlike what a chat with the model sends",
-        "set completions_as_chat to render them as a user's and an assistant's message, unless plain text is meant",
+        "set completions_as_chat=True to render them as a user's and an assistant's message, unless plain text is meant",
         1,
     ),
     "unusable_kind": Rule("rows this objective cannot train on", "choose their objective, or map their columns", 0),
@@ -81,7 +81,7 @@ RULES = {
     "vocabulary_too_large": Rule("tokens of the tokenizer that the embedding lacks", "call model.resize_token_embeddings", 1),
     "id_out_of_range": Rule("token ids outside the model's embedding", "use the model's own tokenizer", 0),
     "byte_garbage": Rule("texts with U+FFFD, left by a wrong decoding", "read the source in its own encoding", 0.1),
-    "cut_row": Rule("rows cut at max_seq_length", "raise max_seq_length, or set overlong", 1),
+    "cut_row": Rule("rows cut at max_seq_length", "raise max_seq_length, or set overlong='split'", 1),
     "split_row": Rule("rows split at max_seq_length", "nothing, if documents may be split", None),
     "dropped_row": Rule("rows longer than max_seq_length, left out", "raise max_seq_length", 0.5),
     "single_token": Rule("rows of a single token", "look at what the column holds", 0.5),

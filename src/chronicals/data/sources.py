@@ -158,10 +158,10 @@ def _renamed(record: Record | BadRow, columns: Mapping[str, str]) -> Record | Ba
         value: Any = record
         for name in [theirs] if theirs in record else theirs.split("."):
             if not isinstance(value, Mapping) or name not in value:
-                there = ", ".join(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
+                there = ", ".join(map(repr, value)) if isinstance(value, Mapping) else type(value).__name__
                 return BadRow(
-                    f"column {theirs!r} is missing (no {name!r} in {there}); columns={{{ours!r}: …}} must name one that every "
-                    "row has",
+                    f"column {theirs!r} is missing (no {name!r} in {there}); columns={{{ours!r}: 'THEIR_NAME'}} must name one "
+                    "that every row has",
                     "missing_field",
                 )
             value = value[name]
