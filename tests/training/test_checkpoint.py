@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import hashlib
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import runs
 import tiny
 from chronicals.config.config import laid_over
 from chronicals.data import TokenStore
+from chronicals.data.sources import source_fingerprint
 from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module
 from chronicals.training.callbacks import Callback, read_metrics
@@ -274,6 +276,39 @@ def test_weights_of_several_types_come_back_bit_by_bit(tmp_path):
 def test_a_run_is_not_overwritten(run_folder):
     with pytest.raises(CheckpointError, match=r"output_dir.*resume=True.*another output_dir"):
         runs.train(run_folder)
+
+
+def rewrite_state(folder, **changes):
+    """Of a checkpoint, with a manifest that agrees."""
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | changes))
+    described = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(described | {"state.json": module._describe(folder / "state.json")}))
+
+
+def key_of_format_7(rows, folder):
+    """As it was made before ``completions_as_chat`` and format 8."""
+    inner = tiny.tokenizer()
+    vocabulary = inner.backend_tokenizer.to_str().partition('"added_tokens":')[2]
+    described = [inner.chat_template, inner.special_tokens_map, False, "sft", ["assistant"], "all"]
+    tokenizer = hashlib.sha256(f"{vocabulary}{json.dumps(described, default=str, sort_keys=True)}".encode()).hexdigest()
+    made_of = [7, 128, None, tokenizer, source_fingerprint(rows, folder / "tokens", 42)]
+    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
+
+
+def test_a_checkpoint_of_an_earlier_version_is_gone_on_from(run_folder):
+    rows = tiny.chat_rows()
+    for folder in checkpoints(run_folder / "run"):
+        rewrite_state(folder, data=key_of_format_7(rows, run_folder))
+    assert runs.train(run_folder, rows, resume=True, max_steps=8).steps == 8
+
+
+def test_rows_that_an_earlier_version_tokenised_otherwise_are_named(run_folder):
+    rows = tiny.chat_rows()
+    for folder in checkpoints(run_folder / "run"):
+        rewrite_state(folder, data=key_of_format_7(rows, run_folder), order="another")
+    with pytest.raises(CheckpointError, match="this version tokenises the data otherwise"):
+        runs.train(run_folder, rows, resume=True)
 
 
 def test_other_data_is_refused_on_resume(run_folder):

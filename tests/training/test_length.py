@@ -131,6 +131,25 @@ def test_a_resumed_run_keeps_the_batch_it_had(tmp_path):
     assert (config.batch_size, config.gradient_accumulation_steps) == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "taken"),
+    [
+        ({"max_steps": 1000, "num_epochs": None}, {}, (1000, None)),
+        ({"max_steps": 1000, "num_epochs": 3}, {}, (None, 3)),  # as 1000 was the default once
+        ({"max_steps": None, "num_epochs": None}, {}, (None, None)),
+        ({"max_steps": 1000, "num_epochs": None}, {"num_epochs": 2}, (None, 2)),
+        ({"max_steps": None, "num_epochs": 3}, {"max_steps": 5}, (5, None)),
+    ],
+)
+def test_a_resumed_run_keeps_its_length_where_none_is_set(tmp_path, caplog, before, now, taken):
+    batch = {"batch_size": 1, "gradient_accumulation_steps": 1}
+    (tmp_path / "state.json").write_text(json.dumps({"config": before | batch}))
+    with caplog.at_level(logging.INFO):
+        config = fit_batch(ChronicalsConfig(**now), plan(60), Ranks(), tmp_path)
+    assert (config.max_steps, config.num_epochs) == taken
+    assert ("neither max_steps nor num_epochs is set" in caplog.text) == (not now and any(taken))
+
+
 def test_resumed_with_the_default_batch_it_ends_as_uninterrupted(tmp_path):
     rows = tiny.chat_rows(30)
     for folder, parts in (("whole", (8,)), ("parts", (3, 8))):

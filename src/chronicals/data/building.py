@@ -35,6 +35,9 @@ from chronicals.data.template import Tokenizer
 logger = logging.getLogger(__name__)
 
 FORMAT = 8
+EARLIER_FORMATS = (7,)
+"""Formats of which a store may hold the same tokens, so that a run that began with one can go on."""
+
 MINUTE, PATIENCE = 60.0, 30
 """Minutes without a byte written after which whoever waits for another process gives it up."""
 
@@ -160,8 +163,9 @@ def build_store(
     cache_dir = cache_dir or Path.home() / ".cache" / "chronicals"
     with _naming(cache_dir):
         content = file_digests(source, cache_dir)
-        made_of = [FORMAT, max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
-        path = cache_dir / f"{hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]}.arrow"
+        made_of = [max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
+        key, *earlier = (_key([version, *made_of]) for version in (FORMAT, *EARLIER_FORMATS))
+        path = cache_dir / f"{key}.arrow"
         if builder and not (path.exists() and path.with_suffix(".json").exists()):
             path.parent.mkdir(parents=True, exist_ok=True)
             encoder = ChunkEncoder(tokenizer, max_seq_length, overlong)
@@ -169,7 +173,11 @@ def build_store(
             _write(path, rows, TokenizingProcesses(encoder, processes, bytes_to_read(source)))
         elif not builder:
             _wait_for(path)
-        return TokenStore.open(path)
+        return replace(TokenStore.open(path), earlier_keys=tuple(earlier))
+
+
+def _key(made_of: list[Any]) -> str:
+    return hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:32]
 
 
 @contextmanager

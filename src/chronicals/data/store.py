@@ -43,6 +43,7 @@ class TokenStore:
         max_id: the largest token id, -1 without any.
         ids, trained: the whole file as int32 and as uint8, memory-mapped.
         id_starts, trained_starts: int64 ``[documents]``, where each document begins in these two.
+        earlier_keys: keys that earlier versions of this package gave to the same content.
     """
 
     path: Path
@@ -56,6 +57,7 @@ class TokenStore:
     trained: np.ndarray = field(repr=False)
     id_starts: np.ndarray = field(repr=False)
     trained_starts: np.ndarray = field(repr=False)
+    earlier_keys: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)

@@ -25,6 +25,10 @@ SHRUNK = ("gradient_accumulation_steps", "batch_size")
 """Fields that shrink, in this order: fewer forward passes in a step cost no speed."""
 
 
+LENGTHS = ("max_steps", "num_epochs")
+"""Fields that say how long a run is; of the one it goes on from, where neither is set."""
+
+
 @dataclass(frozen=True)
 class Length:
     """How long a run is.
@@ -67,13 +71,15 @@ class Length:
 
 def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Ranks, resumed: Path | None = None) -> ChronicalsConfig:
     """``config`` with a batch that leaves an epoch about ``STEPS_AN_EPOCH`` steps: a default one shrinks, one that was set
-    stays and is warned about. Every rank gets the batch of the first. The length of the run is logged.
+    stays and is warned about. Where neither ``max_steps`` nor ``num_epochs`` is set, a resumed run keeps its own. Every rank
+    gets the values of the first. The length of the run is logged.
 
     Args:
         plan: packs of one epoch.
-        resumed: checkpoint that the run goes on from, whose batch is kept.
+        resumed: checkpoint that the run goes on from, whose batch and length are kept.
     """
-    before = _batch_of_run(resumed) if resumed is not None else {}
+    before = _config_of_run(resumed) if resumed is not None else {}
+    length_before = _length_of_run(before, ranks) if resumed is not None and not config.explicit & {*LENGTHS} else {}
     batch = {name: getattr(config, name) for name in SHRUNK}
     for name in SHRUNK:
         if name not in config.explicit:
@@ -81,7 +87,8 @@ def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Ranks, resumed: P
             enough = (size for size in range(batch[name], 0, -1) if _steps(len(plan), size * rest) >= STEPS_AN_EPOCH)
             batch[name] = before.get(name) or next(enough, 1)
     agreed = ranks.gather(torch.tensor([batch[name] for name in SHRUNK]))[0].tolist()
-    fitted = config.fitted(**{name: size for name, size in zip(SHRUNK, agreed) if size != getattr(config, name)})
+    shrunk = {name: size for name, size in zip(SHRUNK, agreed) if size != getattr(config, name)}
+    fitted = config.fitted(**length_before, **shrunk)
     length = Length.of(fitted, plan, ranks.count)
     if ranks.first:
         if not before:
@@ -116,11 +123,20 @@ def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length
         logger.warning("little data: %s; raise num_epochs or lower max_seq_length for more updates", run)
 
 
-def _batch_of_run(folder: Path) -> Mapping[str, Any]:
-    """``SHRUNK`` of a checkpoint; empty where this machine does not have it."""
+def _length_of_run(before: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
+    """That of ``LENGTHS`` which the run began with, as the first rank knows it, and says; empty where it had neither."""
+    steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in LENGTHS]))[0].tolist()
+    name, value = ("num_epochs", epochs) if epochs else ("max_steps", steps)  # of both, epochs were set and steps a default
+    if value and ranks.first:
+        logger.info("neither max_steps nor num_epochs is set: %s=%d, as the run began with", name, value)
+    return {name: value} if value else {}
+
+
+def _config_of_run(folder: Path) -> Mapping[str, Any]:
+    """``SHRUNK`` and ``LENGTHS`` of a checkpoint; empty where this machine does not have it."""
     try:
         kept = checkpoint.load_state(folder)["config"]
-        return {name: kept[name] for name in SHRUNK}
+        return {**{name: kept[name] for name in SHRUNK}, **{name: kept.get(name) for name in LENGTHS}}
     except (OSError, json.JSONDecodeError, KeyError):
         return {}
 

@@ -74,14 +74,16 @@ class RunCheckpoints:
         }
 
     def _check_continuity(self, folder: Path, state: Mapping[str, Any], stream: BatchStream) -> None:
-        if state["data"] != stream.store.key:
+        earlier_version = state["data"] in stream.store.earlier_keys
+        if state["data"] != stream.store.key and not earlier_version:
             raise CheckpointError(
                 f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
                 "what the run began with, or choose another output_dir"
             )
         changed = self._changed_since({"model": state["model"], **state["config"]})
         if state["order"] != stream.fingerprint:
-            reasons = [changed[name] for name in ORDERED_BY if name in changed] or ["other rows are held out"]
+            otherwise = "this version tokenises the data otherwise" if earlier_version else "other rows are held out"
+            reasons = [changed[name] for name in ORDERED_BY if name in changed] or [otherwise]
             raise CheckpointError(
                 f"{folder}: documents would come in another order than before ({', '.join(reasons)}), some never, others "
                 "twice; resume with what the run began with, or choose another output_dir"
