@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ import runs
 import tiny
 from chronicals.config.config import laid_over
 from chronicals.distributed import Ranks
+from chronicals.training import ChronicalsTrainer, TrainingError
+from chronicals.training.run import Run
 
 sys.path.insert(0, str(Path(__file__).parent))
 import two_ranks
@@ -155,3 +158,26 @@ def test_what_the_first_refuses_all_refuse(seen):
 def test_ranks_that_do_not_train_the_same_are_refused(seen, promise, named):
     first, second = seen(promise)
     assert first == second and named in first and "the 2 processes do not train the same" in first
+
+
+def test_a_signal_while_the_ranks_agree_counts_the_next_time():
+    """Or this one would leave alone."""
+    trainer = object.__new__(ChronicalsTrainer)
+    trainer._stop, trainer.device = None, torch.device("cpu")
+
+    def sum_of_none(told):
+        trainer._stop = "stopped by SIGTERM"
+        return told
+
+    trainer.ranks = SimpleNamespace(count=2, sum=sum_of_none)
+    assert [trainer._stopped_anywhere() for _ in range(2)] == [False, True]
+
+
+def test_what_fails_before_the_first_step_stops_all():
+    """Callbacks are the first rank's alone: its error is told to the others."""
+    asked = []
+    trainer = object.__new__(ChronicalsTrainer)
+    trainer.callbacks, trainer._others_call = [], False
+    trainer.ranks = SimpleNamespace(first_does=lambda work, error: asked.append(error))
+    with trainer._callbacks_around(Run(1, Path()), None):
+        assert asked == [TrainingError]

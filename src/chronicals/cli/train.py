@@ -45,6 +45,7 @@ def train(
     from chronicals.lora import SavedModel
     from chronicals.models.loading import DTYPES
     from chronicals.training import ChronicalsTrainer
+    from chronicals.training.errors import CheckpointError
     from chronicals.training.length import fit_batch
     from chronicals.training.preparation import open_stores
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run, sole_writer
@@ -67,9 +68,13 @@ def train(
         console.print(escape(f"the data can be trained on; {where}"))
         return
     model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code)
-    if ranks.first and not holds_run:
-        with sole_writer(config.output_dir):
-            plan.write_to(config.output_dir)
+
+    def keep_recipe() -> None:
+        if not holds_run:
+            with sole_writer(config.output_dir):
+                plan.write_to(config.output_dir)
+
+    ranks.first_does(keep_recipe, CheckpointError)
     result = ChronicalsTrainer(model, tokenizer, config).train(*plan.sources, resume=resume_from or resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:

@@ -454,11 +454,15 @@ class ChronicalsTrainer:
     @contextmanager
     def _callbacks_around(self, run: Run, presented: PresentedModel) -> Iterator[None]:
         began: list[Callback] = []
+
+        def begin() -> None:
+            for callback in self.callbacks:
+                callback.run_began(run)
+                began.append(callback)
+
         try:
             with self._as_it_came(presented):
-                for callback in self.callbacks:
-                    callback.run_began(run)
-                    began.append(callback)
+                self.ranks.first_does(begin, TrainingError)
             yield
             run.outcome = "finished"
         except (Interrupted, KeyboardInterrupt):
@@ -477,6 +481,7 @@ class ChronicalsTrainer:
         if self.ranks.count == 1:
             return self._stop is not None
         told = self.ranks.sum(torch.tensor(float(self._stop is not None), device=self.device))
-        if told.item() and self._stop is None:
+        stopped = bool(told.item())
+        if stopped and self._stop is None:
             self._stop = "stopped by a signal to another rank"
-        return self._stop is not None
+        return stopped  # a signal to this rank since then counts the next time, for all
