@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.training import Callback, Evaluation, trainer
+from chronicals.training import Callback, CheckpointError, Evaluation, checkpoint, trainer
 from chronicals.training.checkpoint import checkpoints
 
 OPTIONS = {"validation_split": 0.2, "eval_steps": 1, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0}
@@ -108,3 +108,44 @@ def test_a_checkpoint_says_which_is_the_best(tmp_path, losses):
     runs.train(tmp_path, max_steps=3, **OPTIONS)
     state = json.loads((checkpoints(tmp_path / "run")[0] / "state.json").read_text())
     assert (state["step"], state["best_step"], state["best_evaluation"]["loss"]) == (3, 2, 2.0)
+
+
+def without_the_best_step(folder):
+    """The state of the newest checkpoint as it was before the best step was kept."""
+    newest = checkpoints(folder / "run")[0]
+    state = json.loads((newest / "state.json").read_text())
+    kept = {name: state[name] for name in state.keys() - {"best_step", "best_evaluation"}}
+    (newest / "state.json").write_text(json.dumps(kept))
+    described = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps(described | {"state.json": checkpoint._describe(newest / "state.json")}))
+
+
+def test_a_best_of_no_known_step_is_looked_for_anew(tmp_path, losses, caplog):
+    losses(1.0, 2.0)
+    runs.train(tmp_path, max_steps=2, **OPTIONS)
+    without_the_best_step(tmp_path)
+    losses(1.8, 1.9)
+    result = runs.train(tmp_path, max_steps=4, resume=True, **OPTIONS)
+    assert result.model_step == 3 and "does not say after which step" in caplog.text
+
+
+def test_early_stopping_after_a_best_of_no_known_step(tmp_path, losses, caplog):
+    losses(1.0, 2.0)
+    runs.train(tmp_path, max_steps=2, keep="last", **OPTIONS)
+    without_the_best_step(tmp_path)
+    losses(1.8, 1.9)
+    with caplog.at_level("INFO"):
+        result = runs.train(tmp_path, max_steps=6, resume=True, keep="last", early_stopping_patience=2, **OPTIONS)
+    assert result.steps == 3 and "stopped early after step 3: the lowest held-out loss was 1.0000\n" in caplog.text + "\n"
+
+
+def test_a_best_that_cannot_be_loaded_leaves_the_last(tmp_path, losses, caplog, monkeypatch):
+    def refuse(*_):
+        raise CheckpointError("does not belong to this model")
+
+    losses(1.0, 2.0)
+    monkeypatch.setattr(checkpoint, "load_weights", refuse)
+    result = runs.train(tmp_path, max_steps=2, **OPTIONS)
+    assert result.model_step == 2 and "the model of the last step is written instead" in caplog.text
+    last = best_weights(tmp_path, 2)
+    assert all(torch.equal(weight, last[name]) for name, weight in runs.weights(tmp_path).items())

@@ -6,6 +6,7 @@ The first rank writes and reads; what it read it sends to the others.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ class RunCheckpoints:
         checkpoint.restore_random_states(states, self.ranks.rank, folder)
         precision.load_state(state["precision"])
         run.load_state(state)
-        if self.keeps_best and run.best_step is not None and not self._has_best(run):
+        if self.keeps_best and not self._has_best(run):
             run.forget_the_best()
         left = stream.steps_left(run.position)
         if left is not None:  # which may take more or fewer packs than those that were done
@@ -136,7 +137,14 @@ class RunCheckpoints:
         self.ranks.first_does(write, CheckpointError)
 
     def _has_best(self, run: Run) -> bool:
-        """Whether the first rank's folder holds the weights of the best step."""
+        """Whether the first rank's folder holds the weights of the best step. Older checkpoints do not say which it is."""
+        if run.best_step is None:
+            if math.isfinite(run.best_loss):
+                logger.warning(
+                    "the checkpoint does not say after which step the held-out loss was lowest (%.4f); the best is looked for "
+                    "anew from here on", run.best_loss,
+                )  # fmt: skip
+            return False
         damage = self.ranks.first_does(lambda: checkpoint.check_checkpoint(self._best(run)), CheckpointError)
         if damage is not None:
             logger.warning(
@@ -159,7 +167,11 @@ class RunCheckpoints:
             if damage := checkpoint.check_checkpoint(self._best(run)):
                 logger.error("%s: %s; the model of the last step is written instead of the best", self._best(run), damage)
                 return False
-            checkpoint.load_weights(self._best(run), self.model)
+            try:
+                checkpoint.load_weights(self._best(run), self.model)
+            except CheckpointError as error:  # before anything was copied
+                logger.error("%s; the model of the last step is written instead of the best", error)
+                return False
             return True
 
         if not self.ranks.first_does(load, CheckpointError):

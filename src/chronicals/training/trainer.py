@@ -277,10 +277,9 @@ class ChronicalsTrainer:
                 if told:
                     raise Interrupted(f"{self._stop} after step {run.step}; {how_to_resume(self.output_dir)}")
                 if enough:
-                    logger.info(
-                        "stopped early after step %d: the lowest held-out loss was %.4f, after step %d",
-                        run.step, run.best_loss, run.best_step,
-                    )  # fmt: skip
+                    after = "" if run.best_step is None else f", after step {run.best_step}"  # unknown to older checkpoints
+                    lowest = f"the lowest held-out loss was {run.best_loss:.4f}{after}"
+                    logger.info("stopped early after step %d: %s", run.step, lowest)
                     break
                 began = Moment(self.device)
 
