@@ -311,3 +311,16 @@ def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])
     with pytest.raises(AssertionError, match="error"):
         compare(drawn(torch.bfloat16, torch.bfloat16, device), broken.fused_adamw_, torch.tensor(0.37, device=device))
+
+
+def test_dice_are_thrown_anew_while_the_first_weight_stays(device):
+    """As where no rank uses it: the others are not rounded alike in every step."""
+    size, third = CHUNK, 1 + 2**-9 + 2**-10
+    states = [[torch.ones(size, device=device).bfloat16() for _ in range(2)] for _ in range(2)]
+    ones, steps = ([torch.ones(shape, device=device) for _ in range(2)] for shape in (size, ()))
+    tensors = Tensors(ones, [torch.full_like(x, third) for x in ones], *states, [], steps)
+    ups = []
+    for _ in range(2):
+        fused_adamw_(tensors, 0.0, (0.0, 0.0), 1e-8, 0.0, apply=torch.tensor([False, True], device=device))
+        ups.append((tensors.means[1] > 1).cpu())
+    assert (ups[0] != ups[1]).double().mean().item() > 0.1

@@ -152,13 +152,14 @@ def fused_adamw_(
     if not _runs_here(tensors):
         fused_adamw_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
         return
-    corrections = _corrections(tensors.steps, betas)
+    steps = torch.stack(tensors.steps)
+    corrections = _corrections(steps, betas)
     kind_of_weight, kind_of_gradient, kind_of_state = (of_triton(kind) for kind in kinds.pop())
     table = _table(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     _adamw_kernel[(len(table.tensors),)](
-        *table.on_device, corrections, lr, factor, apply, _seed(tensors.steps[0]), count,
+        *table.on_device, corrections, lr, factor, apply, _seed(steps), count,
         weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
         kind_of_weight, kind_of_gradient, kind_of_state,
         bool(tensors.lows), factor is not None, apply is not None, apply is not None and apply.ndim == 1, table.aligned,
@@ -172,9 +173,9 @@ def fused_adamw_(
     torch.autograd.graph.increment_version([*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows])
 
 
-def _seed(step: Tensor) -> Tensor:
-    """Of the rounding: another in each step, the same when the step is repeated."""
-    return step.to(torch.int64)
+def _seed(steps: Tensor) -> Tensor:
+    """Of the rounding: another whenever any weight was updated, the same when the step is repeated."""
+    return steps.sum(dtype=torch.int64)
 
 
 def _runs_here(tensors: Tensors) -> bool:
@@ -195,9 +196,9 @@ def looked_up(tensors: Tensors) -> list[Tensor]:
     return _table(tensors).on_device
 
 
-def _corrections(steps: list[Tensor], betas: tuple[float, float]) -> Tensor:
+def _corrections(steps: Tensor, betas: tuple[float, float]) -> Tensor:
     """1 − βᵗ of the step to come, fp32 ``[2, count]``; made in fp64, since 1 − 0.999 in fp32 is wrong in its fifth digit."""
-    after = torch.stack(steps).double() + 1
+    after = steps.double() + 1
     return torch.stack([1 - beta**after for beta in betas]).float()
 
 
@@ -205,7 +206,7 @@ def fused_adamw_reference_(
     tensors: Tensors, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
     factor: Tensor | None = None, apply: Tensor | None = None,
 ) -> None:  # fmt: skip
-    corrections = _corrections(tensors.steps, betas)
+    corrections = _corrections(torch.stack(tensors.steps), betas)
     for n, (weight, gradient, mean, square) in enumerate(
         zip(tensors.weights, tensors.gradients, tensors.means, tensors.squares, strict=True)
     ):
