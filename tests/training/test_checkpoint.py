@@ -439,3 +439,39 @@ def test_how_to_resume_can_be_pasted(tmp_path):
     runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
     with pytest.raises(CheckpointError, match=f"train\\(..., resume=True\\) and output_dir='{tmp_path}/my run'"):
         runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
+
+
+def test_what_was_to_be_replaced_stays_where_the_new_cannot_take_its_place(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "old").write_text("old")
+    rename = os.rename
+
+    def refuse(source, target):
+        if f".model.{os.getpid()}" == source.name:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        write_folder(tmp_path / "model", lambda aside: (aside / "new").write_text("new"))
+    assert [path.name for path in tmp_path.rglob("*")] == ["model", "old"]
+
+
+def test_what_a_killed_process_had_put_aside_has_its_name_back(tmp_path):
+    for name in (".replaced-step-00000002.77", ".replaced-step-00000004.77", ".step-00000004.77", "step-00000004"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "from").write_text(name)
+    write_folder(tmp_path / "step-00000006", lambda aside: (aside / "new").write_text("new"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (2, 4, 6)]
+    assert (tmp_path / "step-00000004" / "from").read_text() == "step-00000004"
+
+
+def test_adapters_of_peft_are_as_they_were_where_others_do_not_fit(tmp_path):
+    peft = pytest.importorskip("peft")
+    made = (peft.LoraConfig(r=4, target_modules=names) for names in (["q_proj"], ["q_proj", "k_proj"]))
+    model, other = (peft.get_peft_model(tiny.llama(), config) for config in made)
+    other.save_pretrained(tmp_path / "model")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match="the model has no"):
+        module.load_weights(tmp_path, model)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

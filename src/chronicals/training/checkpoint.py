@@ -69,7 +69,12 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         replaced = aside.with_name(f".replaced-{aside.name[1:]}")
         if os.path.lexists(target):
             os.rename(target, replaced)
-        os.rename(aside, target)
+        try:
+            os.rename(aside, target)
+        except OSError:
+            if os.path.lexists(replaced):
+                os.rename(replaced, target)
+            raise
         _sync(target.parent)
         _remove(replaced)
     except Exception as error:
@@ -249,16 +254,22 @@ def _load_peft(folder: Path, model: Any) -> None:
     """What PEFT's wrapping of a model saved: its adapters, those that are not ``default`` in folders by their names."""
     from peft import PeftConfig, set_peft_model_state_dict
 
-    for adapter, config in model.peft_config.items():
-        place = folder if adapter == "default" else folder / adapter
-        before = PeftConfig.from_pretrained(str(place))
-        for field in SHAPED_BY:
-            if getattr(before, field, None) != getattr(config, field, None):
-                values = getattr(before, field, None), getattr(config, field, None)
-                raise ValueError(f"adapter {adapter!r} has {field}={values[0]!r} there and {values[1]!r} here")
-        found = set_peft_model_state_dict(model, load_file(place / "adapter_model.safetensors"), adapter_name=adapter)
-        if found.unexpected_keys:
-            raise ValueError(f"the model has no {found.unexpected_keys[0]}")
+    own = {name: tensor.clone() for name, tensor in _trained(model)}
+    try:
+        for adapter, config in model.peft_config.items():
+            place = folder if adapter == "default" else folder / adapter
+            before = PeftConfig.from_pretrained(str(place))
+            for field in SHAPED_BY:
+                if getattr(before, field, None) != getattr(config, field, None):
+                    values = getattr(before, field, None), getattr(config, field, None)
+                    raise ValueError(f"adapter {adapter!r} has {field}={values[0]!r} there and {values[1]!r} here")
+            found = set_peft_model_state_dict(model, load_file(place / "adapter_model.safetensors"), adapter_name=adapter)
+            if found.unexpected_keys:
+                raise ValueError(f"the model has no {found.unexpected_keys[0]}")
+    except Exception:
+        for name, tensor in _trained(model):
+            tensor.copy_(own[name])
+        raise
 
 
 def _trained(model: Any) -> Iterator[tuple[str, Tensor]]:
@@ -337,8 +348,12 @@ def _remove(path: Path) -> None:
 
 
 def _remove_leftovers(target: Path) -> None:
-    """What processes that were killed left aside of this folder, and of those called alike but for their number."""
+    """What processes that were killed left aside of this folder, and of those called alike but for their number. A folder
+    that was to be replaced, and was not, has its name back."""
     kin = re.sub(r"\d+", r"\\d+", re.escape(target.name))
-    for folder in target.parent.glob(".*"):
-        if re.fullmatch(rf"\.(?:replaced-)?{kin}\.\d+", folder.name):
+    for folder in sorted(target.parent.glob(".*")):
+        found = re.fullmatch(rf"\.(replaced-)?({kin})\.\d+", folder.name)
+        if found and found[1] and not os.path.lexists(folder.with_name(found[2])):
+            os.rename(folder, folder.with_name(found[2]))
+        elif found:
             _remove(folder)
