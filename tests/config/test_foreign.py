@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Recipe
-from chronicals.config.foreign import INSTEAD, NOT_SHOWN, NOWHERE, OURS, RENAMED, suggestion
+from chronicals.config.foreign import INSTEAD, NOT_SHOWN, NOWHERE, OURS, RENAMED, TURNED_OFF, suggestion
 from chronicals.lora import LoRAConfig
 
 FIELDS = [field.name for field in dataclasses.fields(Recipe)]
@@ -31,6 +31,12 @@ MEANT = {
     "adapter": ("lora", "use use_lora=True"),
     "logging_steps": (10, "leave it out: every step is a line of metrics.jsonl"),
     "model_name_or_path": ("m", "use model='m'"),
+    "load_best_model_at_end": (True, "use keep='best', the default where something is held out"),
+    "fp16": (False, "leave it out"),
+    "load_in_4bit": (None, "leave it out"),
+    "tf32": (False, "leave it out"),
+    "half": (True, "use mixed_precision='fp16'"),
+    "completion_only_loss": (False, "use objective='pretraining', which trains every token"),
     "learnin_rate": (1, "did you mean 'learning_rate'?"),
 }
 
@@ -60,7 +66,8 @@ def test_the_table_is_of_fields_there_are_and_names_there_are_not():
     theirs = [*OURS, *INSTEAD, *NOWHERE]
     assert len(theirs) == len(set(theirs)) == sum(len(names.split()) for names in RENAMED.values()) + len({*INSTEAD, *NOWHERE})
     assert not set(theirs) & set(FIELDS)
-    named = " ".join(INSTEAD.values()).replace("=", " ").replace(",", " ").replace(";", " ").split()
+    assert set(TURNED_OFF) <= set(INSTEAD)
+    named = " ".join([*INSTEAD.values(), *TURNED_OFF.values()]).replace("=", " ").replace(",", " ").replace(";", " ").split()
     assert {word for word in named if "_" in word} <= set(FIELDS)
 
 

@@ -105,8 +105,18 @@ INSTEAD: dict[str, str] = {
     "use_wandb": "trackers=['wandb']",
     "resume_from_checkpoint": "resume=True where the run is started",
     "auto_resume_from_checkpoints": "resume=True where the run is started",
+    "load_best_model_at_end": "keep='best', the default where something is held out",
 }
 """What others say with a value of another kind, and how it is said here."""
+
+TURNED_OFF: dict[str, str] = {
+    "bf16": "mixed_precision='fp32', or 'fp16'",
+    "load_best_model_at_end": "keep='last'",
+    "assistant_only_loss": "objective='pretraining', which trains every token",
+    "completion_only_loss": "objective='pretraining', which trains every token",
+    "truncation": INSTEAD["truncation"],
+}
+"""Of these, what to write in the place of false where the default here is otherwise; others are left out."""
 
 NOWHERE: dict[str, str] = {
     "logging_steps": "every step is a line of metrics.jsonl",
@@ -126,7 +136,6 @@ NOWHERE: dict[str, str] = {
     "hub_model_id": "the trained model is in the folder of the run, for huggingface-cli to upload",
     "use_dora": "DoRA is not part of this version",
     "neftune_noise_alpha": "NEFTune is not part of this version",
-    "load_best_model_at_end": "see early_stopping_patience and eval_steps",
     "bias": "biases are frozen beside adapters",
     "task_type": "models here are causal language models",
     "modules_to_save": "beside adapters nothing is trained",
@@ -155,6 +164,10 @@ def suggestion(name: str, value: Any, fields: Collection[str]) -> str | None:
         return f"use {ours}" if value is NOT_SHOWN else f"use {ours}={value!r}"
     if OURS.get(name) in ("model", "data", "validation_data"):
         return "model and data are arguments: ChronicalsTrainer(model, tokenizer, config).train(train_dataset, eval_dataset)"
+    if value is False and name in TURNED_OFF:
+        return f"use {TURNED_OFF[name]}"
+    if name in INSTEAD and (value is False or value is None):
+        return "leave it out"
     if name in INSTEAD:
         return f"use {INSTEAD[name]}"
     if name in NOWHERE:
