@@ -1,5 +1,6 @@
 """The report of a run tells what was trained, on what, how, and when."""
 
+import errno
 import html
 import importlib.metadata
 import re
@@ -9,7 +10,7 @@ import pytest
 
 import runs
 import tiny
-from chronicals.training import samples
+from chronicals.training import report, samples
 
 
 def cells(page: str, table: str) -> dict[str, list[str]]:
@@ -99,3 +100,19 @@ def test_what_users_write_is_escaped(tmp_path):
     rows = [{"prompt": "<script>alert(1)</script>", "completion": "x"}] * 12
     page = runs.train(tmp_path, rows=rows, max_steps=1, run_name="<b>bold</b>").report.read_text()
     assert "<script>" not in page and "<b>" not in page and "&lt;b&gt;bold" in page
+
+
+def test_a_report_that_cannot_be_written_fails_no_run(tmp_path, monkeypatch, caplog):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(report.Report, "write", refuse)
+    result = runs.train(tmp_path, max_steps=1)
+    assert runs.weights(tmp_path) and not result.report.exists()
+    assert "report.html: the report cannot be written (OSError" in caplog.text
+
+
+def test_a_report_on_data_that_cannot_be_written_stops_no_process_alone(tmp_path, monkeypatch, caplog):
+    (tmp_path / "run" / "train_dataset.json").mkdir(parents=True)
+    assert runs.train(tmp_path, max_steps=1).steps == 1
+    assert "train_dataset.json: the report on the data cannot be written there (Is a directory)" in caplog.text

@@ -101,9 +101,14 @@ def open_held_out(held_out: TokenStore, config: ChronicalsConfig, report_file: P
 def _judge(name: str, report: DataReport, config: ChronicalsConfig, file: Path | None) -> None:
     """Write and log the report, then raise where training would be wrong."""
     if file is not None:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        findings = report.entries(config.gate)
-        file.write_text(json.dumps({"data": name, **report.to_dict(), "findings": findings}, indent=1))
+        content = {"data": name, **report.to_dict(), "findings": report.entries(config.gate)}
+        try:  # one process of several writes it, and must not stop alone
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(content, indent=1))
+        except OSError as error:
+            logger.error("%s: the report on the data cannot be written there (%s)", file, error.strerror)
+            with suppress(OSError):
+                file.unlink()
     log_report(name, report, config.gate)
     report.check(name, config.gate)
 

@@ -78,7 +78,8 @@ class Report:
         ]
         path.write_text(
             f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>\n'
-            f"<style>{STYLE}</style></head>\n<body>{''.join(parts)}\n</body></html>\n"
+            f"<style>{STYLE}</style></head>\n<body>{''.join(parts)}\n</body></html>\n",
+            encoding="utf-8",
         )
 
 

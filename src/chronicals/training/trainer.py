@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, re
 from chronicals.training.compilation import compile_micro_step, compiles_beforehand
 from chronicals.training.decisions import Decision
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
-from chronicals.training.evaluation import evaluate
+from chronicals.training.evaluation import Evaluation, evaluate
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.heard import heard
 from chronicals.training.in_backward import UpdatesInBackward
@@ -417,23 +417,33 @@ class ChronicalsTrainer:
         def write() -> None:
             about = self._about(store)
             checkpoint.write_folder(model_dir, lambda aside: checkpoint.save_model(aside, self.model, self.tokenizer, about))
-            metrics = read_metrics(self.output_dir / "metrics.jsonl")
-            facts = {
-                "model": self.model.config._name_or_path or type(self.model).__name__,
-                "steps": run.step,
-                "weights written": f"of step {model_step}",
-                "trainable parameters": f"{run.trainable_share:.2%}",
-                "last training loss": f"{run.last_loss:.4f}",
-                **({"held-out loss": f"{evaluation.loss:.4f}"} if evaluation else {}),
-                "processes": self.ranks.count,
-            }
-            title, data = f"chronicals: {self.output_dir.name}", data_reports(self.output_dir)
-            Report(title, facts, metrics, data, self.config, answers()).write(report, self.device)
+            try:
+                self._write_report(report, run, model_step, evaluation, answers())
+            except Exception as error:  # the model is there
+                logger.error("%s: the report cannot be written (%s: %s)", report, type(error).__name__, error)
+                with suppress(OSError):
+                    report.unlink()
 
         self.ranks.first_does(write, CheckpointError)
         if model_step != run.step:
             logger.info("%s holds the weights of step %d, which had the lowest held-out loss", model_dir, model_step)
         return TrainingResult(run.step, model_step, run.last_loss, evaluation, run.coverage, model_dir, report)
+
+    def _write_report(
+        self, file: Path, run: Run, model_step: int, evaluation: Evaluation | None, answers: list[Sample]
+    ) -> None:  # fmt: skip
+        metrics = read_metrics(self.output_dir / "metrics.jsonl")
+        facts = {
+            "model": self.model.config._name_or_path or type(self.model).__name__,
+            "steps": run.step,
+            "weights written": f"of step {model_step}",
+            "trainable parameters": f"{run.trainable_share:.2%}",
+            "last training loss": f"{run.last_loss:.4f}",
+            **({"held-out loss": f"{evaluation.loss:.4f}"} if evaluation else {}),
+            "processes": self.ranks.count,
+        }
+        title, data = f"chronicals: {self.output_dir.name}", data_reports(self.output_dir)
+        Report(title, facts, metrics, data, self.config, answers).write(file, self.device)
 
     # --- around ----------------------------------------------------------------------------------------------------
 
