@@ -39,18 +39,6 @@ def locked(folder: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def in_use(folder: Path) -> bool:
-    """Whether somebody holds the lock on a folder."""
-    try:
-        handle = _open_and_lock(folder, os.O_RDONLY)
-    except FolderInUse:
-        return True
-    except OSError:
-        return False
-    os.close(handle)
-    return False
-
-
 def _acquire(folder: Path) -> int | None:
     try:
         return _open_and_lock(folder, os.O_RDONLY)
