@@ -248,8 +248,8 @@ class ChronicalsConfig:
     )
     keep: Literal["best", "last"] | None = Field(
         default=None,
-        description="Whose weights the run leaves: best, of the step with the lowest held-out loss, which is a checkpoint too; "
-        "or last (default: best where something is held out)",
+        description="Whose weights the run leaves: best, of the step with the lowest held-out loss, for which every better "
+        "evaluation writes a whole checkpoint, which takes time and space; or last (default: best where something is held out)",
     )
     overlong: Overlong | None = Field(
         default=None, description="What becomes of rows longer than max_seq_length (default: texts are split, others cut)"
