@@ -127,7 +127,7 @@ class Tokenizer:
             vocabulary = described.partition('"added_tokens":')[2] or described
         else:
             vocabulary = json.dumps([sorted(inner.get_vocab().items()), type(inner).__qualname__, inner(PROBE)["input_ids"]])
-        trained = [self.objective, sorted(self.train_on_roles), self.train_on_turns]
+        trained: list[Any] = [self.objective, sorted(self.train_on_roles), self.train_on_turns]
         trained += [True] if self.completions_as_chat else []  # without it the tokens, and so the name, are those of before
         splits = bool(getattr(inner, "split_special_tokens", False))
         state = json.dumps([inner.chat_template, inner.special_tokens_map, splits, *trained], default=str, sort_keys=True)
