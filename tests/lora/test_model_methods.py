@@ -1,7 +1,9 @@
 """What a user of transformers or PEFT does with a model that has our adapters: save, copy, merge, add others."""
 
 import copy
+import gc
 import io
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -117,6 +119,22 @@ def test_a_copy_saves_and_merges_itself(tmp_path, copied):
     assert merged is other and close(logits(merged, ids), expected)
     assert len(list(adapters(model))) == 4 and not close(logits(model, ids), expected)
     assert torch.equal(logits(again(tmp_path, "other"), ids), expected)
+
+
+def test_a_model_that_nothing_refers_to_is_freed_at_once(tmp_path):
+    """Not when the garbage collector comes: another model may be loaded into its memory; a copy lives on."""
+    model, ids = adapted(tmp_path), tokens()
+    other, expected = copy.deepcopy(model), logits(model, ids)
+    gc.collect()
+    gc.disable()
+    try:
+        gone = [weakref.ref(model), weakref.ref(model.model.layers[0].self_attn.q_proj)]
+        del model
+        assert [ref() for ref in gone] == [None, None]
+    finally:
+        gc.enable()
+    assert type(other).__name__ == "LlamaForCausalLM" and isinstance(other, transformers.LlamaForCausalLM)
+    assert close(logits(other.merge_and_unload(), ids), expected) and type(other) is transformers.LlamaForCausalLM
 
 
 @pytest.mark.parametrize("targets", [None, ["lm_head"]], ids=str)

@@ -24,9 +24,31 @@ USUAL = {"save_peft_format": True, "save_original_format": True, "distributed_ch
 
 
 def take_over(model: Any) -> None:
-    """Give ``model`` these methods, until its adapters are merged; a deep copy of it has its own."""
-    for name, method in METHODS.items():
-        setattr(model, name, functools.partial(method, model))
+    """Give ``model`` these methods, until its adapters are merged; its class has them no more than before.
+
+    The model becomes an instance of a subclass, by the same name. Methods bound on the model would refer to it in a cycle,
+    and its memory would be freed by the garbage collector alone.
+    """
+    kind: type = type(model)
+    model.__class__ = _adapted(kind)
+
+
+def _give_back(model: Any) -> None:
+    """Its own class again."""
+    if isinstance(model, Adapted):
+        model.__class__ = model.plain_class
+
+
+@functools.cache
+def _adapted(kind: type) -> Any:
+    names = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (Adapted, kind), {**names, "plain_class": kind})
+
+
+def _new(kind: type) -> Any:
+    """An empty instance, as which a copy of a model begins."""
+    adapted = _adapted(kind)
+    return adapted.__new__(adapted)
 
 
 def save_pretrained(
@@ -71,23 +93,34 @@ def merge_and_unload(model: Any) -> Any:
         ValueError: there are no adapters of ours, or a weight is quantised; the model is as it was.
     """
     merge_adapters(model)
-    for name in (*METHODS, "chronicals_lora", STORED):
+    _give_back(model)
+    for name in ("chronicals_lora", STORED):
         vars(model).pop(name, None)
     setattr(model, CHANGED, True)
     return model
 
 
-def _refuse(method: str, model: Any, *_: Any, **__: Any) -> None:
+def _refuse(method: str) -> Callable[..., None]:
     remedy = "chronicals.lora.load_adapter refills them" if method == "load_adapter" else "chronicals trains them"
-    raise ValueError(
-        f"{method}: the model has adapters of chronicals, beside which PEFT's would not be saved; {remedy}, and "
-        "merge_and_unload() first makes the model plain"
-    )
+
+    def refuse(model: Any, *_: Any, **__: Any) -> None:
+        raise ValueError(
+            f"{method}: the model has adapters of chronicals, beside which PEFT's would not be saved; {remedy}, and "
+            "merge_and_unload() first makes the model plain"
+        )
+
+    return refuse
 
 
-METHODS: dict[str, Callable[..., Any]] = {
-    "save_pretrained": save_pretrained,
-    "merge_and_unload": merge_and_unload,
-    "add_adapter": functools.partial(_refuse, "add_adapter"),
-    "load_adapter": functools.partial(_refuse, "load_adapter"),
-}
+class Adapted:
+    """A model with our adapters; ``plain_class`` is what it was before."""
+
+    plain_class: type
+
+    save_pretrained = save_pretrained
+    merge_and_unload = merge_and_unload
+    add_adapter = _refuse("add_adapter")
+    load_adapter = _refuse("load_adapter")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _new, (self.plain_class,), super().__reduce_ex__(2)[2]
