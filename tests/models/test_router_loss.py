@@ -112,3 +112,27 @@ def test_another_loss_is_left_out_by_name(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         assert present(transformers.OlmoeForCausalLM(config)).router_loss is None
     assert "router loss: OlmoeForCausalLM asks for one (output_router_logits=True) that is left out" in caplog.text
+
+
+def test_no_tensor_holds_the_logits_of_all_layers():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            self.numel = max([self.numel, *(x.numel() for x in (out if isinstance(out, tuple) else (out,)))])
+            return out
+
+    layers, counted = [torch.randn(24, 4) for _ in range(5)], torch.rand(24) < 0.8
+    with Largest() as largest:
+        got = RouterLoss(1.0, 2).sum_over_packs(layers, counted, 12)
+    assert largest.numel == 24 * 4
+    logits = torch.stack(layers).view(5, 2, 12, 4)
+    expected = 0.0
+    for pack, there in enumerate(counted.view(2, 12)):
+        p = logits[:, pack, there].flatten(0, 1).softmax(-1)
+        f = torch.zeros_like(p).scatter(-1, p.topk(2).indices, 1.0).mean(0)
+        expected += 4 * (f * p.mean(0)).sum()
+    torch.testing.assert_close(got, expected)

@@ -47,13 +47,15 @@ class RouterLoss:
             counted: bool ``[T]``, the tokens that count.
             width: W.
         """
-        logits_LPWE = torch.stack([layer.float() for layer in logits]).unflatten(1, (-1, width))
         counted_PW = counted.view(-1, width).float()
-        p_LPWE = logits_LPWE.softmax(-1)
-        sent_LPWE = torch.zeros_like(p_LPWE).scatter(-1, p_LPWE.topk(self.experts_per_token).indices, 1.0)
+        f_PE = p_PE = torch.zeros((), device=counted.device)
+        for layer in logits:
+            p_PWE = layer.float().unflatten(0, (-1, width)).softmax(-1)
+            sent_PWE = torch.zeros_like(p_PWE).scatter(-1, p_PWE.topk(self.experts_per_token).indices, 1.0)
+            f_PE = f_PE + torch.einsum("pwe,pw->pe", sent_PWE, counted_PW)
+            p_PE = p_PE + torch.einsum("pwe,pw->pe", p_PWE, counted_PW)
         rows_P1 = (len(logits) * counted_PW.sum(1, keepdim=True)).clamp(min=1.0)
-        f_PE, p_PE = (torch.einsum("lpwe,pw->pe", x, counted_PW) / rows_P1 for x in (sent_LPWE, p_LPWE))
-        return p_LPWE.shape[-1] * (f_PE * p_PE).sum()
+        return logits[0].shape[-1] * (f_PE / rows_P1 * (p_PE / rows_P1)).sum()
 
 
 def in_trained_documents(batch: Batch) -> Tensor:
