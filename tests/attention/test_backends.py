@@ -7,7 +7,7 @@ import torch
 from definition import bounds, compare, dense, qkv, random_lengths
 
 from chronicals.attention import BACKENDS, document_attention
-from chronicals.attention.backends import flex
+from chronicals.attention.backends import flash_attn_4, flex
 from chronicals.attention.support import Needs
 
 HALF = torch.bfloat16
@@ -173,3 +173,21 @@ def test_what_is_chosen_here_compiles_whole():
     layer = lambda *x: document_attention(*x, cu, 70)  # noqa: E731
     found = gradients(torch.compile(layer, fullgraph=True)(*leaves), leaves, upstream)
     close(found, gradients(dense(*leaves, cu), leaves, upstream))
+
+
+def test_a_checkout_of_quack_without_a_version_keeps_no_kernels(monkeypatch, tmp_path):
+    from importlib.metadata import PackageNotFoundError
+
+    def missing(name):
+        raise PackageNotFoundError(name)
+
+    asked = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (asked.append(device), (9, 0))[1])
+    monkeypatch.setattr(flash_attn_4, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(flash_attn_4.os, "environ", {})
+    monkeypatch.setattr(flash_attn_4, "version", missing)
+    flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
+    assert not flash_attn_4.os.environ and asked == [torch.device("cuda", 1)]
+    monkeypatch.setattr(flash_attn_4, "version", lambda name: "1.0")
+    flash_attn_4._keep_compiled_kernels(torch.device("cuda", 1))
+    assert flash_attn_4.os.environ["FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"].endswith("quack-1.0-sm90")

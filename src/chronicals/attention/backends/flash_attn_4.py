@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,26 +33,27 @@ CACHE = Path.home() / ".cache" / "chronicals" / "flash-attn-4"
 """Where compiled kernels are kept, unless the package's own variables say otherwise."""
 
 
-def _keep_compiled_kernels() -> None:
+def _keep_compiled_kernels(device: torch.device) -> None:
     """Turn on the package's own cache on disk, which its import reads from the environment.
 
     The package names a kernel's file by its sources and by the versions of Python, CUTLASS and TVM's FFI. Its kernels also use
-    ``quack``, and are compiled for one kind of card, so both are in the folder's name.
+    ``quack``, and are compiled for one kind of card, so both are in the folder's name. A source checkout of quack has no
+    version to tell it by; then nothing is kept.
     """
-    major, minor = torch.cuda.get_device_capability()
-    folder = CACHE / f"quack-{version('quack-kernels')}-sm{major}{minor}"
+    major, minor = torch.cuda.get_device_capability(device)
     try:
+        folder = CACHE / f"quack-{version('quack-kernels')}-sm{major}{minor}"
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return  # a home that cannot be written: every process compiles
+    except (OSError, PackageNotFoundError):
+        return  # a home that cannot be written, or such a checkout: every process compiles
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(folder))
 
 
 @cache
-def _kernels() -> tuple[Callable[..., tuple], Callable[..., tuple]]:
+def _kernels(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
     """Forward and backward of the package; importing it takes seconds, so it happens at the first call."""
-    _keep_compiled_kernels()
+    _keep_compiled_kernels(device)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
     return _flash_attn_fwd, _flash_attn_bwd
@@ -71,7 +72,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, softcap: float | None,
     sinks: Tensor | None, room: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    forward, _ = _kernels()
+    forward, _ = _kernels(q.device)
     out, lse = _outputs(q, room)
     with torch.cuda.device_of(q):
         forward(q, k, v, softcap=softcap, out=out, lse=lse, return_lse=True, **_common(cu, longest, scale, window, sinks))
@@ -98,7 +99,7 @@ def _backward(
     window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, and of the sinks where there are some."""
-    _, backward = _kernels()
+    _, backward = _kernels(q.device)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     with torch.cuda.device_of(q):
         found = backward(
