@@ -4,12 +4,14 @@ import copy
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import families
 from chronicals import patch_model, unpatch_model
 from chronicals.models import PresentedModel
 from chronicals.patching import attention
+from chronicals.patching.lazy_mask import LazyMask
 from patching.test_patch import assert_same, loss_and_gradients
 
 FAMILIES = ["llama", "gemma3", "mistral", "qwen3", "gpt2", "granite"]
@@ -139,6 +141,41 @@ def test_outputs_at_padding(family, implementation):
     assert attention.runs[0] - before == plain.config.num_hidden_layers
     for a, b in zip((expected.logits, *expected.hidden_states), (got.logits, *got.hidden_states)):
         torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-5)
+
+
+def test_only_rows_with_padding_run_the_models_own_attention(monkeypatch):
+    plain, patched = (model.eval() for model in pair("llama"))
+    rows, seen = padded(), []
+    own = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query, *args, **options):
+        seen.append(tuple(query.shape[::2][:2]))
+        return own(query, *args, **options)
+
+    monkeypatch.setattr("transformers.integrations.sdpa_attention.torch.nn.functional.scaled_dot_product_attention", counted)
+    monkeypatch.setattr(attention, "document_attention", lambda q, *_, **__: torch.zeros_like(q))
+    patched(**rows)
+    assert seen == [(2, 10)] * plain.config.num_hidden_layers
+
+
+class Waits(TorchDispatchMode):
+    """Counts the calls for which the host waits for a device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        by_mask = name == "index" and any(x is not None and x.dtype == torch.bool for x in args[1])
+        self.count += by_mask or name in ("nonzero", "unique_consecutive", "_local_scalar_dense")
+        return func(*args, **kwargs or {})
+
+
+def test_the_host_waits_seldom_for_a_mask():
+    """For whether padding is on the right, what documents there are, their lengths, and four numbers of them in one answer."""
+    padding = padded()["attention_mask"]
+    with Waits() as waits:
+        mask = attention._mask("sdpa", 3, 11, 11, attention_mask=padding)
+    assert isinstance(mask, LazyMask) and waits.count <= 3 + 4  # on the CPU each number of the answer is counted
 
 
 def test_outputs_at_padding_can_be_skipped():

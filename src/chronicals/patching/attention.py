@@ -181,23 +181,32 @@ def _documents(
     if padding is not None:
         number_BS = number_BS * padding.to(device).bool()
     numbers, lengths = torch.unique_consecutive(number_BS.flatten(), return_counts=True)
-    real = numbers > 0
-    shortest, longest = lengths[real].min(), lengths[real].max()
-    shortest, longest, whole = (int(x) for x in torch.stack((shortest, longest, real.all().to(longest.dtype))).tolist())
-    bounds = F.pad(lengths[real].cumsum(0), (1, 0)).to(torch.int32)
-    if whole:
+    lengths = lengths[numbers > 0]
+    padded_BS = number_BS == 0
+    counts = lengths.min(), lengths.max(), lengths.sum(), padded_BS.any(1).sum()
+    shortest, longest, tokens, padded_rows = torch.stack(counts).tolist()
+    bounds = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    if not padded_rows:
         return Documents(bounds, longest, None, pattern.window, None, *makers)
-    places = number_BS.flatten().nonzero().squeeze(1)
-    return Documents(bounds, longest, places, pattern.window, _padding(number_BS == 0, length - shortest, make), *makers)
+    order = padded_BS.flatten().argsort(stable=True)  # real tokens first; other than nonzero, the host need not wait for it
+    padding_places = _padding(padded_BS, order[tokens:], padded_rows, length - shortest, make)
+    return Documents(bounds, longest, order[:tokens], pattern.window, padding_places, *makers)
 
 
-def _padding(padded_BS: Tensor, longest: int, make: Callable[..., Tensor | None]) -> Padding:
-    """Padding on the right of rows, at most ``longest`` of it in each."""
+def _padding(padded_BS: Tensor, places: Tensor, count: int, longest: int, make: Callable[..., Tensor | None]) -> Padding:
+    """Padding on the right of ``count`` rows, at ``places`` among B · S, at most ``longest`` of it in each."""
     length = padded_BS.shape[1]
     first = length - longest
-    mask: Any = functools.partial(make, q_length=longest, q_offset=first, allow_is_causal_skip=False)
-    places, within = (x.flatten().nonzero().squeeze(1) for x in (padded_BS, padded_BS[:, first:]))
-    return Padding(places, within, longest, functools.cache(mask))
+    has_B = padded_BS.any(1)
+    rows = has_B.argsort(descending=True, stable=True)[:count]
+    within = (has_B.cumsum(0) - 1)[places // length] * longest + places % length - first
+
+    def mask() -> Tensor:
+        made = make(q_length=longest, q_offset=first, allow_is_causal_skip=False)
+        assert made is not None
+        return made.index_select(0, rows)
+
+    return Padding(places, within, rows, longest, functools.cache(mask))
 
 
 def _is_on_the_right(padding: Tensor) -> bool:
@@ -230,6 +239,7 @@ def _attend(
         out = out.new_zeros(rows * length, heads, narrow).index_copy(0, documents.places, out)
     padding = documents.padding if outputs_at_padding else None
     if padding is not None:
+        query, key, value = (x.index_select(0, padding.rows) for x in (query, key, value))
         last = own(module, query[:, :, -padding.longest :], key, value, padding.mask(), **options)[0]
         out = out.index_copy(0, padding.places, last.flatten(0, 1).index_select(0, padding.within).to(out.dtype))
     return out.view(rows, length, heads, narrow), None

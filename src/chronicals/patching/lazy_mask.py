@@ -31,13 +31,15 @@ class Padding:
 
     Attributes:
         places: of the padding among B · S, ``[P]``.
-        within: of the same among the last L positions of every row, B · L, ``[P]``.
+        within: of the same among the last L positions of the rows that have padding, R · L, ``[P]``.
+        rows: that have padding, ``[R]``.
         longest: L.
-        mask: makes the mask ``[B, 1, L, S]`` of the last L positions.
+        mask: makes the mask ``[R, 1, L, S]`` of the last L positions of these rows.
     """
 
     places: Tensor
     within: Tensor
+    rows: Tensor
     longest: int
     mask: Callable[[], Tensor]
 
