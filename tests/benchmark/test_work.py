@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import tiny
-from chronicals.benchmark.arms import loop
-from chronicals.benchmark.arms.padding import grouped, padded
+from chronicals.benchmark.arms import ways
+from chronicals.benchmark.arms.padding import grouped, packed, padded
 from chronicals.benchmark.arms.trainer import documents_in, sorted_in_steps, train_with_trainer
 from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import Plan
@@ -177,8 +177,95 @@ class Measured:
 )
 def test_a_padded_peer_takes_the_micro_batches_that_are_fastest(model, expected, monkeypatch):
     lengths = [2048, 1800, 1500, 1000, 900, 700, 650, 600, 500, 450, 400, 300, 280, 250, 200, 150, 100, 90, 60, 40]
-    monkeypatch.setattr(loop, "_now", lambda: model.now)
-    assert loop.fastest_overhead(model, [[document(length) for length in lengths]], PADDED_ROWS) == expected
+    monkeypatch.setattr(ways, "_now", lambda: model.now)
+    found, failed = ways.fastest_way(model, [[document(length) for length in lengths]], PADDED_ROWS)
+    assert (found, failed) == (ways.Way(None, expected), [])
+
+
+class Attending(Measured):
+    """One whose positions take as long as its attention needs; a broken attention raises."""
+
+    def __init__(self, apart=True, **costs):
+        super().__init__(2000, 0)
+        self.apart = apart
+        self.costs, self.attention = costs, "sdpa"
+
+    def set_attn_implementation(self, name):
+        self.attention = name
+
+    def __call__(self, input_ids, **given):
+        self.position = self.costs[self.attention]
+        if self.position is None or (self.position < 0 and "position_ids" in given):
+            raise RuntimeError("no such kernel")
+        self.position = abs(self.position)
+        logits = input_ids[..., None] if self.apart else input_ids[..., None] + input_ids.sum()
+        return SimpleNamespace(loss=super().__call__(input_ids).loss, logits=logits)
+
+
+@pytest.mark.parametrize(
+    ("flash", "lengths", "expected", "failed"),
+    [
+        (0.5, [64] * 4, ways.Way("flash_attention_4"), []),
+        (2, [64] * 4, ways.Way("sdpa"), []),
+        (None, [64] * 4, ways.Way("sdpa"), ["flash_attention_4 did not run: RuntimeError"]),
+        (0.5, [2048, 900, 300, 40], ways.Way("flash_attention_4", None), []),
+        (-0.5, [2048, 900, 300, 40], ways.Way("flash_attention_4", 8192),
+         ["flash_attention_4, packed rows did not run: RuntimeError"]),
+    ],
+)  # fmt: skip
+def test_a_plain_peer_takes_the_attention_that_is_fastest_and_names_what_fails(flash, lengths, expected, failed, monkeypatch):
+    model = Attending(sdpa=1, flash_attention_4=flash)
+    monkeypatch.setattr(ways, "_now", lambda: model.now)
+    steps = [[document(length) for length in lengths]]
+    assert ways.fastest_way(model, steps, PADDED_ROWS, ["flash_attention_4", "sdpa"]) == (expected, failed)
+    assert model.attention == expected.attention
+
+
+def test_packed_rows_whose_documents_see_each_other_are_not_taken(monkeypatch):
+    model = Attending(apart=False, sdpa=1, flash_attention_4=0.5)
+    monkeypatch.setattr(ways, "_now", lambda: model.now)
+    steps = [[document(length) for length in (2048, 900, 300, 40)]]
+    found, failed = ways.fastest_way(model, steps, PADDED_ROWS, ["flash_attention_4", "sdpa"])
+    assert found == ways.Way("flash_attention_4", 8192)
+    assert failed == ["flash_attention_4, packed rows did not run: its documents see each other"]
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_a_real_model_changes_its_attention_and_keeps_packed_documents_apart(mode):
+    model = tiny.llama()
+    model.config.use_cache = False
+    if mode == "lora":
+        import peft
+
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    model.set_attn_implementation("eager")
+    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa" and ways.keeps_documents_apart(model)
+
+
+def test_a_packed_step_has_no_padding_and_no_target_across_documents():
+    step = packed([document(3), document(2)], torch.device("cpu"))
+    ((given, share),) = step.micro_batches
+    assert given["position_ids"].tolist() == [[0, 1, 2, 0, 1]] and (share, step.tokens, step.slots) == (1.0, 5, 5)
+    assert [label == -100 for label in given["labels"][0].tolist()] == [True, False, False, True, False]
+
+
+def test_states_made_before_a_trial_change_no_step():
+    def trained(made):
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(8))
+        optimizer = torch.optim.AdamW([weight], lr=0.1, weight_decay=0.1)
+        if made:
+            before = weight.detach().clone()
+            ways.make_states(optimizer)
+            assert torch.equal(weight, before) and weight.grad is None and optimizer.state[weight]["exp_avg"].shape == (8,)
+        for _ in range(3):
+            (weight**3).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return weight.detach()
+
+    assert torch.equal(trained(True), trained(False))
 
 
 def test_a_trainers_padded_rows_are_sorted_within_a_step():

@@ -65,6 +65,16 @@ def padded(documents: Sequence[Document], rows: int, place: torch.device, overhe
     return PaddedStep(micro_batches, sum(len(document) for document in documents), slots)
 
 
+def packed(documents: Sequence[Document], place: torch.device) -> PaddedStep:
+    """``documents`` one after the other in a single row, for an attention that keeps apart what ``position_ids`` begin anew."""
+    ids = torch.from_numpy(np.concatenate([np.asarray(document.ids, np.int64) for document in documents]))
+    labels = torch.from_numpy(np.concatenate([np.asarray(document.labels, np.int64) for document in documents]))
+    positions = torch.cat([torch.arange(len(document)) for document in documents])
+    labels[positions == 0] = -100
+    given = {"input_ids": ids, "labels": labels, "position_ids": positions}
+    return PaddedStep([({name: x[None].to(place) for name, x in given.items()}, 1.0)], len(ids), len(ids))
+
+
 def grouped(lengths: Sequence[int], rows: int, overhead: int) -> list[tuple[int, int]]:
     """Bounds of the consecutive groups, of at most ``rows`` each, with the least positions and ``overhead`` for each group.
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from chronicals.benchmark.arms.loop import train_padded
+from chronicals.benchmark.arms.ways import flash_attention
 from chronicals.benchmark.arms.weights import load, with_peft
 from chronicals.benchmark.measurement import Plan, device
 from chronicals.benchmark.work import Document, Work
@@ -19,9 +20,11 @@ TIGHT_STEPS = 3
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}
 
 
-def _model(work: Work, **options: Any) -> Any:
-    model = load(work.model, DTYPES[work.config().mixed_precision], attn_implementation="sdpa", **options)
-    return with_peft(model, work) if work.mode == "lora" else model
+def _model(work: Work) -> tuple[Any, list[str]]:
+    """The model, and the attentions it may have here, sdpa last."""
+    model = load(work.model, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
+    flash = flash_attention(model)
+    return with_peft(model, work) if work.mode == "lora" else model, [*filter(None, [flash]), "sdpa"]
 
 
 def _kept_in(work: Work) -> str:
@@ -29,15 +32,16 @@ def _kept_in(work: Work) -> str:
 
 
 def transformers(work: Work, plan: Plan) -> None:
-    """transformers' model as it is, SDPA."""
-    train_padded(_model(work), work, plan, f"sdpa, fused AdamW, {_kept_in(work)}")
+    """transformers' model as it is."""
+    model, attentions = _model(work)
+    train_padded(model, work, plan, f"fused AdamW, {_kept_in(work)}", attentions=attentions)
 
 
 def torch_compile(work: Work, plan: Plan) -> None:
     """The whole model compiled; shapes are static where rows do not differ."""
-    model = _model(work)
+    model, attentions = _model(work)
     model.compile(dynamic=False if work.data == "fixed" else None)
-    train_padded(model, work, plan, f"model.compile, sdpa, fused AdamW, {_kept_in(work)}")
+    train_padded(model, work, plan, f"model.compile, fused AdamW, {_kept_in(work)}", attentions=attentions)
 
 
 def liger(work: Work, plan: Plan) -> None:
@@ -49,7 +53,9 @@ def liger(work: Work, plan: Plan) -> None:
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
         raise ValueError(f"Liger has no kernels for {kind}")
     MODEL_TYPE_TO_APPLY_LIGER_FN[kind]()
-    train_padded(_model(work), work, plan, f"fused linear cross-entropy, sdpa, fused AdamW, {_kept_in(work)}")
+    model, attentions = _model(work)
+    settings = f"fused linear cross-entropy, fused AdamW, {_kept_in(work)}"
+    train_padded(model, work, plan, settings, attentions=attentions)
 
 
 def reference(work: Work, plan: Plan) -> None:
