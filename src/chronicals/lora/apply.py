@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import remember_base_rows
 from chronicals.lora.layers import LoRALinear, adapters
-from chronicals.lora.model_methods import take_over
+from chronicals.lora.model_methods import bind_methods
 from chronicals.models import beside_text, is_within
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def apply_lora(model: Any, config: LoRAConfig) -> Any:
         setattr(model.get_submodule(parent), name, LoRALinear(layer, config, *shape).train(layer.training))
     remember_base_rows(model)
     model.chronicals_lora = config
-    take_over(model)
+    bind_methods(model)
     return model
 
 

@@ -23,7 +23,7 @@ USUAL = {"save_peft_format": True, "save_original_format": True, "distributed_ch
 """Of transformers' ``save_pretrained``: arguments whose defaults are what is done here."""
 
 
-def take_over(model: Any) -> None:
+def bind_methods(model: Any) -> None:
     """Give ``model`` these methods, until its adapters are merged; its class has them no more than before.
 
     The model becomes an instance of a subclass, by the same name. Methods bound on the model would refer to it in a cycle,
