@@ -57,7 +57,7 @@ def flash_attn_4_stand_in(monkeypatch):
             place.copy_(gradient)
         return dq, dk, dv, *found[3:]
 
-    monkeypatch.setattr(flash_attn_4, "_kernels", lambda: (forward, backward))
+    monkeypatch.setattr(flash_attn_4, "_kernels", lambda _device: (forward, backward))
 
 
 def compare(attend, window=None, softcap=None, sinks=False, compiled=False):
@@ -96,7 +96,7 @@ def test_shapes_for_tracing(flash_attn_4_stand_in):
 def test_flash_attn_4_takes_these_arguments(flash_attn_4_stand_in):
     from flash_attn.cute import interface
 
-    stand_ins = flash_attn_4._kernels()
+    stand_ins = flash_attn_4._kernels(torch.device("cpu"))
     for ours, theirs in zip(stand_ins, (interface._flash_attn_fwd, interface._flash_attn_bwd), strict=True):
         asked, there = (list(inspect.signature(function).parameters) for function in (ours, theirs))
         assert set(asked) <= set(there) and asked[:3] == there[:3]

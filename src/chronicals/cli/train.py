@@ -61,6 +61,8 @@ def train(
     if check:
         embedding_rows = saved.embedding_rows(plan.trust_remote_code)
         reports = None if holds_run else config.output_dir  # a run's own say what it was trained on
+        if reports is not None and ranks.first:
+            reports.mkdir(parents=True, exist_ok=True)
         store, _ = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
         resumed = checkpoint_to_resume(config.output_dir, resume_from or resume, ranks) if resume_from or resume else None
         fit_batch(config, plan_of(store, config), ranks, resumed)

@@ -9,6 +9,7 @@ A forward that somebody else replaced cannot be copied. Its module gets a view o
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import logging
@@ -138,6 +139,13 @@ def foreign_forward(model: Any) -> str:
     return next((type(module).__name__ for module, name in places(model) if _slot(module, name) == CONFIG), "")
 
 
+NOT_WHOLE = (
+    "a patched model cannot be serialised whole: save its state_dict() or use save_pretrained, or call "
+    "unpatch_model(model) first"
+)
+"""Why a model with methods that were made for it is written to no file: it could not be read."""
+
+
 @dataclass
 class Installed:
     """What was put in the place of a method of one module, or of its configuration.
@@ -151,6 +159,12 @@ class Installed:
     before: Any
     seams: list[Seam]
     ours: Any = None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(NOT_WHOLE)
+
+    def __deepcopy__(self, memo: dict) -> Installed:
+        return Installed(*(copy.deepcopy(value, memo) for value in (self.before, self.seams, self.ours)))
 
 
 def install(model: Any, seam: Seam) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from chronicals.models.attention_seam import NOT_WHOLE
 from chronicals.patching import attention, loss
 from chronicals.patching.decoder_layer import ATTENTION, NAME, layer_signature
 from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
@@ -22,10 +23,7 @@ class Whole:
     """In a patched model: its forwards are made by patching, so it would be written to a file that cannot be read."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            "a patched model cannot be serialised whole: save its state_dict() or use save_pretrained, or call "
-            "unpatch_model(model) first"
-        )
+        raise TypeError(NOT_WHOLE)
 
     def __deepcopy__(self, memo: dict) -> Whole:
         return self
