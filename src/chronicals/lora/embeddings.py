@@ -55,9 +55,10 @@ def remember_base_rows(model: Any) -> None:
 
 
 def _rows_in_files(model: Any, base: str) -> int | None:
-    """Rows of the embedding that the configuration at a folder or hub name says; None where it cannot be read."""
+    """Rows of the embedding that the configuration at a folder, or of a hub name in the cache, says; None where it cannot be
+    read. A model that was loaded by its hub name has left its configuration in the cache: nothing is asked for."""
     try:
-        config = type(model.config).from_pretrained(base)
+        config = type(model.config).from_pretrained(base, local_files_only=True)
     except (OSError, ValueError) as error:
         logger.info("how many rows the embedding of %s has cannot be read: %s", base, error)
         return None
