@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from chronicals.data.lifeline import BoundProcess
+from chronicals.lifeline import BoundProcess
 
 SMALL, LARGE = ["--model", "qwen2.5-0.5b"], ["--model", "llama-3.1-8b"]
 LORA, RAGGED = ["--mode", "lora"], ["--data", "ragged"]

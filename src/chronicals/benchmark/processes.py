@@ -19,7 +19,7 @@ from typing import Any
 import chronicals
 from chronicals.benchmark.measurement import ROUND, Measurement, round_file
 from chronicals.benchmark.work import Work
-from chronicals.data.lifeline import BoundProcess
+from chronicals.lifeline import BoundProcess
 
 PEERS: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers",),

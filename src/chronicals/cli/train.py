@@ -35,10 +35,20 @@ def train(
     """
     import logging
 
+    from chronicals.cli.beforehand import compile_attention, compile_data_functions
+    from chronicals.config import Recipe
+
+    compile_data_functions()
+    if verbose:
+        logging.getLogger("chronicals").setLevel(logging.DEBUG)
+    plan = Recipe.given(preset, recipe, resume_from or resume, **flags)
+    config = plan.config()
+    if not check:
+        compile_attention(plan.model, config)
+
     from rich.console import Console
     from rich.markup import escape
 
-    from chronicals.config import Recipe
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.data.loader import plan_of
     from chronicals.distributed import Ranks
@@ -50,10 +60,6 @@ def train(
     from chronicals.training.preparation import open_stores
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run, sole_writer
 
-    if verbose:
-        logging.getLogger("chronicals").setLevel(logging.DEBUG)
-    plan = Recipe.given(preset, recipe, resume_from or resume, **flags)
-    config = plan.config()
     ranks, holds_run = Ranks.current(), holds_a_run(config.output_dir)
     console = Console(emoji=False, highlight=False, soft_wrap=True, quiet=not ranks.first)
     saved = SavedModel.find(plan.model, plan.base_model)

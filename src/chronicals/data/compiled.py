@@ -8,7 +8,6 @@ after any change of them it is compiled again. Where no folder can be written, n
 from __future__ import annotations
 
 import functools
-import hashlib
 import logging
 import os
 import shutil
@@ -21,12 +20,11 @@ from typing import Any
 import numba
 from numba.core.caching import CompileResultCacheImpl, FunctionCache
 
+from chronicals import beforehand
+from chronicals.data import compilation
+from chronicals.data.compilation import sources
+
 logger = logging.getLogger(__name__)
-
-PACKAGE = Path(__file__).parent.parent
-
-SOURCES = "data/*.py", "config/*.py", "batch.py"
-"""Every file of ours that this room imports."""
 
 PREFIX = "chronicals-"
 DAYS_KEPT = 7
@@ -50,13 +48,8 @@ def compiled(function: Callable[..., Any] | None = None, *, nogil: bool = False)
     return dispatcher
 
 
-def sources() -> str:
-    """A hash of the source files; empty where there are none, as in a zip archive."""
-    files = [file for pattern in SOURCES for file in sorted(PACKAGE.glob(pattern))]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(f"{file.name}\0".encode() + hashlib.sha256(file.read_bytes()).digest())
-    return digest.hexdigest()[:16] if files else ""
+LOOKS_AGAIN = 0.02
+"""Seconds between two looks for machine code that another process is making."""
 
 
 class _Folder:
@@ -95,8 +88,11 @@ class _Cache(FunctionCache):
     _impl_class = _Implementation
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """None where there is no machine code, also none that is being made by another process."""
         try:
-            return super().load_overload(sig, target_context)
+            while (found := super().load_overload(sig, target_context)) is None and beforehand.running(compilation.__name__):
+                time.sleep(LOOKS_AGAIN)
+            return found
         except OSError as error:
             _warn(error.strerror or type(error).__name__)
             return None

@@ -23,8 +23,8 @@ from typing import Any
 
 from chronicals.data.chunks import Chunk, ChunkEncoder
 from chronicals.data.frames import chunk_of_frame, frame_of_encoded, read_frame, write_frame
-from chronicals.data.lifeline import end_with_parent
 from chronicals.data.template import Tokenizer
+from chronicals.lifeline import end_with_parent
 
 HOW = "how.json"
 

@@ -1,7 +1,8 @@
 """Compiles the kernels of a piece of work beside each other, before it runs.
 
-Triton compiles a kernel when it is first launched, so those of a training step one after the other. Within ``compiling_only``
-a launch hands its kernel to a pool of threads and does nothing else; where the block ends, all of them are compiled.
+Triton compiles a kernel when it is first launched, and a C function that launches it, so those of a training step one after
+the other. Within ``compiling_only`` a launch hands its kernel to a pool of threads and does nothing else; where the block ends,
+all of them are compiled and loaded.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 from chronicals.kernels.launch import HAS_TRITON, triton
 
@@ -33,7 +36,7 @@ def compiling_only() -> Iterator[None]:
     """
     from triton.runtime._async_compile import AsyncCompileMode, active_mode
 
-    launch = triton.JITFunction.run
+    launch, kernels = triton.JITFunction.run, dict[int, Any]()
     with ThreadPoolExecutor(min(MOST_THREADS, len(os.sched_getaffinity(0)))) as threads:
         mode = AsyncCompileMode(threads)
 
@@ -42,7 +45,10 @@ def compiling_only() -> Iterator[None]:
                 return launch(kernel, *args, grid=grid, warmup=warmup, **options)
             before = active_mode.set(mode)  # per thread: autograd has its own
             try:
-                return launch(kernel, *args, grid=grid, warmup=True, **options)
+                compiles = launch(kernel, *args, grid=grid, warmup=True, **options)
+                if compiles is not None:  # as a hook of Triton's may decide
+                    kernels[id(compiles)] = compiles
+                return compiles
             finally:
                 active_mode.reset(before)
 
@@ -52,3 +58,11 @@ def compiling_only() -> Iterator[None]:
         finally:
             triton.JITFunction.run = launch
             mode.__exit__(None, None, None)  # waits for what was handed in, and makes it known to its kernel
+        device = torch.cuda.current_device()
+        list(threads.map(lambda kernel: _load(kernel, device), kernels.values()))
+
+
+def _load(kernel: Any, device: int) -> None:
+    """Load a kernel's machine code, and compile what launches it: attributes that are made when they are first read."""
+    torch.cuda.set_device(device)  # per thread
+    getattr(kernel.result() if hasattr(kernel, "result") else kernel, "run")  # noqa: B009

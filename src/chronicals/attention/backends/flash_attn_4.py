@@ -9,6 +9,7 @@ sinks. Between multiples of 32 heads are filled up: gradients are wrong at 80.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals import beforehand
 from chronicals.attention.support import HALVES, Backend, Support
 
 
@@ -31,6 +33,9 @@ def available() -> bool:
 
 CACHE = Path.home() / ".cache" / "chronicals" / "flash-attn-4"
 """Where compiled kernels are kept, unless the package's own variables say otherwise."""
+
+LOOKS_AGAIN = 0.02
+"""Seconds between two looks whether the process that compiles beforehand has ended."""
 
 
 def _keep_compiled_kernels(device: torch.device) -> None:
@@ -52,10 +57,13 @@ def _keep_compiled_kernels(device: torch.device) -> None:
 
 @cache
 def _kernels(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., tuple]]:
-    """Forward and backward of the package; importing it takes seconds, so it happens at the first call."""
+    """Forward and backward of the package; importing it takes seconds, so it happens at the first call. Kernels that another
+    process is compiling are waited for."""
     _keep_compiled_kernels(device)
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
+    while beforehand.running("chronicals.attention.compilation"):
+        time.sleep(LOOKS_AGAIN)
     return _flash_attn_fwd, _flash_attn_bwd
 
 
