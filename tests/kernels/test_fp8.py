@@ -1,5 +1,7 @@
 """fp8_quantize against its formula, bit by bit: scales over tensors, rows, blocks and squares, in both layouts at once."""
 
+from importlib.metadata import version
+
 import pytest
 import torch
 
@@ -103,6 +105,8 @@ def test_rows_with_gaps_and_transposes(scaling, device):
 @pytest.mark.parametrize("scaling", SCALINGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_zeros_and_what_is_no_number(dtype, scaling, device):
+    if device.type == "cpu" and scaling in ("block", "square") and version("triton").startswith("3.6."):
+        pytest.skip("in the interpreter of Triton 3.6 a maximum over two axes is not a number where one element is none")
     x = torch.zeros(130, 140, dtype=dtype, device=device)
     rows, columns = fp8_quantize(x, scaling, layout="both")
     for found in (rows, columns):

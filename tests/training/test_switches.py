@@ -43,8 +43,9 @@ def results(monkeypatch, owner, name):
 
 def flash_attention(folder, monkeypatch, on):
     """Which of the calls of attention may take a backend of FlashAttention; a switch of its own can only be set off here."""
-    calls = counted(monkeypatch, presentation, "document_attention")
+    counts = [counted(monkeypatch, owner, "document_attention") for owner in (presentation, decoder_layer)]
     runs.train(folder, max_steps=1, **({} if on else {"use_flash_attention": False}))
+    calls = [call for counted_there in counts for call in counted_there]
     return {options["flash"] for _, options in calls}
 
 
