@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +26,15 @@ OURS = "chronicals."
 def can_compile_only() -> bool:
     """Whether this Triton can compile without running: it has done so since 3.4, by a module that is not public."""
     return HAS_TRITON and importlib.util.find_spec("triton.runtime._async_compile") is not None
+
+
+def identify_compiler() -> None:
+    """Let a thread hash Triton's own files, which names what it caches: a third of a second, most of it without the GIL, that
+    the first kernel would take."""
+    if can_compile_only():
+        from triton.runtime.cache import triton_key
+
+        threading.Thread(target=triton_key, daemon=True).start()
 
 
 @contextmanager

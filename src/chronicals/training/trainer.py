@@ -16,6 +16,7 @@ from chronicals.data import BatchStream, Tokenizer, TokenStore, filler_token
 from chronicals.data.loader import Step, plan_of
 from chronicals.data.packing import PackPlan
 from chronicals.distributed import Ranks
+from chronicals.kernels.compilation import identify_compiler
 from chronicals.memory import ActivationOffload
 from chronicals.models import PresentedModel, check_positions
 from chronicals.objectives import OBJECTIVES, with_router_loss
@@ -125,6 +126,8 @@ class ChronicalsTrainer:
     def _train(self, train_dataset: Source, eval_dataset: Source | None, resumed: Path | None) -> TrainingResult:
         self._stop = None
         model = self.model
+        if self.device.type == "cuda":
+            identify_compiler()
         train_store, eval_store = open_stores(
             train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, self.config, self.ranks,
             reports=self.output_dir,
