@@ -543,10 +543,11 @@ def startups() -> list[str]:
     for path in sorted(RESULTS.glob("startup-*.json")):
         result = json.loads(path.read_text())
         card = result["card"].removeprefix("NVIDIA ")
+        note = f"{result['note']}; " if "note" in result else ""
         lines += [
             "",
             f"{card}, torch {result['versions']['torch']}, `{result['commit']}`, the {result['shape']} shape, "
-            f"{result['mode']}, {result['steps']} steps; cold: without any cache; seconds in the median:",
+            f"{result['mode']}, {result['steps']} steps; cold: without any cache; {note}seconds in the median:",
             "",
             "| | caches | runs | to the first step | imports | model | data | patching | first step | after the last step |",
             "|---|---|---|---|---|---|---|---|---|---|",

@@ -1,9 +1,9 @@
 """Plants faults in a copy of the source, one at a time, and runs the tests that must see them.
 
-``python benchmarks/mutations.py [--only TEXT]`` prints a table and exits 1 if a planted fault survives. The faults are listed
-in ``tests/mutations/*.toml``, one ``[[mutant]]`` each: ``name`` (what is wrong), ``file`` (below ``src/chronicals``), ``old``
-(text that occurs once in it), ``new`` (what stands there instead) and ``tests`` (node ids of pytest, which pass without the
-fault).
+``python benchmarks/mutations.py [--only TEXT] [--jobs 2]`` prints a table and exits 1 if a planted fault survives. The faults
+are listed in ``tests/mutations/*.toml``, one ``[[mutant]]`` each: ``name`` (what is wrong), ``file`` (below
+``src/chronicals``), ``old`` (text that occurs once in it), ``new`` (what stands there instead) and ``tests`` (node ids of
+pytest, which pass without the fault).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from rich.console import Console
@@ -32,13 +33,12 @@ def listed() -> list[dict]:
     return [mutant for file in files for mutant in tomllib.loads(file.read_text())["mutant"]]
 
 
-def plant(mutant: dict, source: Path) -> None:
-    """Replace ``old`` by ``new`` in the copy of the package below ``source``."""
-    path = source / "chronicals" / mutant["file"]
-    text = path.read_text()
-    if text.count(mutant["old"]) != 1:
-        raise SystemExit(f"{mutant['name']}: its text occurs {text.count(mutant['old'])} times in {mutant['file']}, not once")
-    path.write_text(text.replace(mutant["old"], mutant["new"]))
+def check(mutants: list[dict]) -> None:
+    """Raises SystemExit where the text of a mutant is not there, or is there more than once."""
+    for mutant in mutants:
+        count = (ROOT / "src" / "chronicals" / mutant["file"]).read_text().count(mutant["old"])
+        if count != 1:
+            raise SystemExit(f"{mutant['name']}: its text occurs {count} times in {mutant['file']}, not once")
 
 
 def outcome(mutant: dict) -> str:
@@ -46,7 +46,8 @@ def outcome(mutant: dict) -> str:
     with tempfile.TemporaryDirectory(prefix="chronicals-") as folder:
         source = Path(folder) / "src"
         shutil.copytree(ROOT / "src", source, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-        plant(mutant, source)
+        path = source / "chronicals" / mutant["file"]
+        path.write_text(path.read_text().replace(mutant["old"], mutant["new"]))
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant["tests"]]
         environment = {**os.environ, "PYTHONPATH": str(source)}
         try:
@@ -61,11 +62,15 @@ def outcome(mutant: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="mutants whose name or file contains this text")
-    only = parser.parse_args().only
-    chosen = [mutant for mutant in listed() if only in mutant["name"] or only in mutant["file"]]
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
+    given = parser.parse_args()
+    chosen = [mutant for mutant in listed() if given.only in mutant["name"] or given.only in mutant["file"]]
+    check(chosen)
     table = Table("planted fault", "in", "outcome")
-    for mutant in chosen:
-        table.add_row(mutant["name"], mutant["file"], outcome(mutant))
+    with ThreadPoolExecutor(given.jobs) as pool:
+        for number, (mutant, found) in enumerate(zip(chosen, pool.map(outcome, chosen)), 1):
+            print(f"{number}/{len(chosen)} {found}: {mutant['name']}", file=sys.stderr, flush=True)
+            table.add_row(mutant["name"], mutant["file"], found)
     Console(width=140).print(table)
     sys.exit(any(cell != "killed" for cell in table.columns[2].cells))
 
