@@ -183,12 +183,14 @@ def with_its_mask(ranks, biased, made_with_room, of=module):
     count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
 
     def seeded(x, *tensors):
-        torch.manual_seed(5)
-        return ours(x, *tensors)
+        with torch.random.fork_rng():  # else each draw of the inputs is the one before again
+            torch.manual_seed(5)
+            return ours(x, *tensors)
 
     def plain(x, *tensors):
-        torch.manual_seed(5)
-        dropped = dropped_reference(x, draw_seed(x), 0.5)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            dropped = dropped_reference(x, draw_seed(x), 0.5)
         weights, rest = tensors[:count], tensors[count:]
         biases, rest = (rest[:count], rest[count:]) if biased else ([None] * count, rest)
         parts = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases)]
