@@ -1,30 +1,18 @@
-"""Writes the tables of README.md and docs/measured.md, between their marks, and the pictures, from the result files.
+"""Writes the tables of README.md and docs/measured.md, between their marks, and draws the plots, from the result files.
 
     python benchmarks/figures.py
 
-A row may have been measured several times: `results/row-NAME-CARD.json`, `results/row-NAME-CARD-2.json` and so on, CARD being
-h100, h200 or another. Tables show the newest of them, with the range over all of them.
+Tables show the newest measurement of a row, with the range over all of them.
 """
 
 import json
-import re
 import statistics
-from dataclasses import dataclass
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
-BARS = RESULTS / "rows.png"
+import measured_rows
+import plots
+from measured_rows import RESULTS, ROOT, Row
+
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
-MEASURED_ROW = re.compile(r"row-(?P<row>.+)-(?P<card>[a-z]{1,2}\d{2,4})(?:-(?P<run>\d+))?\.json")
-BEFORE_PADDING_WAS_MENDED = frozenset({"cec05f6", "90d3c13", "d6d7d10", "7b0e1e0"})
-"""Commits of ragged rows older than 706fd1a, since which padded peers have a step's documents sorted by length."""
-
-LEANEST_OF = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed")
-"""Rows with a frontier of memory and speed."""
-
-UNLIKE_PEERS = ("use_fp8=True", "max_grad_norm=inf")
-"""Settings of ours that no peer has: they multiply in 16 bit and clip."""
 
 PICKED = [
     "rmsnorm 4096 forward", "rmsnorm 4096 backward", "add_rmsnorm 4096 backward", "swiglu 14336 forward",
@@ -43,83 +31,11 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
 
 
-@dataclass(frozen=True)
-class Row:
-    """A row of the tables.
-
-    Attributes:
-        result: the newest measurement.
-        others: earlier ones, and those on other cards.
-        arms: of the newest, those that have a speed, the fastest first.
-    """
-
-    title: str
-    result: dict
-    others: list[dict]
-    arms: dict[str, dict]
-
-    @property
-    def compared(self) -> dict[str, dict]:
-        """Without arms of ours that were only scouted."""
-        return {name: arm for name, arm in self.arms.items() if not is_scouted(name, arm)}
-
-    @property
-    def scouted(self) -> bool:
-        return any(is_scouted(name, arm) for name, arm in self.arms.items())
-
-    @property
-    def old_padding(self) -> bool:
-        """Whether its padded peers had documents in arrival order, most of their positions padding."""
-        return "ragged" in self.title and self.result["commit"] in BEFORE_PADDING_WAS_MENDED
-
-    @property
-    def place(self) -> str:
-        """Card, torch and commit."""
-        card = self.result["machine"]["card"].removeprefix("NVIDIA ")
-        return f"{card}, torch {self.result['versions']['torch']}, `{self.result['commit']}`"
-
-    def rates(self, name: str) -> list[float]:
-        """Tokens per second of an arm in all measurements that it has a speed in."""
-        arms = [result["arms"].get(name, {}) for result in (self.result, *self.others)]
-        return [arm["tokens_per_second"]["median"] for arm in arms if arm.get("status") == "measured"]
-
-    def ratios(self, name: str) -> list[float]:
-        """Ours over an arm in all measurements that compare them in the same rounds."""
-        results = (self.result, *self.others)
-        return [result["ratios"][name]["median"] for result in results if name in result["ratios"]]
-
-
-def rows() -> list[Row]:
-    """What lies in the results; of measurements without a date, the one without a number is the newest."""
-    found: dict[str, list[tuple[str, int, dict]]] = {}
-    for path in sorted(RESULTS.glob("row-*.json")):
-        parts = MEASURED_ROW.fullmatch(path.name)
-        if parts is None:
-            raise SystemExit(f"{path.name}: expected row-NAME-CARD.json or row-NAME-CARD-2.json")
-        result = json.loads(path.read_text())
-        found.setdefault(parts["row"].replace("-", " "), []).append((result.get("date", ""), -int(parts["run"] or 1), result))
-    return [
-        row_of(title, [result for *_, result in sorted(measured, key=lambda one: one[:2])]) for title, measured in found.items()
-    ]
-
-
-def row_of(title: str, results: list[dict]) -> Row:
-    *others, newest = results
-    arms = {name: arm for name, arm in newest["arms"].items() if arm["status"] == "measured"}
-    arms = dict(sorted(arms.items(), key=lambda item: -item[1]["tokens_per_second"]["median"]))
-    return Row(title, newest, others, arms)
-
-
-def is_scouted(name: str, arm: dict) -> bool:
-    """A point of a frontier."""
-    return name.startswith("ours ") and not arm["rounds"]
-
-
-def several_commits(found: list[Row]) -> list[str]:
+def several_commits(found: list[Row]) -> str:
     """What must be said of a table whose rows are of different commits."""
     if len({result["commit"] for row in found for result in (row.result, *row.others)}) == 1:
-        return []
-    return ["", "Not all of it was measured at one commit: compare the arms of a row, not rows with each other."]
+        return ""
+    return "Not all of it was measured at one commit: compare the arms of a row, not rows with each other."
 
 
 def with_range(values: list[float], form: str) -> str:
@@ -129,34 +45,49 @@ def with_range(values: list[float], form: str) -> str:
     return words if low == high else f"{words} ({low} to {high})"
 
 
-def peers_of(row: Row) -> list[str]:
-    """Arms that are not ours, the fastest first."""
-    return [name for name in row.arms if not name.startswith("ours")]
-
-
 def speeds() -> list[str]:
     """Ours beside the fastest peer, a row a line; without rows whose peers were padded as they are no longer."""
-    compared = [row for row in rows() if peers_of(row) and "ours" in row.arms]
+    compared = measured_rows.with_peers()
     found = [row for row in compared if not row.old_padding]
     lines = [
-        "| row | real tokens/s | fastest peer | times as fast | MFU | of the reference step | measured on |",
-        "|---|---|---|---|---|---|---|",
+        "| | chronicals, tokens/s | fastest peer, tokens/s | speedup | MFU | measured on |",
+        "|---|---|---|---|---|---|",
     ]
     for row in found:
-        best = peers_of(row)[0]
-        rate, peer = row.rates("ours"), row.rates(best)
+        peer = row.peers[0]
+        ours, theirs = row.rates("ours"), row.rates(peer)
         cells = [
-            row.title, with_range(rate, ",.0f"), f"{best} {with_range(peer, ',.0f')}{in_16_bit(row)}",
-            with_range(row.ratios(best) or [rate[0] / peer[0]], ".2f"),
-            mfu(row.arms["ours"]), share(row.arms["ours"]), row.place,
+            row.name, with_range(ours, ",.0f"), f"{peer} {with_range(theirs, ',.0f')}{attention_of(row, peer)}{in_16_bit(row)}",
+            with_range(row.ratios(peer) or [ours[0] / theirs[0]], ".2f"), mfu(row.arms["ours"]), row.place,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    if left_out := [f"`{row.title}`" for row in compared if row.old_padding]:
-        lines += [
-            "",
-            f"Left out until they are run again: {', '.join(left_out)}, measured before the padding of peers was mended.",
-        ]
-    return lines + several_commits(found)
+    notes = " ".join(filter(None, [sdpa_alone(found), left_out(compared), several_commits(found)]))
+    return [*lines, "", notes] if notes else lines
+
+
+def attention_of(row: Row, peer: str) -> str:
+    """Said of a plain peer, which had torch's attention."""
+    return " (SDPA)" if has_sdpa(row, peer) else ""
+
+
+def has_sdpa(row: Row, peer: str) -> bool:
+    return "sdpa" in row.arms[peer]["settings"].split(", ")
+
+
+def sdpa_alone(found: list[Row]) -> str:
+    """What must be said where plain peers had no other attention; measurements with a date tried FlashAttention, too."""
+    names = sorted({peer for row in found for peer in row.peers if has_sdpa(row, peer) and "date" not in row.result})
+    if not names:
+        return ""
+    return (
+        f"Plain peers ({', '.join(names)}) ran with torch's SDPA alone in these rows, ours with FlashAttention-4; they now "
+        "take the faster of the two and will be measured again."
+    )
+
+
+def left_out(compared: list[Row]) -> str:
+    names = [f"`{row.title}`" for row in compared if row.old_padding]
+    return f"Left out until they are measured again with less padding for the peers: {', '.join(names)}." if names else ""
 
 
 def in_16_bit(row: Row) -> str:
@@ -165,39 +96,33 @@ def in_16_bit(row: Row) -> str:
 
 
 def memories() -> list[str]:
-    """Our leanest way beside the leanest peer, a row a line; ways that a peer has no like of have a line of their own."""
-    found = [row for row in rows() if row.title in LEANEST_OF and row.scouted and peers_of(row)]
+    """Our leanest arm beside the leanest peer, a row a line; arms with fields that no peer has are a line of their own."""
+    found = measured_rows.with_frontier()
     lines = [
-        "| row | ours, nothing saved | ours, least memory | peer with the least memory |",
-        "|---|---|---|---|",
+        "| | chronicals, nothing saved | chronicals, least memory | with | leanest peer |",
+        "|---|---|---|---|---|",
     ]
     for row in found:
-        ours = [name for name in row.arms if name.startswith("ours")]
-        peer, plain = least(row, peers_of(row)), memory_and_speed(row.arms["ours"])
-        like, other = ([name for name in ours if bool(unlike_peers(row, name)) == unlike] for unlike in (False, True))
-        if like:
-            lines.append(f"| {row.title} | {plain} | {with_settings(row, least(row, like))} | {with_settings(row, peer)} |")
-        if other:
-            name = least(row, other)
-            lines.append(f"| {row.title}, {' and '.join(unlike_peers(row, name))} | {plain} | {with_settings(row, name)} | - |")
-    return lines + several_commits(found)
+        plain, peer = memory_and_speed(row.arms["ours"]), row.least(row.peers)
+        theirs = f"{peer}{in_bf16_alone(row.arms[peer])}: {memory_and_speed(row.arms[peer])}"
+        for unlike_peers in (False, True):
+            if names := row.variants(unlike_peers=unlike_peers):
+                name = row.least(names)
+                cells = [row.name, plain, memory_and_speed(row.arms[name]), settings(name), "-" if unlike_peers else theirs]
+                lines.append(f"| {' | '.join(cells)} |")
+    note = several_commits(found)
+    return [*lines, "", note] if note else lines
 
 
-def least(row: Row, names: list[str]) -> str:
-    """The arm with the lowest peak of memory."""
-    return min(names, key=lambda name: row.arms[name]["peak_gib"])
+def settings(name: str) -> str:
+    """The fields of an arm of ours, in words."""
+    words = [value if field == "memory" else f"{field}={value}" for field, value in measured_rows.fields(name).items()]
+    return f"`{', '.join(words)}`" if words else "the row's own settings"
 
 
-def with_settings(row: Row, name: str) -> str:
-    """Memory and speed of an arm, and how it ran; a peer's name."""
-    peer = "" if name.startswith("ours") else f"{name}, "
-    return f"{memory_and_speed(row.arms[name])} ({peer}{row.arms[name]['settings']})"
-
-
-def unlike_peers(row: Row, name: str) -> list[str]:
-    """Settings of an arm of ours that no peer has."""
-    settings = row.arms[name]["settings"] + (", use_fp8=True" if row.arms[name].get("fp8") else "")
-    return [words for words in UNLIKE_PEERS if words in settings]
+def in_bf16_alone(arm: dict) -> str:
+    """What must be said of a peer that keeps less of what it trains than ours does."""
+    return " (weights and states bf16)" if "weights and states bf16" in arm["settings"] else ""
 
 
 def memory_and_speed(arm: dict) -> str:
@@ -205,26 +130,25 @@ def memory_and_speed(arm: dict) -> str:
 
 
 def summary() -> str:
-    """What stands in README.md: a table of speed and one of memory, with a picture each."""
-    picture = RESULTS / "frontier-0.5b-full-fixed.png"
+    """What stands in README.md: a table of speed and one of memory, with a plot each."""
     lines = [
-        "Whole training steps with random weights, every arm on the same weights, documents, order and labels; only documents' "
-        "tokens count. `fixed` has documents of 2048 tokens, `ragged` of 32 to 2048. In brackets the range over several "
-        "measurements. MFU is that of ours. The reference step has for each part the best time seen, by itself or in our own "
-        "step; it is not a bound.",
+        "Whole training steps on one card, random weights, 16,384 tokens a step (8,192 for the 8B); every arm trains on the "
+        "same weights, documents and labels. `fixed`: documents of 2048 tokens. MFU: share of the card's bf16 peak.",
         "",
-        f"![real tokens per second by row and arm]({BARS.relative_to(ROOT)})",
+        f"![speed beside the peers]({address(plots.SPEED)})",
         "",
         *speeds(),
         "",
-        f"![tokens per second over peak memory]({picture.relative_to(ROOT)})",
+        f"![tokens per second over peak memory]({address(plots.MEMORY)})",
         "",
         *memories(),
-        "",
-        "All arms and rows, the levers one by one, FP8, kernels, the data path: [docs/measured.md](docs/measured.md). "
-        "How it is measured: [docs/benchmark.md](docs/benchmark.md).",
     ]
     return "\n".join(lines) + "\n"
+
+
+def address(plot: str) -> str:
+    """A plot's path from the root of the repository."""
+    return f"benchmarks/results/{plot}"
 
 
 def arms() -> list[str]:
@@ -232,17 +156,20 @@ def arms() -> list[str]:
     lines = [
         "## Rows",
         "",
-        "`chronicals benchmark`, random weights, whole steps, every arm on the same weights, documents, order and labels; only "
-        "documents' tokens count. Rounds: decisive ones, in turning order; an arm without one ran in the scouting round alone. "
-        "Padding: share of the positions computed. The reference step has for each part (products, attention, elementwise "
-        "bytes, loss, optimizer) the best time seen, by itself or in our own step; it is not a bound ([how](benchmark.md)). It "
-        "and MFU are those of 16 bit: an arm in FP8 has neither. In brackets: the range over several measurements.",
+        "`chronicals benchmark`, random weights, whole steps; every arm has the same weights, documents, order, labels; only "
+        "documents' tokens count. Rounds: decisive ones, in alternating order; an arm without one ran in the scouting round "
+        "alone. Padding: ratio of the positions computed. The reference step takes for each part (products, attention, "
+        "elementwise bytes, loss, optimizer) the best time seen, by itself or in our own step; it is not a bound "
+        "([how](benchmark.md)). It and MFU are those of 16 bit: an arm in FP8 has neither. In brackets: the range over several "
+        "measurements.",
+        "",
+        f"![real tokens per second by row and arm]({shown(plots.ROWS)})",
         "",
         "| row | arm | real tokens/s | ours, times as fast | MFU | of the reference step | peak GiB | padding | loss "
         "| last gradient norm | trained | rounds |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    found = rows()
+    found = measured_rows.rows()
     for row in found:
         first = f"{row.title}{' (old padding)' if row.old_padding else ''}: {row.place}"
         for name, arm in row.compared.items():
@@ -255,19 +182,19 @@ def arms() -> list[str]:
                 f"| {arm['trained_share']:.1%} | {arm['rounds'] or 'scouting'} |"
             )
             first = ""
-    return lines + old_padding(found) + several_commits(found) + without_speed(found)
+    notes = [note for note in (old_padding(found), several_commits(found)) if note]
+    return lines + [line for note in notes for line in ("", note)] + without_speed(found)
 
 
-def old_padding(found: list[Row]) -> list[str]:
+def old_padding(found: list[Row]) -> str:
     """What must be said of ragged rows measured before the padding of peers was mended."""
     if not any(row.old_padding for row in found):
-        return []
-    return [
-        "",
+        return ""
+    return (
         "Old padding: measured before 706fd1a, when padded peers had documents in arrival order, so that most of their "
-        "positions were padding, and Unsloth's packed LoRA one call of attention a document. Such rows favour ours and "
-        "are to be run again.",
-    ]
+        "positions were padding, and Unsloth's packed LoRA made one call of attention for each document. Such rows favour "
+        "ours and are to be run again."
+    )
 
 
 def without_speed(found: list[Row]) -> list[str]:
@@ -290,47 +217,9 @@ def share(arm: dict) -> str:
     return "-" if arm["share_of_floor"] is None else f"{arm['share_of_floor']:.0%}"
 
 
-def draw_rows() -> None:
-    """Bars of the medians, a panel a row, with the quartiles and the reference step; without rows of the old padding."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    found = [row for row in rows() if not row.old_padding]
-    heights = [1 + len(row.compared) for row in found]
-    figure = Figure(figsize=(9, 0.34 * sum(heights) + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(len(found), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
-    for axis, row in zip(panels, found):
-        arms, floor = row.compared, row.result["floor"]
-        for place, (name, arm) in enumerate(reversed(arms.items())):
-            rate = arm["tokens_per_second"]
-            low, high = (abs(rate["median"] - quartile) for quartile in rate["quartiles"])
-            color = "tab:blue" if name.startswith("ours") else "0.7"
-            axis.barh(place, rate["median"], color=color, xerr=[[low], [high]], height=0.7)
-            axis.text(
-                rate["median"] + high,
-                place,
-                f"  {rate['median']:,.0f} · {arm['peak_gib']:.1f} GiB",
-                va="center",
-                fontsize=8,
-                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.6},
-            )
-        if floor:
-            axis.axvline(floor["tokens_per_second"], color="black", ls=":", lw=1.2)
-        axis.set_yticks(range(len(arms)), list(reversed(arms)), fontsize=8)
-        axis.set_title(f"{row.title} ({row.result['machine']['card'].removeprefix('NVIDIA ')})", loc="left", fontsize=9)
-        axis.tick_params(axis="x", labelsize=7)
-        axis.margins(x=0.25)
-        axis.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel(
-        "real tokens per second; dotted: reference step, best time seen of each part, not a bound", fontsize=8
-    )
-    figure.savefig(BARS, dpi=130, metadata={"Software": None})
-
-
-def shown(picture: Path) -> str:
-    """A picture's address in docs/measured.md."""
-    return f"../{picture.relative_to(ROOT)}"
+def shown(plot: str) -> str:
+    """A plot's address in docs/measured.md."""
+    return f"../{address(plot)}"
 
 
 def ladders() -> list[str]:
@@ -357,44 +246,23 @@ def ladders() -> list[str]:
 
 
 def frontiers() -> list[str]:
-    """What each policy of memory costs and saves, and where the peers stand."""
+    """What each policy of memory costs and saves, and where the peers stand; the numbers are those of the plot's points."""
     lines: list[str] = []
-    for row in rows():
+    for row in measured_rows.rows():
         if not row.scouted:
             continue
-        picture = shown(draw_frontier(row.title, row.arms))
         lines += [
             "",
             f"Memory and speed, {row.title} ({row.place}):",
             "",
-            f"![tokens per second over peak memory]({picture})",
+            f"![tokens per second over peak memory]({shown(plots.frontier_name(row))})",
             "",
+            "| | arm | real tokens/s | peak GiB |",
+            "|---|---|---|---|",
         ]
-        lines += ["| | real tokens/s | peak GiB |", "|---|---|---|"]
-        for name, arm in row.arms.items():
-            lines.append(f"| {name} | {arm['tokens_per_second']['median']:,.0f} | {arm['peak_gib']:.1f} |")
+        for number, (name, arm) in enumerate(row.arms.items(), start=1):
+            lines.append(f"| {number} | {name} | {arm['tokens_per_second']['median']:,.0f} | {arm['peak_gib']:.1f} |")
     return lines
-
-
-def draw_frontier(title: str, arms: dict[str, dict]) -> Path:
-    """Median tokens per second over peak memory, an arm a point."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    for name, arm in arms.items():
-        place = arm["peak_gib"], arm["tokens_per_second"]["median"]
-        axis.plot(*place, "o", color="tab:blue" if name.startswith("ours") else "0.5")
-        axis.annotate(name, place, xytext=(5, 3), textcoords="offset points", fontsize=7)
-    right, top = (
-        max(values) for values in zip(*((arm["peak_gib"], arm["tokens_per_second"]["median"]) for arm in arms.values()))
-    )
-    axis.set(xlabel="peak GiB", ylabel="real tokens per second", title=title, ylim=(0, 1.1 * top), xlim=(0, 1.4 * right))
-    path = RESULTS / f"frontier-{title.replace(' ', '-')}.png"
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    return path
 
 
 def proofs() -> list[str]:
@@ -403,14 +271,14 @@ def proofs() -> list[str]:
     for path in sorted(RESULTS.glob("fp8-proof*-h200.json")):
         result = json.loads(path.read_text())
         steps, start = len(result["runs"]["bf16"]["losses"]), "trained" if "pretraining" in result else "random"
-        picture = shown(draw_proof(path.with_suffix(".png"), result["runs"]))
+        plot = shown(path.with_suffix(".png").name)
         lines += [
             "",
             f"Training in FP8 beside bf16 from the same {start} weights over the same real text, {steps} steps, 1.04 billion "
             "parameters of width 2048; it holds where losses differ by at most 0.5 % and twice what other kernels make, "
             "and every layer's gradient has a cosine of 0.99 with that in fp32 and its norm within 10 %:",
             "",
-            f"![losses over those of bf16]({picture})",
+            f"![losses over those of bf16]({plot})",
             "",
             "| | difference of losses, last third | between runs in bf16 | lowest cosine | norm off by | holds |",
             "|---|---|---|---|---|---|",
@@ -421,25 +289,6 @@ def proofs() -> list[str]:
             for name, one in result["verdicts"].items()
         ]
     return lines
-
-
-def draw_proof(path: Path, runs: dict[str, dict]) -> Path:
-    """Losses over those of bf16, means of 20 steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axis = figure.subplots()
-    base = runs["bf16"]["losses"]
-    for name, run in runs.items():
-        shares = [100 * (ours / plain - 1) for ours, plain in zip(run["losses"], base)]
-        means = [statistics.mean(shares[max(0, step - 19) : step + 1]) for step in range(len(shares))]
-        axis.plot(range(1, len(means) + 1), means, label=name, color="0.5" if name == "bf16" else None)
-    axis.set(xlabel="step", ylabel="loss over that of bf16, %")
-    axis.legend(fontsize=7)
-    figure.savefig(path, dpi=130, metadata={"Software": None})
-    return path
 
 
 def patched_step() -> list[str]:
@@ -582,4 +431,4 @@ if __name__ == "__main__":
     for name, make in PAGES.items():
         page = ROOT / name
         page.write_text(with_figures(page.read_text(), make()))
-    draw_rows()
+    plots.draw_all()

@@ -8,6 +8,9 @@ from types import ModuleType
 ROOT = Path(__file__).parent.parent.parent
 
 
+sys.path.append(str(ROOT / "benchmarks"))  # scripts import each other
+
+
 def script(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     assert spec is not None and spec.loader is not None

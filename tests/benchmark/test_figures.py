@@ -24,6 +24,7 @@ def result(date, commit, ours, liger, ratio):
 @pytest.fixture
 def figures(tmp_path, monkeypatch):
     script = scripts.script("figures")
+    monkeypatch.setattr(script.measured_rows, "RESULTS", tmp_path)
     monkeypatch.setattr(script, "RESULTS", tmp_path)
     files = {
         "row-0.5b-full-fixed-h100.json": result("2026-02-01", "abc", 2000.0, 1000.0, 2.0),
@@ -38,7 +39,7 @@ def figures(tmp_path, monkeypatch):
 def test_the_newest_counts_with_the_range_over_all(figures):
     *_, line = figures.speeds()
     assert line == (
-        "| 0.5b full fixed | 2,200 (2,000 to 2,500) | liger 1,100 (1,000 to 1,200) | 1.90 (1.90 to 2.10) | 45% | 90% "
+        "| 0.5B full, fixed | 2,200 (2,000 to 2,500) | liger 1,100 (1,000 to 1,200) | 1.90 (1.90 to 2.10) | 45% "
         "| H100 80GB HBM3, torch 2.11.0, `abc` |"
     )
 
@@ -47,7 +48,7 @@ def test_of_measurements_without_a_date_that_without_a_number_is_the_newest(figu
     for path in figures.RESULTS.glob("row-*.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "date": ""}))
     (figures.RESULTS / "row-0.5b-full-fixed-h200.json").unlink()
-    (row,) = figures.rows()
+    (row,) = figures.measured_rows.rows()
     assert row.rates("ours") == [2000.0, 2200.0]
 
 
@@ -72,25 +73,37 @@ def test_an_arm_without_a_speed_is_named_with_the_reason(figures):
 def test_a_file_that_is_no_rows_is_named(figures):
     (figures.RESULTS / "row-0.5b-full.json").write_text("{}")
     with pytest.raises(SystemExit, match=r"row-0.5b-full.json: expected row-NAME-CARD.json"):
-        figures.rows()
+        figures.measured_rows.rows()
 
 
-def ours(rate, gib, settings):
-    return {**copy.deepcopy(ARM), "rounds": 0, "tokens_per_second": {"median": rate}, "peak_gib": gib, "settings": settings}
+def ours(rate, gib):
+    return {**copy.deepcopy(ARM), "rounds": 0, "tokens_per_second": {"median": rate}, "peak_gib": gib}
 
 
 @pytest.mark.parametrize("unlike", ["use_fp8=True", "max_grad_norm=inf"])
 def test_least_memory_is_compared_with_its_like_and_says_its_settings(figures, unlike):
     path = figures.RESULTS / "row-0.5b-full-fixed-h100-2.json"
     made = json.loads(path.read_text())
-    made["arms"] |= {"ours a": ours(900.0, 3.0, "memory=[x]"), f"ours {unlike}": ours(800.0, 1.0, f"bf16, {unlike}")}
+    made["arms"] |= {"ours memory=['x', 'y']": ours(900.0, 3.0), f"ours {unlike}": ours(800.0, 1.0)}
+    made["arms"]["liger"]["settings"] = "fused AdamW, weights and states bf16"
     path.write_text(json.dumps(made))
     *_, like, other = figures.memories()
     assert like == (
-        "| 0.5b full fixed | 5.0 GiB, 2,200 tokens/s | 3.0 GiB, 900 tokens/s (memory=[x]) "
-        "| 5.0 GiB, 1,100 tokens/s (liger, bf16) |"
+        "| 0.5B full, fixed | 5.0 GiB, 2,200 tokens/s | 3.0 GiB, 900 tokens/s | `x, y` "
+        "| liger (weights and states bf16): 5.0 GiB, 1,100 tokens/s |"
     )
-    assert other == f"| 0.5b full fixed, {unlike} | 5.0 GiB, 2,200 tokens/s | 1.0 GiB, 800 tokens/s (bf16, {unlike}) | - |"
+    assert other == f"| 0.5B full, fixed | 5.0 GiB, 2,200 tokens/s | 1.0 GiB, 800 tokens/s | `{unlike}` | - |"
+
+
+@pytest.mark.parametrize("dated", [True, False])
+def test_plain_peers_that_had_no_flash_attention_are_named(figures, dated):
+    for path in figures.RESULTS.glob("row-*.json"):
+        made = json.loads(path.read_text())
+        made["arms"]["liger"]["settings"] = "fused linear cross-entropy, sdpa, fused AdamW"
+        path.write_text(json.dumps(made if dated else {name: made[name] for name in made if name != "date"}))
+    table = "\n".join(figures.speeds())
+    assert "liger 1,100 (1,000 to 1,200) (SDPA)" in table or not dated
+    assert ("Plain peers (liger) ran with torch's SDPA alone" in table) == (not dated)
 
 
 @pytest.mark.parametrize(("commit", "old"), [("cec05f6", True), ("abc", False)])
@@ -98,6 +111,8 @@ def test_rows_of_the_old_padding_are_left_out_of_the_readme_and_marked_elsewhere
     made = result("2026-04-01", commit, 3000.0, 10.0, 300.0)
     (figures.RESULTS / "row-0.5b-lora-ragged-h100.json").write_text(json.dumps(made))
     speeds, arms = "\n".join(figures.speeds()), "\n".join(figures.arms())
-    assert ("300.00" in speeds) == (not old) and ("Left out until they are run again: `0.5b lora ragged`" in speeds) == old
+    assert ("300.00" in speeds) == (not old) and ("Left out until they are measured again" in speeds) == (
+        "`0.5b lora ragged`" in speeds
+    ) == old
     assert ("| 0.5b lora ragged (old padding): H100" in arms) == ("Old padding: measured before" in arms) == old
     assert "300.00" in arms

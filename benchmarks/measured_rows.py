@@ -1,0 +1,140 @@
+"""The rows of the benchmark as they stand in `results/`, read for the tables (`figures.py`) and the plots (`plots.py`).
+
+A row may have been measured several times: `results/row-NAME-CARD.json`, `results/row-NAME-CARD-2.json` and so on, CARD being
+h100, h200 or another.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MEASURED_ROW = re.compile(r"row-(?P<row>.+)-(?P<card>[a-z]{1,2}\d{2,4})(?:-(?P<run>\d+))?\.json")
+FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|\S+)")
+BEFORE_PADDING_WAS_MENDED = frozenset({"cec05f6", "90d3c13", "d6d7d10", "7b0e1e0"})
+"""Commits of ragged rows older than 706fd1a, since which padded peers have a step's documents sorted by length."""
+
+WITH_FRONTIER = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed")
+"""Rows with a frontier of memory and speed."""
+
+UNLIKE_PEERS = ("use_fp8", "max_grad_norm")
+"""Fields of a variant of ours that no peer has: peers multiply in 16 bit and clip."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the tables.
+
+    Attributes:
+        title: its name with blanks, `0.5b full fixed`.
+        result: the newest measurement, as its file has it.
+        others: earlier ones, and those on other cards.
+        arms: of the newest, those that have a speed, the fastest first.
+    """
+
+    title: str
+    result: dict
+    others: list[dict]
+    arms: dict[str, dict]
+
+    @property
+    def name(self) -> str:
+        """The title as a reader of the README has it: `0.5B full, fixed`."""
+        size, *mode, data = self.title.split()
+        return f"{size.upper()} {' '.join(mode)}, {data}".replace("lora", "LoRA").replace("fp8", "FP8")
+
+    @property
+    def compared(self) -> dict[str, dict]:
+        """The arms without variants of ours that ran in the scouting round alone."""
+        return {name: arm for name, arm in self.arms.items() if not is_scouted(name, arm)}
+
+    @property
+    def scouted(self) -> bool:
+        """Whether it has such variants, which make a frontier of memory and speed."""
+        return any(is_scouted(name, arm) for name, arm in self.arms.items())
+
+    @property
+    def peers(self) -> list[str]:
+        """Arms that are not ours, the fastest first."""
+        return [name for name in self.arms if not name.startswith("ours")]
+
+    @property
+    def old_padding(self) -> bool:
+        """Whether its padded peers had documents in arrival order, most of their positions padding."""
+        return "ragged" in self.title and self.result["commit"] in BEFORE_PADDING_WAS_MENDED
+
+    @property
+    def card(self) -> str:
+        return self.result["machine"]["card"].removeprefix("NVIDIA ")
+
+    @property
+    def place(self) -> str:
+        """Card, torch and commit."""
+        return f"{self.card}, torch {self.result['versions']['torch']}, `{self.result['commit']}`"
+
+    def rates(self, name: str) -> list[float]:
+        """Tokens per second of an arm in all measurements that it has a speed in."""
+        arms = [result["arms"].get(name, {}) for result in (self.result, *self.others)]
+        return [arm["tokens_per_second"]["median"] for arm in arms if arm.get("status") == "measured"]
+
+    def ratios(self, name: str) -> list[float]:
+        """Ours over an arm in all measurements that compare them in the same rounds."""
+        results = (self.result, *self.others)
+        return [result["ratios"][name]["median"] for result in results if name in result["ratios"]]
+
+    def least(self, names: list[str]) -> str:
+        """The arm of these with the lowest peak of memory."""
+        return min(names, key=lambda name: self.arms[name]["peak_gib"])
+
+    def variants(self, *, unlike_peers: bool) -> list[str]:
+        """Arms of ours whose fields the peers have, too, or those that have fields of their own."""
+        return [name for name in self.arms if name.startswith("ours") and bool(own_fields(name)) == unlike_peers]
+
+
+def rows() -> list[Row]:
+    """All rows in the results; of measurements without a date, the one without a number is the newest."""
+    found: dict[str, list[tuple[str, int, dict]]] = {}
+    for path in sorted(RESULTS.glob("row-*.json")):
+        parts = MEASURED_ROW.fullmatch(path.name)
+        if parts is None:
+            raise SystemExit(f"{path.name}: expected row-NAME-CARD.json or row-NAME-CARD-2.json")
+        result = json.loads(path.read_text())
+        found.setdefault(parts["row"].replace("-", " "), []).append((result.get("date", ""), -int(parts["run"] or 1), result))
+    return [
+        row_of(title, [result for *_, result in sorted(measured, key=lambda one: one[:2])]) for title, measured in found.items()
+    ]
+
+
+def row_of(title: str, results: list[dict]) -> Row:
+    """Of its measurements, the newest last."""
+    *others, newest = results
+    arms = {name: arm for name, arm in newest["arms"].items() if arm["status"] == "measured"}
+    arms = dict(sorted(arms.items(), key=lambda item: -item[1]["tokens_per_second"]["median"]))
+    return Row(title, newest, others, arms)
+
+
+def with_peers() -> list[Row]:
+    """Rows that compare ours with peers."""
+    return [row for row in rows() if row.peers and "ours" in row.arms]
+
+
+def with_frontier() -> list[Row]:
+    """Rows with variants of ours that need less memory."""
+    return [row for row in with_peers() if row.title in WITH_FRONTIER and row.scouted]
+
+
+def is_scouted(name: str, arm: dict) -> bool:
+    """Whether it is a variant of ours that ran in the scouting round alone."""
+    return name.startswith("ours ") and not arm["rounds"]
+
+
+def fields(name: str) -> dict[str, str]:
+    """The configuration fields in which an arm of ours differs from the row's: {'memory': 'recompute_layers'}."""
+    return {field: value.strip("[]").replace("'", "") for field, value in FIELD.findall(name)}
+
+
+def own_fields(name: str) -> list[str]:
+    """Those that no peer has."""
+    return [f"{field}={value}" for field, value in fields(name).items() if field in UNLIKE_PEERS]
