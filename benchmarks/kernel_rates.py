@@ -26,7 +26,7 @@ from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.adapter_gradients import adapter_gradients
-from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_made, fp8_quantize_reference, fp8_turned
+from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_turned
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
@@ -453,7 +453,7 @@ def fp8():
     ):
         arms = {"ours": Captured(lambda call=call: call(peak=Peak())), "without": Captured(call)}
         yield Row(f"peak of {name} {width}", arms, bytes=moved * ELEMENTS)
-    yield from operands(rows)
+    yield from gradients_of_qkv(rows)
     for inner, outer in ((4096, 14336), (14336, 4096), (4096, 4096), (2048, 8192), (2048, 2048), (1536, 8960)):
         x, weight, dy = random(8192, inner), random(outer, inner, scale=inner**-0.5), random(8192, outer)
 
@@ -478,46 +478,27 @@ def fp8():
         yield Row(f"fp8_linear {inner} to {outer}", arms, products=three)
 
 
-def operands(tokens: int):
-    """From what they are made of to both layouts, at the widths of the 8B shape: a norm, a unit and a unit's gradient in 8 bits
-    alone beside written in 16, and QKV's gradient, from before the rotation, with its maximum found beside read for it."""
-    x, residual, weight, ones, heads = *(random(tokens, 4096) for _ in range(2)), random(4096), random(128) * 0 + 1, (32, 8)
-    qkv, turned = random(tokens, 6144), [random(tokens, count, 128) for count in (32, 8, 8)]
+def gradients_of_qkv(tokens: int):
+    """QKV's gradient in both FP8 layouts at the widths of the 8B shape, from before the rotation: with its amax found by the
+    rotation's backward kernel, and read once more for it."""
+    ones, heads, written = random(128) * 0 + 1, (32, 8), tokens * 5120
+    qkv, upstream = random(tokens, 6144), [random(tokens, count, 128) for count in (32, 8, 8)]
     angles = torch.rand(tokens, 64, device="cuda").repeat(1, 2) * 6
     tables = angles.cos().bfloat16(), angles.sin().bfloat16()
-    both, of_unit = random(tokens // 4, 28672), random(tokens // 4, 14336)
-
-    def norm(x, peak):
-        return kernels.fused_add_rmsnorm(x, residual, weight, peak=peak)[0].detach()
-
-    def unit(both, peak):
-        return glu_of_both(both, "silu", peak=peak).detach()
-
-    def gradient_of_unit(both, peak):
-        return torch.autograd.grad(glu_of_both(both, "silu", peak=Peak(alone=True), gradient_peak=peak), both, of_unit)[0]
-
-    def of_qkv(rotate, qkv, peak):
-        return torch.autograd.grad(rotate(qkv, *tables, gradient_peak=peak), qkv, turned)[0]
 
     def after_norms(qkv, cos, sin, gradient_peak):
         return fused_qkv_norm_rope(qkv, ones, ones, cos, sin, heads, gradient_peak=gradient_peak)
 
-    def both_layouts(make, source, peak):
-        made = make(source.detach().requires_grad_(), peak)
-        found = None if peak is None else peak.take(made)
-        if found is None or found.made is None:
-            return fp8_quantize(made, layout="both", most=None if found is None else found.most)
-        return fp8_quantize_made(found.made, "both")
+    def both_layouts(rotate, peak):
+        leaf = qkv.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(rotate(leaf, *tables, gradient_peak=peak), leaf, upstream)
+        return fp8_quantize(gradient, layout="both", most=None if peak is None else peak.take(gradient))
 
-    alone, turning, rotated = (Peak(alone=True), Peak()), (Peak(), None), tokens * 5120
-    for name, make, source, peaks, moved in (
-        ("a norm", norm, x, alone, 10 * x.numel()),
-        ("a unit", unit, both, alone, 10 * of_unit.numel()),
-        ("a unit's gradient", gradient_of_unit, both, alone, 16 * of_unit.numel()),
-        ("QKV's gradient", partial(of_qkv, partial(fused_qkv_rope, heads=heads)), qkv, turning, 4 * rotated + 8 * qkv.numel()),
-        ("QKV's gradient after norms", partial(of_qkv, after_norms), qkv, turning, 6 * rotated + 8 * qkv.numel()),
+    for name, rotate, moved in (
+        ("QKV's gradient", partial(fused_qkv_rope, heads=heads), 4 * written + 8 * qkv.numel()),
+        ("QKV's gradient after norms", after_norms, 6 * written + 8 * qkv.numel()),
     ):
-        ours, plain = (Captured(partial(both_layouts, make, source, peak)) for peak in peaks)
+        ours, plain = (Captured(partial(both_layouts, rotate, peak)) for peak in (Peak(), None))
         yield Row(f"operand of {name}", {"ours": ours, "without": plain}, bytes=moved)
 
 

@@ -8,26 +8,25 @@ transpose of what the forward pass took: ``rows`` are ``[M, K]``, scaled along K
 
 x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each layout; the scale of a tensor,
 and those of whole columns, take 2 more, for they are known only at the end, unless what made the tensor found its maximum
-(``peak.py``). What nobody else reads need not be there: ``Made`` is made by the tile from what it is made of, once more for its
-maximum where that is not known.
+(``peak.py``).
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import INTERPRETED, WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
-from chronicals.kernels.peak import Maker, new_peak, raise_peak
+from chronicals.kernels.peak import new_peak, raise_peak
 
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-STRIP, STRIP_OF_MADE = (512, 64), (256, 32)
+STRIP = (512, 64)
 """Rows of a strip, and of them at a time."""
 
 SMALLEST = 2.0**-126
@@ -57,22 +56,6 @@ class Scaled(NamedTuple):
     scale: Tensor
 
 
-class Made(NamedTuple):
-    """A matrix that is nowhere: a kernel makes it tile by tile.
-
-    Attributes:
-        make: function of a kernel, as ``_read`` is: from a source, rows and columns to the values there, of each part.
-        source: its tensors, the first of the type of the values, and its numbers.
-        shape: ``[M, K]``.
-        parts: matrices ``[M, K / parts]``, side by side, which are made together.
-    """
-
-    make: Any
-    source: tuple
-    shape: Sequence[int]
-    parts: int = 1
-
-
 @triton.jit
 def _scale_of(most, LIMIT: tl.constexpr):
     return tl.where(most > 0.0, tl.maximum(most * (1.0 / LIMIT), 1.1754943508222875e-38), 1.0)
@@ -98,27 +81,10 @@ def _inverse(scale):
 
 
 @triton.jit
-def load_tile(x_ptr, row, column, rows, width, stride, WHOLE: tl.constexpr):
-    """Of these rows and columns; 0 where there are none, which is nowhere if every tile is ``WHOLE``."""
+def _values(x_ptr, row, column, rows, width, stride, WHOLE: tl.constexpr):
+    """Of these rows and columns, as they are, and which of them there are: all, where every tile is ``WHOLE``."""
     inside = ((row < rows) | WHOLE)[:, None] & ((column < width) | WHOLE)[None, :]
-    return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _read(source, row, column, rows, width, WHOLE: tl.constexpr):
-    x_ptr, stride = source
-    return (load_tile(x_ptr, row, column, rows, width, stride, WHOLE),)
-
-
-@triton.jit
-def rounded(x, KIND: tl.constexpr):
-    """Neighbours by one instruction into one register, which compilers give each its own otherwise."""
-    if INTERPRETED or tl.bfloat16 != KIND:
-        y = x.to(KIND)
-    else:
-        pair: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;"
-        y = tl.inline_asm_elementwise(pair, "=r,r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=2)
-    return y
+    return tl.load(x_ptr + row.to(tl.int64)[:, None] * stride + column[None, :], mask=inside, other=0.0), inside
 
 
 @triton.jit
@@ -130,22 +96,21 @@ def _raise(most_ptr, most, inside):
 
 @triton.jit
 def _extremes_kernel(
-    source, of_rows_ptr, of_columns_ptr, rows, width, MAKE: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr,
-    WHOLE: tl.constexpr, BLOCK: tl.constexpr, HIGH: tl.constexpr, STEP: tl.constexpr,
+    x_ptr, of_rows_ptr, of_columns_ptr, rows, width, stride, SCALING: tl.constexpr, WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr, HIGH: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """max |x| of all, or of each row and each column: down a strip, some rows at a time while the next are on their way."""
     across = tl.cdiv(width, BLOCK)
     top = tl.program_id(0) // across * HIGH
     column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
-    most = tl.zeros((STEP, BLOCK), tl.float32)
-    for step in tl.range(0, HIGH, STEP, num_stages=3):
-        row = top + step + tl.arange(0, STEP)
-        given = MAKE(source, row, column, rows, width, WHOLE)
-        for part in tl.static_range(PARTS):
-            sizes = tl.abs(given[part].to(tl.float32))
-            most = tl.maximum(most, sizes)
-            if SCALING == "row":
-                _raise(of_rows_ptr + row, tl.max(sizes, 1), row < rows)
+    most = tl.zeros((PART, BLOCK), tl.float32)
+    for part in tl.range(0, HIGH, PART, num_stages=3):
+        row = top + part + tl.arange(0, PART)
+        given, _ = _values(x_ptr, row, column, rows, width, stride, WHOLE)
+        sizes = tl.abs(given.to(tl.float32))
+        most = tl.maximum(most, sizes)
+        if SCALING == "row":
+            _raise(of_rows_ptr + row, tl.max(sizes, 1), row < rows)
     if SCALING == "tensor":
         raise_peak(of_rows_ptr, tl.max(most, 1))
     else:
@@ -218,47 +183,44 @@ def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.conste
 
 @triton.jit
 def _tiles_kernel(
-    source, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width,
-    MAKE: tl.constexpr, PARTS: tl.constexpr, SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, LIMIT: tl.constexpr, WHOLE: tl.constexpr, HIGH: tl.constexpr, WIDE: tl.constexpr,
+    x_ptr, of_rows_ptr, of_columns_ptr, rows_ptr, rows_scale_ptr, columns_ptr, columns_scale_ptr, rows, width, stride,
+    SCALING: tl.constexpr, KNOWN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, LIMIT: tl.constexpr,
+    WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A tile of every part, read or made once, as four tensors, of every fourth row each: four neighbours of a column are a
-    number of 32 bits before they are turned. Maxima of tensors and rows are there, or a tensor's scale is; others are found
-    here. The last tile goes first: what was written or read last is still near."""
-    across, down = tl.cdiv(width, WIDE), tl.cdiv(rows, HIGH)
+    """A tile, read once, as four tensors, of every fourth row each: four neighbours of a column are a number of 32 bits before
+    they are turned. Maxima of tensors and rows are there, or a tensor's scale is; others are found here. The last tile goes
+    first: what was written or read last is still near."""
+    across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     last = tl.num_programs(0) - 1 - tl.program_id(0)
     left, top = last % across, last // across
-    four, column = top * (HIGH // 4) + tl.arange(0, HIGH // 4), left * WIDE + tl.arange(0, WIDE)
+    four, column = top * (BLOCK // 4) + tl.arange(0, BLOCK // 4), left * BLOCK + tl.arange(0, BLOCK)
     row = 4 * four
-    a = MAKE(source, row, column, rows, width, WHOLE)
-    b = MAKE(source, row + 1, column, rows, width, WHOLE)
-    c = MAKE(source, row + 2, column, rows, width, WHOLE)
-    d = MAKE(source, row + 3, column, rows, width, WHOLE)
-    for part in tl.static_range(PARTS):
-        given, place = (a[part], b[part], c[part], d[part]), column + part * width
-        most = 0.0
-        if SCALING == "tensor":
-            most = tl.load(of_rows_ptr)
-        elif SCALING != "row":
-            most = tl.max(_largest(*given), 0)
-        if SCALING == "square":
-            most = tl.max(most, 0)
-        if COLUMNS:
-            tile = left * down + top
-            scale = _scales(most, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, KNOWN, LIMIT)
-            fours = _four(*given, _inverse(scale)[None, :], rows_ptr.dtype.element_ty)
-            _put_columns(columns_ptr, fours, four, place, rows, (part + 1) * width, WHOLE)
-        if ROWS:
-            tile = top * across + left
-            for n in tl.static_range(4):
-                values = given[n].to(tl.float32)
-                if SCALING == "block":
-                    most = tl.max(tl.abs(values), 1)
-                scale = _scales(most, of_rows_ptr, rows_scale_ptr, row + n, rows, left, tile, SCALING, KNOWN, LIMIT)
-                values = (values * _inverse(scale)[:, None]).to(rows_ptr.dtype.element_ty)
-                inside = ((row + n < rows) | WHOLE)[:, None] & ((column < width) | WHOLE)[None, :]
-                at = (row + n).to(tl.int64)[:, None] * (PARTS * width) + place[None, :]
-                tl.store(rows_ptr + at, values, mask=inside)
+    a, of_a = _values(x_ptr, row, column, rows, width, stride, WHOLE)
+    b, of_b = _values(x_ptr, row + 1, column, rows, width, stride, WHOLE)
+    c, of_c = _values(x_ptr, row + 2, column, rows, width, stride, WHOLE)
+    d, of_d = _values(x_ptr, row + 3, column, rows, width, stride, WHOLE)
+    most = 0.0
+    if SCALING == "tensor":
+        most = tl.load(of_rows_ptr)
+    elif SCALING != "row":
+        most = tl.max(_largest(a, b, c, d), 0)
+    if SCALING == "square":
+        most = tl.max(most, 0)
+    if COLUMNS:
+        tile = left * down + top
+        scale = _scales(most, of_columns_ptr, columns_scale_ptr, column, width, top, tile, SCALING, KNOWN, LIMIT)
+        fours = _four(a, b, c, d, _inverse(scale)[None, :], rows_ptr.dtype.element_ty)
+        _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE)
+    if ROWS:
+        tile, given, inside = top * across + left, (a, b, c, d), (of_a, of_b, of_c, of_d)
+        for n in tl.static_range(4):
+            values = given[n].to(tl.float32)
+            if SCALING == "block":
+                most = tl.max(tl.abs(values), 1)
+            scale = _scales(most, of_rows_ptr, rows_scale_ptr, row + n, rows, left, tile, SCALING, KNOWN, LIMIT)
+            values = (values * _inverse(scale)[:, None]).to(rows_ptr.dtype.element_ty)
+            place = rows_ptr + (row + n).to(tl.int64)[:, None] * width + column[None, :]
+            tl.store(place, values, mask=inside[n])
 
 
 @triton.jit
@@ -273,14 +235,12 @@ def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr,
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
 
 
-def outputs(
-    like: Tensor, shape: Sequence[int], layout: str, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn
-) -> list[Tensor]:  # fmt: skip
-    """Empty values and scale of the rows, then of the columns, whichever are asked for."""
-    (rows, width), made = shape, list[Tensor]()
+def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> list[Tensor]:
+    """Values and scale of the rows, then of the columns, whichever are asked for."""
+    (rows, width), made = x.shape, list[Tensor]()
     for shape, wanted in (((rows, width), "rows"), ((width, rows), "columns")):
         if layout in (wanted, "both"):
-            made += [like.new_empty(shape, dtype=dtype), like.new_empty(scale_shape(shape, scaling), dtype=torch.float32)]
+            made += [x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape(shape, scaling), dtype=torch.float32)]
     return made
 
 
@@ -297,63 +257,50 @@ def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
 def _quantize(
     x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
 ) -> list[Tensor]:  # fmt: skip
-    (rows, width), stride = x.shape, x.stride(0)
-    if scaling == "row" and layout == "rows" and width <= WIDEST and x.numel():
-        made = outputs(x, x.shape, layout, scaling, dtype)
-        block = next_power_of_2(width)
-        warps = min(max(block // 1024, 1), 16)
-        _rows_kernel[(rows,)](x, *made, width, stride, LIMITS[dtype], block, num_warps=warps)
-        return made
-    return quantised(Made(_read, (x, stride), x.shape), layout, scaling, dtype, scale, most)
-
-
-def quantised(
-    given: Made, layout: str, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, scale: Tensor | None = None,
-    most: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """``outputs``, filled; for operators, which launches of kernels belong in."""
-    made, known = outputs(given.source[0], given.shape, layout, scaling, dtype), most if scale is None else scale
-    if 0 in given.shape:
+    made = _outputs(x, scaling, dtype, layout)
+    if not x.numel():
         for tensor in made:
             tensor.fill_(1.0)
         return made
-    extremes = _extremes(given, scaling) if known is None else (known, known)
-    _write_tiles(given, made, extremes, layout, scaling, scale is not None)
+    (rows, width), stride, limit = x.shape, x.stride(0), LIMITS[dtype]
+    if scaling == "row" and layout == "rows" and width <= WIDEST:
+        block = next_power_of_2(width)
+        warps = min(max(block // 1024, 1), 16)
+        _rows_kernel[(rows,)](x, *made, width, stride, limit, block, num_warps=warps)
+        return made
+    known = most if scale is None else scale
+    extremes = _extremes(x, scaling) if known is None else (known, known)
+    whole = rows % BLOCK == width % BLOCK == 0
+    warps = 4 if x.dtype == torch.bfloat16 else 8
+    # of the layout that is not asked for nothing is read or written
+    _tiles_kernel[(_tiles(x),)](
+        x, *extremes, *made[:2], _in_fours(made[-2]), made[-1], rows, width, stride, scaling, scale is not None,
+        layout != "columns", layout != "rows", limit, whole, BLOCK, num_warps=warps,
+    )  # fmt: skip
     return made
-
-
-def _extremes(given: Made, scaling: str) -> tuple[Tensor, Tensor]:
-    """max |x| of all, twice, or of rows and of columns; nothing for blocks and squares, which find their own."""
-    (rows, width), of_all, x = given.shape, scaling == "tensor", given.source[0]
-    if scaling in ("block", "square"):
-        return x, x
-    bits = new_peak(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
-    of_rows, of_columns = (bits, bits) if of_all else bits.split((rows, width))
-    (high, step), width = STRIP if given.make is _read else STRIP_OF_MADE, width // given.parts
-    whole = rows % high == width % BLOCK == 0
-    _extremes_kernel[(triton.cdiv(rows, high) * triton.cdiv(width, BLOCK),)](
-        given.source, of_rows, of_columns, rows, width, given.make, given.parts, scaling, whole, BLOCK, high, step,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return of_rows.view(torch.float32), of_columns.view(torch.float32)
-
-
-def _write_tiles(
-    given: Made, made: list[Tensor], extremes: tuple[Tensor, Tensor], layout: str, scaling: str, known: bool
-) -> None:
-    """Of the layout that is not asked for nothing is read or written."""
-    rows, width, high = given.shape[0], given.shape[1] // given.parts, BLOCK if given.make is _read else BLOCK // 2
-    whole = rows % high == width % BLOCK == 0
-    _tiles_kernel[(triton.cdiv(rows, high) * triton.cdiv(width, BLOCK),)](
-        given.source, *extremes, *made[:2], _in_fours(made[-2]), made[-1], rows, width, given.make, given.parts, scaling,
-        known, layout != "columns", layout != "rows", LIMITS[made[0].dtype], whole, high, BLOCK,
-        num_warps=4 * given.parts if given.source[0].dtype == torch.bfloat16 else 8, enable_fp_fusion=False,
-    )  # fmt: skip
 
 
 def _in_fours(columns: Tensor) -> Tensor:
     """As numbers of 32 bits; as bytes where their rows are no whole number of such."""
     return columns.view(torch.uint8 if columns.shape[1] % 4 else torch.uint32)
+
+
+def _tiles(x: Tensor) -> int:
+    return triton.cdiv(x.shape[0], BLOCK) * triton.cdiv(x.shape[1], BLOCK)
+
+
+def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
+    """max |x| of all, twice, or of rows and of columns; nothing for blocks and squares, which find their own."""
+    (rows, width), of_all = x.shape, scaling == "tensor"
+    if scaling in ("block", "square"):
+        return x, x
+    bits = new_peak(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
+    of_rows, of_columns = (bits, bits) if of_all else bits.split((rows, width))
+    (high, part), stride = STRIP, x.stride(0)
+    whole = rows % high == width % BLOCK == 0
+    programs = triton.cdiv(rows, high) * triton.cdiv(width, BLOCK)
+    _extremes_kernel[(programs,)](x, of_rows, of_columns, rows, width, stride, scaling, whole, BLOCK, high, part, num_warps=4)
+    return of_rows.view(torch.float32), of_columns.view(torch.float32)
 
 
 def _scale(most: Tensor, limit: float) -> Tensor:
@@ -364,7 +311,7 @@ def _scale(most: Tensor, limit: float) -> Tensor:
 def _(
     x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
 ) -> list[Tensor]:  # fmt: skip
-    return outputs(x, x.shape, layout, scaling, dtype)
+    return _outputs(x, scaling, dtype, layout)
 
 
 def fp8_quantize(
@@ -400,16 +347,8 @@ def fp8_quantize(
         scale = _scale(most.view(()), LIMITS[dtype]) if scale is None and most is not None else scale
         return fp8_quantize_reference(x, scaling, dtype, layout, scale)
     made = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, most)
-    return _layouts([part.t() if scaling == "block" and n % 2 else part for n, part in enumerate(made)], layout)
-
-
-def fp8_quantize_made(make: Maker, layout: str) -> tuple[Scaled | None, Scaled | None]:
-    """As ``fp8_quantize`` with the scale of a tensor in e4m3, of what is unwritten (``Found.made``)."""
-    return _layouts(make(layout), layout)
-
-
-def _layouts(made: list[Tensor], layout: str) -> tuple[Scaled | None, Scaled | None]:
-    return Scaled(*made[:2]) if layout != "columns" else None, Scaled(*made[-2:]) if layout != "rows" else None
+    found = [Scaled(values, scale.t() if scaling == "block" else scale) for values, scale in zip(made[::2], made[1::2])]
+    return found[0] if layout != "columns" else None, found[-1] if layout != "rows" else None
 
 
 @triton.jit
@@ -420,7 +359,7 @@ def _turn_kernel(values_ptr, turned_ptr, rows, width, WHOLE: tl.constexpr, BLOCK
     column = (tl.program_id(0) % across) * BLOCK + tl.arange(0, BLOCK)
     fours = tl.zeros((BLOCK // 4, BLOCK), tl.uint32)
     for n in tl.static_range(4):
-        given = load_tile(values_ptr, 4 * four + n, column, rows, width, width, WHOLE)
+        given, _ = _values(values_ptr, 4 * four + n, column, rows, width, width, WHOLE)
         fours |= given.to(tl.uint32) << 8 * n
     _put_columns(turned_ptr, fours, four, column, rows, width, WHOLE)
 
@@ -438,8 +377,7 @@ def fp8_turned(scaled: Scaled) -> Scaled:
         return Scaled(values.t().contiguous(), scale)
     (rows, width), turned = values.shape, values.new_empty(values.shape[::-1])
     whole = rows % BLOCK == width % BLOCK == 0
-    tiles = triton.cdiv(rows, BLOCK) * triton.cdiv(width, BLOCK)
-    _turn_kernel[(tiles,)](values.view(torch.uint8), _in_fours(turned), rows, width, whole, BLOCK, num_warps=4)
+    _turn_kernel[(_tiles(values),)](values.view(torch.uint8), _in_fours(turned), rows, width, whole, BLOCK, num_warps=4)
     return Scaled(turned, scale)
 
 

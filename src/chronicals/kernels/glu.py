@@ -13,14 +13,12 @@ around them, and what is made twice has the same bits. Saved: the inputs; a(gate
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.fp8 import Made, load_tile, outputs, quantised, rounded
 from chronicals.kernels.launch import (
     INTERPRETED,
     Tile,
@@ -32,7 +30,7 @@ from chronicals.kernels.launch import (
     triton,
     with_room,
 )
-from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, unwritten, with_peak
+from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -112,28 +110,6 @@ def _glu_backward_kernel(
         raise_peak(peak_ptr, tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32))))
 
 
-@triton.jit
-def _unit(source, row, column, rows, width, WHOLE: tl.constexpr):
-    """y, of a tile."""
-    gate_ptr, up_ptr, stride = source[:3]
-    gate = load_tile(gate_ptr, row, column, rows, width, stride, WHOLE)
-    up = load_tile(up_ptr, row, column, rows, width, stride, WHOLE)
-    activated, _ = _activate(gate.to(tl.float32), source[3])
-    return (rounded(activated * up.to(tl.float32), gate.dtype),)
-
-
-@triton.jit
-def _gradients(source, row, column, rows, width, WHOLE: tl.constexpr):
-    """Of gate and of up, of a tile of either."""
-    dy_ptr, gate_ptr, up_ptr, dy_stride, stride = source[:5]
-    dy = load_tile(dy_ptr, row, column, rows, width, dy_stride, WHOLE)
-    gate = load_tile(gate_ptr, row, column, rows, width, stride, WHOLE).to(tl.float32)
-    up = load_tile(up_ptr, row, column, rows, width, stride, WHOLE).to(tl.float32)
-    activated, slope = _activate(gate, source[5])
-    wide = dy.to(tl.float32)
-    return rounded(wide * up * slope, dy.dtype), rounded(wide * activated, dy.dtype)
-
-
 def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
     """Grid, width and row strides of ``[rows, F]`` tensors; dense ones are one long row."""
     rows, width = tensors[0].shape
@@ -160,28 +136,6 @@ def _forward(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: b
 @_forward.register_fake
 def _(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: bool) -> list[Tensor]:
     return [with_room(gate, gate.shape, room), *([new_peak(gate)] if finds_peak else [])]
-
-
-@torch.library.custom_op("chronicals::glu_in_fp8", mutates_args=())
-def _in_fp8(both: Tensor, activation: str, layout: str) -> list[Tensor]:
-    gate, up = both.chunk(2, -1)
-    return quantised(Made(_unit, (gate, up, both.stride(0), tl.constexpr(activation)), gate.shape), layout)
-
-
-@_in_fp8.register_fake
-def _(both: Tensor, activation: str, layout: str) -> list[Tensor]:
-    return outputs(both, both.chunk(2, -1)[0].shape, layout)
-
-
-@torch.library.custom_op("chronicals::glu_backward_in_fp8", mutates_args=())
-def _backward_in_fp8(dy: Tensor, both: Tensor, activation: str, layout: str) -> list[Tensor]:
-    source = dy, *both.chunk(2, -1), dy.stride(0), both.stride(0), tl.constexpr(activation)
-    return quantised(Made(_gradients, source, both.shape, parts=2), layout)
-
-
-@_backward_in_fp8.register_fake
-def _(dy: Tensor, both: Tensor, activation: str, layout: str) -> list[Tensor]:
-    return outputs(both, both.shape, layout)
 
 
 @torch.library.custom_op("chronicals::glu_backward", mutates_args=())
@@ -244,19 +198,12 @@ class _GLUOfBoth(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(both)
         ctx.options, ctx.peak = (activation, gradient_room, gradient_peak is not None), gradient_peak
-        gate, up = both.chunk(2, -1)
-        if peak is None or not peak.alone:
-            return with_peak(peak, *_forward(gate, up, activation, room, peak is not None))
-        return with_peak(peak, unwritten(gate, gate.dtype), made=partial(_in_fp8, both, activation))
+        return with_peak(peak, *_forward(*both.chunk(2, -1), activation, room, peak is not None))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (both,), dy, peak = ctx.saved_tensors, in_rows(dy), ctx.peak
-        if peak is None or not peak.alone:
-            return with_peak(peak, *_backward_of_both(dy, both, *ctx.options)), *(None,) * 5
-        made = partial(_backward_in_fp8, dy, both, ctx.options[0])
-        return with_peak(peak, unwritten(both, both.dtype), made=made), *(None,) * 5
+        return with_peak(ctx.peak, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)), *(None,) * 5
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -291,8 +238,7 @@ def glu_of_both(
     Args:
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
         room, gradient_room: columns left free behind each row of the result and of the gradient.
-        peak, gradient_peak: told the largest absolute value of the result and of the gradient; one whose quantiser is ``alone``
-            is left unwritten.
+        peak, gradient_peak: told the largest absolute value of the result and of the gradient.
 
     Returns:
         ``[T, F]``.

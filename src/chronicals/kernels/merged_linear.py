@@ -34,11 +34,11 @@ from chronicals.kernels.dropped_products import (
     dropped_down,
     dropped_gradient_of_down,
 )
-from chronicals.kernels.fp8 import Scaled, fp8_quantize, fp8_quantize_made
+from chronicals.kernels.fp8 import Scaled, fp8_quantize
 from chronicals.kernels.fp8_linear import MULTIPLE, FP8Weight, scaled_product
 from chronicals.kernels.launch import differentiable_once, in_rows, runs_triton, tl, triton
 from chronicals.kernels.linear_cross_entropy import Adapter
-from chronicals.kernels.peak import Found, Peak
+from chronicals.kernels.peak import Peak
 from chronicals.kernels.products import product, product_into
 
 MARGIN = 64
@@ -247,7 +247,7 @@ class _MergedLinear(torch.autograd.Function):
         in_fp8, columns = None, None
         if fp8 is not None and (keeps_columns or not unread):
             layout = "columns" if unread else "both" if keeps_columns else "rows"
-            in_fp8, columns = _quantised(rows[:, : merged.width], None if peak is None else peak.take(x), layout)
+            in_fp8, columns = fp8_quantize(rows[:, : merged.width], layout=layout, most=None if peak is None else peak.take(x))
         if keeps_columns:
             assert columns is not None
             source, ctx.scale_of_x = columns
@@ -312,19 +312,12 @@ def _of_rows_in_fp8(merged: Merged, rows: Tensor, in_fp8: Scaled, fp8: FP8Weight
     return y.addmm_(rows[:, merged.width :], merged.up.t()) if merged.room else y
 
 
-def _quantised(x: Tensor, found: Found | None, layout: str) -> tuple[Scaled | None, Scaled | None]:
-    """By what its maker found; where that left x unwritten, as it makes it."""
-    if found is None or found.made is None:
-        return fp8_quantize(x, layout=layout, most=None if found is None else found.most)
-    return fp8_quantize_made(found.made, layout)
-
-
-def _in_fp8(ctx: Any, dy: Tensor, found: Found | None, of_input: bool, of_weights: bool) -> tuple[Scaled | None, Scaled | None]:
+def _in_fp8(ctx: Any, dy: Tensor, most: Tensor | None, of_input: bool, of_weights: bool) -> tuple[Scaled | None, Scaled | None]:
     """dy by rows for dX, by columns for dW; None where it is taken as it is."""
     if ctx.fp8 is None or not (of_input or of_weights):
         return None, None
     layout = "both" if of_input and of_weights else "rows" if of_input else "columns"
-    return _quantised(dy, found, layout)
+    return fp8_quantize(dy, layout=layout, most=most)
 
 
 def _made_again(ctx: Any, source: Tensor, seed: Tensor | None) -> Tensor:

@@ -14,13 +14,11 @@ Bytes a row in 16 bit: 4·D forward, 6·D backward; with the residual 8·D and 8
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chronicals.kernels.fp8 import Made, load_tile, outputs, quantised, rounded
 from chronicals.kernels.launch import (
     WIDEST,
     Tile,
@@ -33,7 +31,7 @@ from chronicals.kernels.launch import (
     triton,
     with_room,
 )
-from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, unwritten, with_peak
+from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
 
 WARPS_A_PROCESSOR = 16
 """Of the backward pass: as many programs a multiprocessor as make so many warps."""
@@ -66,29 +64,16 @@ def _rmsnorm_forward_kernel(
         r = tl.load(r_ptr + row[:, None] * r_stride + column[None, :], mask=inside, other=0.0)
         s = (s.to(tl.float32) + r.to(tl.float32)).to(s_ptr.dtype.element_ty)
         tl.store(s_ptr + row[:, None] * width + column[None, :], s, mask=inside)
-    kind: tl.constexpr = s.dtype if y_ptr is None else y_ptr.dtype.element_ty
     s = s.to(tl.float32)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(s * s, axis=1) / width + eps)
     y = s * rstd[:, None]
     if HAS_WEIGHT:
         y *= tl.load(w_ptr + column, mask=column < width, other=0.0).to(tl.float32)[None, :] + offset
-    y = y.to(kind)
-    if y_ptr is not None:
-        tl.store(y_ptr + row[:, None] * y_stride + column[None, :], y, mask=inside)
+    y = y.to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + row[:, None] * y_stride + column[None, :], y, mask=inside)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
     if HAS_PEAK:
         raise_peak(peak_ptr, tl.max(tl.where(inside, magnitude(y.to(tl.float32)), 0.0), 1))
-
-
-@triton.jit
-def _normed(source, row, column, rows, width, WHOLE: tl.constexpr):
-    """y again, of a tile, from the sum."""
-    s_ptr, rstd_ptr, w_ptr, stride, offset = source
-    s = load_tile(s_ptr, row, column, rows, width, stride, WHOLE)
-    y = s.to(tl.float32) * tl.load(rstd_ptr + row, mask=(row < rows) | WHOLE, other=0.0)[:, None]
-    if w_ptr is not None:
-        y *= tl.load(w_ptr + column, mask=(column < width) | WHOLE, other=0.0).to(tl.float32)[None, :] + offset
-    return (rounded(y, s.dtype),)
 
 
 @triton.jit
@@ -138,16 +123,15 @@ def _rmsnorm_backward_kernel(
 
 @torch.library.custom_op("chronicals::rmsnorm_forward", mutates_args=())
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool,
-    writes: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool
 ) -> list[Tensor]:  # fmt: skip
     """``[y, rstd]``, the sum where there is a residual, and the peak of y where that is wanted; ``x`` ``[rows, D]``."""
-    y, rstd, total, peak = _outputs(x, residual, weight, room, finds_peak, writes)
+    y, rstd, total, peak = _outputs(x, residual, weight, room, finds_peak)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
         _rmsnorm_forward_kernel[(triton.cdiv(rows, tile.rows),)](
-            x, residual, weight, y if writes else None, total, rstd, peak, rows, width, x.stride(0),
+            x, residual, weight, y, total, rstd, peak, rows, width, x.stride(0),
             0 if residual is None else residual.stride(0), y.stride(0), eps, offset, residual is not None, weight is not None,
             finds_peak, tile.rows, tile.block, num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
@@ -156,42 +140,22 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool,
-    writes: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool
 ) -> list[Tensor]:  # fmt: skip
-    return [out for out in _outputs(x, residual, weight, room, finds_peak, writes) if out is not None]
-
-
-def _types(x: Tensor, residual: Tensor | None, weight: Tensor | None) -> tuple[torch.dtype, torch.dtype]:
-    """Of the sum and of y."""
-    summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    return summed, summed if weight is None else torch.promote_types(summed, weight.dtype)
+    return [out for out in _outputs(x, residual, weight, room, finds_peak) if out is not None]
 
 
 def _outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int, finds_peak: bool, writes: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int, finds_peak: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    summed, result = _types(x, residual, weight)
+    summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (
-        with_room(x, x.shape, room, result) if writes else unwritten(x, result),
+        with_room(x, x.shape, room, result),
         x.new_empty(x.shape[:1], dtype=torch.float32),
         None if residual is None else x.new_empty(x.shape, dtype=summed),
         new_peak(x) if finds_peak else None,
     )
-
-
-@torch.library.custom_op("chronicals::rmsnorm_in_fp8", mutates_args=())
-def _in_fp8(
-    total: Tensor, rstd: Tensor, weight: Tensor | None, peak: Tensor, offset: float, layout: str
-) -> list[Tensor]:  # fmt: skip
-    """y, which was left unwritten."""
-    given = Made(_normed, (total, rstd, weight, total.stride(0), offset), total.shape)
-    return quantised(given, layout, most=peak.view(torch.float32))
-
-
-@_in_fp8.register_fake
-def _(total: Tensor, rstd: Tensor, weight: Tensor | None, peak: Tensor, offset: float, layout: str) -> list[Tensor]:
-    return outputs(total, total.shape, layout)
 
 
 @torch.library.custom_op("chronicals::rmsnorm_backward", mutates_args=())
@@ -232,16 +196,15 @@ class _RMSNorm(torch.autograd.Function):
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """``forks``: the sum, or x where there is no residual, comes out too, and what reaches it joins in the backward."""
         rows, weight = in_rows(x), None if weight is None else weight.contiguous()
-        peak, of_residual = peaks[0], None if residual is None else in_rows(residual)
-        writes = peak is None or not peak.alone or x.ndim != 2 or len(set(_types(rows, of_residual, weight))) > 1
-        y, rstd, *rest = _forward(rows, of_residual, weight, eps, offset, rooms[0], peak is not None, writes)
+        peak = peaks[0]
+        of_residual = None if residual is None else in_rows(residual)
+        y, rstd, *rest = _forward(rows, of_residual, weight, eps, offset, rooms[0], peak is not None)
         total = rows if residual is None else rest[0]
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
         ctx.room, ctx.peak = rooms[1], peaks[1]
         ctx.set_materialize_grads(False)
-        made = None if writes else partial(_in_fp8, total, rstd, weight, rest[-1], offset)
-        y = with_peak(peak, y.view(x.shape) if x.ndim != 2 else y, rest[-1] if rest else None, made)
+        y = with_peak(peak, y.view(x.shape) if x.ndim != 2 else y, rest[-1] if rest else None)
         return (y, x if residual is None else total.view(x.shape)) if forks else y
 
     @staticmethod
@@ -287,8 +250,7 @@ def fused_add_rmsnorm(
     Args:
         residual: None where ``x`` is the sum already.
         room, gradient_room: columns left free behind each row of the norm and of the gradient, for ``[T, D]``.
-        peak, gradient_peak: told the largest absolute value of the norm and of the gradient. A norm ``[T, D]`` whose quantiser
-            is ``alone`` is left unwritten.
+        peak, gradient_peak: told the largest absolute value of the norm and of the gradient.
 
     Returns:
         The norm, and the sum, which is the residual from here on.

@@ -48,8 +48,7 @@ class Group:
         names: of the children.
 
     Attributes:
-        peak, gradient_peak: for those who make x and the gradient of the outputs to tell, where the product runs in FP8;
-            without adapters it reads x in 8 bits alone, and the gradient too, where there are no biases.
+        peak, gradient_peak: where the product runs in FP8, told the amax of x and of the outputs' gradient by what makes them.
 
     Raises:
         Unmerged: one of them is not a plain linear layer, with an adapter or without, or they do not fit each other.
@@ -76,9 +75,8 @@ class Group:
             raise Unmerged("layers of one input differ in type, device or bias")
         self.merged = _merged(owner, names, self.linears, [0 if x is None else len(x.a) for x in self.adapters])
         self.fp8 = _in_fp8(owner, names, self.merged, self.linears)
-        bare = not self.room and not torch.is_anomaly_enabled()  # which takes what nobody reads for a fault
-        self.peak = None if self.fp8 is None else Peak(bare)
-        self.gradient_peak = None if self.fp8 is None else Peak(bare and self.merged.bias is None)
+        self.peak = None if self.fp8 is None else Peak()
+        self.gradient_peak = None if self.fp8 is None else Peak()
 
     @property
     def room(self) -> int:
