@@ -63,3 +63,9 @@ def test_commands_and_flags_exist(page, line):
         command = command.commands[rest[0]]
     known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
     assert {word for word in rest if word.startswith("--")} <= known | {"--help"}
+
+
+def test_the_tree_names_every_room():
+    tree = (ROOT / "docs" / "design.md").read_text()
+    rooms = {path.parent.name for path in ROOT.glob("src/chronicals/*/__init__.py")}
+    assert rooms <= set(re.findall(r"^  (\w+)/", tree, re.MULTILINE))
