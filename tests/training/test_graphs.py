@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from emulated_graphs import EmulatedStep
 
 import runs
 import tiny
 from chronicals.batch import Batch
 from chronicals.memory import offload, tiling
 from chronicals.patching import fp8_layers
-from chronicals.training import Callback, ChronicalsTrainer, enable_cuda_graphs, in_backward
+from chronicals.training import Callback, ChronicalsTrainer, decisions, enable_cuda_graphs, in_backward, trainer
 from chronicals.training.graphs import SHARES, GraphedStep, _rounded
 
 STEPS = 8
@@ -140,8 +141,8 @@ def test_graphs_are_really_replayed(arm, tmp_path, monkeypatch):
     release = GraphedStep.release
 
     def spy(self):
-        looked_up = [len(captured.graph.looked_up) for captured in self.micro.values()]
-        seen.append((len(self.micro), self.of_update is not None, bool(self.gradients), looked_up, self.failed))
+        looked_up = [len(captured.graph.looked_up) for captured in self.of_micro.values()]
+        seen.append((len(self.of_micro), self.of_update is not None, bool(self.gradients), looked_up, self.failed))
         release(self)
 
     monkeypatch.setattr(GraphedStep, "release", spy)
@@ -203,6 +204,28 @@ def test_weights_that_moved_are_followed(tmp_path):
     )
     for (_, loss, norm), (_, our_loss, our_norm) in zip(usual, runs.trajectory(tmp_path / "moved"), strict=True):
         assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
+
+
+EMULATED = {
+    "full": {},
+    "accumulated": {"gradient_accumulation_steps": 3},
+    "updated in the backward pass": {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf")},
+}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card has graphs of its own")
+@pytest.mark.parametrize("arm", EMULATED)
+def test_what_is_captured_is_the_step(arm, tmp_path, monkeypatch):
+    """Emulated: which micro-steps and updates are replayed, and that gradients are begun, added and dropped as usual."""
+    usual, weights, _ = run(tmp_path / "usual", False, **{"mixed_precision": "fp32"} | EMULATED[arm])
+    monkeypatch.setattr(decisions, "_graphs", lambda *_: (True, "emulated"))
+    monkeypatch.setattr(trainer, "GraphedStep", EmulatedStep)
+    replayed, ours, _ = run(tmp_path / "graphs", True, **{"mixed_precision": "fp32"} | EMULATED[arm])
+    graphed = EmulatedStep.last
+    assert graphed.recorder.replays > len(graphed.met) and not graphed.failed, (graphed.recorder.replays, len(graphed.met))
+    for step, ours_of_step in zip(usual, replayed, strict=True):
+        assert ours_of_step == pytest.approx(step, rel=1e-5)
+    assert all(torch.allclose(ours[name], weights[name], rtol=1e-4, atol=1e-6) for name in weights)
 
 
 def test_targets_are_rounded_up():

@@ -113,6 +113,14 @@ def test_gradients_are_added_and_what_nobody_uses_stays(seen):
     assert first["never"] == begun["never"] and all(first[name] != begun[name] for name in begun if name != "never")
 
 
+def test_gradients_are_added_between_what_is_replayed(seen):
+    """Also where a rank has no gradient of a weight, which only the update of that rank is not replayed for."""
+    for usual, replayed in seen("replayed"):
+        assert replayed.keys() == usual.keys()
+        for name in usual:
+            assert replayed[name] == pytest.approx(usual[name], rel=1e-6), name
+
+
 def test_all_begin_with_the_weights_of_the_first(seen, tmp_path):
     """And score held-out data together."""
     first, second = seen("weights")

@@ -9,20 +9,23 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from emulated_graphs import EmulatedStep
 
 import runs
 import tiny
+from chronicals.batch import Batch
 from chronicals.config.config import laid_over
 from chronicals.distributed import Ranks
-from chronicals.objectives import NextToken
+from chronicals.objectives import NextToken, Term
 from chronicals.optimizers import FusedAdamW
 from chronicals.training import CheckpointError, ChronicalsTrainer, Interrupted
 from chronicals.training.alike import fingerprint
 from chronicals.training.precision import Precision
-from chronicals.training.step import update
+from chronicals.training.step import EagerStep, train_step, update
 
 SETTINGS = {
     "batch_size": 1, "gradient_accumulation_steps": 2, "num_epochs": 1, "validation_split": 0.1, "eval_steps": 3,
@@ -60,6 +63,33 @@ def weights_used(ranks: Ranks, of_rank=lambda rank: [rank]) -> dict[str, list[fl
         update(parameters, optimizer, Precision("fp32", torch.device("cpu")), None, held)
         optimizer.zero_grad()
     return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "loss": [float(loss)]}
+
+
+def weights_replayed(ranks: Ranks, replays: bool) -> dict[str, list[float]]:
+    """Steps of two micro-batches over weights of which rank 0 never uses one."""
+    torch.manual_seed(0)
+    weights = {name: torch.nn.Parameter(torch.randn(2, 3)) for name in ("both", "second")}
+    parameters = list(weights.values())
+    optimizer = FusedAdamW(parameters, lr=0.1, weight_decay=0.5)
+
+    def objective(model, batch):
+        used = [weights["both"], *([weights["second"]] if ranks.rank else [])]
+        return {"sum": Term(sum((weight * batch.targets[0]).sin().sum() for weight in used))}
+
+    parts = EagerStep(None, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0)
+    graphed = EmulatedStep(parts, parameters, parameters, optimizer)
+    chosen, seen = graphed if replays else parts, []
+    for number in range(6):
+        batches = [Batch(*[torch.tensor([number + 1 + ranks.rank + 2 * micro])] * 4, max_seqlen=1) for micro in (0, 1)]
+        step = SimpleNamespace(batches=batches)
+        scalars = train_step(step, {"sum": 4}, chosen.micro, lambda loss: ranks.sum_gradients(parameters, loss), chosen.update)
+        seen += [float(scalars["loss"]), float(scalars["grad_norm"])]
+    assert (graphed.of_update is not None) == (replays and ranks.rank == 1) and (graphed.recorder.replays > 0) == replays
+    return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "seen": seen}
+
+
+def replayed(rank: int, folder: Path):
+    return [weights_replayed(Ranks.current(), replays) for replays in (False, True)]
 
 
 def gradients(rank: int, folder: Path):
@@ -155,7 +185,7 @@ class Deaf(Ranks):
         list(tensors)
 
 
-PROMISES = (gradients, weights, random_numbers, stop, resumed, refused, other_settings, other_data, other_weights)
+PROMISES = (gradients, replayed, weights, random_numbers, stop, resumed, refused, other_settings, other_data, other_weights)
 
 
 def main(folder: Path) -> None:

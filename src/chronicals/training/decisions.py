@@ -94,7 +94,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     fused = why_not is None
     in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
     needed = estimate(model, tokens, fused, *_bytes(config, product_type, ranks), config.logits_chunk_size, in_fp8)
-    graphs, why_not_graphs = _graphs(config, presented, backend, ranks)
+    graphs, why_not_graphs = _graphs(config, presented, backend)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (
@@ -151,12 +151,11 @@ def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | 
     return next((reason for reason, there in obstacles.items() if there()), None)
 
 
-def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str, ranks: int) -> tuple[bool, str]:
+def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str) -> tuple[bool, str]:
     obstacles = {
         "not on a card": input_device(presented.model).type != "cuda",
         "documents become padded rows": not presented.packed,
         "the model's own logits are used": not presented.head_is_read,
-        f"{ranks} processes share a step": ranks > 1,
         f"attention by {backend} asks the host": backend not in FLASH,
         "fp16 runs under autocast": config.mixed_precision == "fp16",
     }

@@ -1,18 +1,20 @@
-"""The step as CUDA graphs: one of a micro-step and one of the update, replayed over memory that stays where it is.
+"""The parts of a step as CUDA graphs: one of each kind of micro-step and one of the update, replayed over fixed memory.
 
 A micro-step's graph belongs to a shape: (T, entries of the bounds, ``max_seqlen``, targets rounded up). A shape is run as
 usual when it is first met, for kernels are compiled then, and captured when it is met again. What changes between steps
 lives on the device: the batch, the counts, the learning rate, the random state of dropout, which torch keeps for graphs.
 
-The first graph's gradients stay and are everybody's: the first micro-step of an optimizer step lays them there, by itself
-in that graph and by a copy in the others; later ones add to them. Where weights are updated in the backward pass, a
-micro-step is the whole step and leaves none. All graphs share one pool of memory.
+The first graph's gradients stay and are shared by all graphs: the first micro-step of an optimizer step writes them, by itself
+in that graph and by a copy in the others; later ones add to them. Sums over ranks run between the graphs, in place. Where
+weights are updated in the backward pass, a micro-step leaves no gradients and the update is not captured. All graphs share one
+pool of memory.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,17 +22,12 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
-from chronicals.data.loader import Step
-from chronicals.distributed import Ranks
 from chronicals.kernels.gradient_norm import norm_tables
 from chronicals.kernels.tensor_lists import tables_looked_up
 from chronicals.kernels.two_streams import FIRST
-from chronicals.models import PresentedModel
-from chronicals.objectives import Count, Objective
+from chronicals.objectives import Count
 from chronicals.optimizers import FusedAdamW
-from chronicals.training.in_backward import UpdatesInBackward
-from chronicals.training.precision import Precision
-from chronicals.training.step import counts_of, gradients_of, micro_step, update
+from chronicals.training.step import StepParts, gradients_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +43,7 @@ Shape = tuple[int, int, int, int | None, tuple[str, ...], bool]
 
 
 @dataclass
-class _Graph:
+class Graph:
     """A graph with the tables that its launches look up."""
 
     graph: torch.cuda.CUDAGraph
@@ -56,174 +53,184 @@ class _Graph:
         self.graph.replay()
 
 
+class Recorder:
+    """Captures graphs that share one pool of memory, on a stream of its own."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.stream = torch.cuda.Stream(device, priority=FIRST)
+        self.pool = torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def on_stream(self) -> Iterator[None]:
+        """Within: work goes to the stream that graphs are captured and replayed on."""
+        caller = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(caller)
+        with torch.cuda.stream(self.stream):
+            yield
+        caller.wait_stream(self.stream)
+
+    def capture(self, run: Callable[[], Result]) -> tuple[Graph, Result]:
+        """The graph of ``run`` and what it returns, not yet filled.
+
+        Raises:
+            RuntimeError: it cannot be captured; nothing has run.
+        """
+        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.device.index or 0]
+        before = generator.clone_state()
+        try:
+            capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
+            with tables_looked_up() as tables, capture:
+                return Graph(graph, tables), run()
+        except RuntimeError:
+            generator.graphsafe_set_state(before)  # the one that took part would go on waiting for the capture
+            raise
+
+    def forget(self) -> None:
+        """Further graphs share a new pool; the memory of the old one is free once its graphs are dropped."""
+        torch.cuda.synchronize(self.device)
+        self.pool = torch.cuda.graph_pool_handle()
+
+
 @dataclass
 class _Captured:
     """A micro-step's graph, the batch that it reads and the loss that it leaves."""
 
-    graph: _Graph
+    graph: Graph
     batch: Batch
     loss: Tensor
 
 
 class GraphedStep:
-    """In place of ``train_step``, on one card.
+    """Replays what ``parts`` do. Called within ``on_stream``.
 
     Args:
-        model, objective, parameters, optimizer, precision, max_grad_norm, in_backward: as of ``train_step``.
+        parts: captured once, and used for whatever is not captured.
+        weights: all of the model's; graphs are captured anew when one lies elsewhere.
+        parameters: those that are trained.
+        recorder: captures; by default on the device of the parameters.
     """
 
     def __init__(
-        self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW,
-        precision: Precision, max_grad_norm: float | None, in_backward: UpdatesInBackward | None = None,
+        self, parts: StepParts, weights: Iterable[Tensor], parameters: list[Tensor], optimizer: FusedAdamW,
+        recorder: Recorder | None = None,
     ):  # fmt: skip
-        self.model, self.objective, self.precision = model, objective, precision
-        self.parameters, self.optimizer, self.max_grad_norm = parameters, optimizer, max_grad_norm
-        self.in_backward = in_backward
-        self.stream = torch.cuda.Stream(precision.device, priority=FIRST)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.parts, self.weights, self.parameters, self.optimizer = parts, list(weights), parameters, optimizer
+        self.device = parameters[0].device
+        self.recorder = recorder or Recorder(self.device)
+        self.on_stream = self.recorder.on_stream
         self.met: set[Shape] = set()
-        self.micro: dict[Shape, _Captured] = {}
+        self.of_micro: dict[Shape, _Captured] = {}
+        self.of_update: tuple[Graph, dict[str, Tensor]] | None = None
         self.counts: dict[str, Tensor] = {}
-        self.total = torch.zeros((), device=precision.device)
         self.gradients: list[Tensor | None] | None = None
-        self.of_update: tuple[_Graph, dict[str, Tensor]] | None = None
-        self.weights = list(model.model.parameters())
         self.addresses: tuple[int, ...] = ()
         self.failed = False
 
-    def __call__(self, step: Step) -> dict[str, Tensor]:
-        """One optimizer step; scalars on the device, as ``train_step`` returns them."""
-        self._look_where_weights_are()
-        caller = torch.cuda.current_stream(self.precision.device)
-        self.stream.wait_stream(caller)
-        with torch.cuda.stream(self.stream):
-            self._bring_counts(counts_of(self.objective, step, Ranks()))
-            self.optimizer.refresh_rates()
-            self.optimizer.settle()
-            self.total.zero_()
-            for number, batch in enumerate(step.batches):
-                self.total += self._micro_step(_rounded(batch), first=number == 0)
-            scalars = {"loss": self.total, **self._update()}
-        caller.wait_stream(self.stream)
-        return scalars
-
-    def _look_where_weights_are(self) -> None:
-        """Graphs read and write weights where they were; moved since, as adapters that are turned off and on again move what
-        they ride in, they need others."""
-        addresses = tuple(weight.data_ptr() for weight in self.weights)
-        if self.micro and addresses != self.addresses:
-            self.release()
-        self.addresses = addresses
-
-    def _bring_counts(self, counts: Mapping[str, Count]) -> None:
-        for name, count in counts.items():
-            held = self.counts.setdefault(name, torch.empty((), device=self.precision.device))
-            held.copy_(torch.tensor(float(count)).pin_memory(), non_blocking=True)
-
-    def _micro_step(self, batch: Batch, first: bool) -> Tensor:
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> Tensor:
+        if first:
+            self._begin(counts)
+        batch = _rounded(batch)
         beside = (*batch.segments, *([] if batch.weights is None else ["weights"]))
         shape = (len(batch), len(batch.cu_seqlens), batch.max_seqlen, batch.trained, beside, first)
-        if shape not in self.micro and shape in self.met and len(self.micro) < MOST and not self.failed:
-            self._capture_micro_step(shape, batch)
+        if shape not in self.of_micro and shape in self.met and len(self.of_micro) < MOST and not self.failed:
+            self._capture_micro(shape, batch)
         self.met.add(shape)
-        if shape not in self.micro:
-            return self._as_usual(batch, first)
-        captured = self.micro[shape]
+        if shape not in self.of_micro:
+            return self._micro_as_usual(batch, first)
+        captured = self.of_micro[shape]
         _fill(captured.batch, batch)
         captured.graph.replay()
         return captured.loss
 
-    def _as_usual(self, batch: Batch, first: bool) -> Tensor:
+    def _begin(self, counts: Mapping[str, Count]) -> None:
+        """Bring to the device what differs between steps."""
+        addresses = tuple(weight.data_ptr() for weight in self.weights)
+        if self.of_micro and addresses != self.addresses:
+            self.release()
+        self.addresses = addresses
+        for name, count in counts.items():
+            held = self.counts.setdefault(name, torch.empty((), device=self.device))
+            given = torch.tensor(float(count))
+            held.copy_(given.pin_memory() if held.is_cuda else given, non_blocking=True)
+        self.optimizer.refresh_rates()
+        self.optimizer.settle()
+
+    def _micro_as_usual(self, batch: Batch, first: bool) -> Tensor:
         if first and self.gradients is not None:
             torch._foreach_zero_(_there(self.gradients))
             self._set_gradients(self.gradients)
-        moved = batch.to(self.precision.device, non_blocking=True)
-        loss = self._train(moved)
-        if self.gradients is not None and any(p.grad is not kept for p, kept in zip(self.parameters, self.gradients)):
+        loss = self.parts.micro(batch, self.counts, first)
+        if self._gradients_differ():
             self._give_up("a weight that had no gradient before has one now")
         return loss
 
-    def _train(self, batch: Batch) -> Tensor:
-        if self.in_backward is None:
-            return micro_step(self.model, self.objective, batch, self.counts, self.precision)
-        self.in_backward.begin()
-        loss = micro_step(self.model, self.objective, batch, self.counts, self.precision)
-        self.in_backward.end()
-        return loss
+    def _gradients_differ(self) -> bool:
+        """Whether gradients are not those that graphs write."""
+        return self.gradients is not None and any(p.grad is not kept for p, kept in zip(self.parameters, self.gradients))
 
     def _give_up(self, reason: str) -> None:
         """Go on without graphs; gradients stay as they are."""
         self.failed, self.gradients, self.of_update = True, None, None
-        self.micro.clear()
+        self.of_micro.clear()
         logger.warning("use_cuda_graphs: steps run as usual from here on, %s", reason)
 
-    def _capture_micro_step(self, shape: Shape, batch: Batch) -> None:
-        static, first = batch.to(self.precision.device), shape[-1]
+    def _capture_micro(self, shape: Shape, batch: Batch) -> None:
+        static, first = batch.to(self.device), shape[-1]
         held = [p.grad for p in self.parameters]
         if first:
             self._set_gradients(None)
-        for parameter in self.parameters if self.in_backward is not None else ():
-            self.optimizer.state_of(parameter)  # what is made once must not be made in every replay
 
         def run() -> Tensor:
-            loss = self._train(static)
+            loss = self.parts.micro(static, self.counts, first)
             if first and self.gradients is not None:
-                _lay(self.gradients, [p.grad for p in self.parameters])
+                _copy_gradients(self.gradients, [p.grad for p in self.parameters])
             return loss
 
         captured = self._captured(run)
         if captured is not None:
-            self.micro[shape] = _Captured(captured[0], static, captured[1])
-            if self.in_backward is None:
-                self.gradients = self.gradients or [p.grad for p in self.parameters]
-        if captured is None:
-            self._set_gradients(self.gradients if first else held)
-        elif first:
-            self._set_gradients(self.gradients)
+            self.of_micro[shape] = _Captured(captured[0], static, captured[1])
+            made = [p.grad for p in self.parameters]
+            if self.gradients is None and _there(made):
+                self.gradients = made
+        self._set_gradients(held if self.gradients is None else self.gradients)
 
     def _set_gradients(self, gradients: list[Tensor | None] | None) -> None:
         for number, parameter in enumerate(self.parameters):
             parameter.grad = None if gradients is None else gradients[number]
 
-    def _update(self) -> dict[str, Tensor]:
-        if self.in_backward is not None:
-            return self.in_backward.scalars()
-        given = self.parameters, self.optimizer, self.precision, self.max_grad_norm
-        if self.gradients is not None and self.of_update is None and not self.failed:
+    def update(self, holders: Tensor | None) -> dict[str, Tensor]:
+        """Replay it, unless ``reduce`` gave a weight that has no gradient on this rank one of zeros."""
+        in_place = self.gradients is not None and (holders is None or not self._gradients_differ())
+        if in_place and self.of_update is None and not self.failed:
             self.optimizer.looked_up(self.parameters)
             norm_tables(gradients_of(self.parameters))
-            self.of_update = self._captured(lambda: update(*given))
-        if self.of_update is not None:
+            self.of_update = self._captured(lambda: self.parts.update(None))  # this rank has a gradient of every weight
+            self._set_gradients(self.gradients)
+        if in_place and self.of_update is not None:
             graph, scalars = self.of_update
             graph.replay()
             return scalars
-        scalars = update(*given)
-        if self.gradients is None:
-            self.optimizer.zero_grad()
+        scalars = self.parts.update(holders)
+        if self.gradients is not None:
+            self._set_gradients(self.gradients)
         return scalars
 
-    def _captured(self, run: Callable[[], Result]) -> tuple[_Graph, Result] | None:
+    def _captured(self, run: Callable[[], Result]) -> tuple[Graph, Result] | None:
         """The graph of ``run`` and what it returns, not yet filled; None, said once, where it cannot be captured."""
-        graph, generator = torch.cuda.CUDAGraph(), torch.cuda.default_generators[self.precision.device.index or 0]
-        before = generator.clone_state()
         try:
-            capture = torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local")
-            with tables_looked_up() as tables, capture:
-                return _Graph(graph, tables), run()
+            return self.recorder.capture(run)
         except RuntimeError as error:
             self.optimizer.weights_moved()  # which were not written, though their versions say so
-            generator.graphsafe_set_state(before)  # the one that took part would go on waiting for the capture
             self.failed = True
-            first = error.__context__ or error
-            reason = str(first).splitlines()[0]
+            reason = str(error.__context__ or error).splitlines()[0]
             logger.warning("use_cuda_graphs: steps run as usual from here on, a step could not be captured (%s)", reason)
             return None
 
     def release(self) -> None:
         """Give the memory of the graphs back; gradients are none afterwards, and steps are captured anew."""
-        torch.cuda.synchronize(self.precision.device)
-        self.pool = torch.cuda.graph_pool_handle()
-        self.micro.clear()
+        self.recorder.forget()
+        self.of_micro.clear()
         self.met.clear()
         self.of_update = self.gradients = None
         self._set_gradients(None)
@@ -233,7 +240,7 @@ def _there(gradients: Iterable[Tensor | None]) -> list[Tensor]:
     return [gradient for gradient in gradients if gradient is not None]
 
 
-def _lay(kept: list[Tensor | None], new: list[Tensor | None]) -> None:
+def _copy_gradients(kept: list[Tensor | None], new: list[Tensor | None]) -> None:
     """Copy gradients to where they stay; zero where a weight has none this time.
 
     Raises:

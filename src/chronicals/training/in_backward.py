@@ -1,19 +1,24 @@
 """Updates in the backward pass: weights as soon as some gradients are there, which are then dropped.
 
 Gradients never exist all at once (Lv et al., 2023, section 3.1), so their norm is known only when it is too late to clip by
-it, and they cannot be added up over micro-batches. Weights are otherwise those of an update afterwards, bit by bit, but for
-the random numbers by which states in bf16 are rounded.
+it, and they cannot be added up over micro-batches or ranks: a step has one micro-batch. Weights are otherwise those of an
+update afterwards, bit by bit, but for the random numbers by which states in bf16 are rounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from chronicals.batch import Batch
 from chronicals.kernels.gradient_norm import gradient_norm
+from chronicals.models import PresentedModel
+from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
+from chronicals.training.precision import Precision
+from chronicals.training.step import micro_step
 
 HELD = 1 << 26
 """Bytes of gradients that are there when their weights are updated, by one launch: a small weight by itself would take the host
@@ -21,25 +26,39 @@ longer than the card."""
 
 
 class UpdatesInBackward:
-    """Of ``parameters``, from ``begin`` to ``end`` of every step, until the end of ``with``.
+    """The parts of a step whose weights are updated by ``micro``, until the end of ``with``.
 
-    Gradients of which one is not finite, and all that come after them in this step, change nothing.
+    If a gradient is not finite, it and all that come after it in this step change nothing.
+
+    Args:
+        parameters: those that are trained; the states of all of them are made at once, so that a step can be captured.
+
+    Attributes:
+        inspect: called whenever some gradients are there, before they are used; each is seen once.
     """
 
-    def __init__(self, parameters: Sequence[Tensor], optimizer: FusedAdamW):
-        self.optimizer = optimizer
-        self.inspect: Callable[[], None] | None = None
+    inspect: Callable[[], None] | None = None
+
+    def __init__(
+        self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision
+    ):  # fmt: skip
+        self.model, self.objective, self.optimizer, self.precision = model, objective, optimizer, precision
         self.squares = torch.zeros((), device=parameters[0].device)
         self.waiting: list[Tensor] = []
         self.held = 0
+        for parameter in parameters:
+            optimizer.state_of(parameter)
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters]
 
-    def begin(self, inspect: Callable[[], None] | None = None) -> None:
-        """Before a backward pass; ``inspect`` is called while gradients are there, for each of them once."""
-        self.inspect = inspect
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> Tensor:
         self._forget()
         self.squares.zero_()
         self.optimizer.refresh_rates()
+        moved = batch.to(self.precision.device, non_blocking=True)
+        loss = micro_step(self.model, self.objective, moved, counts, self.precision)
+        if self.waiting:
+            self._update()
+        return loss
 
     def _collect(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -62,13 +81,8 @@ class UpdatesInBackward:
         self.waiting.clear()
         self.held = 0
 
-    def end(self) -> None:
-        """After a backward pass."""
-        if self.waiting:
-            self._update()
-
-    def scalars(self) -> dict[str, Tensor]:
-        """``grad_norm`` of all gradients of the step, and whether all were ``applied``, on the device."""
+    def update(self, holders: Tensor | None) -> dict[str, Tensor]:
+        """Weights are updated already: the norm of all gradients, and whether all were applied."""
         grad_norm = self.squares.sqrt()
         return {"grad_norm": grad_norm, "applied": torch.isfinite(grad_norm)}
 

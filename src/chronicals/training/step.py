@@ -1,9 +1,15 @@
-"""The training step."""
+"""The training step, written once, and the parts that it usually has.
+
+``train_step`` knows the order: gradients of every micro-batch, their sum over the ranks, the update. How each part is done is
+handed in: ``EagerStep`` launches every kernel, ``UpdatesInBackward`` (in_backward.py) updates weights during the backward pass,
+``GraphedStep`` (graphs.py) replays what either of them does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,45 +22,91 @@ from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models import PresentedModel
 from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
-from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 
 
+class StepParts(Protocol):
+    """The two parts of a step that are done in different ways."""
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> Tensor:
+        """Forward and backward pass of one micro-batch; its gradients are added to those there are.
+
+        Args:
+            batch: on the host.
+            counts: what each term of the loss is divided by.
+            first: whether it is the first micro-batch of the step.
+
+        Returns:
+            Its part of the step's loss, a scalar on the device, valid until the next call.
+        """
+
+    def update(self, holders: Tensor | None) -> dict[str, Tensor]:
+        """Clip and apply the gradients, and drop them.
+
+        Args:
+            holders: what ``reduce`` of ``train_step`` returned.
+
+        Returns:
+            Scalars on the device: ``grad_norm`` before clipping, ``applied`` (1 or 0).
+        """
+
+
 def train_step(
-    model: PresentedModel,
-    objective: Objective,
     step: Step,
-    parameters: list[Tensor],
-    optimizer: FusedAdamW,
-    precision: Precision,
-    ranks: Ranks,
-    max_grad_norm: float | None,
-    inspect_gradients: Callable[[], None] | None = None,
-    in_backward: UpdatesInBackward | None = None,
+    counts: Mapping[str, Count],
+    micro: Callable[[Batch, Mapping[str, Count], bool], Tensor],
+    reduce: Callable[[Tensor], Tensor | None],
+    update: Callable[[Tensor | None], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Forward, backward, clip, update. Nothing here waits for the device.
+    """Forward, backward, sum over the ranks, clip, update. Nothing here waits for the device.
 
     Args:
-        inspect_gradients: is called when they are there, before the update; of each, where that is ``in_backward``.
+        counts: of ``counts_of``, what each term of the loss is divided by.
+        micro, update: as in ``StepParts``.
+        reduce: replaces all gradients and the loss, which it is given, by their sums over the ranks. It may begin with some
+            gradients while others are computed, but has finished, in the order of the device's work, when it returns. Returns
+            how many ranks had a gradient of each parameter, fp32 ``[parameters]``, or None for a single rank.
 
     Returns:
         Scalars on the device: ``loss`` and ``grad_norm`` of the whole step on all ranks, ``applied`` (1 or 0).
     """
-    counts = counts_of(objective, step, ranks)
-    if in_backward is not None:
-        in_backward.begin(inspect_gradients)
-    total = torch.zeros((), device=precision.device)
-    for batch in step.batches:
-        total += micro_step(model, objective, batch.to(precision.device, non_blocking=True), counts, precision)
-    if in_backward is not None:
-        in_backward.end()
-        return {"loss": total, **in_backward.scalars()}
-    holders = ranks.sum_gradients(parameters, total)
-    if inspect_gradients is not None:
-        inspect_gradients()
-    scalars = update(parameters, optimizer, precision, max_grad_norm, holders)
-    optimizer.zero_grad()
-    return {"loss": total, **scalars}
+    first, *others = step.batches
+    loss = micro(first, counts, True).clone()
+    for batch in others:
+        loss += micro(batch, counts, False)
+    return {"loss": loss, **update(reduce(loss))}
+
+
+class EagerStep:
+    """Every kernel is launched by the host.
+
+    Args:
+        parameters: those that are trained.
+        max_grad_norm: gradients with a larger norm are scaled down to it; None never does.
+
+    Attributes:
+        inspect: called between ``reduce`` and the update, while the gradients of the step exist.
+    """
+
+    inspect: Callable[[], None] | None = None
+
+    def __init__(
+        self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW,
+        precision: Precision, max_grad_norm: float | None,
+    ):  # fmt: skip
+        self.model, self.objective, self.precision = model, objective, precision
+        self.parameters, self.optimizer, self.max_grad_norm = parameters, optimizer, max_grad_norm
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> Tensor:
+        moved = batch.to(self.precision.device, non_blocking=True)
+        return micro_step(self.model, self.objective, moved, counts, self.precision)
+
+    def update(self, holders: Tensor | None) -> dict[str, Tensor]:
+        if self.inspect is not None:
+            self.inspect()
+        scalars = update(self.parameters, self.optimizer, self.precision, self.max_grad_norm, holders)
+        self.optimizer.zero_grad()
+        return scalars
 
 
 def counts_of(objective: Objective, step: Step, ranks: Ranks) -> Mapping[str, Count]:

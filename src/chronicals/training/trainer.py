@@ -53,7 +53,7 @@ from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.samples import Samples
 from chronicals.training.signals import heeding_signals
-from chronicals.training.step import counts_of, rate_factor, set_learning_rate, train_step
+from chronicals.training.step import EagerStep, counts_of, rate_factor, set_learning_rate, train_step
 from chronicals.training.trackers import build_trackers
 
 logger = logging.getLogger(__name__)
@@ -205,29 +205,32 @@ class ChronicalsTrainer:
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         objective = with_router_loss(self.objective, presented, self.config.max_seq_length)
         given, config = (presented, objective, parameters, optimizer, precision), self.config
-        clip = config.max_grad_norm
         with ExitStack() as around:
-            in_backward = None
             if decisions["activation_offload"].runs:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
-            if decisions["optimizer_in_backward"].runs:
-                in_backward = around.enter_context(UpdatesInBackward(parameters, optimizer))
+            in_backward = decisions["optimizer_in_backward"].runs
+            parts = around.enter_context(UpdatesInBackward(*given)) if in_backward else EagerStep(*given, config.max_grad_norm)
             if decisions["use_cuda_graphs"].runs:
-                self._replayed = GraphedStep(*given, clip, in_backward)
+                self._replayed = GraphedStep(parts, self.model.parameters(), parameters, optimizer)
 
-            compiles = compiles_beforehand(config, presented, in_backward is not None)
+            compiles = compiles_beforehand(config, presented, in_backward)
+
+            def reduce(loss: torch.Tensor) -> torch.Tensor | None:
+                return self.ranks.sum_gradients(parameters, loss)
 
             def train_once(step: Step, inspect: Callable[[], None] | None) -> dict[str, torch.Tensor]:
                 nonlocal compiles
+                counts = counts_of(objective, step, self.ranks)
                 if compiles:
-                    counts = counts_of(objective, step, self.ranks)
                     compile_micro_step(presented, objective, step.batches[0], counts, precision)
                     compiles = False
                 if self._replayed is not None and inspect is None:
-                    return self._replayed(step)
-                return train_step(
-                    presented, objective, step, parameters, optimizer, precision, self.ranks, clip, inspect, in_backward
-                )
+                    with self._replayed.on_stream():
+                        return train_step(step, counts, self._replayed.micro, reduce, self._replayed.update)
+                parts.inspect = inspect
+                scalars = train_step(step, counts, parts.micro, reduce, parts.update)
+                parts.inspect = None
+                return scalars
 
             try:
                 yield train_once

@@ -20,7 +20,7 @@ from chronicals.patching import lay_apart
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 from chronicals.training.preparation import build_optimizer, prepare_model
-from chronicals.training.step import rate_factor, set_learning_rate, train_step
+from chronicals.training.step import EagerStep, counts_of, rate_factor, set_learning_rate, train_step
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class TrainingPath:
         self.optimizer = build_optimizer(model, config, self.precision, several)
         self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
         self.decisions = decisions
-        self.in_backward: UpdatesInBackward | None = None
+        self.parts: EagerStep | UpdatesInBackward
         objective = OBJECTIVES[config.objective](config.logits_chunk_size)
         self.objective = with_router_loss(objective, self.presented, config.max_seq_length)
         self.total_steps = total_steps
@@ -72,9 +72,11 @@ class TrainingPath:
             around.enter_context(self.presented.attending_documents())
             if self.decisions["activation_offload"].runs:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
+            given = self.presented, self.objective, list(self.trained.values()), self.optimizer, self.precision
             if self.decisions["optimizer_in_backward"].runs:
-                updates = UpdatesInBackward(list(self.trained.values()), self.optimizer)
-                self.in_backward = around.enter_context(updates)
+                self.parts = around.enter_context(UpdatesInBackward(*given))
+            else:
+                self.parts = EagerStep(*given, self.config.max_grad_norm)
             yield
 
     def rate_factor(self, number: int) -> float:
@@ -92,10 +94,9 @@ class TrainingPath:
                 if parameter.grad is not None:
                     gradients[name] = parameter.grad.clone() if scale == 1.0 else parameter.grad / scale
 
-        scalars = train_step(
-            self.presented, self.objective, step, list(self.trained.values()), self.optimizer, self.precision, Ranks(),
-            self.config.max_grad_norm, hold, self.in_backward,
-        )  # fmt: skip
+        self.parts.inspect = hold
+        counts = counts_of(self.objective, step, Ranks())
+        scalars = train_step(step, counts, self.parts.micro, lambda _: None, self.parts.update)
         return Made(float(scalars["loss"]), bool(scalars["applied"]), gradients)
 
     @torch.no_grad()
