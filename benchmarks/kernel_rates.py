@@ -35,6 +35,7 @@ from chronicals.kernels.launch import with_room
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
 from chronicals.kernels.merged_linear import merged_linear, room_for, side_by_side
+from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
 from chronicals.kernels.peak import Peak
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
@@ -51,6 +52,7 @@ SAMPLES, WARM_UP, ELEMENTS = 15, 3, 2**27
 """Samples of an arm, calls before them, and elements of the main tensor of a row (256 MB in bf16)."""
 
 LIGER = importlib.util.find_spec("liger_kernel") is not None
+BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
 
 
 @dataclass
@@ -502,9 +504,30 @@ def gradients_of_qkv(tokens: int):
         yield Row(f"operand of {name}", {"ours": ours, "without": plain}, bytes=moved)
 
 
+def nf4():
+    """2^26 weights in 4 bits, with plain and with quantised scales, beside bitsandbytes' own kernels."""
+    weight = random(8192, 8192)
+    count, out = weight.numel(), torch.empty_like(weight)
+    packed, absmax = quantize_nf4(weight)
+    quantised = quantize_scales(absmax)
+    theirs = importlib.import_module("bitsandbytes.functional") if BITSANDBYTES else None
+    quantising: dict[str, Callable[[], object]] = {"ours": partial(quantize_nf4, weight)}
+    if theirs:
+        quantising["bitsandbytes"] = partial(theirs.quantize_4bit, weight, quant_type="nf4")
+    yield Row("nf4 quantise", quantising, bytes=2 * count + count // 2 + absmax.nbytes)
+    for name, scales in (("plain", Scales(absmax)), ("quantised", quantised)):
+        arms: dict[str, Callable[[], object]] = {"ours": partial(dequantize_4bit, packed, scales, out)}
+        if theirs:
+            codes, state = theirs.quantize_4bit(weight, quant_type="nf4", compress_statistics=scales.nested)
+            assert torch.equal(codes.view(-1), packed) and torch.equal(state.absmax, scales.absmax)
+            assert torch.equal(theirs.dequantize_4bit(codes, state), dequantize_4bit(packed, scales, torch.empty_like(weight)))
+            arms["bitsandbytes"] = partial(theirs.dequantize_4bit, codes, state)
+        yield Row(f"nf4 dequantise, {name} scales", arms, bytes=2 * count + count // 2 + scales.absmax.nbytes)
+
+
 GROUPS = {
     "optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads,
-    "adapters": adapters, "layers": layers, "fp8": fp8,
+    "adapters": adapters, "layers": layers, "fp8": fp8, "nf4": nf4,
 }  # fmt: skip
 
 

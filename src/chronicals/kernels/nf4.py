@@ -1,0 +1,266 @@
+"""4-bit weights in bitsandbytes' format: 16 values times a scale for each block (QLoRA, Dettmers et al., 2023, section 3).
+
+    absmax[b] = max |w| over block b of consecutive elements        fp32
+    code[i]   = the nearest of CODES["nf4"] to w[i] / absmax[b]     two in a byte, the first in the upper half
+    w[i]      ≈ CODES[…][code[i]] · absmax[b]                       fp32, rounded once to the output's dtype
+
+A block is 32 to 4096 elements of the flattened weight, the last one may be shorter. The scales may be quantized themselves
+("double quantization", ibid.): to 8 bits in blocks of 256, after their mean was subtracted:
+
+    absmax[b] ≈ DYNAMIC[q[b]] · absmax2[b / 256] + offset
+
+so that a weight takes 4 + 8/64 + 32/(64·256) = 4.127 bits with blocks of 64, and reading it as 16 bits moves 2.52 bytes.
+"nf4" has quantiles of a normal distribution, "fp4" a sign, two bits of exponent and one of mantissa; "fp4" is only read.
+Dequantization writes rows that may lie apart, so that the weight can stand in a buffer with padding columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import runs_triton, tl, triton
+
+CODES = {
+    "nf4": (
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+        -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+        0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ),
+    "fp4": tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 6, 2, 3)),
+}  # fmt: skip
+"""By format, what each code stands for (QLoRA, appendix E; FP4 over its largest value)."""
+
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+SCALE_BLOCK = 256
+"""Scales in a block of quantized ones."""
+
+SMALLEST = 1e-38
+"""Blocks of zeros are divided by it."""
+
+ELEMENTS = 4096
+"""That one program quantizes or dequantizes."""
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The scales of a weight's blocks.
+
+    Attributes:
+        absmax: fp32 ``[blocks]``, or their codes, uint8, where they are quantized themselves.
+        absmax2: fp32 ``[blocks / block2]``, largest of each block of scales less the offset; None where they are not quantized.
+        code2: fp32 ``[256]``, what the codes of the scales stand for.
+        offset: fp32, one element, the mean that was subtracted from the scales.
+        block2: scales in a block of them.
+    """
+
+    absmax: Tensor
+    absmax2: Tensor | None = None
+    code2: Tensor | None = None
+    offset: Tensor | None = None
+    block2: int = SCALE_BLOCK
+
+    @property
+    def nested(self) -> bool:
+        return self.absmax2 is not None
+
+    def plain(self) -> Tensor:
+        """fp32 ``[blocks]``."""
+        if self.absmax2 is None or self.code2 is None or self.offset is None:
+            return self.absmax
+        per_block = self.absmax2.repeat_interleave(self.block2)[: self.absmax.numel()]
+        return self.code2[self.absmax.int()] * per_block + self.offset
+
+
+@cache
+def code_of(name: str, device: torch.device) -> Tensor:
+    """fp32 ``[16]``, what the codes of a format stand for."""
+    return torch.tensor(CODES[name], dtype=torch.float32, device=device)
+
+
+@cache
+def _bounds(device: torch.device) -> Tensor:
+    """fp32 ``[15]``, midpoints between the values of NF4; one that is hit has the lower code."""
+    code = code_of("nf4", device)
+    return (code[:-1] + code[1:]) / 2
+
+
+@cache
+def dynamic_code(device: torch.device) -> Tensor:
+    """fp32 ``[256]``, ascending: the signed dynamic 8-bit code (Dettmers et al., 2022, section 2.1). Every exponent is a decade
+    with twice as many values as the one below."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1.0, 2**exponent + 1)
+        means = (edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)
+        values += [*means.tolist(), *(-means).tolist()]
+    return torch.tensor(sorted(values), dtype=torch.float32, device=device)
+
+
+# --- quantize ----------------------------------------------------------------------------------------------------------
+
+
+def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a weight.
+
+    Args:
+        weight: fp32, bf16 or fp16, of any shape.
+        block: elements that share a scale, one of ``BLOCKS``.
+
+    Returns:
+        uint8 ``[⌈elements / 2⌉]`` and fp32 ``[⌈elements / block⌉]``.
+
+    Raises:
+        ValueError: there is no such block, or the weight has another dtype.
+    """
+    if block not in BLOCKS:
+        raise ValueError(f"block={block}: give one of {', '.join(map(str, BLOCKS))}")
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"weight is {weight.dtype}; give float32, bfloat16 or float16")
+    flat = weight.detach().reshape(-1)
+    if not runs_triton(flat):
+        return quantize_nf4_reference(flat, block)
+    count = flat.numel()
+    packed = torch.empty(-(-count // 2), dtype=torch.uint8, device=flat.device)
+    absmax = torch.empty(-(-count // block), dtype=torch.float32, device=flat.device)
+    blocks = max(1, ELEMENTS // block)
+    if count:
+        _quantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
+            flat, packed, absmax, _bounds(flat.device), count, SMALLEST, blocks, block, enable_fp_fusion=False
+        )
+    return packed, absmax
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, packed_ptr, absmax_ptr, bounds_ptr, count, smallest, BLOCKS: tl.constexpr, SIZE: tl.constexpr
+):  # fmt: skip
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    at = block[:, None] * SIZE + 2 * tl.arange(0, SIZE // 2)[None, :]
+    first = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + at + 1, mask=at + 1 < count, other=0.0).to(tl.float32)
+    absmax = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+    tl.store(absmax_ptr + block, absmax, mask=block * SIZE < count)
+    scale = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), tl.maximum(absmax, smallest))[:, None]
+    codes = _nearest(first * scale, bounds_ptr) * 16 + _nearest(second * scale, bounds_ptr)
+    tl.store(packed_ptr + at // 2, codes.to(tl.uint8), mask=at < count)
+
+
+@triton.jit
+def _nearest(value, bounds_ptr):
+    code = tl.zeros(value.shape, tl.int32)
+    for number in tl.static_range(15):
+        code += (value > tl.load(bounds_ptr + number)).to(tl.int32)
+    return code
+
+
+def quantize_nf4_reference(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
+    """``quantize_nf4`` in plain torch."""
+    flat = weight.reshape(-1).float()
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % block)).view(-1, block)
+    absmax = blocks.abs().amax(1) if blocks.numel() else flat.new_empty(0)
+    scaled = blocks * (1.0 / absmax.clamp(min=SMALLEST)).unsqueeze(1)
+    codes = torch.bucketize(scaled.reshape(-1)[: flat.numel()], _bounds(flat.device)).to(torch.uint8)
+    zero = torch.bucketize(flat.new_zeros(flat.numel() % 2), _bounds(flat.device)).to(torch.uint8)
+    pairs = torch.cat([codes, zero]).view(-1, 2)
+    return pairs[:, 0] << 4 | pairs[:, 1], absmax
+
+
+def quantize_scales(absmax: Tensor) -> Scales:
+    """Scales, quantized themselves: 8 bits in blocks of ``SCALE_BLOCK``."""
+    offset, code = absmax.mean(), dynamic_code(absmax.device)
+    centred = absmax - offset
+    blocks = torch.nn.functional.pad(centred, (0, -centred.numel() % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+    largest = blocks.abs().amax(1)
+    scaled = blocks * (1.0 / largest.clamp(min=SMALLEST)).unsqueeze(1)
+    bounds = (code[:-1] + code[1:]) / 2
+    codes = torch.bucketize(scaled.reshape(-1)[: centred.numel()], bounds).to(torch.uint8)
+    return Scales(codes, largest, code, offset)
+
+
+# --- dequantize --------------------------------------------------------------------------------------------------------
+
+
+def dequantize_4bit(packed: Tensor, scales: Scales, out: Tensor, block: int = 64, code: str = "nf4") -> Tensor:
+    """Write a weight's values, by one launch.
+
+    Args:
+        packed: uint8, two codes a byte.
+        scales: of its blocks.
+        out: ``[rows, columns]`` in fp32, bf16 or fp16, each row dense; rows may lie apart.
+        block: elements that share a scale.
+        code: "nf4" or "fp4".
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: sizes do not fit.
+    """
+    rows, columns = out.shape
+    count = rows * columns
+    if code not in CODES or block not in BLOCKS:
+        codes, blocks = ", ".join(CODES), ", ".join(map(str, BLOCKS))
+        raise ValueError(f"code={code!r}, block={block}: give one of {codes} and one of {blocks}")
+    if packed.numel() != -(-count // 2) or scales.absmax.numel() != -(-count // block):
+        raise ValueError(
+            f"{packed.numel()} bytes and {scales.absmax.numel()} scales are not those of {rows} x {columns} values in blocks "
+            f"of {block}"
+        )
+    if columns > 1 and out.stride(1) != 1:
+        raise ValueError(f"out has strides {out.stride()}: give one whose rows are dense")
+    _dequantize(packed.view(-1), scales.absmax, scales.absmax2, scales.code2, scales.offset, scales.block2, out, block, code)
+    return out
+
+
+@torch.library.custom_op("chronicals::dequantize_4bit", mutates_args=("out",))
+def _dequantize(
+    packed: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
+    out: Tensor, block: int, code: str,
+) -> None:  # fmt: skip
+    rows, columns = out.shape
+    if not runs_triton(out):
+        scales = Scales(absmax, absmax2, code2, offset, block2)
+        out.copy_(dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code))
+    elif rows * columns:
+        nested = absmax2 is not None
+        _dequantize_kernel[(triton.cdiv(rows * columns, ELEMENTS),)](
+            packed, absmax, *((absmax2, code2, offset) if nested else (absmax, absmax, absmax)), code_of(code, out.device), out,
+            rows * columns, columns, out.stride(0), block2, block, nested, out.stride(0) == columns, ELEMENTS,
+            enable_fp_fusion=False,  # a product and a sum are rounded one after the other
+        )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_kernel(
+    packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr, count, columns, stride, block2,
+    SIZE: tl.constexpr, NESTED: tl.constexpr, DENSE: tl.constexpr, ELEMENTS: tl.constexpr,
+):  # fmt: skip
+    begin = tl.program_id(0).to(tl.int64) * ELEMENTS
+    pair = begin // 2 + tl.arange(0, ELEMENTS // 2)
+    inside = 2 * pair < count
+    packed = tl.load(packed_ptr + pair, mask=inside, other=0).to(tl.int32)
+    block = 2 * pair // SIZE
+    if NESTED:
+        codes = tl.load(absmax_ptr + block, mask=inside, other=0).to(tl.int32)
+        absmax = tl.load(code2_ptr + codes) * tl.load(absmax2_ptr + block // block2, mask=inside, other=0.0)
+        absmax = absmax + tl.load(offset_ptr)
+    else:
+        absmax = tl.load(absmax_ptr + block, mask=inside, other=0.0)
+    values = tl.interleave(tl.load(code_ptr + (packed >> 4)) * absmax, tl.load(code_ptr + (packed & 15)) * absmax)
+    element = begin + tl.arange(0, ELEMENTS)
+    at = element if DENSE else element // columns * stride + element % columns
+    tl.store(out_ptr + at, values.to(out_ptr.dtype.element_ty), mask=element < count)
+
+
+def dequantize_4bit_reference(
+    packed: Tensor, scales: Scales, shape: tuple[int, ...], dtype: torch.dtype, block: int = 64, code: str = "nf4"
+) -> Tensor:  # fmt: skip
+    """``dequantize_4bit`` in plain torch, into a new tensor of ``shape`` and ``dtype``."""
+    count = torch.Size(shape).numel()
+    codes = torch.stack([packed.view(-1) >> 4, packed.view(-1) & 15], 1).view(-1)[:count]
+    absmax = scales.plain().repeat_interleave(block)[:count]
+    return (code_of(code, packed.device)[codes.int()] * absmax).to(dtype).view(shape)
