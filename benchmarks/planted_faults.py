@@ -20,24 +20,24 @@ from chronicals.data.gate import RULES, DataReport  # noqa: E402
 from data.planted_faults import ALONG, PLANTED, WIDTH, planted  # noqa: E402  the tests' own table
 
 INTRODUCTION = """\
-# The gate before step 0
+# The data checks
 
-Written by `python benchmarks/planted_faults.py`. Before anything is trained, every row is looked at, and what was found is
-logged as a table and written to `train_dataset.json` and `eval_dataset.json` in `output_dir`: each rule that was broken, how
-often, in which rows, and what to do. `chronicals train --check` stops there; `chronicals data show recipe.yaml`, or
-`FILE --model M`, shows rows as the model will see them.
+Before the first step every row is checked. What is wrong is logged as a table and written to `train_dataset.json` and
+`eval_dataset.json` in `output_dir`: each broken rule, how often, in which rows, and what to do. `chronicals train --check`
+stops after the checks; `chronicals data show recipe.yaml`, or `FILE --model M`, shows rows as the model will see them.
 
-A rule is an error where it touches a larger share of the rows than it may, else a warning. All errors are told at once.
-Rows that cannot be used are left out. Other shares are set by name, in a recipe or as `--gate duplicate_row=0.1`; `evaluate`
-keeps those of the run, or takes `--gate`:
+A rule is an error where it concerns a larger fraction of the rows than its limit, else a warning. All errors are reported at
+once, and training does not start. Rows that cannot be used are left out. A limit is changed by the rule's name, in a recipe
+or as `--gate duplicate_row=0.1`; `evaluate` takes those of the run, or `--gate`:
 
 ```yaml
 gate:
   empty_answer: 0.01    # up to one row in a hundred may have an empty answer; such rows are left out
-  duplicate_row: 0.2    # an error where more than a fifth are there twice
+  duplicate_row: 0.2    # an error if more than a fifth of the rows are duplicates
 ```
 
-In the last column, what the gate says of a file of sound rows among which one such fault was planted.
+This page is written by `python benchmarks/planted_faults.py`. Its last column says what the checks report for a file of sound
+rows with one such fault planted in it.
 
 | rule | an error above | what it finds | what to do | found in a planted file |
 |---|---|---|---|---|

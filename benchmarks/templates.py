@@ -34,10 +34,10 @@ INTRODUCTION = """\
 Written by `python benchmarks/templates.py` with trl {trl} and transformers {transformers}. Every stock template that trl
 carries, used as it is, under a tiny tokenizer that has its special tokens; a random conversation of each kind.
 
-The mask of a conversation needs no marks in the template. It is found by rendering prefixes: an answer begins where the
-generation prompt ends and closes with the stop token; a turn that calls tools may close with the token at which the template
-hands over (`<|call|>`, `<|tool_response>`). What the model is asked to continue in generation is therefore what it was
-trained to continue. A conversation for which this does not hold is refused with its row, its message and the reason.
+The tokens that are trained are found without marks in the template, by rendering prefixes of the conversation: an answer begins
+where the generation prompt ends, and ends with the stop token. A turn that calls tools may end with the token at which the template
+hands over to the tool (`<|call|>`, `<|tool_response>`). So the model is trained to continue exactly what it is asked to
+continue in generation. A conversation for which this does not hold is refused with its row, its message and the reason.
 
 Kinds: **single** (a question and its answer), **turns** (several), **system** (with a system message), **tools** (tools
 offered, a call, what the tool answers, an answer), **thinking** (an answer with `reasoning_content`), **thinking turns**
@@ -52,9 +52,9 @@ A message's own `"train": true` or `"train": false` wins over both. `train_on_tu
 earlier answers otherwise than the last (without their thoughts, say). A message that is not the assistant's is trained with
 the special token that follows its content, and refused where none does.
 
-Some templates take contents only as lists of parts, and some the arguments of a call only as text: they get them so.
-A template that writes the date (`strftime_now`) has the day on which the tokens were made: they are kept, and not made anew
-tomorrow.
+Some templates take contents only as lists of parts, and some the arguments of a call only as text; they get them in that form.
+A template that writes the date (`strftime_now`) writes the day on which the tokens were made. Stored tokens are used again on
+later days.
 """
 
 TWINS = """\
