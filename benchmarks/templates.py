@@ -36,7 +36,7 @@ carries, used as it is, under a tiny tokenizer that has its special tokens; a ra
 
 The tokens that are trained are found without marks in the template, by rendering prefixes of the conversation: an answer begins
 where the generation prompt ends, and ends with the stop token. A turn that calls tools may end with the token at which the
-template hands over to the tool (`<|call|>`, `<|tool_response>`). So the model is trained to continue exactly what it is asked to
+template hands over to the tool (`<|call|>`, `<|tool_response>`). So the model learns to continue exactly what it is asked to
 continue in generation. A conversation for which this does not hold is refused with its row, its message and the reason.
 
 Kinds: **single** (a question and its answer), **turns** (several), **system** (with a system message), **tools** (tools
