@@ -26,6 +26,12 @@ from families import (
 TOLERANCE = 1e-5
 
 
+def presented_as(model, packing):
+    """``model`` in the way that its class takes, or always in padded rows."""
+    presented = present(model)
+    return dataclasses.replace(presented, packed=presented.packed and packing)
+
+
 @pytest.mark.parametrize("packing", [True, False], ids=["packing", "no packing"])
 @pytest.mark.parametrize("family", PACKABLE + PADDED)
 def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
@@ -39,7 +45,7 @@ def test_documents_of_a_batch_are_as_if_alone(family, packing, tmp_path):
     bounds = [batch.cu_seqlens.unique().numel() - 1 for batch in batches]
     assert sum(bounds) > len(rows), "there is no filler, so nothing is shown of it"
 
-    presented = present(model, packing=packing)
+    presented = presented_as(model, packing)
     assert presented.packed == (packing and family in PACKABLE)
     upstream = [torch.randn(len(batch), model.config.vocab_size) for batch in batches]
     together, alone = [], []
@@ -101,7 +107,7 @@ def test_pefts_wrapping_is_looked_through_where_its_adapters_take_every_token_by
     upstream = torch.randn(len(batch), 32)
     trained = [p for p in model.parameters() if p.requires_grad]
     found = []
-    for way in (presented, present(model, packing=False)):
+    for way in (presented, presented_as(model, False)):
         with way.attending_documents():
             states = way.hidden_states(batch)
         found.append([states, *torch.autograd.grad((states * upstream).sum(), trained)])
@@ -161,7 +167,7 @@ def test_other_tokens_elsewhere_change_no_bit(family):
 @pytest.mark.parametrize("packing", [True, False], ids=["packing", "no packing"])
 def test_hidden_states_are_what_the_head_takes(packing, tmp_path):
     model = build("llama")
-    presented = present(model, packing=packing)
+    presented = presented_as(model, packing)
     with torch.no_grad(), presented.attending_documents():
         for batch in loaded_batches(random_rows(), tmp_path):
             states, logits = presented.hidden_states(batch), presented.logits(batch)
@@ -172,7 +178,7 @@ def test_hidden_states_are_what_the_head_takes(packing, tmp_path):
 
 def test_padded_rows_leave_filler_at_zero(tmp_path):
     model = build("llama")
-    presented = present(model, packing=False)
+    presented = presented_as(model, False)
     lengths = torch.randint(25, 41, (8,)).tolist()  # of which no two fit into a pack of 48
     rows, seen = [{"input_ids": torch.randint(1, VOCABULARY, (length,)).tolist()} for length in lengths], 0
     for batch in loaded_batches(rows, tmp_path, width=48):
@@ -191,7 +197,7 @@ def test_a_batch_without_any_target(tmp_path):
         model = build("llama")
         batch = hand_made_batch([torch.zeros(9, dtype=torch.long), torch.zeros(3, dtype=torch.long)])
         batch.targets.fill_(IGNORED)
-        presented = present(model, packing=packing)
+        presented = presented_as(model, packing)
         with presented.attending_documents():
             states = presented.hidden_states(batch)
         assert states.shape == (12, 32) and torch.isfinite(states).all()
@@ -295,9 +301,8 @@ def test_attention_dropout_is_refused_by_name_where_it_came_later():
         assert torch.isfinite(presented.logits(batch)).all()
 
 
-@pytest.mark.parametrize("packing", [True, False])
 @pytest.mark.parametrize("fused_head", [True, False])
-def test_what_was_not_permitted_is_not_used(packing, fused_head, caplog):
-    presented = present(build("llama"), packing=packing, fused_head=fused_head)
-    assert presented.packed == packing and (presented.head is not None) == fused_head
+def test_what_was_not_permitted_is_not_used(fused_head, caplog):
+    presented = present(build("llama"), fused_head=fused_head)
+    assert presented.packed and (presented.head is not None) == fused_head
     assert not [record for record in caplog.records if record.name.startswith("chronicals")]

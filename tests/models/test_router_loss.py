@@ -68,9 +68,9 @@ def test_it_is_what_the_class_adds(kind):
     weights = [w for w in model.parameters() if w.requires_grad]
     expected = of_the_class(model, batch, lengths)
     wanted = torch.autograd.grad(expected, weights, allow_unused=True)
-    with presented.attending_documents(), presented.recording_routers() as recorded:
-        presented.hidden_states(batch)
-    ours = presented.router_loss.sum_over_packs(recorded[0], in_trained_documents(batch), WIDTH)
+    with presented.attending_documents():
+        router_logits = presented.router_logits(batch)
+    ours = presented.router_loss.term(router_logits, batch, WIDTH).sum
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     gradients = torch.autograd.grad(ours, weights, allow_unused=True)
     assert any(g is not None and g.abs().max() > 0 for g in gradients)

@@ -11,8 +11,7 @@ from chronicals.batch import IGNORED
 from chronicals.data.loader import Memory
 from chronicals.distributed import Ranks
 from chronicals.models import present
-from chronicals.objectives import NextToken, divide
-from chronicals.objectives.terms import Term
+from chronicals.objectives import Term, divide
 from chronicals.training import Callback
 from chronicals.training.step import counts_of
 
@@ -90,13 +89,13 @@ def test_several_processes_must_be_told(tmp_path, monkeypatch):
     weigh(monkeypatch, by_token)
     (step,) = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), runs.config(tmp_path)).steps(count=1)
     with pytest.raises(ValueError, match=r"Batch.weights.*2 processes as Counts.weight"):
-        counts_of(NextToken(), step, Ranks(0, 2))
+        counts_of(step, Ranks(0, 2))
     told = replace(step, counts=replace(step.counts, weight=0.75))
-    assert counts_of(NextToken(), told, Ranks(0, 2)) == {"cross_entropy": 0.75}
+    assert counts_of(told, Ranks(0, 2)) == {**vars(step.counts), "weight": 0.75}
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_what_nothing_is_counted_for_is_not_divided(as_tensor):
     for count, expected in ((0, 3.0), (0.5, 6.0), (2, 1.5)):
         given = torch.tensor(float(count)) if as_tensor else count
-        assert divide({"x": Term(torch.tensor(3.0))}, {"x": given}) == expected
+        assert divide({"x": Term(torch.tensor(3.0), per="pairs")}, {"pairs": given}) == {"loss": expected}

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,7 +60,7 @@ def weights_used(ranks: Ranks, of_rank=lambda rank: [rank]) -> dict[str, list[fl
                 total.backward()
                 loss += total.detach()
         parameters = list(weights.values())
-        held = ranks.sum_gradients(parameters, loss)
+        held = ranks.sum_gradients(parameters, [loss])
         update(parameters, optimizer, Precision("fp32", torch.device("cpu")), None, held)
         optimizer.zero_grad()
     return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "loss": [float(loss)]}
@@ -82,7 +83,8 @@ def weights_replayed(ranks: Ranks, replays: bool) -> dict[str, list[float]]:
     for number in range(6):
         batches = [Batch(*[torch.tensor([number + 1 + ranks.rank + 2 * micro])] * 4, max_seqlen=1) for micro in (0, 1)]
         step = SimpleNamespace(batches=batches)
-        scalars = train_step(step, {"sum": 4}, chosen.micro, lambda loss: ranks.sum_gradients(parameters, loss), chosen.update)
+        reduce = partial(ranks.sum_gradients, parameters)
+        scalars = train_step(step, {"targets": 4}, chosen.micro, reduce, chosen.update)
         seen += [float(scalars["loss"]), float(scalars["grad_norm"])]
     assert (graphed.of_update is not None) == (replays and ranks.rank == 1) and (graphed.recorder.replays > 0) == replays
     return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "seen": seen}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from pathlib import Path
 from typing import Annotated, Any
@@ -86,7 +85,7 @@ def train(
     result = ChronicalsTrainer(model, tokenizer, config).train(*plan.sources, resume=resume_from or resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:
-        console.print(f"[bold]held out[/] {dataclasses.asdict(result.evaluation)}")
+        console.print(f"[bold]held out[/] {result.evaluation.to_dict()}")
     if result.model_step != result.steps:
         console.print(f"[bold]best[/]   step {result.model_step}, whose weights the model has")
     console.print(f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] {escape(str(result.report))}")

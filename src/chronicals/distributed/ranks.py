@@ -74,8 +74,8 @@ class Ranks:
                     tensor.data.copy_(sent)
 
     @torch.no_grad()
-    def sum_gradients(self, parameters: Sequence[Tensor], loss: Tensor) -> Tensor | None:
-        """Replace every gradient, and ``loss`` (a scalar), by the sum over the ranks; a rank without a gradient adds zeros.
+    def sum_gradients(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor | None:
+        """Replace every gradient, and every scalar, by the sum over the ranks; a rank without a gradient adds zeros.
 
         Returns:
             fp32 ``[len(parameters)]`` on the device: how many ranks had a gradient of each; None where this one is alone.
@@ -85,18 +85,19 @@ class Ranks:
         pattern = tuple(parameter.grad is not None for parameter in parameters)
         if pattern not in self._patterns:
             self._patterns.clear()
-            self._patterns[pattern] = torch.tensor(pattern, dtype=torch.float32, device=loss.device)
+            self._patterns[pattern] = torch.tensor(pattern, dtype=torch.float32, device=scalars[0].device)
         pending = []
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
             pending.append(dist.all_reduce(parameter.grad, async_op=True))
-        beside = torch.cat([loss.float().reshape(1), self._patterns[pattern]])
+        beside = torch.cat([torch.stack([scalar.float() for scalar in scalars]), self._patterns[pattern]])
         pending.append(dist.all_reduce(beside, async_op=True))
         for work in pending:
             work.wait()
-        loss.copy_(beside[0])
-        return beside[1:]
+        for scalar, total in zip(scalars, beside):
+            scalar.copy_(total)
+        return beside[len(scalars) :]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor summed over the ranks, in place."""

@@ -7,6 +7,7 @@ from chronicals.models.packability import Packability, prove_packability, why_ne
 from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation, present, within_lora
 from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_trained_documents
+from chronicals.models.terms import Term, Terms
 from chronicals.models.towers import beside_text, is_within, read_processors, save_processors
 
 __all__ = [
@@ -15,6 +16,8 @@ __all__ = [
     "Packability",
     "PresentedModel",
     "RouterLoss",
+    "Term",
+    "Terms",
     "UnknownHead",
     "asks_for_router_loss",
     "beside_text",

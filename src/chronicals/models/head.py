@@ -32,7 +32,6 @@ class Head:
         scale: factor on the logits.
         softcap: bound of the logits, or None.
         adapter: A, B and α of LoRA on the head, or None; without dropout where the layer is not being trained.
-        tied: whether ``weight`` is the input embedding too.
     """
 
     weight: Tensor
@@ -40,21 +39,15 @@ class Head:
     scale: float
     softcap: float | None
     adapter: Adapter | None = None
-    tied: bool = False
-
-    @property
-    def frozen(self) -> bool:
-        """Whether ``weight`` gets no gradient."""
-        return not self.weight.requires_grad
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """``[..., V]`` of ``hidden`` ``[..., D]``: products in the type of ``hidden``, the rest in at least fp32."""
-        kind = hidden.dtype
-        x = F.linear(hidden, self.weight.to(kind), None if self.bias is None else self.bias.to(kind))
+        """``[..., V]`` of ``hidden`` ``[..., D]``: products in the dtype of ``hidden``, the rest in at least fp32."""
+        dtype = hidden.dtype
+        x = F.linear(hidden, self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
         if self.adapter is not None:
-            down = F.linear(F.dropout(hidden, self.adapter.dropout), self.adapter.a.to(kind))
-            x = x + self.adapter.scale * F.linear(down, self.adapter.b.to(kind))
-        x = x.to(torch.promote_types(kind, torch.float32)) * self.scale
+            down = F.linear(F.dropout(hidden, self.adapter.dropout), self.adapter.a.to(dtype))
+            x = x + self.adapter.scale * F.linear(down, self.adapter.b.to(dtype))
+        x = x.to(torch.promote_types(dtype, torch.float32)) * self.scale
         return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
 
 
@@ -83,5 +76,4 @@ def read_head(model: Any) -> Head:
         if value is not None:
             scale *= factor(value)
     softcap = getattr(config, "final_logit_softcapping", None)
-    tied = layer.weight is getattr(model.get_input_embeddings(), "weight", None)
-    return Head(layer.weight, layer.bias, scale, softcap, adapter, tied)
+    return Head(layer.weight, layer.bias, scale, softcap, adapter)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,7 +23,8 @@ from chronicals.batch import Batch
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.head import Head, UnknownHead, read_head
-from chronicals.models.router_loss import SWITCH, RouterLoss
+from chronicals.models.router_loss import ROUTER_LOSS, SWITCH, RouterLoss
+from chronicals.models.terms import Terms
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +105,7 @@ class PresentedModel:
         head_is_read: True where its head is taken as tensors, False where the model's own logits must be used.
         router_loss: what its class adds to the loss, where its configuration asks for it.
         flash: False where packs attend by no backend of FlashAttention.
+        pack_width: tokens of a pack, each of which has a router loss of its own; None where a Batch is one pack.
     """
 
     model: Any
@@ -111,36 +113,44 @@ class PresentedModel:
     head_is_read: bool
     router_loss: RouterLoss | None = None
     flash: bool = True
-    _recorded: list[list[Tensor]] | None = field(default=None, init=False)
+    pack_width: int | None = None
 
     @property
     def head(self) -> Head | None:
         """The head as it is now, or None where the model's own logits must be used."""
         return read_head(self.model) if self.head_is_read else None
 
+    def __call__(self, batch: Batch) -> tuple[Tensor, Terms]:
+        """What an objective starts from.
+
+        Returns:
+            The hidden states ``[T, D]`` before ``head``, or the model's own logits ``[T, V]`` where that is None; and auxiliary
+            terms by name, which belong to the loss: ``router_loss`` of mixture-of-experts classes that ask for one.
+        """
+        module, name = (self.model.get_decoder(), "last_hidden_state") if self.head_is_read else (self.model, "logits")
+        if self.router_loss is None:
+            return self._run(batch, module, name)[0], {}
+        states, router_logits = self._run(batch, module, name, routers=True)
+        return states, {ROUTER_LOSS: self.router_loss.term(router_logits, batch, self.pack_width)}
+
     def hidden_states(self, batch: Batch) -> Tensor:
         """``[T, D]`` before the head."""
-        return self._flat(batch, self.model.get_decoder(), "last_hidden_state")
+        return self._run(batch, self.model.get_decoder(), "last_hidden_state")[0]
 
     def logits(self, batch: Batch) -> Tensor:
         """``[T, V]`` from the model itself."""
-        return self._flat(batch, self.model, "logits")
+        return self._run(batch, self.model, "logits")[0]
 
-    @contextmanager
-    def recording_routers(self) -> Iterator[list[list[Tensor]]]:
-        """Within: each forward pass appends the router logits of its layers, ``[T, E]``; zero for tokens it left out."""
-        before, self._recorded = self._recorded, []
-        try:
-            yield self._recorded
-        finally:
-            self._recorded = before
+    def router_logits(self, batch: Batch) -> list[Tensor]:
+        """``[T, E]`` of each layer with routed experts; zero for tokens that are not computed."""
+        return self._run(batch, self.model.get_decoder(), "last_hidden_state", routers=True)[1]
 
-    def _flat(self, batch: Batch, module: Any, name: str) -> Tensor:
-        """Of what ``module`` gives, the tensor of that name: a row a token."""
+    def _run(self, batch: Batch, module: Any, name: str, routers: bool = False) -> tuple[Tensor, list[Tensor]]:
+        """The output of ``module`` of that name, and the router logits if asked for: a row a token."""
         inputs, places = (packed_arguments(batch), None) if self.packed else padded_arguments(batch)
         if self.packed and not self.flash:
             inputs["flash"] = False  # goes to the attention with the bounds
-        if self._recorded is not None:
+        if routers:
             inputs[SWITCH] = True
         out = module(**inputs)
 
@@ -150,9 +160,8 @@ class PresentedModel:
             rows = x.flatten(0, -2)[inputs["attention_mask"].flatten() > 0]
             return rows.new_zeros(len(batch), rows.shape[-1]).index_put((places,), rows)
 
-        if self._recorded is not None:
-            self._recorded.append([flat(logits) for logits in out.get("router_logits") or ()])
-        return flat(getattr(out, name))
+        found = (out.get("router_logits") or ()) if routers else ()
+        return flat(getattr(out, name)), [flat(logits) for logits in found]
 
     @contextmanager
     def attending_documents(self) -> Iterator[PresentedModel]:
@@ -190,7 +199,7 @@ def _attend_documents(model: Any) -> None:
     if without:
         attention_seam.remove(model, SEAM)
         raise RuntimeError(
-            f"the attention of {without} cannot take document bounds, so documents would see each other; set packing=False"
+            f"the attention of {without} cannot take document bounds, so documents would see each other"
         )
 
 
@@ -244,14 +253,16 @@ def _attention_dropout(config: Any) -> str:
     return f"it has attention dropout ({', '.join(dropped)}; with 0 in its configuration it takes packs)" if dropped else ""
 
 
-def present(model: Any, packing: bool = True, fused_head: bool = True, flash: bool = True) -> PresentedModel:
+def present(
+    model: Any, fused_head: bool = True, flash: bool = True, pack_width: int | None = None
+) -> PresentedModel:  # fmt: skip
     """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
 
     Args:
         model: a Hugging Face model, or PEFT's wrapping of one, which with LoRA is looked through.
-        packing: False always takes padded rows.
         fused_head: False always takes the model's own logits.
         flash: False attends by no backend of FlashAttention.
+        pack_width: tokens of a pack, of which a Batch has several; None for Batches of one.
 
     Raises:
         ValueError: the model sees the tokens that it is to predict.
@@ -275,7 +286,7 @@ def present(model: Any, packing: bool = True, fused_head: bool = True, flash: bo
     elif fused_head:
         logger.warning("the head of %s could not be proved: its own logits are used", type(model).__name__)
     reason = proof.reason or _attention_dropout(model.config.get_text_config())
-    if packing and reason:
+    if reason:
         logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, reason)
-    packed = packing and not reason
-    return PresentedModel(model, packed, head_is_read, proved_router_loss(model, packed), flash)
+    packed = not reason
+    return PresentedModel(model, packed, head_is_read, proved_router_loss(model, packed), flash, pack_width)

@@ -21,6 +21,10 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch
+from chronicals.models.terms import Term
+
+ROUTER_LOSS = "router_loss"
+"""Name of the auxiliary term."""
 
 SWITCH = "output_router_logits"
 COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -38,6 +42,11 @@ class RouterLoss:
 
     coefficient: float
     experts_per_token: int
+
+    def term(self, logits: Sequence[Tensor], batch: Batch, width: int | None) -> Term:
+        """The loss of a Batch as a term, which is divided by the packs of the step; arguments as of ``sum_over_packs``, None
+        for a Batch of one pack."""
+        return Term(self.sum_over_packs(logits, in_trained_documents(batch), width or len(batch)), self.coefficient, "packs")
 
     def sum_over_packs(self, logits: Sequence[Tensor], counted: Tensor, width: int) -> Tensor:
         """The sum of the losses of all packs, fp32, without the coefficient; zero of a pack without tokens that count.

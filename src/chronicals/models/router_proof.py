@@ -15,7 +15,6 @@ from chronicals.models.router_loss import (
     SWITCH,
     RouterLoss,
     asks_for_router_loss,
-    in_trained_documents,
     read_router_loss,
 )
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
@@ -68,11 +67,11 @@ def _difference(twin: Any, packed: bool) -> str | None:
         if not added.any():
             return ""
         presented = PresentedModel(twin, packed, head_is_read=False)
-        with presented.attending_documents(), presented.recording_routers() as recorded:
-            presented.hidden_states(batch)
-        if len(recorded) != 1 or not recorded[0]:
+        with presented.attending_documents():
+            router_logits = presented.router_logits(batch)
+        if not router_logits:
             return "its decoder gives no router logits"
-        ours = read_router_loss(twin).sum_over_packs(recorded[0], in_trained_documents(batch), len(batch))
+        ours = read_router_loss(twin).term(router_logits, batch, None).sum
     off = float((ours - added).abs() / added.abs())
     return None if off <= TOLERANCE else f"which is not the load-balancing loss known here (off by {off:.1e} on a twin)"
 

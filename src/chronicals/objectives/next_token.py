@@ -8,17 +8,13 @@ al., 2018, equation 1, as a mean).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch
-from chronicals.data.loader import Counts
 from chronicals.kernels import linear_cross_entropy
-from chronicals.models import PresentedModel
-from chronicals.objectives.terms import Count, Term, Terms
+from chronicals.models import PresentedModel, Term, Terms
 
 ROWS = 4096
 """Rows of logits that exist at a time while a model is scored."""
@@ -39,32 +35,31 @@ class NextToken:
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head
+        states, auxiliary = model(batch)
         if head is None:
-            return {"cross_entropy": Term(_weighted(_wide(model.logits(batch)), batch.targets, batch.weights))}
-        total = linear_cross_entropy(
-            model.hidden_states(batch), head.weight, batch.targets, bias=head.bias, adapter=head.adapter, scale=head.scale,
-            softcap=head.softcap, weights=batch.weights, count=batch.trained, chunk_size=self.chunk_size,
-        )  # fmt: skip
-        return {"cross_entropy": Term(total)}
-
-    def counts(self, step: Counts) -> Mapping[str, Count]:
-        return {"cross_entropy": step.targets if step.weight is None else step.weight}
+            total = _weighted(_wide(states), batch.targets, batch.weights)
+        else:
+            total = linear_cross_entropy(
+                states, head.weight, batch.targets, bias=head.bias, adapter=head.adapter, scale=head.scale,
+                softcap=head.softcap, weights=batch.weights, count=batch.trained, chunk_size=self.chunk_size,
+            )  # fmt: skip
+        return {"cross_entropy": Term(total, per="weight"), **auxiliary}
 
     @torch.no_grad()
-    def score(self, model: PresentedModel, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums of ``cross_entropy``, with its weights, and of ``correct`` (targets that are the likeliest token)."""
+    def score(self, model: PresentedModel, batch: Batch) -> Terms:
+        """The cross-entropy, and as a metric the ratio of targets that are the likeliest token; without auxiliary terms."""
         head = model.head
         states = model.logits(batch) if head is None else model.hidden_states(batch)
-        sums = {name: torch.zeros((), device=states.device) for name in ("cross_entropy", "correct")}
+        total, correct = (torch.zeros((), device=states.device) for _ in range(2))
         weights = [None] * len(batch) if batch.weights is None else batch.weights.split(ROWS)
         for rows, targets, weight in zip(states.split(ROWS), batch.targets.split(ROWS), weights):
             logits = _wide(rows) if head is None else head.logits(rows)
             if weight is None:
-                sums["cross_entropy"] += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
+                total += F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
             else:
-                sums["cross_entropy"] += _weighted(logits, targets, weight)
-            sums["correct"] += (logits.argmax(-1) == targets).sum()
-        return sums
+                total += _weighted(logits, targets, weight)
+            correct += (logits.argmax(-1) == targets).sum()
+        return {"cross_entropy": Term(total, per="weight"), "token_accuracy": Term(correct, coefficient=0.0)}
 
 
 def _weighted(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:

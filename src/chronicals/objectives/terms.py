@@ -1,56 +1,62 @@
-"""Terms: a loss as named sums. Who knows the counts of the whole step divides, once, here."""
+"""What an objective is, and the one place where sums are divided by the counts of the whole optimizer step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
-from chronicals.data.loader import Counts
-from chronicals.models import PresentedModel
-
-
-@dataclass(frozen=True)
-class Term:
-    """One part of a loss.
-
-    Attributes:
-        sum: scalar on the device, summed over whatever the term counts.
-        coefficient: its weight in the loss.
-    """
-
-    sum: Tensor
-    coefficient: float = 1.0
-
-
-Terms = Mapping[str, Term]
+from chronicals.models import PresentedModel, Term, Terms
 
 Count = int | float | Tensor
-"""What a term's sum is divided by; a scalar on the device where steps are CUDA graphs."""
+"""What a sum is divided by; a scalar on the device where steps are CUDA graphs."""
 
 
 class Objective(Protocol):
-    """``(model, batch) → Terms``, and what each term is to be divided by."""
+    """``(model, batch) → Terms``: what is minimised, and metrics beside it, by name.
+
+    The names appear in ``metrics.jsonl``, the progress bar, trackers and the report. A slash makes a group: ``dpo/margin``.
+    """
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms: ...
 
-    def counts(self, step: Counts) -> Mapping[str, Count]:
-        """For each term its count over the whole optimizer step: all micro-batches, all ranks."""
-
-    def score(self, model: PresentedModel, batch: Batch) -> Mapping[str, Tensor]:
-        """Sums for evaluation, at least the objective's own terms."""
+    def score(self, model: PresentedModel, batch: Batch) -> Terms:
+        """The same for evaluation, without gradients."""
 
 
-def divide(terms: Terms, counts: Mapping[str, Count]) -> Tensor:
-    """``Σ coefficient · sum / count``: the only place where a loss is divided. What nothing was counted for stays as it is."""
-    parts = [term.sum * (term.coefficient / _not_zero(counts[name])) for name, term in terms.items()]
-    return torch.stack(parts).sum()
+def divide(terms: Terms, counts: Mapping[str, Count]) -> dict[str, Tensor]:
+    """The values of a Batch's terms; added up over the Batches of a step, they are those of the step.
+
+    Args:
+        counts: of the whole step: all micro-batches, all ranks. A count of zero divides by one.
+
+    Returns:
+        Scalars: ``loss``, which is ``Σ coefficient · sum / count``, and ``sum / count`` of each term by name, without a
+        gradient. A term that is the whole loss is not repeated.
+
+    Raises:
+        ValueError: a term is divided by a count that there is not, or its name stands for the sum of all terms.
+    """
+    parts = [term.sum * (term.coefficient / _count(name, term, counts)) for name, term in terms.items() if term.coefficient]
+    means = {name: terms[name].sum.detach() / _count(name, terms[name], counts) for name in shown(terms)}
+    return {"loss": torch.stack(parts).sum(), **means}
 
 
-def _not_zero(count: Count) -> Count:
-    """One in the place of zero; a sum of weights may well be less."""
+def shown(terms: Terms) -> list[str]:
+    """Names of the terms that are shown beside the loss: all, but for one that is the whole loss."""
+    minimised = [term for term in terms.values() if term.coefficient]
+    names = [name for name, term in terms.items() if len(minimised) > 1 or term.coefficient != 1.0]
+    if "loss" in names:
+        raise ValueError("a term is called 'loss', the name of the sum of all terms; call it otherwise")
+    return names
+
+
+def _count(name: str, term: Term, counts: Mapping[str, Count]) -> Count:
+    """What ``term`` is divided by: one in the place of zero; a sum of weights may well be less than one."""
+    if term.per not in counts:
+        raise ValueError(f"term {name!r} is divided by {term.per!r}, which is not counted here; there are {', '.join(counts)}")
+    count = counts[term.per]
     return torch.where(count == 0, 1.0, count) if isinstance(count, Tensor) else count or 1

@@ -104,6 +104,7 @@ class ProgressBar(Callback):
             f"loss {metrics.loss:.4f} · grad norm {metrics.grad_norm:.3f} · lr {metrics.learning_rate:.2e} · "
             f"epoch {metrics.epoch:.2f} · {metrics.tokens_per_second:,.0f} tokens/s · {100 * self.share:.3g}% trainable"
             + (f" · {metrics.memory_gib:.1f} GiB" if metrics.memory_gib else "")
+            + "".join(f" · {name} {value:.4g}" for name, value in metrics.others.items())
         )
         self.bar.update(self.task, completed=metrics.step, description=words)
         shown = metrics.step in (self.first, self.total) or metrics.step % max(self.total // 20, 1) == 0
@@ -124,10 +125,7 @@ class ProgressBar(Callback):
             print(line, file=sys.stderr, flush=True)  # noqa: T201
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        logger.info(
-            "held-out after step %d: loss %.4f, perplexity %.2f, token accuracy %.1f%%",
-            step, evaluation.loss, evaluation.perplexity, 100 * evaluation.token_accuracy,
-        )  # fmt: skip
+        logger.info("held-out after step %d: %s", step, evaluation)
 
     def run_ended(self, run: Run) -> None:
         if self.console.is_terminal:

@@ -3,38 +3,61 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 import torch
+from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Source, filler_token, open_store
 from chronicals.distributed import Ranks
 from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
-from chronicals.objectives import OBJECTIVES, Objective
+from chronicals.objectives import OBJECTIVES, Objective, Term, shown
 from chronicals.training.precision import Precision
 from chronicals.training.step import counts_of
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Means over every trained target of a data set.
+    """Means over a data set.
 
     Attributes:
-        loss: cross-entropy in nats; a mean by the weights of the targets where those have some.
-        perplexity: its exponential.
-        token_accuracy: share of targets that are the likeliest token.
+        loss: what the objective minimises, in nats for a cross-entropy; a mean by the weights of the targets where those have
+            some.
+        perplexity: the exponential of the cross-entropy; None for an objective without one.
+        token_accuracy: ratio of targets that are the likeliest token; None for an objective that does not count them.
         targets: how many there were.
+        others: further terms and metrics of the objective, by name.
     """
 
     loss: float
-    perplexity: float
-    token_accuracy: float
+    perplexity: float | None
+    token_accuracy: float | None
     targets: int
+    others: Mapping[str, float] = field(default_factory=dict)
 
-    def to_dict(self) -> dict:
-        return asdict(self)
+    def to_dict(self) -> dict[str, Any]:
+        """What there is, by name, as plain JSON values."""
+        fields = {name: value for name, value in vars(self).items() if name != "others" and value is not None}
+        return {**fields, **self.others}
+
+    def __str__(self) -> str:
+        parts = [f"loss {self.loss:.4f}"]
+        if self.perplexity is not None:
+            parts.append(f"perplexity {self.perplexity:.2f}")
+        if self.token_accuracy is not None:
+            parts.append(f"token accuracy {100 * self.token_accuracy:.1f}%")
+        return ", ".join([*parts, *(f"{name} {value:.4g}" for name, value in self.others.items())])
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Of what ``to_dict`` gave."""
+        others = dict(values)
+        loss, targets = others.pop("loss"), others.pop("targets")
+        return cls(loss, others.pop("perplexity", None), others.pop("token_accuracy", None), targets, others)
 
 
 @torch.no_grad()
@@ -43,19 +66,22 @@ def evaluate(
 ) -> Evaluation:
     """Score every document of ``stream`` once, without dropout; the model's modules return to the modes they were in."""
     ranks = ranks or Ranks()
-    sums = torch.zeros(2, device=precision.device, dtype=torch.float64)
-    targets, weight = 0, 0.0
+    counts = Counter[str]()  # of sums of weights, too
+    sums, terms = dict[str, Tensor](), dict[str, Term]()
     with in_evaluation(model.model):
         for step in stream.steps(count=stream.steps_in_all):
-            targets += step.counts.targets
-            weight += float(counts_of(objective, step, ranks)["cross_entropy"])
+            counts.update(counts_of(step, ranks))
             for batch in step.batches:
                 with precision.autocast():
-                    scores = objective.score(model, batch.to(precision.device, non_blocking=True))
-                sums += torch.stack([scores["cross_entropy"], scores["correct"]]).double()
-    cross_entropy, correct = ranks.sum(sums).tolist()
-    loss, accuracy = cross_entropy / (weight or 1.0), correct / max(targets, 1)
-    return Evaluation(loss, math.exp(min(loss, 700.0)), accuracy, targets)
+                    terms = dict(objective.score(model, batch.to(precision.device, non_blocking=True)))
+                for name, term in terms.items():
+                    sums[name] = sums.get(name, 0.0) + term.sum.double()
+    totals = ranks.sum(torch.stack(list(sums.values()))).tolist()
+    values = {name: total / (counts[terms[name].per] or 1.0) for name, total in zip(sums, totals)}
+    loss = sum(terms[name].coefficient * value for name, value in values.items())
+    perplexity = math.exp(min(values["cross_entropy"], 700.0)) if "cross_entropy" in values else None
+    others = {name: values[name] for name in shown(terms) if name != "token_accuracy"}
+    return Evaluation(loss, perplexity, values.get("token_accuracy"), int(counts["targets"]), others)
 
 
 def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsConfig) -> Evaluation:
@@ -70,7 +96,7 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
     check_positions(model, store.longest)
     stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)
     device = input_device(model)
-    presented = present(model, fused_head=config.use_fused_kernels, flash=config.use_flash_attention)
+    presented = present(model, config.use_fused_kernels, config.use_flash_attention)
     with presented.attending_documents():
         score = evaluate(presented, OBJECTIVES[config.objective](), stream, Precision("fp32", device))
     if not math.isfinite(score.loss):

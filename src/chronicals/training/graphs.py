@@ -94,11 +94,11 @@ class Recorder:
 
 @dataclass
 class _Captured:
-    """A micro-step's graph, the batch that it reads and the loss that it leaves."""
+    """A micro-step's graph, the batch that it reads and the scalars that it writes."""
 
     graph: Graph
     batch: Batch
-    loss: Tensor
+    scalars: dict[str, Tensor]
 
 
 class GraphedStep:
@@ -127,7 +127,7 @@ class GraphedStep:
         self.addresses: tuple[int, ...] = ()
         self.failed = False
 
-    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> Tensor:
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         if first:
             self._begin(counts)
         batch = _rounded(batch)
@@ -141,7 +141,7 @@ class GraphedStep:
         captured = self.of_micro[shape]
         _fill(captured.batch, batch)
         captured.graph.replay()
-        return captured.loss
+        return captured.scalars
 
     def _begin(self, counts: Mapping[str, Count]) -> None:
         """Bring to the device what differs between steps."""
@@ -149,21 +149,22 @@ class GraphedStep:
         if self.of_micro and addresses != self.addresses:
             self.release()
         self.addresses = addresses
-        for name, count in counts.items():
-            held = self.counts.setdefault(name, torch.empty((), device=self.device))
-            given = torch.tensor(float(count))
-            held.copy_(given.pin_memory() if held.is_cuda else given, non_blocking=True)
+        given = torch.tensor([float(count) for count in counts.values()])
+        if not self.counts:
+            self.held_counts = torch.empty_like(given, device=self.device)
+            self.counts = dict(zip(counts, self.held_counts.unbind()))
+        self.held_counts.copy_(given.pin_memory() if self.held_counts.is_cuda else given, non_blocking=True)
         self.optimizer.refresh_rates()
         self.optimizer.settle()
 
-    def _micro_as_usual(self, batch: Batch, first: bool) -> Tensor:
+    def _micro_as_usual(self, batch: Batch, first: bool) -> dict[str, Tensor]:
         if first and self.gradients is not None:
             torch._foreach_zero_(_there(self.gradients))
             self._set_gradients(self.gradients)
-        loss = self.parts.micro(batch, self.counts, first)
+        scalars = self.parts.micro(batch, self.counts, first)
         if self._gradients_differ():
             self._give_up("a weight that had no gradient before has one now")
-        return loss
+        return scalars
 
     def _gradients_differ(self) -> bool:
         """Whether gradients are not those that graphs write."""
@@ -181,11 +182,11 @@ class GraphedStep:
         if first:
             self._set_gradients(None)
 
-        def run() -> Tensor:
-            loss = self.parts.micro(static, self.counts, first)
+        def run() -> dict[str, Tensor]:
+            scalars = self.parts.micro(static, self.counts, first)
             if first and self.gradients is not None:
                 _copy_gradients(self.gradients, [p.grad for p in self.parameters])
-            return loss
+            return scalars
 
         captured = self._captured(run)
         if captured is not None:

@@ -50,15 +50,15 @@ class UpdatesInBackward:
             optimizer.state_of(parameter)
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters]
 
-    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> Tensor:
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         self._forget()
         self.squares.zero_()
         self.optimizer.refresh_rates()
         moved = batch.to(self.precision.device, non_blocking=True)
-        loss = micro_step(self.model, self.objective, moved, counts, self.precision)
+        scalars = micro_step(self.model, self.objective, moved, counts, self.precision)
         if self.waiting:
             self._update()
-        return loss
+        return scalars
 
     def _collect(self, parameter: Tensor) -> None:
         assert parameter.grad is not None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ class StepMetrics:
         epoch: passes over the data so far.
         skipped: True if the gradient was not finite and nothing was changed.
         memory_gib: most device memory held so far; 0 without a card.
+        others: further terms and metrics of the objective, by name.
     """
 
     step: int
@@ -38,9 +40,18 @@ class StepMetrics:
     epoch: float
     skipped: bool
     memory_gib: float
+    others: Mapping[str, float] = field(default_factory=dict)
 
-    def to_dict(self) -> dict:
-        return asdict(self)
+    def to_dict(self) -> dict[str, float]:
+        """All of it by name.
+
+        Raises:
+            ValueError: the objective calls something by a name that a step's metrics have.
+        """
+        own = {name: value for name, value in vars(self).items() if name != "others"}
+        if taken := own.keys() & self.others:
+            raise ValueError(f"the objective calls something {', '.join(sorted(taken))}, as metrics of a step are; rename it")
+        return {**own, **self.others}
 
 
 class Moment:
@@ -80,10 +91,11 @@ class PendingMetrics:
             memory = torch.cuda.max_memory_allocated(self.device) / 2**30
         got = dict(zip(self.names, self.values.tolist()))
         return StepMetrics(
-            loss=got["loss"],
-            grad_norm=got["grad_norm"],
-            skipped=not got["applied"],
+            loss=got.pop("loss"),
+            grad_norm=got.pop("grad_norm"),
+            skipped=not got.pop("applied"),
             tokens_per_second=self.known["tokens"] / max(self.moment.seconds_since(self.began), 1e-9),
             memory_gib=memory,
+            others=got,
             **self.known,  # type: ignore[arg-type]
         )

@@ -262,7 +262,7 @@ def prepare_model(model: Any, config: ChronicalsConfig, ranks: int = 1) -> tuple
     _attach_adapters(model, config)
     _freeze_what_reads_no_text(model)
     _check_adapters(model)
-    presented = present(model, fused_head=config.use_fused_kernels, flash=config.use_flash_attention)
+    presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
     model = presented.model
     if reason := why_neighbours_matter(model.config, config.max_seq_length):
         logger.warning("%s", reason)

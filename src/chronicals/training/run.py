@@ -71,7 +71,7 @@ class Run:
         for name in KEPT:
             setattr(self, name, NO_NUMBER.get(name) if kept[name] is None else kept[name])
         for name in EVALUATIONS:
-            setattr(self, name, kept[name] and Evaluation(**kept[name]))
+            setattr(self, name, kept[name] and Evaluation.from_dict(kept[name]))
 
     def evaluated(self, evaluation: Evaluation) -> bool:
         """Note an evaluation; whether it is the best so far."""

@@ -8,7 +8,6 @@ handed in: ``EagerStep`` launches every kernel, ``UpdatesInBackward`` (in_backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -28,16 +27,17 @@ from chronicals.training.precision import Precision
 class StepParts(Protocol):
     """The two parts of a step that are done in different ways."""
 
-    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> Tensor:
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         """Forward and backward pass of one micro-batch; its gradients are added to those there are.
 
         Args:
             batch: on the host.
-            counts: what each term of the loss is divided by.
+            counts: of the whole step, by name.
             first: whether it is the first micro-batch of the step.
 
         Returns:
-            Its part of the step's loss, a scalar on the device, valid until the next call.
+            Its part of the step's ``loss`` and of what the objective shows beside it, scalars on the device, valid until the
+            next call.
         """
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
@@ -54,27 +54,29 @@ class StepParts(Protocol):
 def train_step(
     step: Step,
     counts: Mapping[str, Count],
-    micro: Callable[[Batch, Mapping[str, Count], bool], Tensor],
-    reduce: Callable[[Tensor], Tensor | None],
+    micro: Callable[[Batch, Mapping[str, Count], bool], dict[str, Tensor]],
+    reduce: Callable[[list[Tensor]], Tensor | None],
     update: Callable[[Tensor | None], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Forward, backward, sum over the ranks, clip, update. Nothing here waits for the device.
 
     Args:
-        counts: of ``counts_of``, what each term of the loss is divided by.
+        counts: of ``counts_of``.
         micro, update: as in ``StepParts``.
-        reduce: replaces all gradients and the loss, which it is given, by their sums over the ranks. It may begin with some
+        reduce: replaces all gradients and the scalars that it is given by their sums over the ranks. It may begin with some
             gradients while others are computed, but has finished, in the order of the device's work, when it returns. Returns
             how many ranks had a gradient of each parameter, fp32 ``[parameters]``, or None for a single rank.
 
     Returns:
-        Scalars on the device: ``loss`` and ``grad_norm`` of the whole step on all ranks, ``applied`` (1 or 0).
+        Scalars on the device: ``loss``, what the objective shows beside it, and ``grad_norm``, of the whole step on all ranks;
+        ``applied`` (1 or 0).
     """
     first, *others = step.batches
-    loss = micro(first, counts, True).clone()
+    scalars = {name: value.clone() for name, value in micro(first, counts, True).items()}
     for batch in others:
-        loss += micro(batch, counts, False)
-    return {"loss": loss, **update(reduce(loss))}
+        for name, value in micro(batch, counts, False).items():
+            scalars[name] += value
+    return {**scalars, **update(reduce(list(scalars.values())))}
 
 
 class EagerStep:
@@ -97,7 +99,7 @@ class EagerStep:
         self.model, self.objective, self.precision = model, objective, precision
         self.parameters, self.optimizer, self.max_grad_norm = parameters, optimizer, max_grad_norm
 
-    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> Tensor:
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         moved = batch.to(self.precision.device, non_blocking=True)
         return micro_step(self.model, self.objective, moved, counts, self.precision)
 
@@ -109,18 +111,20 @@ class EagerStep:
         return scalars
 
 
-def counts_of(objective: Objective, step: Step, ranks: Ranks) -> Mapping[str, Count]:
-    """What each term is divided by, over the whole step.
+def counts_of(step: Step, ranks: Ranks) -> Mapping[str, Count]:
+    """What sums are divided by, by name: the counts of the whole step, with the weight of its targets, each 1 without weights.
 
     Raises:
         ValueError: Batches have weights whose sum over all ranks is not among the step's counts.
     """
-    counts = step.counts
-    if counts.weight is None and any(batch.weights is not None for batch in step.batches):
-        if ranks.count > 1:
-            raise ValueError(f"Batch.weights: give their sum over all {ranks.count} processes as Counts.weight")
-        counts = replace(counts, weight=sum(_weight(batch) for batch in step.batches))
-    return objective.counts(counts)
+    counts = vars(step.counts)
+    if counts["weight"] is not None:
+        return counts
+    if all(batch.weights is None for batch in step.batches):
+        return {**counts, "weight": counts["targets"]}
+    if ranks.count > 1:
+        raise ValueError(f"Batch.weights: give their sum over all {ranks.count} processes as Counts.weight")
+    return {**counts, "weight": sum(_weight(batch) for batch in step.batches)}
 
 
 def _weight(batch: Batch) -> float:
@@ -131,12 +135,12 @@ def _weight(batch: Batch) -> float:
 
 def micro_step(
     model: PresentedModel, objective: Objective, batch: Batch, counts: Mapping[str, Count], precision: Precision
-) -> Tensor:
-    """Gradients of one forward pass, added to those there are; its share of the step's loss, a scalar on the device."""
+) -> dict[str, Tensor]:
+    """Gradients of one forward pass, added to those there are; ``loss`` and what the objective shows, as of ``divide``."""
     with precision.autocast():
-        loss = divide(objective(model, batch), counts)
-    (loss * precision.scale).backward()
-    return loss.detach()
+        scalars = divide(objective(model, batch), counts)
+    (scalars["loss"] * precision.scale).backward()
+    return {name: value.detach() for name, value in scalars.items()}
 
 
 def update(

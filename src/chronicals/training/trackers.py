@@ -256,8 +256,8 @@ class MLflow(Tracker):
     remedy = "a local store needs pip install 'chronicals[mlflow]'; MLFLOW_TRACKING_URI says where a server is"
     rest = 1.0
     STATES: ClassVar[dict[Outcome, str]] = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}
-    AT_ONCE = 50
-    """Points in one call, of fewer than 20 values each: MLflow accepts 1000."""
+    AT_ONCE = 1000
+    """Values that MLflow accepts in one call."""
 
     def begin(self, run: Run) -> dict[str, int]:
         from mlflow import MlflowClient
@@ -294,10 +294,9 @@ class MLflow(Tracker):
     def store(self, points: list[Point]) -> None:
         from mlflow.entities import Metric
 
-        for start in range(0, len(points), self.AT_ONCE):
-            some = points[start : start + self.AT_ONCE]
-            metrics = [Metric(name, v, int(1000 * p.time), p.step) for p in some for name, v in p.values.items()]
-            self.client.log_batch(self.id, metrics=metrics)
+        metrics = [Metric(name, v, int(1000 * p.time), p.step) for p in points for name, v in p.values.items()]
+        for start in range(0, len(metrics), self.AT_ONCE):
+            self.client.log_batch(self.id, metrics=metrics[start : start + self.AT_ONCE])
 
     def end(self, outcome: Outcome) -> None:
         self.client.set_terminated(self.id, self.STATES[outcome])

@@ -19,7 +19,7 @@ from chronicals.distributed import Ranks
 from chronicals.kernels.compilation import identify_compiler
 from chronicals.memory import ActivationOffload
 from chronicals.models import PresentedModel, check_positions
-from chronicals.objectives import OBJECTIVES, with_router_loss
+from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import FusedAdamW
 from chronicals.patching import lay_apart
 from chronicals.training import checkpoint
@@ -203,8 +203,8 @@ class ChronicalsTrainer:
     ) -> Iterator[TrainOnce]:
         """Within: what trains one step, in the way that was decided."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        objective = with_router_loss(self.objective, presented, self.config.max_seq_length)
-        given, config = (presented, objective, parameters, optimizer, precision), self.config
+        objective, config = self.objective, self.config
+        given = presented, objective, parameters, optimizer, precision
         with ExitStack() as around:
             if decisions["activation_offload"].runs:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
@@ -215,12 +215,12 @@ class ChronicalsTrainer:
 
             compiles = compiles_beforehand(config, presented, in_backward)
 
-            def reduce(loss: torch.Tensor) -> torch.Tensor | None:
-                return self.ranks.sum_gradients(parameters, loss)
+            def reduce(scalars: list[torch.Tensor]) -> torch.Tensor | None:
+                return self.ranks.sum_gradients(parameters, scalars)
 
             def train_once(step: Step, inspect: Callable[[], None] | None) -> dict[str, torch.Tensor]:
                 nonlocal compiles
-                counts = counts_of(objective, step, self.ranks)
+                counts = counts_of(step, self.ranks)
                 if compiles:
                     compile_micro_step(presented, objective, step.batches[0], counts, precision)
                     compiles = False

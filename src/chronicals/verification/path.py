@@ -15,7 +15,7 @@ from chronicals.data.loader import Step
 from chronicals.distributed import Ranks
 from chronicals.kernels.master import join_master
 from chronicals.memory import ActivationOffload
-from chronicals.objectives import OBJECTIVES, with_router_loss
+from chronicals.objectives import OBJECTIVES
 from chronicals.patching import lay_apart
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
@@ -57,8 +57,7 @@ class TrainingPath:
         self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
         self.decisions = decisions
         self.parts: EagerStep | UpdatesInBackward
-        objective = OBJECTIVES[config.objective](config.logits_chunk_size)
-        self.objective = with_router_loss(objective, self.presented, config.max_seq_length)
+        self.objective = OBJECTIVES[config.objective](config.logits_chunk_size)
         self.total_steps = total_steps
         torch.manual_seed(config.seed)
         model.train()
@@ -95,7 +94,7 @@ class TrainingPath:
                     gradients[name] = parameter.grad.clone() if scale == 1.0 else parameter.grad / scale
 
         self.parts.inspect = hold
-        counts = counts_of(self.objective, step, Ranks())
+        counts = counts_of(step, Ranks())
         scalars = train_step(step, counts, self.parts.micro, lambda _: None, self.parts.update)
         return Made(float(scalars["loss"]), bool(scalars["applied"]), gradients)
 

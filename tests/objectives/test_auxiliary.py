@@ -1,4 +1,4 @@
-"""Runs whose model asks for a router loss."""
+"""Auxiliary terms of a model: runs whose class asks for a router loss."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,10 @@ from transformers import MixtralConfig, MixtralForCausalLM
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.models import present
-from chronicals.objectives import NextToken, WithRouterLoss, with_router_loss
+from chronicals.models import RouterLoss, present
+from chronicals.objectives import NextToken, Term
 from chronicals.verification import verify
+from families import hand_made_batch
 
 
 def mixtral(coefficient=0.5, asked=True):
@@ -61,14 +62,20 @@ def test_verify_sets_it_beside_the_class_itself(adapters, tmp_path, monkeypatch)
     config = runs.config(tmp_path, **changes)
     found = verify(mixtral(), tiny.tokenizer(), config, tiny.chat_rows())
     assert found.passed, found.failures
-    monkeypatch.setattr("chronicals.verification.path.with_router_loss", lambda objective, *_: objective)
+    monkeypatch.setattr(RouterLoss, "term", lambda *_: Term(torch.zeros(()), 0.0))
     assert not verify(mixtral(), tiny.tokenizer(), config, tiny.chat_rows()).passed
 
 
-def test_objectives_of_other_models_stay_as_they_are():
-    objective = NextToken()
-    assert with_router_loss(objective, present(mixtral(asked=False)), 128) is objective
-    assert isinstance(with_router_loss(objective, present(mixtral()), 128), WithRouterLoss)
+@pytest.mark.parametrize("fused_head", [True, False])
+def test_an_objective_gets_it_beside_the_states(fused_head):
+    batch = hand_made_batch([torch.arange(1, 10), torch.arange(20, 27)])
+    for asked, names in ((True, {"cross_entropy", "router_loss"}), (False, {"cross_entropy"})):
+        presented = present(mixtral(asked=asked), fused_head)
+        with presented.attending_documents():
+            terms = NextToken()(presented, batch)
+            scores = NextToken().score(presented, batch)
+        assert terms.keys() == names and scores.keys() == {"cross_entropy", "token_accuracy"}
+        assert {(term.coefficient, term.per) for term in terms.values()} <= {(1.0, "weight"), (0.5, "packs")}
 
 
 def test_layers_recomputed_by_re_entrance_are_refused(tmp_path):
