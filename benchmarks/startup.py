@@ -100,7 +100,7 @@ def run_chronicals(mark: Marks, model: Path, rows: Path, output: Path, mode: str
         marked(module.MetricsFile, "step_done", mark, before="step")
 
     hooks = {
-        "chronicals.training.preparation": in_preparation, "chronicals.lora.saved": in_loading,
+        "chronicals.training.preparation": in_preparation, "chronicals.saving.saved_model": in_loading,
         "chronicals.training.callbacks": in_callbacks,
     }  # fmt: skip
     sys.meta_path.insert(0, AfterImport(hooks))

@@ -14,7 +14,7 @@ FLOORS = [
     {"benchmark", "export", "verification", "planning"},
     {"training"},
     {"objectives", "generation", "distributed"},
-    {"patching"},
+    {"patching", "saving"},
     {"lora", "moe"},
     {"models"},
     {"attention", "quantization", "optimizers", "memory"},

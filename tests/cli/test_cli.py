@@ -342,7 +342,7 @@ def test_a_model_larger_than_the_card_is_an_error_in_a_line(within, monkeypatch)
     def full(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 28.00 GiB")
 
-    monkeypatch.setattr("chronicals.lora.SavedModel.model", full)
+    monkeypatch.setattr("chronicals.saving.SavedModel.model", full)
     done = within("evaluate", "base", "--data", "data.jsonl")
     assert done.code == 1 and done.stderr.strip().endswith("error CUDA out of memory. Tried to allocate 28.00 GiB")
 
@@ -355,7 +355,7 @@ def test_where_figures_go_is_seen_to_before_the_work(place, within, monkeypatch,
     def begin(*_):
         raise Began("the work began")
 
-    monkeypatch.setattr("chronicals.lora.SavedModel.model", begin)
+    monkeypatch.setattr("chronicals.saving.SavedModel.model", begin)
     folder = f"figures-of-{command[0]}"
     done = within(*command, "--data", "data.jsonl", "--output", f"{folder}/of/it.json")
     assert "the work began" in done.stderr and (place / folder / "of").is_dir()

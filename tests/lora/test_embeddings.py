@@ -7,8 +7,9 @@ from adapted import llama, logits, randomise
 from safetensors.torch import load_file
 
 import tiny
-from chronicals.lora import LoRAConfig, SavedModel, apply_lora, load_adapter, save_adapter
+from chronicals.lora import LoRAConfig, apply_lora, load_adapter, save_adapter
 from chronicals.models import load_model
+from chronicals.saving import SavedModel
 
 ROWS = 303
 NAMES = ["base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"]

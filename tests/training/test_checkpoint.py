@@ -16,17 +16,11 @@ import tiny
 from chronicals.config.config import laid_over
 from chronicals.data import TokenStore
 from chronicals.data.sources import source_fingerprint
+from chronicals.saving import check_folder, describe, folders, write_folder
 from chronicals.training import CheckpointError
 from chronicals.training import checkpoint as module
 from chronicals.training.callbacks import Callback, read_metrics
-from chronicals.training.checkpoint import (
-    check_folder,
-    checkpoints,
-    newest_valid,
-    random_states,
-    restore_random_states,
-    write_folder,
-)
+from chronicals.training.checkpoint import checkpoints, newest_valid, random_states, restore_random_states
 
 
 @pytest.fixture(scope="module")
@@ -68,14 +62,14 @@ def test_a_manifest_of_another_shape_is_damage(run_folder, caplog, manifest):
 
 def test_what_cannot_be_read_is_damage(run_folder, caplog, monkeypatch):
     newest, before, _ = checkpoints(run_folder / "run")
-    hashed = module._hash
+    hashed = folders._hash
 
     def bad_sector(path):
         if path == newest / "optimizer.safetensors":
             raise OSError(errno.EIO, "Input/output error", str(path))
         return hashed(path)
 
-    monkeypatch.setattr(module, "_hash", bad_sector)
+    monkeypatch.setattr(folders, "_hash", bad_sector)
     assert newest_valid(run_folder / "run") == before
     assert "optimizer.safetensors cannot be read" in caplog.text
 
@@ -140,7 +134,7 @@ def test_full_disk_leaves_the_old_checkpoint(run_folder, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module, "_sync", full)
+    monkeypatch.setattr(folders, "_sync", full)
     with pytest.raises(CheckpointError, match="disk is full.*intact"):
         runs.train(run_folder, max_steps=9, save_steps=2, resume=True)
     assert {path.name: check_folder(path) for path in checkpoints(folder)} == before
@@ -172,29 +166,6 @@ def test_full_disk_for_real(tmp_path):
         assert check_folder(small / "first") is None
     finally:
         os.system(f"umount {small}")
-
-
-def test_failure_while_writing_leaves_nothing(tmp_path):
-    def broken(aside):
-        (aside / "half").write_text("half")
-        raise KeyError("broken")
-
-    with pytest.raises(KeyError):
-        write_folder(tmp_path / "folder", broken)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_only_what_was_left_aside_is_removed(tmp_path):
-    """Whatever process has its number now: a container's restart has the same."""
-    gone = max(int(name) for name in os.listdir("/proc") if name.isdigit()) + 1_000_000
-    left = [f".model.{gone}", f".replaced-model.{gone}", f".model.{os.getppid()}", f".model.{os.getpid()}"]
-    others = [".venv3.12", f".venv-3.{gone}", f".step-00000002.{gone}"]
-    for name in (*left, *others):
-        (tmp_path / name).mkdir()
-    write_folder(tmp_path / "model", lambda aside: (aside / "file").write_text("whole"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["model", *others])
-    write_folder(tmp_path / "step-00000004", lambda aside: (aside / "file").write_text("whole"))
-    assert not (tmp_path / others[-1]).exists()
 
 
 def test_damaged_checkpoints_take_no_place_of_whole_ones(run_folder):
@@ -283,7 +254,7 @@ def rewrite_state(folder, **changes):
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | changes))
     described = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(described | {"state.json": module._describe(folder / "state.json")}))
+    (folder / "manifest.json").write_text(json.dumps(described | {"state.json": describe(folder / "state.json")}))
 
 
 def key_of_format_7(rows, folder):
@@ -439,31 +410,6 @@ def test_how_to_resume_can_be_pasted(tmp_path):
     runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
     with pytest.raises(CheckpointError, match=f"train\\(..., resume=True\\) and output_dir='{tmp_path}/my run'"):
         runs.train(tmp_path, max_steps=1, output_dir=tmp_path / "my run")
-
-
-def test_what_was_to_be_replaced_stays_where_the_new_cannot_take_its_place(tmp_path, monkeypatch):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "old").write_text("old")
-    rename = os.rename
-
-    def refuse(source, target):
-        if f".model.{os.getpid()}" == source.name:
-            raise OSError(errno.EIO, "Input/output error")
-        rename(source, target)
-
-    monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        write_folder(tmp_path / "model", lambda aside: (aside / "new").write_text("new"))
-    assert [path.name for path in tmp_path.rglob("*")] == ["model", "old"]
-
-
-def test_what_a_killed_process_had_put_aside_has_its_name_back(tmp_path):
-    for name in (".replaced-step-00000002.77", ".replaced-step-00000004.77", ".step-00000004.77", "step-00000004"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "from").write_text(name)
-    write_folder(tmp_path / "step-00000006", lambda aside: (aside / "new").write_text("new"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-0000000{step}" for step in (2, 4, 6)]
-    assert (tmp_path / "step-00000004" / "from").read_text() == "step-00000004"
 
 
 def test_adapters_of_peft_are_as_they_were_where_others_do_not_fit(tmp_path):

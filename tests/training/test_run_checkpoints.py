@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import runs
 import tiny
 from chronicals.config import ConfigurationError
+from chronicals.saving import describe
 from chronicals.training import Callback, CheckpointError, Evaluation, checkpoint, trainer
 from chronicals.training.checkpoint import checkpoints
 
@@ -117,7 +118,7 @@ def without_the_best_step(folder):
     kept = {name: state[name] for name in state.keys() - {"best_step", "best_evaluation"}}
     (newest / "state.json").write_text(json.dumps(kept))
     described = json.loads((newest / "manifest.json").read_text())
-    (newest / "manifest.json").write_text(json.dumps(described | {"state.json": checkpoint._describe(newest / "state.json")}))
+    (newest / "manifest.json").write_text(json.dumps(described | {"state.json": describe(newest / "state.json")}))
 
 
 def test_a_best_of_no_known_step_is_looked_for_anew(tmp_path, losses, caplog):

@@ -74,9 +74,9 @@ def main() -> None:
     except (ValueError, RuntimeError, OSError) as error:
         from torch import OutOfMemoryError
 
-        from chronicals.training.errors import Interrupted, TrainingFailure
+        from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 
-        if not isinstance(error, (ValueError, TrainingFailure, OSError, OutOfMemoryError)):
+        if not isinstance(error, (ValueError, CheckpointError, Interrupted, TrainingError, OSError, OutOfMemoryError)):
             raise
         stopped = isinstance(error, Interrupted)
         word = "" if stopped else "[bold red]error[/] "

@@ -68,7 +68,7 @@ def show(
     from chronicals.data.building import log_report
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.data.gate import check_shares
-    from chronicals.lora import SavedModel
+    from chronicals.saving import SavedModel
 
     flags: dict[str, Any] = {
         "model": model, "columns": columns, "chat_template": chat_template, "max_seq_length": max_seq_length,

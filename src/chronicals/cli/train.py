@@ -51,8 +51,8 @@ def train(
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.data.loader import plan_of
     from chronicals.distributed import Ranks
-    from chronicals.lora import SavedModel
     from chronicals.models.loading import DTYPES
+    from chronicals.saving import SavedModel
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.errors import CheckpointError
     from chronicals.training.length import fit_batch

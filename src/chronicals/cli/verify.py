@@ -43,8 +43,8 @@ def verify(
 
     from chronicals.config import Recipe
     from chronicals.data.chat_templates import with_chat_template
-    from chronicals.lora import SavedModel
     from chronicals.models.loading import DTYPES
+    from chronicals.saving import SavedModel
     from chronicals.verification import verify as compare
 
     plan = Recipe.given(preset, recipe, **flags)

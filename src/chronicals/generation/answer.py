@@ -19,8 +19,8 @@ from chronicals.data.template import Message
 from chronicals.generation.ending import Ending
 from chronicals.generation.sampling import Sampling
 from chronicals.generation.streaming import Stream
-from chronicals.lora import SavedModel
 from chronicals.models import in_evaluation, input_device, last_position
+from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
 

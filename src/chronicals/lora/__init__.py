@@ -7,12 +7,10 @@ from chronicals.lora.layers import LoRALinear, adapters
 from chronicals.lora.loading import load_adapter
 from chronicals.lora.model_methods import merge_and_unload
 from chronicals.lora.peft_format import name_base_by_absolute_path, save_adapter
-from chronicals.lora.saved import SavedModel
 
 __all__ = [
     "LoRAConfig",
     "LoRALinear",
-    "SavedModel",
     "adapters",
     "adapts",
     "apply_lora",

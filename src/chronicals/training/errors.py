@@ -1,17 +1,13 @@
 """What can go wrong in training, light to import."""
 
+from chronicals.saving.errors import CheckpointError
 
-class TrainingFailure(RuntimeError):
-    """Base of the errors below; the message says what to do."""
+__all__ = ["CheckpointError", "Interrupted", "TrainingError"]
 
 
-class TrainingError(TrainingFailure):
+class TrainingError(RuntimeError):
     """Training went wrong in a way that going on would hide; the last checkpoint is intact."""
 
 
-class CheckpointError(TrainingFailure):
-    """A checkpoint could not be written or read; what was there before is intact."""
-
-
-class Interrupted(TrainingFailure):
+class Interrupted(RuntimeError):
     """Stopped from outside after a checkpoint was written; the message says how to go on."""

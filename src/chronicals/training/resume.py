@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from chronicals.distributed import Ranks
+from chronicals.saving import MANIFEST
 from chronicals.training import checkpoint
 from chronicals.training.errors import CheckpointError
 from chronicals.training.lock import FolderInUse, locked
@@ -116,7 +117,7 @@ def _newest(output_dir: Path) -> Path | None:
 def _named(folder: Path, output_dir: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: there is no such folder to go on from")
-    if (folder / checkpoint.MANIFEST).exists() or (folder / checkpoint.STATE).exists():
+    if (folder / MANIFEST).exists() or (folder / checkpoint.STATE).exists():
         if damage := checkpoint.check_checkpoint(folder):
             raise CheckpointError(f"{folder}: {damage}, so no run can go on from it; name another checkpoint")
         chosen = folder

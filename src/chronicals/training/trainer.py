@@ -22,6 +22,7 @@ from chronicals.models import PresentedModel, check_positions
 from chronicals.objectives import OBJECTIVES
 from chronicals.optimizers import FusedAdamW
 from chronicals.patching import lay_apart
+from chronicals.saving import save_model, write_folder
 from chronicals.training import checkpoint
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.audit import Coverage, FirstStepAudit
@@ -422,7 +423,7 @@ class ChronicalsTrainer:
 
         def write() -> None:
             about = self._about(store)
-            checkpoint.write_folder(model_dir, lambda aside: checkpoint.save_model(aside, self.model, self.tokenizer, about))
+            write_folder(model_dir, lambda aside: save_model(aside, self.model, self.tokenizer, about))
             try:
                 self._write_report(report, run, model_step, evaluation, answers())
             except Exception as error:  # the model is there

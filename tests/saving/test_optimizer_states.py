@@ -4,40 +4,40 @@ import pytest
 import torch
 
 import runs
-from chronicals.training import checkpoint, optimizer_files
-from chronicals.training.errors import CheckpointError
+from chronicals.saving import CheckpointError, optimizer_states
+from chronicals.training import checkpoint
 
 
 @pytest.fixture
 def small_files(monkeypatch):
-    monkeypatch.setattr(optimizer_files, "LARGEST", 10_000)
+    monkeypatch.setattr(optimizer_states, "LARGEST", 10_000)
 
 
 def test_states_are_read_as_they_were_written(tmp_path, small_files):
     sizes = [1, 700, 2500, 2501, 5000, 3, 2499]
     states = {f"weight {n}:exp_avg": torch.randn(size) for n, size in enumerate(sizes)}
     states["transposed:low"] = torch.arange(12, dtype=torch.int16).view(3, 4).T
-    optimizer_files.write_optimizer(states, tmp_path)
-    files = optimizer_files.optimizer_files(tmp_path)
+    optimizer_states.write_optimizer(states, tmp_path)
+    files = optimizer_states.optimizer_files(tmp_path)
     expected = [f"optimizer-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
     assert [file.name for file in files] == expected
     assert len(files) == 7
-    read = optimizer_files.read_optimizer(tmp_path)
+    read = optimizer_states.read_optimizer(tmp_path)
     assert read.keys() == states.keys() and all(torch.equal(read[name], states[name]) for name in states)
 
 
 def test_states_are_staged_piece_by_piece():
     stage = torch.empty(64, dtype=torch.uint8)
     for state in (torch.randn(37), torch.randn(5, 7).T, torch.tensor(3.0), torch.arange(33, dtype=torch.int16), torch.empty(0)):
-        copy = optimizer_files._in_host_memory(state, stage)
+        copy = optimizer_states._in_host_memory(state, stage)
         assert torch.equal(copy, state) and copy.is_contiguous() and copy.dtype == state.dtype
 
 
 def test_little_is_one_file_as_before(tmp_path):
-    optimizer_files.write_optimizer({"weight:exp_avg": torch.ones(3)}, tmp_path)
+    optimizer_states.write_optimizer({"weight:exp_avg": torch.ones(3)}, tmp_path)
     assert [file.name for file in tmp_path.iterdir()] == ["optimizer.safetensors"]
     with pytest.raises(FileNotFoundError, match="no optimizer states"):
-        optimizer_files.read_optimizer(tmp_path / "elsewhere")
+        optimizer_states.read_optimizer(tmp_path / "elsewhere")
 
 
 def test_a_run_in_several_files_resumes_bit_equal(tmp_path, small_files):
@@ -45,7 +45,7 @@ def test_a_run_in_several_files_resumes_bit_equal(tmp_path, small_files):
     runs.train(tmp_path / "whole", **options)
     runs.train(tmp_path / "part", **{**options, "max_steps": 3})
     (folder,) = checkpoint.checkpoints(tmp_path / "part" / "run")
-    assert len(optimizer_files.optimizer_files(folder)) > 1
+    assert len(optimizer_states.optimizer_files(folder)) > 1
     runs.train(tmp_path / "part", **options, resume=True)
     whole, part = runs.weights(tmp_path / "whole"), runs.weights(tmp_path / "part")
     assert all(torch.equal(whole[name], part[name]) for name in whole)
@@ -54,7 +54,7 @@ def test_a_run_in_several_files_resumes_bit_equal(tmp_path, small_files):
 def test_a_file_that_is_missing_or_changed_is_named(tmp_path, small_files):
     runs.train(tmp_path, max_steps=2)
     (folder,) = checkpoint.checkpoints(tmp_path / "run")
-    first, second, *_ = optimizer_files.optimizer_files(folder)
+    first, second, *_ = optimizer_states.optimizer_files(folder)
     whole = second.read_bytes()
     second.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     assert checkpoint.check_checkpoint(folder) == f"{second.name} is damaged"
@@ -63,14 +63,14 @@ def test_a_file_that_is_missing_or_changed_is_named(tmp_path, small_files):
 
 
 def test_a_full_disk_under_one_of_the_files_leaves_nothing(tmp_path, small_files, monkeypatch):
-    inner = optimizer_files.save_file
+    inner = optimizer_states.save_file
 
     def save_file(tensors, path):
         if "optimizer-00002" in path.name:
             raise OSError(28, "No space left on device", str(path))
         inner(tensors, path)
 
-    monkeypatch.setattr(optimizer_files, "save_file", save_file)
+    monkeypatch.setattr(optimizer_states, "save_file", save_file)
     with pytest.raises(CheckpointError, match="disk is full"):
         runs.train(tmp_path, max_steps=2)
     assert not list((tmp_path / "run" / "checkpoints").iterdir())

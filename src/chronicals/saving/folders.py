@@ -1,0 +1,164 @@
+"""Folders that are whole or not there.
+
+A folder is written under a temporary name beside its place. Each file is synced and described in ``manifest.json`` (size and
+SHA-256), the manifest is written last, then the folder is renamed. A process that is killed at any moment leaves either the new
+folder or what was there before. A folder that has its name but does not match its manifest was damaged later.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chronicals.saving.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+
+READERS = 8
+"""Files that are synced and hashed at a time."""
+
+
+def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Write a folder so that it appears whole or not at all.
+
+    The caller holds the lock of the run: a temporary folder with a name of this kind was left by a process that was killed, and
+    is removed.
+
+    Args:
+        target: the folder; what is there is replaced.
+        fill: writes the files into the temporary folder that it is given.
+
+    Raises:
+        CheckpointError: the disk is full or not writable; nothing of the new folder stays, nothing else is touched.
+    """
+    aside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _remove_leftovers(target)
+        aside.mkdir()
+        fill(aside)
+        _write_manifest(aside)
+        _rename(aside, target)
+    except Exception as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        if _is_full(error):
+            raise CheckpointError(
+                f"{target}: the disk is full ({shutil.disk_usage(target.parent).free / 2**20:.0f} MiB free); free some "
+                "or lower save_total_limit; the checkpoints written before are intact"
+            ) from error
+        if isinstance(error, OSError) or "I/O error" in str(error):
+            raise CheckpointError(f"{target}: cannot be written: {error}") from error
+        raise
+
+
+def _write_manifest(folder: Path) -> None:
+    """Sync every file and folder, and describe the files."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    with ThreadPoolExecutor(READERS) as readers:
+        described = dict(zip((str(path.relative_to(folder)) for path in files), readers.map(describe, files)))
+    (folder / MANIFEST).write_text(json.dumps(described, indent=1))
+    _sync(folder / MANIFEST)
+    for inner in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
+        _sync(inner)
+
+
+def _rename(aside: Path, target: Path) -> None:
+    """Give the folder its name; what has it now is removed afterwards."""
+    replaced = aside.with_name(f".replaced-{aside.name[1:]}")
+    if os.path.lexists(target):
+        os.rename(target, replaced)
+    try:
+        os.rename(aside, target)
+    except OSError:
+        if os.path.lexists(replaced):
+            os.rename(replaced, target)
+        raise
+    _sync(target.parent)
+    remove(replaced)
+
+
+def check_folder(folder: Path) -> str | None:
+    """What is wrong with a folder that ``write_folder`` made, None if it is whole."""
+    try:
+        described = json.loads((folder / MANIFEST).read_text())
+        if not isinstance(described, dict):
+            return f"{MANIFEST} is no description of files"
+    except (OSError, ValueError) as error:
+        return f"{MANIFEST} cannot be read ({error})"
+    with ThreadPoolExecutor(READERS) as readers:
+        damages = readers.map(partial(_damage, folder), described, described.values())
+        return next((damage for damage in damages if damage is not None), None)
+
+
+def _damage(folder: Path, name: str, expected: Any) -> str | None:
+    """What is wrong with one of its files."""
+    if not isinstance(expected, dict) or not {"size", "sha256"} <= expected.keys():
+        return f"{MANIFEST} does not describe {name}"
+    path = folder / name
+    try:
+        if not path.is_file():
+            return f"{name} is missing"
+        whole = path.stat().st_size == expected["size"] and _hash(path) == expected["sha256"]
+    except OSError as error:
+        return f"{name} cannot be read ({error})"
+    return None if whole else f"{name} is damaged"
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest; the file is synced first."""
+    _sync(path)
+    return {"size": path.stat().st_size, "sha256": _hash(path)}
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether the disk is full, or a quota used up; safetensors raises an error of its own with the system's words in it."""
+    numbers = errno.ENOSPC, errno.EDQUOT
+    return getattr(error, "errno", None) in numbers or any(f"os error {number})" in str(error) for number in numbers)
+
+
+def remove(path: Path) -> None:
+    """Remove a folder, or a link to one whose target stays; what cannot be removed is named in the log and stays."""
+    try:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        elif path.exists():
+            shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s: could not be removed (%s)", path, error)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Remove temporary folders of killed processes, of this folder and of those whose names differ in a number only. A folder
+    that was about to be replaced, and has lost its name, gets it back."""
+    kin = re.sub(r"\d+", r"\\d+", re.escape(target.name))
+    for folder in sorted(target.parent.glob(".*")):
+        found = re.fullmatch(rf"\.(replaced-)?({kin})\.\d+", folder.name)
+        if found and found[1] and not os.path.lexists(folder.with_name(found[2])):
+            os.rename(folder, folder.with_name(found[2]))
+        elif found:
+            remove(folder)
