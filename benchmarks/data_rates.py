@@ -30,7 +30,7 @@ import torch
 from chronicals.batch import IGNORED
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, TokenStore, build_store, plan_packs
-from chronicals.data.assembly import assemble
+from chronicals.data.assembly import ENTRIES
 from chronicals.data.loader import Memory
 from chronicals.data.packing import STRATEGIES
 from chronicals.data.tokenizer_training import train_tokenizer
@@ -84,17 +84,15 @@ def settings(batch_size: int, width: int) -> ChronicalsConfig:
 def assembly(store: TokenStore, batch_size: int, width: int) -> dict:
     """Bytes written into Batches in a second by one thread, memory allocated afresh for each step as in the stream."""
     stream = BatchStream(store, settings(batch_size, width))
-    documents, shape = stream._documents, stream._shape
-    rates = []
-    facts = np.zeros((shape.batches, 3), np.int64)
+    shape, rates = stream._shape, []
     for step in range(400):
         packs = stream._packs_at(step * stream.packs_a_step)
-        memory = Memory(shape, pin=False)
-        addresses = np.array(memory.addresses)
+        memory = Memory(shape, 1, pin=False)
         start = time.perf_counter()
-        assert not assemble(addresses, packs, facts, documents, shape)
+        assert memory.assemble(packs[None], stream._documents) == (1, -1)
         took = time.perf_counter() - start
-        rates.append((shape.batches * shape.tokens * 24 + int(facts[:, 1].sum() + shape.batches) * 4) / took)
+        entries = int(memory.facts[..., ENTRIES].sum()) + shape.batches
+        rates.append((shape.batches * shape.tokens * 24 + entries * 4) / took)
     rates = rates[20:]
     return {
         "batch_size": batch_size, "max_seq_length": width,

@@ -19,9 +19,7 @@ import tiny
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, DataError, Tokenizer, build_store, create_dataloader, plan_packs
-from chronicals.data import ahead as ahead_module
 from chronicals.data import loader as loader_module
-from chronicals.data.ahead import StepsAhead
 from chronicals.data.assembly import BUCKETS, ENTRY_SHARES
 from chronicals.data.loader import Counts
 
@@ -416,39 +414,37 @@ def test_an_unreadable_document_raises_in_the_consumer_after_the_steps_before_it
 
 
 def test_an_error_of_the_thread_reaches_the_consumer(make_store, monkeypatch):
-    def work(*_):
+    def assemble(*_):
         raise OSError("the disk is gone")
 
-    monkeypatch.setattr(ahead_module, "_work", work)
+    monkeypatch.setattr(loader_module, "assemble", assemble)
     with pytest.raises(OSError, match="the disk is gone"):
         next(iter(BatchStream(make_store(), config(), FILLER, epochs=1)))
     assert not builders()
 
 
 def test_steps_are_assembled_while_python_does_not_let_go(make_store, monkeypatch):
-    """The thread that runs Python keeps the GIL: whoever needed it once a step would wait for ever."""
-    made = []
-    init = StepsAhead.__init__
-    monkeypatch.setattr(StepsAhead, "__init__", lambda self, *given: made.append(self) or init(self, *given))
+    """The thread that runs Python keeps the GIL: who needed it for every step would come to none of those behind."""
+    assembled = []
+    assemble = loader_module.assemble
+
+    def noted(columns, *given):
+        assembled.append(len(columns))
+        return assemble(columns, *given)
+
+    monkeypatch.setattr(loader_module, "assemble", noted)
     (stream,) = streams(make_store(), config())
-    interval = sys.getswitchinterval()
     steps = stream.steps()
     next(steps)
-    sys.setswitchinterval(1000.0)
-    try:
-        next(steps)
-        until = time.perf_counter() + 10
-        while ahead_module._read(made[0]._signals, ahead_module.BUILT) < 1 + made[0].depth and time.perf_counter() < until:
-            pass
-        built = ahead_module._read(made[0]._signals, ahead_module.BUILT)
-    finally:
-        sys.setswitchinterval(interval)
+    until = time.perf_counter() + 10
+    while sum(assembled) < 64 and time.perf_counter() < until:
+        pass
     steps.close()
-    assert built == 1 + made[0].depth == 65
+    assert assembled[:4] == [16] * 4, "a call assembles many steps, so that the GIL is needed for few"
 
 
 def test_what_was_handed_out_is_never_written_again(make_store, monkeypatch):
-    monkeypatch.setattr(loader_module, "STEPS_AHEAD", (2, 2))
+    monkeypatch.setattr(loader_module, "PREFETCHED_STEPS", (2, 2))
     (stream,) = streams(make_store(), config())
     kept = []
     for step in stream.steps(count=50):
@@ -457,14 +453,15 @@ def test_what_was_handed_out_is_never_written_again(make_store, monkeypatch):
     assert len({batch.input_ids.data_ptr() for batch, _ in kept}) == len(kept) == 100
 
 
-@pytest.mark.parametrize(("width", "depth"), [(64, 64), (1 << 17, 5), (1 << 20, 2)])
-def test_memory_ahead_is_bounded(make_store, monkeypatch, width, depth):
+@pytest.mark.parametrize(("width", "depth", "size"), [(64, 64, 16), (1 << 17, 5, 2), (1 << 20, 2, 1)])
+def test_memory_of_prefetched_steps_is_bounded(make_store, monkeypatch, width, depth, size):
     made = []
-    monkeypatch.setattr(loader_module, "StepsAhead", lambda *given: made.append(given[2]) or StepsAhead(*given))
+    prefetch = loader_module.prefetch
+    monkeypatch.setattr(loader_module, "prefetch", lambda tasks, blocks: made.append(blocks) or prefetch(tasks, blocks))
     (stream,) = streams(make_store(), config(width, 2, 2), epochs=1)
     next(stream.steps(count=1))
-    assert made == [depth]
-    assert depth * stream._shape.bytes <= loader_module.BYTES_AHEAD or depth == 2
+    assert made == [depth // size]
+    assert depth * stream._shape.bytes <= loader_module.PREFETCHED_BYTES or depth == 2
 
 
 def test_a_process_ends_with_a_stream_that_nobody_closed(make_store):

@@ -1,20 +1,17 @@
 """Assembly: the documents of a step, written from the token store's file into the tensors of its Batches.
 
-It runs in numba without the GIL and takes addresses, so that a thread can go from one step to the next without Python.
-A step takes two blocks of memory: ids, targets and positions of each micro-batch, int64 ``[batches, 3, T]``, and the bounds
-of each, int32 ``[batches, room]``.
+It runs in numba without the GIL. Ids, targets and positions of the micro-batches lie in one array, int64
+``[steps, batches, 3, T]``, the bounds of their documents in another, int32 ``[steps, batches, bounds]``.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numba
 import numpy as np
 
 from chronicals.batch import IGNORED
 from chronicals.data.compiled import compiled
-from chronicals.data.instructions import pointer
 
 BUCKETS = 8
 """``max_seqlen`` is a pack's width or that divided by 2, 4 or 8; so a tail holds at most this many filler documents."""
@@ -81,26 +78,28 @@ class Shape(NamedTuple):
 
 
 @compiled(nogil=True)
-def assemble(addresses: np.ndarray, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape) -> int:
-    """Write the micro-batches of a step.
+def assemble(
+    columns: np.ndarray, bounds: np.ndarray, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape
+) -> tuple[int, int]:
+    """Write the micro-batches of several steps.
 
     Args:
-        addresses: int64 ``[2]``, of the step's two blocks.
-        packs: int64 ``[batches · packs]``, by their number in the plan.
-        facts: int64 ``[batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED`` of each.
+        columns: int64 ``[steps, batches, 3, T]``, filled here: ids, targets and positions.
+        bounds: int32 ``[steps, batches, bounds]``, filled here as far as they are used.
+        packs: int64 ``[steps, batches · packs]``, by their number in the plan.
+        facts: int64 ``[steps, batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED`` of each micro-batch.
 
     Returns:
-        0, or 1 + the document that lies outside the file or does not fit in its pack.
+        How many steps are written; and the document that lies outside the file or does not fit in its pack, at which it
+        stopped, or -1.
     """
-    tokens = shape.packs * shape.width
-    columns = numba.carray(pointer(addresses[0]), (shape.batches, 3, tokens), np.int64)
-    bounds = numba.carray(pointer(addresses[1]), (shape.batches, ENTRY_SHARES * shape.share + 1), np.int32)
-    for batch in range(shape.batches):
-        mine = packs[batch * shape.packs : (batch + 1) * shape.packs]
-        wrong = _assemble_batch(columns[batch], bounds[batch], mine, facts[batch], documents, shape)
-        if wrong:
-            return wrong
-    return 0
+    for step in range(len(packs)):
+        for batch in range(shape.batches):
+            mine = packs[step, batch * shape.packs : (batch + 1) * shape.packs]
+            wrong = _assemble_batch(columns[step, batch], bounds[step, batch], mine, facts[step, batch], documents, shape)
+            if wrong >= 0:
+                return step, wrong
+    return len(packs), -1
 
 
 @compiled(nogil=True)
@@ -117,7 +116,7 @@ def _assemble_batch(
             first, first_trained = documents.id_starts[document], documents.trained_starts[document]
             inside = 0 <= first <= documents.ids.size - length and 0 <= first_trained <= documents.trained.size - length
             if not (inside and 0 < length <= end - at):
-                return document + 1
+                return document
             ids = documents.ids[first : first + length]
             mask = documents.trained[first_trained : first_trained + length]
             trained += _write_document(columns[:, at : at + length], ids, mask)
@@ -133,7 +132,7 @@ def _assemble_batch(
     used = -(-entries // shape.share) * shape.share
     bounds[entries + 1 : used + 1] = columns.shape[1]
     facts[LONGEST], facts[ENTRIES], facts[TRAINED] = longest, used, trained
-    return 0
+    return -1
 
 
 @compiled(nogil=True)

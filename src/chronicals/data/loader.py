@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections import deque
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
@@ -22,19 +22,23 @@ import torch
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data.ahead import StepsAhead, UnreadableDocument
-from chronicals.data.assembly import BUCKETS, ENTRIES, ENTRY_SHARES, LONGEST, TRAINED, Documents, Shape
+from chronicals.data.assembly import BUCKETS, ENTRIES, ENTRY_SHARES, LONGEST, TRAINED, Documents, Shape, assemble
 from chronicals.data.building import open_store
 from chronicals.data.dealing import deal
 from chronicals.data.gate import DataError
 from chronicals.data.packing import PackPlan, plan_packs
+from chronicals.data.prefetch import prefetch
 from chronicals.data.sources import Source
 from chronicals.data.store import TokenStore
 
 logger = logging.getLogger(__name__)
 
-STEPS_AHEAD, BYTES_AHEAD = (2, 64), 1 << 26
-"""Steps assembled ahead: so many as take 64 MiB, within these bounds. 64 MiB outlast a consumer that waits for the GIL."""
+PREFETCHED_STEPS, PREFETCHED_BYTES = (2, 64), 1 << 26
+"""Steps that are prefetched: so many as take 64 MiB, within these bounds."""
+
+CALLS = 4
+"""Calls that assemble the prefetched steps, each several of them. Between two calls the thread needs the GIL, which it gets
+after ``sys.getswitchinterval()`` (5 ms) where others run Python: longer than a small step takes."""
 
 
 @dataclass(frozen=True)
@@ -176,31 +180,40 @@ class BatchStream:
             yield from step.batches
 
     def steps(self, position: int = 0, count: int | None = None) -> Iterator[Step]:
-        """Steps from ``position`` on, assembled ahead by a thread; ends after ``count`` of them, if given.
+        """Steps from ``position`` on, assembled by a thread before they are asked for; ends after ``count`` of them, if given.
 
         Raises:
             DataError: a document cannot be read where the store says it is.
         """
-        fewest, most = STEPS_AHEAD
-        depth = min(max(BYTES_AHEAD // self._shape.bytes, fewest), most)
-        submitted: deque[tuple[Memory, Counts]] = deque()
-        with closing(StepsAhead(self._documents, self._shape, depth)) as ahead:
-            while count is None or count > 0:
-                while len(submitted) < (depth if count is None else min(depth, count)):
-                    packs = self._packs_at(position + len(submitted) * self.packs_a_step)
-                    memory = Memory(self._shape, self.pin)
-                    ahead.submit(self._dealt(packs)[:, self.rank].ravel(), memory.addresses)
-                    submitted.append((memory, self._counts(packs)))
-                try:
-                    facts = ahead.take()
-                except UnreadableDocument as error:
+        fewest, most = PREFETCHED_STEPS
+        depth = min(max(PREFETCHED_BYTES // self._shape.bytes, fewest), most)
+        size = -(-depth // CALLS)
+        end = sys.maxsize if count is None else position + count * self.packs_a_step
+        starts = range(position, end, self.packs_a_step)
+        tasks = (self._assembly(starts[first : first + size]) for first in range(0, len(starts), size))
+        with closing(prefetch(tasks, depth // size)) as assembled:
+            for steps, unreadable in assembled:
+                yield from steps
+                if unreadable >= 0:
                     raise DataError(
-                        f"{self.store.path}: document {error.document} is not where the store says it is; the file is "
-                        "damaged: delete it, and it will be built again"
-                    ) from None
-                memory, counts = submitted.popleft()
-                began, position, count = position, position + self.packs_a_step, None if count is None else count - 1
-                yield Step(memory.batches(facts), counts, began, self._consumed(position))
+                        f"{self.store.path}: document {unreadable} is not where the store says it is; the file is damaged: "
+                        "delete it, and it will be built again"
+                    )
+
+    def _assembly(self, positions: Sequence[int]) -> Callable[[], tuple[Iterator[Step], int]]:
+        """What assembles the steps that begin at ``positions``; it returns them, and the document that it could not read, or
+        -1."""
+        packs = [self._packs_at(position) for position in positions]
+        memory = Memory(self._shape, len(packs), self.pin)
+        mine = np.stack([self._dealt(step)[:, self.rank].ravel() for step in packs])
+        counts = [self._counts(step) for step in packs]
+
+        def run() -> tuple[Iterator[Step], int]:
+            built, unreadable = memory.assemble(mine, self._documents)
+            ends = [self._consumed(position + self.packs_a_step) for position in positions]
+            return map(Step, memory.batches(built), counts, positions, ends), unreadable
+
+        return run
 
     def _consumed(self, position: int) -> int:
         return position if self.epochs is None else min(position, len(self.plan) * self.epochs)
@@ -243,41 +256,42 @@ class BatchStream:
 
 
 class Memory:
-    """What a step is assembled in; its Batches are views of it, so it lives until the last of them is dropped.
+    """What several steps are assembled in; their Batches are views of it, so it lives until the last of them is dropped.
 
     Operations of torch give the GIL away, which another thread may then keep for 5 ms; those of numpy do not. So pinned
     memory alone is torch's: it must know which copies to the card still read from it.
     """
 
-    def __init__(self, shape: Shape, pin: bool):
+    def __init__(self, shape: Shape, steps: int, pin: bool):
         self.shape = shape
-        sizes = shape.batches * 3 * shape.tokens, shape.batches * shape.bounds
+        sizes = (steps, shape.batches, 3, shape.tokens), (steps, shape.batches, shape.bounds)
         self.columns: Any
         self.bounds: Any
         if pin:
             self.columns = torch.empty(sizes[0], dtype=torch.int64, pin_memory=True)
             self.bounds = torch.empty(sizes[1], dtype=torch.int32, pin_memory=True)
-            self.addresses = self.columns.data_ptr(), self.bounds.data_ptr()
         else:
             self.columns, self.bounds = np.empty(sizes[0], np.int64), np.empty(sizes[1], np.int32)
-            self.addresses = self.columns.ctypes.data, self.bounds.ctypes.data
+        self.facts = np.zeros((steps, shape.batches, 3), np.int64)
 
-    def batches(self, facts: list[list[int]]) -> list[Batch]:
-        """The Batches in it, once it is assembled."""
-        size, room, batches = self.shape.tokens, self.shape.bounds, []
-        for number, fact in enumerate(facts):
-            at, first = 3 * number * size, number * room
-            batches.append(
+    def assemble(self, packs: np.ndarray, documents: Documents) -> tuple[int, int]:
+        """As ``assembly.assemble``."""
+        return assemble(np.asarray(self.columns), np.asarray(self.bounds), packs, self.facts, documents, self.shape)
+
+    def batches(self, steps: int) -> Iterator[list[Batch]]:
+        """The Batches of each of the first ``steps``, once they are assembled."""
+        for columns, bounds, facts in zip(self.columns[:steps], self.bounds, self.facts.tolist()):
+            yield [
                 Batch(
-                    torch.as_tensor(self.columns[at : at + size]),
-                    torch.as_tensor(self.columns[at + size : at + 2 * size]),
-                    torch.as_tensor(self.columns[at + 2 * size : at + 3 * size]),
-                    torch.as_tensor(self.bounds[first : first + fact[ENTRIES] + 1]),
+                    torch.as_tensor(ids),
+                    torch.as_tensor(targets),
+                    torch.as_tensor(positions),
+                    torch.as_tensor(ends[: fact[ENTRIES] + 1]),
                     max_seqlen=fact[LONGEST],
                     trained=fact[TRAINED],
                 )
-            )
-        return batches
+                for (ids, targets, positions), ends, fact in zip(columns, bounds, facts)
+            ]
 
 
 COST = 3
