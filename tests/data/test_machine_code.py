@@ -14,7 +14,7 @@ SOURCE = Path(chronicals.__file__).parent
 FILES = {
     "__init__.py": "",
     "data/__init__.py": "",
-    "data/compiled.py": (SOURCE / "data/compiled.py").read_text(),
+    **{name: (SOURCE / name).read_text() for name in ("beforehand.py", "lifeline.py", "data/compiled.py", "data/compilation.py")},
     "batch.py": "IGNORED = -100\n",
     "data/inner.py": "from .compiled import compiled\n@compiled\ndef inner(x):\n    return x + 1\n",
     "data/outer.py": (
