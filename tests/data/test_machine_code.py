@@ -7,14 +7,17 @@ import sys
 from pathlib import Path
 
 import chronicals
-from chronicals.data import compiled
+from chronicals.data import compilation
 
 SOURCE = Path(chronicals.__file__).parent
 
 FILES = {
     "__init__.py": "",
     "data/__init__.py": "",
-    **{name: (SOURCE / name).read_text() for name in ("beforehand.py", "lifeline.py", "data/compiled.py", "data/compilation.py")},
+    **{
+        name: (SOURCE / name).read_text()
+        for name in ("beforehand.py", "lifeline.py", "data/compiled.py", "data/compilation.py")
+    },
     "batch.py": "IGNORED = -100\n",
     "data/inner.py": "from .compiled import compiled\n@compiled\ndef inner(x):\n    return x + 1\n",
     "data/outer.py": (
@@ -64,8 +67,8 @@ def test_all_that_numba_compiles_is_kept_in_this_way():
     decorated = re.compile(r"\b(njit|jit|vectorize|guvectorize|cfunc|jit_module)\(|cache=True")
     using = {path.relative_to(SOURCE).as_posix() for path in SOURCE.rglob("*.py") if decorated.search(path.read_text())}
     assert {name for name in using if "numba" in (SOURCE / name).read_text()} == {"data/compiled.py"}
-    covered = {file.relative_to(SOURCE).as_posix() for pattern in compiled.SOURCES for file in SOURCE.glob(pattern)}
-    assert {"data/assembly.py", "data/packing.py", "data/dealing.py", "batch.py"} <= covered
+    covered = {file.relative_to(SOURCE).as_posix() for pattern in compilation.SOURCES for file in SOURCE.glob(pattern)}
+    assert {"data/assembly.py", "data/packing.py", "data/balancing.py", "batch.py"} <= covered
 
 
 def package_in(folder):
