@@ -245,7 +245,7 @@ def costs(store, shares):
 
 
 def in_turn(costs, accumulation, ranks, batch_size):
-    """Packs as they come, not dealt by cost."""
+    """Packs as they come, not balanced by cost."""
     return np.arange(costs.size).reshape(accumulation, ranks, batch_size)
 
 
@@ -263,9 +263,9 @@ def test_attention_costs_micro_batches_and_ranks_alike(make_store, monkeypatch, 
         return zip(*totals)
 
     held, imbalance, spread = found()
-    monkeypatch.setattr(loader_module, "deal", in_turn)
+    monkeypatch.setattr(loader_module, "balance", in_turn)
     held_in_turn, plain_imbalance, plain_spread = found()
-    assert held == held_in_turn, "the documents of a step do not depend on how they are dealt"
+    assert held == held_in_turn, "the documents of a step do not depend on how they are balanced"
     assert np.mean(imbalance) <= 0.3 * np.mean(plain_imbalance)
     assert np.mean(spread) <= 0.3 * np.mean(plain_spread)
 

@@ -1,9 +1,9 @@
-"""From a token store to Batches: packs in a shuffled endless stream, dealt to steps, micro-batches and ranks.
+"""From a token store to Batches: packs in a shuffled endless stream, divided over steps, micro-batches and ranks.
 
 The stream is a function of the seed: epoch e is the plan's packs in the order of generator (seed, e). A position in it is
 the number of packs consumed by all ranks together. Step s takes ``batch_size × accumulation × ranks`` packs in a row, so
-its documents depend on that product alone; who takes which of them is dealt by cost. Past the last epoch the stream goes
-on with empty packs, which count nothing.
+its documents depend on that product alone; which micro-batch and rank takes which of them is decided by their
+cost (``balancing``). Past the last epoch the stream goes on with empty packs, which count nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.assembly import BUCKETS, ENTRIES, ENTRY_SHARES, LONGEST, TRAINED, Documents, Shape, assemble
+from chronicals.data.balancing import balance
 from chronicals.data.building import open_store
-from chronicals.data.dealing import deal
 from chronicals.data.gate import DataError
 from chronicals.data.packing import PackPlan, plan_packs
 from chronicals.data.prefetch import prefetch
@@ -205,7 +205,7 @@ class BatchStream:
         -1."""
         packs = [self._packs_at(position) for position in positions]
         memory = Memory(self._shape, len(packs), self.pin)
-        mine = np.stack([self._dealt(step)[:, self.rank].ravel() for step in packs])
+        mine = np.stack([self._balanced(step)[:, self.rank].ravel() for step in packs])
         counts = [self._counts(step) for step in packs]
 
         def run() -> tuple[Iterator[Step], int]:
@@ -245,9 +245,9 @@ class BatchStream:
             self._order = epoch, order
         return order
 
-    def _dealt(self, packs: np.ndarray) -> np.ndarray:
-        """``[accumulation, ranks, batch_size]``: the packs of a step as they are dealt."""
-        return packs[deal(self._sums[packs, COST], self.accumulation, self.ranks, self.batch_size)]
+    def _balanced(self, packs: np.ndarray) -> np.ndarray:
+        """``[accumulation, ranks, batch_size]``: the packs of a step, micro-batches and ranks balanced by cost."""
+        return packs[balance(self._sums[packs, COST], self.accumulation, self.ranks, self.batch_size)]
 
     def _counts(self, packs: np.ndarray) -> Counts:
         targets, tokens, documents, _ = self._sums[packs].sum(0).tolist()

@@ -1,7 +1,7 @@
-"""Dealing: which packs of an optimizer step meet in a micro-batch, and on which rank.
+"""Load balancing: which packs of an optimizer step share a micro-batch, and which rank takes it.
 
 Attention costs the sum of its documents' squared lengths, so packs of equal width may differ by an order of magnitude.
-Costly packs are dealt first, each into the least costly micro-batch that has room (Graham's longest-processing-time rule
+Costly packs are placed first, each into the least costly micro-batch that has room (Graham's longest-processing-time rule
 with a cap on the number). Micro-batches are then sorted by cost: ranks that wait for each other hold neighbours.
 """
 
@@ -13,7 +13,7 @@ from chronicals.data.compiled import compiled
 
 
 @compiled
-def deal(costs: np.ndarray, accumulation: int, ranks: int, batch_size: int) -> np.ndarray:
+def balance(costs: np.ndarray, accumulation: int, ranks: int, batch_size: int) -> np.ndarray:
     """Places of the packs in the step, as ``[accumulation, ranks, batch_size]``.
 
     Args:
