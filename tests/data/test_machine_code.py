@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import chronicals
-from chronicals.data import compilation
+from chronicals.data import compilation, compiled
 
 SOURCE = Path(chronicals.__file__).parent
 
