@@ -12,7 +12,8 @@ import torch
 import runs
 import tiny
 from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
-from chronicals.patching import decoder_layer, patch_parts
+from chronicals.patching import halves, patch_parts
+from chronicals.patching.plan import Plan
 from chronicals.training import ChronicalsTrainer, decisions, in_backward, preparation
 
 TESTS = Path(__file__).parent.parent
@@ -145,8 +146,9 @@ def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
     """Such layers, which a run has on a card only."""
     for module in (decisions, preparation):
         monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
-    remakes, remake, found = [], decoder_layer.Remake, []
-    monkeypatch.setattr(decoder_layer, "Remake", lambda *given: remakes.append(given) or remake(*given))
+    monkeypatch.setattr(decisions, "plan_for", lambda model: Plan())  # a proof runs layers, too
+    remakes, remake, found = [], halves.Remake, []
+    monkeypatch.setattr(halves, "Remake", lambda *given: remakes.append(given) or remake(*given))
     for memory in ([], ["recompute_elementwise"], ["recompute_layers"]):
         model = tiny.llama()
         patch_parts(model, whole_layers=True)  # which proves them, once

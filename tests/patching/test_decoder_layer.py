@@ -19,9 +19,11 @@ from chronicals.models.presentation import CACHES, packed_arguments
 from chronicals.patching import (
     decoder_layer,
     forget_policies,
+    halves,
     lay_side_by_side,
     patch_model,
     patch_parts,
+    plan,
     recompute_norms_and_units,
     side_by_side,
     tile_mlps,
@@ -58,9 +60,9 @@ def fused(model):
 
 def both(model, batch):
     plain = families.states_and_gradients(copy.deepcopy(model), batch)
-    model, before = fused(model), decoder_layer.runs[0]
+    model, before = fused(model), decoder_layer.runs[BY]
     ours = families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[0] == before + len(model.get_decoder().layers)
+    assert decoder_layer.runs[BY] == before + len(model.get_decoder().layers)
     return plain, ours
 
 
@@ -123,10 +125,10 @@ def test_layers_made_again_run_fused(family, adapted):
     torch.manual_seed(4)
     expected, kept = seeing_what_is_kept(model, batch)
     enable_gradient_checkpointing(model, whole_layers=True)
-    before = decoder_layer.runs[0]
+    before = decoder_layer.runs[BY]
     torch.manual_seed(4)
     got, kept_again = seeing_what_is_kept(model, batch)
-    assert decoder_layer.runs[0] == before + 2 * layers
+    assert decoder_layer.runs[BY] == before + 2 * layers
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     assert kept_again < kept / 3
 
@@ -141,11 +143,11 @@ def test_a_policy_does_not_make_a_layer_another_kind(policy):
     fused(model)
     model.gradient_checkpointing_disable()
     forget_policies(model)
-    before = decoder_layer.runs[0]
+    before = decoder_layer.runs[BY]
     families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[0] == before + len(model.get_decoder().layers)
+    assert decoder_layer.runs[BY] == before + len(model.get_decoder().layers)
     layer = model.get_decoder().layers[0]
-    assert not any(vars(layer).get(name) for name in (decoder_layer.RECOMPUTES, decoder_layer.TILES))
+    assert not any(vars(layer).get(name) for name in (halves.RECOMPUTES, halves.TILES))
 
 
 def test_a_second_backward_of_layers_made_again(monkeypatch):
@@ -291,9 +293,9 @@ def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
     families.states_and_gradients(model, batch)
     with caplog.at_level(logging.WARNING):
         model = operation(model)
-        before = decoder_layer.runs[0]
+        before = decoder_layer.runs[BY]
         got = families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[0] == before + 2
+    assert decoder_layer.runs[BY] == before + 2
     if operation is not deep_copy:
         assert "laid side by side anew" in caplog.text
     unpatch_model(model)
@@ -330,9 +332,9 @@ def test_peft_with_dropout_runs_fused():
     config = peft.LoraConfig(r=3, lora_dropout=0.1, target_modules=["q_proj", "down_proj"])
     model = peft.get_peft_model(families.build("llama"), config).train()
     fused(model.get_base_model())
-    before = decoder_layer.runs[0]
+    before = decoder_layer.runs[BY]
     families.states_and_gradients(model.get_base_model(), families.documents_batch())
-    assert decoder_layer.runs[0] == before + 2
+    assert decoder_layer.runs[BY] == before + 2
 
 
 def test_saved_and_loaded_as_the_class(tmp_path):
@@ -367,9 +369,9 @@ def test_what_somebody_put_into_a_layer_is_called(part, how):
             module.forward = lambda *given, own=own, **named: doubled(own(*given, **named))
         if order == "before":
             patch_parts(changed, whole_layers=True)
-        ran = decoder_layer.runs[0]
+        ran = decoder_layer.runs[BY]
         found.append(families.states_and_gradients(changed, batch))
-        assert decoder_layer.runs[0] == ran + (order != "plain"), "the other layer runs fused"
+        assert decoder_layer.runs[BY] == ran + (order != "plain"), "the other layer runs fused"
     families.assert_same(found[0], found[1])
     families.assert_same(found[0], found[2])
 
@@ -399,9 +401,9 @@ def test_transformers_own_hooks_that_look_on_leave_layers_fused():
     with PresentedModel(model, packed=True, head_is_read=False).attending_documents():
         out = model.get_decoder()(**packed_arguments(batch), output_hidden_states=True)
     assert len(out.hidden_states) == 3
-    before = decoder_layer.runs[0]
+    before = decoder_layer.runs[BY]
     families.states_and_gradients(model, batch)
-    assert decoder_layer.runs[0] == before + 2
+    assert decoder_layer.runs[BY] == before + 2
 
 
 @pytest.mark.parametrize(
@@ -417,13 +419,13 @@ def test_what_it_does_not_do_runs_part_by_part_and_is_said(change, reason, caplo
     monkeypatch.setattr(side_by_side, "_said", set())
     model = fused(families.build("llama").double()).train()
     change(model)
-    before = decoder_layer.runs[0]
+    before = decoder_layer.runs[BY]
     with caplog.at_level(logging.WARNING):
         try:
             families.states_and_gradients(model, families.documents_batch())
         except (ValueError, RuntimeError):  # the class itself cannot either
             assert reason != "hooks"
-    assert decoder_layer.runs[0] <= before + 1
+    assert decoder_layer.runs[BY] <= before + 1
     assert reason in caplog.text and "part by part" in caplog.text
 
 
@@ -448,11 +450,11 @@ def test_generation_takes_the_class_way():
 def test_a_cache_is_filled_by_the_class(caplog, monkeypatch):
     monkeypatch.setattr(side_by_side, "_said", set())
     model, batch = fused(families.build("llama")), families.documents_batch()
-    before = decoder_layer.runs[0]
+    before = decoder_layer.runs[BY]
     with PresentedModel(model, packed=True, head_is_read=False).attending_documents(), caplog.at_level(logging.WARNING):
         out = model.get_decoder()(**packed_arguments(batch) | {"use_cache": True})
     assert out.past_key_values.get_seq_length() == len(batch)
-    assert decoder_layer.runs[0] == before and "part by part: it was given" in caplog.text
+    assert decoder_layer.runs[BY] == before and "part by part: it was given" in caplog.text
 
 
 def test_layers_made_again_leave_a_cache_out_as_the_class_does():
@@ -477,20 +479,32 @@ def test_other_layers_keep_their_parts(family):
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "kept"),
     [
-        ("return q * factors", "return q * 1.01 * factors"),
-        ("if not beta or", "if True or"),
-        ("return x + self._after(", "return 2 * x + self._after("),
-        ("scale=attention.scaling", "scale=1.01 * attention.scaling"),
-        ('normed, x, remake = self._before("before_mlp"', 'normed, _, remake = self._before("before_mlp"'),
+        ("return q * factors", "return q * 1.01 * factors", "attention half"),
+        ("if not beta or", "if True or", "attention half"),
+        ("scale=attention.scaling", "scale=1.01 * attention.scaling", "attention half"),
+        ("return x, self._after(self._between(", "return 2 * x, self._after(self._between(", "MLP half"),
+        ("activation, room, self.first.room", "activation.replace('silu', 'gelu'), room, self.first.room", "MLP half"),
     ],
 )
-def test_a_wrong_layer_is_not_taken(old, new, monkeypatch):
-    """The proof on the twin refuses it."""
-    from chronicals.patching import plan
-
-    wrong = mutant(decoder_layer, old, new)
-    monkeypatch.setattr(plan, "decoder_layer", wrong)
+def test_a_wrong_half_is_not_taken(old, new, kept, monkeypatch):
+    """The proof on the twin refuses it, and takes the other."""
+    wrong = mutant(halves, old, new)
+    for name in ("AttentionHalf", "MLPHalf"):
+        monkeypatch.setattr(decoder_layer, name, getattr(wrong, name))
+    monkeypatch.setattr(decoder_layer, "FusedHalf", wrong.FusedHalf)
     monkeypatch.setattr(plan, "_PLANS", {})
-    assert not plan.plan_for(families.build("ministral3")).layers
+    found = plan.plan_for(families.build("ministral3"))
+    by = decoder_layer.MLP_BY if kept == "attention half" else decoder_layer.ATTENTION_BY
+    assert {form.by for form in found.layers.values()} == {by} and found.reasons == {kept: plan.DISAGREES}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("return (x + branch)", "return (2 * x + branch)"), ("x, branch = mlp(x, branch,", "_, branch = mlp(x, branch,")],
+)
+def test_halves_that_are_wrong_together_are_not_taken(old, new, monkeypatch):
+    monkeypatch.setattr(plan, "decoder_layer", mutant(decoder_layer, old, new))
+    monkeypatch.setattr(plan, "_PLANS", {})
+    assert not any(form.by == BY for form in plan.plan_for(families.build("ministral3")).layers.values())

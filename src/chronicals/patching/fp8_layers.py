@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chronicals.kernels.fp8_linear import MULTIPLE
-from chronicals.patching.decoder_layer import groups_of_layers
+from chronicals.patching.decoder_layer import products_of_halves
 from chronicals.patching.side_by_side import FP8, Unmerged, leave
 
 LEAST = 2304
@@ -35,7 +35,7 @@ def run_in_fp8(model: Any) -> FP8Products:
     and ``lay_apart`` undo it.
     """
     chosen, there, left = 0, 0, []
-    for found in groups_of_layers(model):
+    for found in products_of_halves(model):
         if isinstance(found, Unmerged):
             left.append(str(found))
             continue
@@ -52,7 +52,7 @@ def offload_frozen_weights(model: Any) -> int:
     bytes. What fused layers give stays as it is; ``forget_policies`` and ``lay_apart`` undo it.
     """
     moved = 0
-    for found in groups_of_layers(model):
+    for found in products_of_halves(model):
         for owner, names, group in found if not isinstance(found, Unmerged) else ():
             if group.fp8 is not None and group.fp8.frozen and not group.merged.apart:
                 moved += group.merged.matrix.nbytes
@@ -69,7 +69,7 @@ def layers_in_fp8(model: Any) -> list[str]:
     """Names of the linear layers whose products run in FP8, those inside adapters by the adapter's name."""
     chosen = {
         linear
-        for found in groups_of_layers(model)
+        for found in products_of_halves(model)
         if not isinstance(found, Unmerged)
         for owner, names, group in found
         if names in vars(owner).get(FP8, {})

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from chronicals.models.attention_seam import NOT_WHOLE
-from chronicals.patching import attention, loss
-from chronicals.patching.decoder_layer import ATTENTION, NAME, layer_signature
+from chronicals.patching import attention, decoder_layer, loss
+from chronicals.patching.decoder_layer import ATTENTION, layer_signature
 from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
 from chronicals.patching.plan import Plan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
@@ -17,6 +17,7 @@ from chronicals.patching.side_by_side import lay_apart
 from chronicals.patching.tiled_mlps import forget_policies
 
 EXPERTS = "experts keep their own products"
+UNKNOWN_HALF = "of no known form: it runs as its class does"
 
 
 class Whole:
@@ -126,15 +127,20 @@ def _replace(path: str, module: nn.Module, plan: Plan, report: PatchReport) -> N
 
 def _replace_layers(target: Any, plan: Plan, report: PatchReport) -> None:
     report.whole_layers = True
-    for path, layer in target.named_modules():
+    if not plan.layers:
+        report.left.append(Left("", decoder_layer.NAME, plan.reasons.get(decoder_layer.NAME, plan.reasons.get("model", ""))))
+    kept = {decoder_layer.ATTENTION_BY: decoder_layer.MLP_HALF, decoder_layer.MLP_BY: decoder_layer.ATTENTION_HALF}
+    for path, layer in target.named_modules() if plan.layers else ():
         form = plan.layers.get(layer_signature(layer)) if hasattr(layer, ATTENTION) else None
         if form is not None and "forward" not in vars(layer):
             layer.forward = MethodType(form.forward, layer)
             report.replaced.append(Replaced(path, type(layer).__name__, form.by))
+            if form.by in kept:
+                report.left.append(Left(path, kept[form.by], plan.reasons.get(kept[form.by], UNKNOWN_HALF)))
         elif form is not None:
             report.left.append(Left(path, type(layer).__name__, "its forward was replaced by something else (hooks, offload)"))
-    if not plan.layers:
-        report.left.append(Left("", NAME, plan.reasons.get(NAME, plan.reasons.get("model", ""))))
+        elif hasattr(layer, ATTENTION):
+            report.left.append(Left(path, type(layer).__name__, "neither half of it is of a known form"))
 
 
 def _replace_loss(target: Any, plan: Plan, report: PatchReport) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
@@ -41,8 +42,8 @@ gradient of a key's bias is nothing but rounding, and classes round to fp32 here
 
 @dataclass
 class Plan:
-    """Forms by the signature of a module, whole decoder layers by theirs, and whether the seams of loss and attention hold;
-    ``reasons`` for the rest; ``code`` is that of the classes it was proved with."""
+    """Forms by the signature of a module, decoder layers with one or both halves fused by theirs, and whether the seams of loss
+    and attention hold; ``reasons`` for the rest; ``code`` is that of the classes it was proved with."""
 
     forms: dict[tuple, tuple[str, Form]] = field(default_factory=dict)
     layers: dict[tuple, Form] = field(default_factory=dict)
@@ -51,6 +52,11 @@ class Plan:
     attention: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
     code: dict[type[nn.Module], tuple] = field(default_factory=dict)
+
+    @property
+    def fuses_whole_layers(self) -> bool:
+        """Whether both halves of every layer run fused."""
+        return bool(self.layers) and all(form.by == decoder_layer.BY for form in self.layers.values())
 
     def is_of_today(self) -> bool:
         """Whether nobody replaced a forward, or a function beside it, since it was made."""
@@ -126,42 +132,51 @@ def _make(cls: type, config: Any) -> Plan:
     if reason:
         plan.reasons[attention.NAME] = reason
     plan.attention = not reason
-    plan.layers = _whole_layers(twin, plan)
+    plan.layers = _fused_layers(twin, plan)
     if not plan.layers:
-        plan.reasons[decoder_layer.NAME] = "no layer of it is built of norm, attention, norm and gated MLP as is known here"
+        plan.reasons[decoder_layer.NAME] = "no half of its layers, norm and attention or norm and gated MLP, is of a known form"
     return plan
 
 
-def _whole_layers(twin: Any, plan: Plan) -> dict[tuple, Form]:
-    """Fused layers with which the twin, given documents end to end, gives what it gives by itself; all or none."""
+def _fused_layers(twin: Any, plan: Plan) -> dict[tuple, Form]:
+    """Fused layers with which the twin, given documents end to end, gives what it gives by itself: with both halves fused, or
+    else with one of them, in all layers that have it; none where that does not hold."""
     layers = getattr(twin.get_decoder(), "layers", ())
-    anatomies = {decoder_layer.layer_signature(layer): decoder_layer.read_layer(layer, plan.forms) for layer in layers}
-    if not anatomies or None in anatomies.values():
+    read = {decoder_layer.layer_signature(layer): decoder_layer.read_layer(layer, plan.forms) for layer in layers}
+    anatomies = {key: anatomy for key, anatomy in read.items() if anatomy is not None}
+    if not any(anatomy.by for anatomy in anatomies.values()):
         return {}
     try:
         expected = _run_packed(twin)
     except Exception:  # a class that knows no bounds fails in its own way
         return {}
-    for interleaved in (False, True):
-        forms = {
-            key: decoder_layer.layer_form(replace(anatomy, interleaved=interleaved))
-            for key, anatomy in anatomies.items() if anatomy is not None
-        }  # fmt: skip
-        if _layers_hold(twin, forms, expected):
-            return forms
+    tried = []
+    for fuses_attention, fuses_mlp in ((True, True), (True, False), (False, True)):
+        for interleaved in (False, True):
+            chosen = {key: anatomy.only(fuses_attention, fuses_mlp, interleaved) for key, anatomy in anatomies.items()}
+            forms = {key: decoder_layer.layer_form(anatomy) for key, anatomy in chosen.items() if anatomy.by}
+            if not forms or chosen in tried:
+                continue
+            tried.append(chosen)
+            if _layers_hold(twin, forms, expected):
+                fused = {decoder_layer.ATTENTION_HALF: fuses_attention, decoder_layer.MLP_HALF: fuses_mlp}
+                plan.reasons |= {name: DISAGREES for name, there in fused.items() if not there}
+                return forms
     return {}
 
 
 def _layers_hold(twin: Any, forms: dict[tuple, Form], expected: Run) -> bool:
-    layers, before = list(twin.get_decoder().layers), decoder_layer.runs[0]
-    for layer in layers:
-        layer.forward = MethodType(forms[decoder_layer.layer_signature(layer)].forward, layer)
+    found = [(layer, forms.get(decoder_layer.layer_signature(layer))) for layer in twin.get_decoder().layers]
+    fused = [(layer, form) for layer, form in found if form is not None]
+    due = decoder_layer.runs + Counter(form.by for _, form in fused)
+    for layer, form in fused:
+        layer.forward = MethodType(form.forward, layer)
     try:
-        return agree(expected, _run_packed(twin)) and decoder_layer.runs[0] == before + len(layers)
+        return agree(expected, _run_packed(twin)) and decoder_layer.runs == due
     except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
         return False  # it has parts under these names that are something else
     finally:
-        for layer in layers:
+        for layer, _ in fused:
             del layer.forward
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from chronicals.memory import draws_numbers, tiled
-from chronicals.patching.decoder_layer import RECOMPUTES, TILES
 from chronicals.patching.forms import FORM, Forward, signature
+from chronicals.patching.halves import RECOMPUTES, TILES
 from chronicals.patching.plan import plan_for
 from chronicals.patching.side_by_side import forget_fp8
 

@@ -12,18 +12,19 @@ from chronicals.kernels.compilation import can_compile_only, compiling_only
 from chronicals.memory import decoder_layers
 from chronicals.models import PresentedModel, input_device
 from chronicals.objectives import Count, Objective
-from chronicals.patching.decoder_layer import groups_of_layers
+from chronicals.patching.decoder_layer import products_of_halves
 from chronicals.training.precision import Precision
 from chronicals.training.step import micro_step
 
 
 def compiles_beforehand(config: ChronicalsConfig, model: PresentedModel, updates_in_backward: bool) -> bool:
-    """Whether ``compile_micro_step`` is right here: on a card, where all layers run fused, so that arbitrary values choose no
-    experts and change no buffers; where no weight is updated by a backward pass, and nothing is kept of 8-bit values."""
+    """Whether ``compile_micro_step`` is right here: on a card, where both halves of all layers run fused, so that arbitrary
+    values choose no experts and change no buffers; where no weight is updated by a backward pass, and nothing is kept of 8-bit
+    values."""
     if input_device(model.model).type != "cuda" or not can_compile_only() or torch.is_anomaly_enabled():
         return False
-    fused = sum(isinstance(groups, list) for groups in groups_of_layers(model.model))
-    return fused == len(decoder_layers(model.model)) and not config.use_fp8 and not updates_in_backward
+    fused = sum(isinstance(products, list) for products in products_of_halves(model.model))
+    return fused == 2 * len(decoder_layers(model.model)) and not config.use_fp8 and not updates_in_backward
 
 
 def compile_micro_step(

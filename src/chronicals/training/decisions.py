@@ -93,7 +93,8 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     why_not = why_not_fused(config, presented)
     fused = why_not is None
     in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
-    needed = estimate(model, tokens, fused, *_bytes(config, product_type, ranks), config.logits_chunk_size, in_fp8)
+    whole = fused and plan_for(model).fuses_whole_layers  # beside a half that its class computes, nothing is counted as saved
+    needed = estimate(model, tokens, whole, *_bytes(config, product_type, ranks), config.logits_chunk_size, in_fp8)
     graphs, why_not_graphs = _graphs(config, presented, backend)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),

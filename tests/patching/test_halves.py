@@ -1,0 +1,132 @@
+"""Halves of a decoder layer that are fused by themselves, beside a half that its class computes."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import families
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.memory import enable_gradient_checkpointing
+from chronicals.models import PresentedModel
+from chronicals.patching import patch_parts, recompute_norms_and_units, run_in_fp8, tile_mlps
+from chronicals.patching.decoder_layer import ATTENTION_BY, ATTENTION_HALF, BY, MLP_BY, MLP_HALF, products_of_halves, runs
+
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+ROUTED = {
+    "Mixtral": EXPERTS | {"num_local_experts": 4, "sliding_window": 4},
+    "Qwen2Moe": EXPERTS | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Qwen3Moe": EXPERTS | {"num_experts": 4, "head_dim": 8},
+}
+
+
+def build(name, **sizes):
+    config = getattr(transformers, f"{name}Config")(**{**families.SIZES, **sizes})
+    return families.randomise(getattr(transformers, f"{name}ForCausalLM")(config).double().train())
+
+
+def same_with(model, by):
+    """States and gradients as the class gives them, with every layer run as ``by`` says; what the report says."""
+    batch, layers = families.documents_batch(), len(model.get_decoder().layers)
+    expected = families.states_and_gradients(copy.deepcopy(model), batch)
+    report, before = patch_parts(model, whole_layers=True), runs.copy()
+    families.assert_same(expected, families.states_and_gradients(model, batch))
+    assert runs - before == {by: layers}
+    return report
+
+
+def left_of(report, half):
+    return [entry.path for entry in report.left if entry.part == half]
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("name", ROUTED)
+def test_attention_is_fused_beside_experts(name, adapted):
+    model = build(name, **ROUTED[name])
+    if adapted:
+        apply_lora(model, LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj", "v_proj", "o_proj"])).double()
+        for parameter_name, p in model.named_parameters():
+            if "lora_B" in parameter_name:
+                nn.init.normal_(p, std=0.3)
+    report = same_with(model, ATTENTION_BY)
+    assert report.counts()[ATTENTION_BY] == 2 and BY not in report.counts()
+    assert left_of(report, MLP_HALF) == ["model.layers.0", "model.layers.1"] and MLP_HALF in str(report)
+
+
+def test_a_dense_layer_among_routed_ones_runs_whole():
+    model = build("Qwen3Moe", **ROUTED["Qwen3Moe"], mlp_only_layers=[0])
+    report = patch_parts(model, whole_layers=True)
+    assert (report.counts()[BY], report.counts()[ATTENTION_BY]) == (1, 1) and left_of(report, MLP_HALF) == ["model.layers.1"]
+    before = runs.copy()
+    families.states_and_gradients(model, families.documents_batch())
+    assert runs - before == {BY: 1, ATTENTION_BY: 1}
+
+
+@pytest.mark.parametrize("policy", [None, recompute_norms_and_units, tile_mlps])
+def test_the_mlp_is_fused_beside_another_attention(policy):
+    """DiffLlama subtracts one attention from another: its products have the usual names, and the twin disagrees."""
+    model = build("DiffLlama", attn_implementation="eager")
+    if policy is not None:
+        policy(model)
+    report = same_with(model, MLP_BY)
+    assert report.counts()[MLP_BY] == 2
+    reasons = {entry.reason for entry in report.left if entry.part == ATTENTION_HALF}
+    assert reasons == {"the whole twin did not agree with it"}
+
+
+@pytest.mark.parametrize(("name", "by"), [("DiffLlama", MLP_BY), ("Mixtral", ATTENTION_BY)])
+def test_layers_made_again_give_the_same(name, by):
+    model, batch = build(name, **ROUTED.get(name, {"attn_implementation": "eager"})), families.documents_batch()
+    patch_parts(model, whole_layers=True)
+    expected = families.states_and_gradients(model, batch)
+    enable_gradient_checkpointing(model, whole_layers=True)
+    before = runs.copy()
+    with PresentedModel(model, packed=True, head_is_read=False).attending_documents():  # when they are made again, too
+        got = families.states_and_gradients(model, batch)
+    assert runs - before == {by: 4} and all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+@pytest.mark.parametrize(
+    ("part", "half"), [("mlp", ATTENTION_BY), ("self_attn", MLP_BY), ("post_attention_layernorm", ATTENTION_BY)]
+)
+def test_a_hook_keeps_its_half_alone(part, half):
+    model, batch = families.build("llama").double(), families.documents_batch()
+    layer, seen = model.get_decoder().layers[0], []
+    layer.get_submodule(part).register_forward_hook(lambda *_: seen.append(part))
+    expected = families.states_and_gradients(copy.deepcopy(model), batch)
+    patch_parts(model, whole_layers=True)
+    before = runs.copy()
+    seen.clear()
+    families.assert_same(expected, families.states_and_gradients(model, batch))
+    assert runs - before == {BY: 1, half: 1} and seen == [part]
+
+
+@pytest.mark.parametrize("family", ["gemma2", "olmo2", "granite"])
+@pytest.mark.parametrize("part", ["mlp", "self_attn"])
+def test_norms_and_multipliers_of_a_half_that_its_class_computes(family, part):
+    model, batch = families.build(family).double(), families.documents_batch()
+    expected = families.states_and_gradients(copy.deepcopy(model), batch)
+    patch_parts(model, whole_layers=True)
+    for layer in model.get_decoder().layers:
+        layer.get_submodule(part).register_forward_hook(lambda *_: None)
+    before = runs.copy()
+    families.assert_same(expected, families.states_and_gradients(model, batch))
+    assert runs - before == {ATTENTION_BY if part == "mlp" else MLP_BY: 2}
+
+
+def test_only_products_of_fused_halves_are_found():
+    model = build("Qwen3Moe", **ROUTED["Qwen3Moe"])
+    patch_parts(model, whole_layers=True)
+    assert [[names for _, names, _ in products] for products in products_of_halves(model)] == 2 * [
+        [("q_proj", "k_proj", "v_proj"), ("o_proj",)]
+    ]
+    assert run_in_fp8(model).there == 4
+
+
+def test_a_second_call_changes_no_report():
+    model = build("Mixtral", **ROUTED["Mixtral"])
+    report = patch_parts(model, whole_layers=True)
+    before = len(report.replaced), len(report.left)
+    assert patch_parts(model, whole_layers=True) is report and (len(report.replaced), len(report.left)) == before
