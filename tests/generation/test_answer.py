@@ -266,8 +266,8 @@ def test_a_stop_string_is_no_end_for_a_model_that_learned_another():
     trained, question = endless()
     free = answer(trained, question, 20)
     trained.model.generation_config.stop_strings = [free[3:6]]
-    taught = Trained(trained.model, trained.tokenizer, kinds=("text",))
-    assert answer(taught, question, 20) == free
+    on_texts = Trained(trained.model, trained.tokenizer, kinds=("text",))
+    assert answer(on_texts, question, 20) == free
 
 
 @pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}], ids=str)

@@ -57,7 +57,7 @@ def evaluate(
         "train_on_turns": train_on_turns, "completions_as_chat": completions_as_chat, "overlong": overlong,
         "chat_template": chat_template, "columns": columns, "gate": gate, "cache_dir": cache_dir,
     }  # fmt: skip
-    fields: dict[str, Any] = {"max_seq_length": 2048, **trained.taught}
+    fields: dict[str, Any] = {"max_seq_length": 2048, **trained.data_config}
     fields |= {name: value for name, value in asked.items() if value not in (None, [])}
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)

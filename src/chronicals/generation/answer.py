@@ -1,4 +1,4 @@
-"""Asking a trained model exactly as it was taught: the same tokenisation, and the stop token that was trained."""
+"""Generation with the prompt format of the training: the same tokenisation, and the stop token that was trained."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Trained:
-    """A model that can be asked.
+    """A model with what generation must know about its training.
 
     Attributes:
         model, tokenizer: of transformers.
-        kinds: the kinds of row it was trained on; empty for a model from elsewhere.
-        taught: fields of the run's configuration that decide what of a row is trained; empty likewise.
+        kinds: the kinds of row it was trained on; empty for a model that chronicals did not train.
+        data_config: fields of the run's configuration that decide which tokens of a row are trained; empty likewise.
     """
 
     model: Any
     tokenizer: Any
     kinds: tuple[str, ...] = ()
-    taught: Mapping[str, Any] = field(default_factory=dict)
+    data_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def chats(self) -> bool:
-        """Whether to ask through the chat template: it was trained on chats, or has a template and another origin."""
+        """Whether to use the chat template: the model was trained on chats, or chronicals did not train it and it has one."""
         return any(kind in CHATS for kind in self.kinds) or (not self.kinds and self.tokenizer.chat_template is not None)
 
     @property
     def stops(self) -> list[int]:
-        """Token ids that end an answer: those that were trained; of a model from elsewhere, those it names itself."""
+        """Token ids that end an answer: those that were trained; else the EOS tokens of its generation config and tokenizer."""
         if self.kinds:
             return stop_token_ids(self.tokenizer, self.chats)
         named = self.model.generation_config.eos_token_id
@@ -56,27 +56,29 @@ class Trained:
 
     @property
     def ending(self) -> Ending:
-        """What ends an answer; of a model from elsewhere also the stop strings of its generation config."""
+        """What ends an answer; for a model that chronicals did not train, also the stop strings of its generation config."""
         named = None if self.kinds else getattr(self.model.generation_config, "stop_strings", None)
         strings = [named] if isinstance(named, str) else named or []
         return Ending(self.tokenizer, self.stops, [string for string in strings if string])
 
 
 def load_trained(folder: str | Path, base_model: str | None = None, trust_remote_code: bool = False) -> Trained:
-    """Load a model, an adapter, a checkpoint, or the folder of a whole run; with an adapter's own tokenizer or its model's.
+    """Load a model, an adapter, a checkpoint, or the folder of a whole run.
+
+    The tokenizer is the adapter's own where it has one, else its base model's.
 
     Args:
         folder: any of them, or a hub name.
-        base_model: the model of an adapter, where the adapter does not say.
+        base_model: the base model of an adapter, where the adapter does not name it.
 
     Raises:
-        ValueError: it cannot be loaded, with what to do.
+        ValueError: it cannot be loaded; the message says what to do.
     """
     dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
     saved = SavedModel.find(folder, base_model)
     model, tokenizer = saved.model(dtype, trust_remote_code), saved.tokenizer(trust_remote_code)
     model = model.to("cuda") if torch.cuda.is_available() else model
-    return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), saved.about.get("taught", {}))
+    return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), saved.about.get("taught", {}))  # "taught": its name in the file
 
 
 def answer(
@@ -88,7 +90,7 @@ def answer(
     Args:
         question: a text, or the messages of a conversation so far.
         temperature: 0 always takes the likeliest token.
-        say: is given each part of the answer when it is made; the parts, joined, are the answer.
+        say: called with each new part of the text; the parts, joined, are the answer.
         sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
     """
     tokenizer = Tokenizer(trained.tokenizer)
@@ -114,16 +116,17 @@ def generate(
     trained: Trained, ids: list[int], max_new_tokens: int = 256, temperature: float = 0.0, seed: int = 0,
     *, each: Callable[[list[int]], None] | None = None, seconds: float | None = None, **sampling: Any,
 ) -> list[int]:  # fmt: skip
-    """Token ids that follow ``ids``, the stop token included where one was reached before the model's last position.
+    """Token ids that follow ``ids``, with the stop token if one was generated.
 
     Args:
-        seconds: after which no further token is begun; there is always one.
-        each: is given the token ids so far after each new one.
+        max_new_tokens: at most; fewer where the model has no further positions, with a warning.
+        seconds: time limit, after which no further token is begun; at least one token is generated.
+        each: called with all new token ids after each token.
         sampling: ``top_p``, ``top_k`` and ``repetition_penalty`` of ``Sampling``.
 
     Raises:
-        ValueError: there is nothing to follow, no room for a token, a setting out of its range, or what the model predicts is
-            not finite.
+        ValueError: ``ids`` is empty or as long as the model's positions, a setting is out of its range, or the logits are not
+            finite.
     """
     choice = Sampling(temperature, seed, **sampling)
     if not ids:
@@ -133,12 +136,12 @@ def generate(
     model, ending = trained.model, trained.ending
     stops = ending.tokens
     last = last_position(model, len(ids) + max_new_tokens)
-    room = max_new_tokens if last is None else last - len(ids)
-    if room < 1:
+    limit = max_new_tokens if last is None else last - len(ids)
+    if limit < 1:
         raise ValueError(f"ids has {len(ids):,} tokens, {type(model).__name__} {last:,} positions: ask something shorter")
     padding = trained.tokenizer.pad_token_id
     config = choice.config(
-        model.generation_config, max_new_tokens=room, eos_token_id=stops or None,
+        model.generation_config, max_new_tokens=limit, eos_token_id=stops or None,
         pad_token_id=padding if padding is not None else (stops or [0])[0], max_time=seconds,
     )  # fmt: skip
     inputs = torch.tensor([ids], device=input_device(model))
@@ -150,13 +153,13 @@ def generate(
             logits_processor=[_refuse_what_is_not_finite], stopping_criteria=_after_each(ending, len(ids), each),
         )  # fmt: skip
     produced = out[0, len(ids) :].tolist()
-    if len(produced) == room < max_new_tokens and produced[-1] not in stops:
+    if len(produced) == limit < max_new_tokens and produced[-1] not in stops:
         logger.warning("the answer ends where %s does, at position %d", type(model).__name__, last)
     return produced
 
 
 def _after_each(ending: Ending, begin: int, each: Callable[[list[int]], None] | None) -> list[Callable[..., Tensor]]:
-    """Stopping criteria for transformers' ``generate``: tell ``each``, and stop where a stop string is complete."""
+    """Stopping criteria for transformers' ``generate``: call ``each``, and stop where a stop string is complete."""
 
     def ends(ids: Tensor, _: Any, **kwargs: Any) -> Tensor:
         produced = ids[0, begin:].tolist()
@@ -168,7 +171,7 @@ def _after_each(ending: Ending, begin: int, each: Callable[[list[int]], None] | 
 
 
 def _refuse_what_is_not_finite(_: Tensor, scores: Tensor) -> Tensor:
-    """One of the processors of transformers' ``generate``; others may have set tokens that are not wanted to minus infinity."""
+    """A logits processor of transformers' ``generate``; single tokens may be minus infinity, set by other processors."""
     if not scores.amax().isfinite():
         raise ValueError(
             "the model's predictions are not finite; its weights are damaged or overflow: take an earlier checkpoint, or "
@@ -179,7 +182,7 @@ def _refuse_what_is_not_finite(_: Tensor, scores: Tensor) -> Tensor:
 
 @contextmanager
 def _without_own_settings(model: Any) -> Iterator[None]:
-    """Within, the model has an empty generation config: transformers' ``generate`` would take from it what is not given."""
+    """Within, the model has an empty generation config; else transformers' ``generate`` fills unset settings from it."""
     own = model.generation_config
     model.generation_config = GenerationConfig()
     try:

@@ -11,10 +11,10 @@ from chronicals.generation.answer import Trained, answer
 class Chat:
     """Questions and answers so far.
 
-    A model that was trained on plain text has no turns: each question is a text of its own, which it goes on with.
+    A model that was trained on plain text has no turns: it continues each question as a text of its own.
 
     Args:
-        system: what stands before the first question; none by default.
+        system: system message before the first question; none by default.
         settings: as ``answer`` takes them.
 
     Raises:
@@ -33,10 +33,10 @@ class Chat:
         self.messages = [*self._opening]
 
     def ask(self, question: str, say: Callable[[str], None] | None = None) -> str:
-        """The answer to the next question, which then belongs to the conversation; a question that fails does not.
+        """The answer to the next question. Both join the conversation, unless an error is raised.
 
         Args:
-            say: is given each part of the answer when it is made.
+            say: called with each new part of the answer.
         """
         asked = [*self.messages, {"role": "user", "content": question}]
         reply = answer(self.trained, asked if self.trained.chats else question, say=say, **self.settings)

@@ -1,4 +1,4 @@
-"""Where an answer ends, and what of it is text."""
+"""Where generated tokens end, and the text of an answer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Ending:
 
     Attributes:
         tokenizer: of transformers.
-        tokens: ids; need not be those of special tokens.
-        strings: texts.
+        tokens: stop token ids, of special tokens or others.
+        strings: stop strings.
     """
 
     tokenizer: Any
@@ -21,15 +21,15 @@ class Ending:
     strings: list[str]
 
     def text(self, produced: list[int]) -> str:
-        """The answer that token ids are, without what ended it and without white space around it."""
+        """The text of generated token ids, up to the first stop token or stop string, without white space around it."""
         end = next((place for place, token in enumerate(produced) if token in self.tokens), len(produced))
         text = self.tokenizer.decode(produced[:end], skip_special_tokens=True)
         return text[: min((text.find(string) for string in self.strings if string in text), default=len(text))].strip()
 
     def has_string(self, produced: list[int]) -> bool:
-        """Whether one of the strings is in the last tokens, also one that is made of special tokens."""
+        """Whether the last tokens contain a stop string, which may consist of special tokens."""
         if not self.strings:
             return False
-        enough = 4 * max(map(len, self.strings)) + 8  # of a character at most 4 bytes, of which a token holds at least one
+        enough = 4 * max(map(len, self.strings)) + 8  # a character has at most 4 bytes, a token at least one
         text = self.tokenizer.decode(produced[-enough:], skip_special_tokens=False)
         return any(string in text for string in self.strings)

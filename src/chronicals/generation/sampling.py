@@ -12,8 +12,8 @@ SHAPING = (
     "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty",
     "no_repeat_ngram_size", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "renormalize_logits",
 )  # fmt: skip
-"""Settings that change the probabilities a token is drawn from, and need nothing but the logits. Of a model's own generation
-config these alone are taken: others choose another algorithm (beams, assistants, caches), or need a tokenizer or a download."""
+"""Settings that change the probabilities of tokens and need only the logits. No others are taken from a model's own generation
+config: they choose another algorithm (beams, assistants, caches), or need a tokenizer or a download."""
 
 ALL_TOKENS = 0
 """``top_k`` that leaves every token; without it transformers keeps 50."""
@@ -61,7 +61,7 @@ class Sampling:
         """A whole generation config.
 
         Args:
-            own: the model's. Where tokens are drawn, what it says of probabilities holds unless it is set here.
+            own: the model's; with a temperature above 0, its ``SHAPING`` settings apply where they are not set here.
             fixed: further settings.
         """
         asked = {"top_p": self.top_p, "top_k": self.top_k, "repetition_penalty": self.repetition_penalty}

@@ -1,19 +1,19 @@
-"""An answer handed on while it is made."""
+"""Streaming: an answer is passed on while it is generated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 INCOMPLETE = "\ufffd"
-"""What a decoder shows for the first bytes of a character whose others are still to come."""
+"""What a decoder shows for an incomplete character, whose last bytes are in the next token."""
 
 
 class Stream:
-    """Hands on the parts of a text that grows; the parts, joined, are the text.
+    """Passes on the new part of a growing text at each call; the parts, joined, are the text.
 
     Args:
-        say: is given each part.
-        stop_strings: end the text and are no part of it, so that what may be the beginning of one waits.
+        say: called with each part.
+        stop_strings: they end the text and are not part of it, so a text end that may begin one is held back.
     """
 
     def __init__(self, say: Callable[[str], None], stop_strings: Sequence[str] = ()):
