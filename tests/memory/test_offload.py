@@ -50,7 +50,7 @@ def test_gradients_are_the_same_bits(kind, window):
 
 
 def test_by_default_a_few_tensors_are_on_their_way():
-    """Three as large as the largest, which is an input where layers are made again, and else what they keep."""
+    """Three as large as the largest, which is an input where layers are recomputed, and else what they keep."""
     offloads = []
     for kind in ("recomputed", "full"):
         model = model_of(kind)

@@ -1,4 +1,4 @@
-"""Which activations are made again: the fastest policy that fits, by an estimate of what a run holds."""
+"""Which activations are recomputed: the fastest policy that fits, by an estimate of what a run holds."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ KEPT = {NOTHING: 10 * GIB, CHEAP: 6 * GIB, LAYERS: 1 * GIB}
     ids=str,
 )
 def test_the_fastest_that_fits(total, choice, needed):
-    """The last of ten saves nothing: while any is made again, it is there as a whole."""
+    """The last of ten saves nothing: while any is recomputed, it is there as a whole."""
     estimated = Estimate(20 * GIB, 10, KEPT, total * GIB)
     assert estimated.choice() == choice and estimated.needed(*choice) == needed * GIB
 
@@ -54,10 +54,10 @@ def test_without_fused_layers_nothing_is_cheap():
     ("total", "words"),
     [
         (0, "not on a card"),
-        (200, "estimated 120.0 of 200.0 GiB, nothing made again"),
-        (100, "estimated 80.0 of 100.0 GiB, norms and gated units made again"),
-        (60, "estimated 50.0 of 60.0 GiB, 6 of 10 layers made again, norms and gated units made again"),
-        (10, "estimated 39.0 of 10.0 GiB, 9 of 10 layers made again, norms and gated units made again"),
+        (200, "estimated 120.0 of 200.0 GiB, nothing recomputed"),
+        (100, "estimated 80.0 of 100.0 GiB, norms and gated units recomputed"),
+        (60, "estimated 50.0 of 60.0 GiB, 6 of 10 layers recomputed, norms and gated units recomputed"),
+        (10, "estimated 39.0 of 10.0 GiB, 9 of 10 layers recomputed, norms and gated units recomputed"),
     ],
     ids=str,
 )

@@ -78,7 +78,8 @@ def load_trained(folder: str | Path, base_model: str | None = None, trust_remote
     saved = SavedModel.find(folder, base_model)
     model, tokenizer = saved.model(dtype, trust_remote_code), saved.tokenizer(trust_remote_code)
     model = model.to("cuda") if torch.cuda.is_available() else model
-    return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), saved.about.get("taught", {}))  # "taught": its name in the file
+    data_config = saved.about.get("taught", {})  # its name in the file
+    return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), data_config)
 
 
 def answer(

@@ -1,12 +1,12 @@
 """Activations in host memory between the forward and the backward pass.
 
-What autograd saves is copied out on a stream of its own while the forward pass goes on, and brought back ahead of its use.
-A tensor that a copy still reads is held on the card until the copy has ended, ``window`` bytes at a time: a card that
-computes faster than the bus carries waits there. As much is on its way back at a time. What the forward pass made last, the
-backward pass wants first, and takes from the card, where it still is.
+Tensors that autograd saves are copied to the host on a stream of their own while the forward pass goes on, and prefetched
+before the backward pass uses them. A tensor stays on the card until its copy has ended; at most ``window`` bytes are in such
+copies, so a card that computes faster than the bus copies waits for the bus. At most as many are prefetched at a time. The
+tensors saved last are used first, and are still on the card then.
 
-Streams order all of it and nothing asks the host, so a step can be captured in a CUDA graph once it has run without: by
-then its host memory is there.
+All order is by streams, without a host synchronisation, so a step can be captured in a CUDA graph after it has run once, which
+allocates the host memory.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from chronicals.kernels.launch import next_power_of_2
 SMALLEST = 1 << 20
 """Bytes of the smallest tensor that is moved."""
 
-LARGEST_SHARE = 4
-"""Memory goes as a whole, with all the tensors in it, unless it is so many times as large as the first that is saved."""
+LARGEST_RATIO = 4
+"""A tensor's whole storage is moved, with all tensors in it, unless the storage is more than this many times as large as the
+tensor that is saved first; then that tensor is copied out of it."""
 
 AT_A_TIME = 3
-"""Tensors as large as the largest that are on their way in one direction: one that is carried, one that waits for it, and one
-that was just made. A layer of an 8B model has about as much, of layers that are made again their inputs are all."""
+"""The default window, in tensors as large as the largest: one being copied, one waiting, one just computed. That is about what
+a layer of an 8B model saves; a recomputed layer saves its input alone."""
 
 
 class ActivationOffload:
     """Moves what autograd saves in forward passes of ``module`` to host memory; see the module's docstring.
 
-    Weights stay where they are. Results do not change by a bit. Host memory is kept from pass to pass.
+    Weights stay on the card. Results are bit-equal. Host memory is kept for later passes.
 
     Args:
-        module: such as the decoder of a model; layers in it may be recomputed, then it is their inputs that move.
+        module: such as the decoder of a model; of recomputed layers in it the inputs are moved.
         smallest: bytes of the smallest tensor that is moved; ``SMALLEST`` by default.
-        window: bytes on their way in one direction; by default ``AT_A_TIME`` times those of the largest tensor.
+        window: most bytes that are copied in one direction at a time; by default ``AT_A_TIME`` times the largest tensor.
     """
 
     def __init__(self, module: nn.Module, smallest: int | None = None, window: int | None = None):
@@ -67,10 +68,10 @@ class ActivationOffload:
         self.remove()
 
     def remove(self) -> None:
-        """Leave the module as it was, as at the end of ``with``; passes that were begun can be finished."""
+        """Remove the hooks, as the end of ``with`` does; backward passes of earlier forward passes still work."""
         for hook in self._hooks:
             hook.remove()
-        while self._passes:  # torch calls no hook where a pass is broken off from the keyboard
+        while self._passes:  # torch calls no hook where a pass ends by KeyboardInterrupt
             self._leave()
 
     def _enter(self, module: nn.Module, _args: object) -> None:
@@ -89,30 +90,33 @@ class ActivationOffload:
             hooks.__exit__(None, None, None)
 
     def _follow(self, device: torch.device) -> None:
-        """To where the module is now."""
+        """Take streams of the module's present device."""
         if device != self.device:
             self.device, self.free = device, {}
             self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
 
     def take(self, size: int) -> Tensor:
-        """At least so many bytes of host memory, pinned if they come from a card: a power of two, so that what one pass
-        leaves serves another of other lengths. Pinned memory comes in such sizes anyway."""
-        room = next_power_of_2(size)
-        free = self.free.setdefault(room, [])
+        """A buffer of at least ``size`` bytes in host memory, pinned if the device is a card.
+
+        Sizes are powers of two, so that a buffer serves passes of other lengths too; torch rounds pinned memory up to them
+        anyway.
+        """
+        rounded = next_power_of_2(size)
+        free = self.free.setdefault(rounded, [])
         self.moved, self.largest = self.moved + size, max(self.largest, size)
-        return free.pop() if free else torch.empty(room, dtype=torch.uint8, pin_memory=self.streams is not None)
+        return free.pop() if free else torch.empty(rounded, dtype=torch.uint8, pin_memory=self.streams is not None)
 
 
 class _Saved:
-    """The memory of saved tensors, on the host.
+    """A storage with saved tensors, and its copy on the host.
 
     Attributes:
         number: its place in the order of the forward pass.
-        here: its bytes on the device, while a copy runs or until its uses are over.
-        first: a tensor in it, while ``here`` is the memory that the forward pass made.
-        version: of that tensor when it was saved.
-        event: the end of the copy that was begun last.
-        uses: how often it was saved and not yet asked for.
+        here: its bytes on the device, while a copy runs or until its last use.
+        first: a tensor in it, while ``here`` is the storage that the forward pass allocated.
+        version: autograd's version counter of ``first`` when it was saved.
+        event: the end of the latest copy.
+        uses: how many saved tensors in it were not unpacked yet.
         spoiled: it was written to while it was being copied.
     """
 
@@ -126,8 +130,7 @@ class _Saved:
         self.host = memory[: self.here.nbytes]
         weakref.finalize(self, owner.free[memory.nbytes].append, memory).atexit = False
 
-    def let_go(self) -> None:
-        """Give the memory on the device back."""
+    def free_device_memory(self) -> None:
         self.check()
         self.here = self.first = None
 
@@ -135,7 +138,7 @@ class _Saved:
         self.spoiled = self.spoiled or (self.first is not None and self.first._version != self.version)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether the tensor lies in the memory that is being copied, which was not written to since."""
+        """Whether the tensor is in this storage, which is being copied and was not written to since it was saved."""
         if self.first is None or self.version != tensor._version:
             return False
         return self.first.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
@@ -143,7 +146,7 @@ class _Saved:
 
 @dataclass(frozen=True)
 class _Place:
-    """A tensor in saved memory."""
+    """What autograd keeps instead of a tensor: a view into a saved storage."""
 
     memory: _Saved
     dtype: torch.dtype
@@ -160,10 +163,10 @@ class _Tape:
     """One forward pass and the backward passes through it.
 
     Attributes:
-        saved: what was moved, in order; it lives as long as autograd wants it.
+        saved: what was moved, in order; autograd keeps it alive.
         leaving: copies to the host that may still run, oldest first.
-        coming: bytes on their way back, by number.
-        used: streams that something of this pass runs on; a graph can wait for no other.
+        coming: bytes being prefetched, by number.
+        used: streams on which something of this pass runs; a captured graph can wait for these only.
     """
 
     def __init__(self, owner: ActivationOffload, weights: set[int]):
@@ -182,11 +185,11 @@ class _Tape:
             return tensor
         saved = next((other for other in self.leaving if other.holds(tensor)), None)
         if saved is None:
-            if tensor.untyped_storage().nbytes() > LARGEST_SHARE * tensor.nbytes:
+            if tensor.untyped_storage().nbytes() > LARGEST_RATIO * tensor.nbytes:
                 tensor = tensor.clone(memory_format=torch.contiguous_format)
             saved = _Saved(self.owner, len(self.saved), tensor)
             self.saved.append(weakref.ref(saved))
-            self._send(saved)
+            self._copy_out(saved)
         saved.uses += 1
         return _Place(saved, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 
@@ -196,7 +199,7 @@ class _Tape:
         memory = tensor.untyped_storage()
         return min(tensor.nbytes, memory.nbytes()) >= self.owner.smallest and memory.data_ptr() not in self.weights
 
-    def _send(self, saved: _Saved) -> None:
+    def _copy_out(self, saved: _Saved) -> None:
         self.leaving.append(saved)
         assert saved.here is not None
         if self.streams is None:
@@ -211,10 +214,10 @@ class _Tape:
         while sum(other.host.nbytes for other in self.leaving) > self.owner.window:
             oldest = self.leaving.popleft()
             self._wait_for(oldest)
-            oldest.let_go()
+            oldest.free_device_memory()
 
     def _wait_for(self, saved: _Saved) -> None:
-        """Let what is computed from here on begin after the copy."""
+        """Let the current stream wait for the copy."""
         if saved.event is not None:
             torch.cuda.current_stream(self.device).wait_event(saved.event)
 
@@ -225,16 +228,16 @@ class _Tape:
             return packed
         saved = packed.memory
         self._join_at_the_end()
-        self._bring(saved)
+        self._prefetch(saved)
         for number in range(saved.number - 1, -1, -1):
             if sum(self.coming.values()) > self.owner.window:
                 break
             other = self.saved[number]()
             if other is not None and other.uses > 0:
-                self._bring(other)
+                self._prefetch(other)
         if self.coming.pop(saved.number, None):
             self._wait_for(saved)
-            self._forget_leaving()
+            self._free_copied()
         saved.check()
         if saved.spoiled:
             raise RuntimeError(
@@ -244,10 +247,10 @@ class _Tape:
         tensor = packed.tensor()
         saved.uses -= 1
         if saved.uses <= 0 and saved not in self.leaving:
-            saved.let_go()
+            saved.free_device_memory()
         return tensor
 
-    def _bring(self, saved: _Saved) -> None:
+    def _prefetch(self, saved: _Saved) -> None:
         if saved.here is not None:
             return
         self.coming[saved.number] = saved.host.nbytes
@@ -262,17 +265,17 @@ class _Tape:
             saved.here.copy_(saved.host, non_blocking=True)
             saved.event = back.record_event()
 
-    def _forget_leaving(self) -> None:
-        """What was used from where it still was can go; by now the last copies to the host have ended, too."""
+    def _free_copied(self) -> None:
+        """Free what was used while it was still on the card, after the last copies to the host have ended."""
         if self.leaving:
             self._wait_for(self.leaving[-1])
         for saved in self.leaving:
             if saved.uses <= 0:
-                saved.let_go()
+                saved.free_device_memory()
         self.leaving.clear()
 
     def _join_at_the_end(self) -> None:
-        """After the backward pass nothing of ours runs beside what comes next."""
+        """Let the current stream wait for the copy streams when the backward pass ends."""
         if not self.joins and torch._C._current_graph_task_id() != -1:
             self.joins = True
             torch.autograd.Variable._execution_engine.queue_callback(self._join)  # type: ignore[attr-defined]
@@ -281,6 +284,6 @@ class _Tape:
         self.joins = False
         for stream in self.used:
             torch.cuda.current_stream(self.device).wait_stream(stream)
-        self._forget_leaving()
+        self._free_copied()
         self.coming.clear()
         self.used.clear()

@@ -1,4 +1,4 @@
-"""Activations made again in the backward pass instead of kept (Chen et al., 2016, section 4), where memory needs it."""
+"""Recomputation of activations in the backward pass (Chen et al., 2016, section 4), as much of it as memory needs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 RESERVE = 0.9
-"""Share of the card that may be planned for; the rest is fragmentation and workspaces."""
+"""Fraction of the card's memory that an estimate may fill; the rest is fragmentation and workspaces."""
 
 NOTHING, CHEAP, LAYERS = "nothing", "norms and gated units", "layers"
-"""What is made again, from the fastest to the leanest. The second is for fused layers and costs no product:
-by bytes and operations of the 8B shape 0.5 ns for each thousand bytes it saves, the third 4."""
+"""What is recomputed, from the fastest to the leanest. The second is for fused layers and recomputes no matrix product: by
+bytes and operations of the 8B shape it costs 0.5 ns for each thousand bytes it saves, the third 4."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Estimate:
 
     Attributes:
         fixed: weights, gradients, optimizer states, and the logits of a chunk.
-        layers: how many.
-        kept: of one layer, by what is made again.
-        total: of the card; 0 without one.
+        layers: number of decoder layers.
+        kept: activations of one layer, by what is recomputed.
+        total: memory of the card; 0 without one.
     """
 
     fixed: int
@@ -40,13 +40,16 @@ class Estimate:
     total: int
 
     def needed(self, cheap: str, again: int = 0) -> int:
-        """Where the first ``again`` layers are made again and of the others ``cheap`` is: when the backward pass comes to the
-        former, the latter's have gone."""
+        """Bytes where the first ``again`` layers are recomputed whole, and of the others what ``cheap`` says.
+
+        When the backward pass recomputes one of the first layers, the activations of the others are freed already.
+        """
         others = (self.layers - again) * self.kept[cheap]
         return self.fixed + again * self.kept[LAYERS] + (max(others, self.kept[NOTHING]) if again else others)
 
     def choice(self) -> tuple[str, int]:
-        """What is made again, and in how many layers, the first ones, all is: the fastest that fits, or else the leanest."""
+        """What is recomputed, and how many of the first layers are recomputed whole: the fastest that fits, else the
+        leanest."""
         if not self.total:
             return NOTHING, 0
         cheap = [policy for policy in (NOTHING, CHEAP) if policy in self.kept]
@@ -59,8 +62,8 @@ class Estimate:
             return "not on a card"
         cheap, again = self.choice()
         sizes = f"estimated {self.needed(cheap, again) / 2**30:.1f} of {self.total / 2**30:.1f} GiB"
-        layers = f"{again} of {self.layers} layers made again" if again else ""
-        others = "" if again and cheap == NOTHING else f"{cheap} made again"
+        layers = f"{again} of {self.layers} layers recomputed" if again else ""
+        others = "" if again and cheap == NOTHING else f"{cheap} recomputed"
         return ", ".join(words for words in (sizes, layers, others) if words)
 
 
@@ -68,7 +71,7 @@ def estimate(
     model: Any, tokens: int, fused: bool, size: int, frozen: int, trained: int, chunk: int,
     in_fp8: Callable[[int, int], bool] | None = None,
 ) -> Estimate:  # fmt: skip
-    """What training ``model`` holds.
+    """Estimate the memory of training ``model``.
 
     Args:
         tokens: of one forward pass.
@@ -111,8 +114,8 @@ def enable_gradient_checkpointing(model: Any, whole_layers: bool = False, first:
     """Recompute decoder layers of a Hugging Face model in the backward pass.
 
     Args:
-        whole_layers: its layers run fused, and leave out, the second time, what nobody reads then.
-        first: how many; all by default, and where the decoder has no list of layers.
+        whole_layers: its layers run fused, and skip in the recomputation what the backward pass does not read.
+        first: recompute this many of the first layers; by default, and where the decoder has no list of layers, all.
 
     Raises:
         ValueError: the class does not support it.
@@ -153,7 +156,7 @@ def recomputes(model: Any) -> bool:
 
 
 def enters_again(model: Any) -> bool:
-    """Whether layers are recomputed by re-entrance, so that what is recorded within them has no gradient."""
+    """Whether layers are recomputed by re-entrant checkpointing, in which tensors captured inside a layer get no gradient."""
     settings = [getattr(getattr(m, "_gradient_checkpointing_func", None), "keywords", {}) for m in model.modules()]
     return recomputes(model) and any(given.get("use_reentrant") for given in settings)
 
@@ -162,17 +165,17 @@ _now = threading.local()
 
 
 def runs_again() -> bool:
-    """Whether what runs now is run for the tensors that its backward pass reads: what comes out last is not among them."""
+    """Whether the code that runs now is a recomputation in the backward pass, which needs saved tensors but no final result."""
     return getattr(_now, "again", False)
 
 
 def first_and_again() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """``context_fn`` of a checkpoint within which ``runs_again`` tells the truth."""
+    """``context_fn`` for torch's checkpoint, which makes ``runs_again`` true in the recomputation."""
     return _Running(False), _Running(True)
 
 
 class _Running:
-    """Entered once more for every backward pass."""
+    """Sets ``runs_again`` within; the one for the recomputation is entered for every backward pass."""
 
     def __init__(self, again: bool):
         self.again = again
@@ -187,17 +190,17 @@ class _Running:
 
 
 CHANCE = re.compile(r"drop|jitter|noise|^p$")
-"""Names of attributes that say with which share something is left to chance."""
+"""Names of attributes that hold the probability or scale of something random."""
 
 DRAWS = re.compile(r"torch\.(rand|randn|bernoulli|multinomial)(_like)?\(|\.(exponential_|bernoulli_)\(|gumbel")
-"""How numbers are drawn whatever the attributes say; noise that is uniform has a share among them."""
+"""Source text that draws random numbers whatever the attributes say. Uniform noise has an attribute that ``CHANCE`` finds."""
 
 
 def draws_numbers(module: torch.nn.Module) -> bool:
-    """Whether a forward pass in training may draw random numbers: a share is set, or the source of a part draws some."""
+    """Whether a forward pass in training may draw random numbers: an attribute says so, or the source of a part does."""
     for part in module.modules():
         settings = [*vars(part).items(), *getattr(getattr(part, "config", None), "__dict__", {}).items()]
-        if any(isinstance(share, float) and share > 0 and CHANCE.search(name) for name, share in settings):
+        if any(isinstance(value, float) and value > 0 and CHANCE.search(name) for name, value in settings):
             return True
     sources = {type(part).__module__ for part in module.modules()}
     return any(_source_draws(name) for name in sources if not name.startswith(("torch.", "chronicals.")))
@@ -205,7 +208,7 @@ def draws_numbers(module: torch.nn.Module) -> bool:
 
 @functools.cache
 def _source_draws(name: str) -> bool:
-    """Whether a module of Python draws random numbers; one without a source may."""
+    """Whether the source of a Python module draws random numbers; True where there is no source."""
     try:
         return bool(DRAWS.search(inspect.getsource(sys.modules[name])))
     except (OSError, TypeError):

@@ -1,6 +1,6 @@
-"""A function of rows, so many at a time, each made again in the backward pass (Bekman et al., 2025, sequence tiling).
+"""A function of rows computed in tiles, each recomputed in the backward pass (Bekman et al., 2025, sequence tiling).
 
-What an MLP makes on the way is several times as wide as the model; of a tile, it exists for that tile alone.
+The inner activations of an MLP are several times as wide as the model; with tiles they exist for one tile at a time.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from torch.utils.checkpoint import checkpoint
 from chronicals.memory.recompute import first_and_again
 
 TILE = 4096
-"""Rows of a tile: enough for products to run at their rate."""
+"""Rows of a tile: enough for matrix products to run at full speed."""
 
 
 def makes_tiles(rows: int) -> bool:
-    """Whether so many rows are more than a tile."""
+    """Whether ``rows`` rows are more than one tile."""
     return rows > TILE
 
 
 def tiled(
     function: Callable[[Tensor], Tensor], x: Tensor, draws: bool = False, tells: bool = False, tile: int | None = None
 ) -> Tensor:
-    """``function(x)``, ``[T, ...]``, for a function each of whose rows is made of one row of x.
+    """``function(x)``, ``[T, ...]``, for a function in which a row of the result depends on the same row of x alone.
 
     Args:
         x: ``[T, D]``.
-        draws: the function draws random numbers, which must be the same when it is run again.
-        tells: within the function ``runs_again`` speaks of the tile; a compiler does not follow that.
+        draws: the function draws random numbers; its recomputation draws the same ones.
+        tells: within the function ``runs_again`` says whether the tile is recomputed; torch.compile cannot trace that.
         tile: most rows at a time; ``TILE`` by default.
     """
     tile = tile or TILE

@@ -51,7 +51,7 @@ class Decision:
     Attributes:
         field: the switch, or the memory policy.
         how: of recomputation, what every layer saves.
-        layers: of recomputation, how many layers are made again as a whole, None for all.
+        layers: of recomputation, how many layers are recomputed whole, None for all.
         matters: whether the log says it too where it does not run.
     """
 
@@ -200,12 +200,12 @@ def _recomputation(
     """As asked for; else where the memory needs it."""
     field, asked, model = "use_gradient_checkpointing", config.memory_policies, presented.model
     if "recompute_layers" in asked:
-        return Decision(field, True, f"as asked, {LAYERS} made again", layers=None)
+        return Decision(field, True, f"as asked, {LAYERS} recomputed", layers=None)
     if "recompute_elementwise" in asked:
         if why_not_fused is not None:
             needs = f"needs fused decoder layers, and none run ({why_not_fused})"
             raise ConfigurationError(f"memory=['recompute_elementwise']: {needs}; take recompute_layers")
-        return Decision(field, True, f"as asked, {CHEAP} made again", CHEAP)
+        return Decision(field, True, f"as asked, {CHEAP} recomputed", CHEAP)
     if config.memory is not None:
         return Decision(field, False, "not among memory")
     if not config.use_gradient_checkpointing:
