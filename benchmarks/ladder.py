@@ -66,9 +66,9 @@ def _torchs_adamw_(tensors: Tensors, lr, betas, eps, weight_decay, factor=None, 
 
 _order = choice.order
 WITHOUT = {
-    "parts": [mock.patch("chronicals.training.preparation.patch_parts", _no_parts)],
+    "parts": [mock.patch("chronicals.training.session.patch_parts", _no_parts)],
     "layers": [
-        mock.patch(f"chronicals.training.{module}.why_not_fused", _not_fused) for module in ("preparation", "decisions")
+        mock.patch(f"chronicals.training.{module}.why_not_fused", _not_fused) for module in ("session", "decisions")
     ],
     "attention": [mock.patch("chronicals.attention.choice.order", _torchs_attention)],
     "optimizer": [

@@ -8,7 +8,7 @@ import tiny
 from chronicals.kernels.compilation import compiling_only
 from chronicals.kernels.rmsnorm import fused_rmsnorm
 from chronicals.models import present
-from chronicals.training import compilation, trainer
+from chronicals.training import compilation, session
 
 ARMS = {
     "full": {},
@@ -23,7 +23,7 @@ ARMS = {
 @pytest.mark.parametrize("arm", ARMS)
 def test_the_run_is_the_same(arm, tmp_path, monkeypatch):
     compiled = []
-    inner = trainer.compile_micro_step
+    inner = session.compile_micro_step
 
     def counted(model, *given):
         compiled.append(arm)
@@ -31,7 +31,7 @@ def test_the_run_is_the_same(arm, tmp_path, monkeypatch):
         assert all(parameter.grad is None for parameter in model.model.parameters())
 
     def trained(name, compile_micro_step):
-        monkeypatch.setattr(trainer, "compile_micro_step", compile_micro_step)
+        monkeypatch.setattr(session, "compile_micro_step", compile_micro_step)
         torch.manual_seed(11)
         options = {"mixed_precision": "bf16", "max_steps": 6, "gradient_accumulation_steps": 1, "save_steps": None}
         runs.train(tmp_path / name, **options | ARMS[arm])

@@ -12,7 +12,7 @@ import tiny
 from chronicals.batch import Batch
 from chronicals.memory import offload, tiling
 from chronicals.patching import fp8_layers
-from chronicals.training import Callback, ChronicalsTrainer, decisions, enable_cuda_graphs, in_backward, trainer
+from chronicals.training import Callback, ChronicalsTrainer, decisions, enable_cuda_graphs, in_backward, session
 from chronicals.training.graphs import SHARES, GraphedStep, _rounded
 
 STEPS = 8
@@ -219,7 +219,7 @@ def test_what_is_captured_is_the_step(arm, tmp_path, monkeypatch):
     """Emulated: which micro-steps and updates are replayed, and that gradients are begun, added and dropped as usual."""
     usual, weights, _ = run(tmp_path / "usual", False, **{"mixed_precision": "fp32"} | EMULATED[arm])
     monkeypatch.setattr(decisions, "_graphs", lambda *_: (True, "emulated"))
-    monkeypatch.setattr(trainer, "GraphedStep", EmulatedStep)
+    monkeypatch.setattr(session, "GraphedStep", EmulatedStep)
     replayed, ours, _ = run(tmp_path / "graphs", True, **{"mixed_precision": "fp32"} | EMULATED[arm])
     graphed = EmulatedStep.last
     assert graphed.recorder.replays > len(graphed.met) and not graphed.failed, (graphed.recorder.replays, len(graphed.met))

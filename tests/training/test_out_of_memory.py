@@ -6,7 +6,7 @@ import torch
 import runs
 import tiny
 from chronicals.config import ChronicalsConfig
-from chronicals.training import TrainingError, trainer
+from chronicals.training import TrainingError, session
 from chronicals.training.out_of_memory import what_helps
 
 CONFIGURATIONS = {
@@ -43,7 +43,7 @@ def test_a_run_that_runs_out_of_memory_says_what_helps(tmp_path, monkeypatch):
     def step(*_):
         raise torch.OutOfMemoryError("tried to allocate 3 GiB")
 
-    monkeypatch.setattr(trainer, "train_step", step)
+    monkeypatch.setattr(session, "train_step", step)
     with pytest.raises(
         TrainingError, match=r"out of memory.*batch_size=1 with gradient_accum.*memory=\['off.*use_lora=True"
     ) as told:

@@ -12,7 +12,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import LoRALinear
 from chronicals.models import PresentedModel, presentation
 from chronicals.patching import decoder_layer, patch_parts
-from chronicals.training import graphs, trainer
+from chronicals.training import graphs, session, trainer
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 
@@ -58,7 +58,7 @@ def fused_kernels(folder, monkeypatch, on):
 
 def sequence_packing(folder, monkeypatch, on):
     """Whether a pack holds several documents."""
-    steps = counted(monkeypatch, trainer, "train_step")
+    steps = counted(monkeypatch, session, "train_step")
     runs.train(folder, max_steps=1, use_sequence_packing=on)
     counts = steps[0][0][0].counts
     return counts.documents > counts.packs

@@ -17,14 +17,23 @@ from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save
 from chronicals.objectives import NextToken
 from chronicals.objectives.terms import Term
 from chronicals.optimizers import FusedAdamW
-from chronicals.training import Callback, ChronicalsTrainer, Evaluation, TrainingError, audit, in_backward, preparation, trainer
-from chronicals.training.precision import Precision
+from chronicals.training import (
+    Callback,
+    ChronicalsTrainer,
+    Evaluation,
+    TrainingError,
+    audit,
+    in_backward,
+    preparation,
+    session,
+    trainer,
+)
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_beforehand(monkeypatch):
     """Objectives of these tests count their calls, of which compiling kernels beforehand would be one on a card."""
-    monkeypatch.setattr(trainer, "compile_micro_step", lambda *_: None)
+    monkeypatch.setattr(session, "compile_micro_step", lambda *_: None)
 
 
 def test_loss_falls_and_everything_is_written(tmp_path):
@@ -148,7 +157,7 @@ def test_adapters_of_peft_learn_by_lora_plus_where_it_is_asked_for(tmp_path):
     for asked in (False, True):
         chosen = ChronicalsConfig(**({"use_lora_plus": True, "lora_plus_ratio": 8.0} if asked else {}), mixed_precision="fp32")
         model = peft.get_peft_model(tiny.llama(), config)
-        optimizer = preparation.build_optimizer(model, chosen, Precision("fp32", torch.device("cpu")), False)
+        optimizer = session.build_optimizer(model, chosen)
         rates = sorted({group["lr"] for group in optimizer.param_groups})
         assert rates == pytest.approx([2e-4, 1.6e-3] if asked else [2e-4])
 
@@ -559,7 +568,7 @@ def test_settings_of_adapters_that_are_not_asked_for_are_told(caplog):
     told = "lora_rank, lora_alpha: set, but use_lora is off"
     for changes in ({}, {"use_lora": True, "lora_rank": 4}, {"lora_rank": 4, "lora_alpha": 8}):
         with caplog.at_level(logging.WARNING):
-            preparation.prepare_model(tiny.llama(), ChronicalsConfig(**changes))
+            session.prepare(tiny.llama(), ChronicalsConfig(**changes), NextToken())
         assert (told in caplog.text) == ("lora_alpha" in changes)
 
 
@@ -626,7 +635,7 @@ def test_adapters_that_are_there_are_as_asked_for(changes, named, use_lora):
     model = apply_lora(tiny.llama(), LoRAConfig(rank=4, alpha=8, dropout=0.2, target_modules=["v_proj", "q_proj"]))
     config = ChronicalsConfig(use_lora=use_lora, **changes)
     with pytest.raises(ConfigurationError, match=named) if named else contextlib.nullcontext():
-        preparation.prepare_model(model, config)
+        session.prepare(model, config, NextToken())
     assert {layer.dropout for _, layer in adapters(model)} == {0.2}
 
 
@@ -635,7 +644,7 @@ def test_of_many_adapted_layers_an_error_tells_some(tmp_path):
     save_adapter(apply_lora(tiny.llama(), LoRAConfig(rank=4)), tmp_path)
     model = load_adapter(tiny.llama(), tmp_path)
     with pytest.raises(ConfigurationError, match=r"with model\.layers\.0\S+(, \S+){3} and 10 others; leave"):
-        preparation.prepare_model(model, ChronicalsConfig(lora_target_modules=["q_proj"]))
+        session.prepare(model, ChronicalsConfig(lora_target_modules=["q_proj"]), NextToken())
 
 
 def test_adapters_that_are_there_drop_what_is_asked_for(tmp_path):

@@ -20,7 +20,7 @@ from chronicals.training.callbacks import read_metrics
 from chronicals.verification import verify
 from chronicals.verification.reference import scheduled_rates
 
-PATH = "chronicals.verification.path"
+SESSION = "chronicals.training.session"
 LORA = {"use_lora": True, "lora_rank": 8}
 GPT2_LORA = {**LORA, "lora_target_modules": ["c_attn", "c_proj", "c_fc"]}
 UNEVEN = {"use_sequence_packing": False}
@@ -202,20 +202,20 @@ def a_frozen_expert(monkeypatch, model):
 
 
 def frozen_experts(monkeypatch, model):
-    path = sys.modules[PATH]
-    right = path.prepare_model
+    session = sys.modules[SESSION]
+    right = session.attach_adapters
 
     def wrong(model, config):
         model.get_submodule("model.layers.0.mlp.experts").requires_grad_(False)
-        return right(model, config)
+        right(model, config)
 
-    monkeypatch.setattr(path, "prepare_model", wrong)
+    monkeypatch.setattr(session, "attach_adapters", wrong)
 
 
 def no_faster_b(monkeypatch, model):
     """LoRA+ is asked for, and B learns as slowly as A."""
-    path = sys.modules[PATH]
-    right = path.build_optimizer
+    session = sys.modules[SESSION]
+    right = session.build_optimizer
 
     def wrong(*given):
         optimizer = right(*given)
@@ -223,19 +223,19 @@ def no_faster_b(monkeypatch, model):
             group["peak"] = 2e-4
         return optimizer
 
-    monkeypatch.setattr(path, "build_optimizer", wrong)
+    monkeypatch.setattr(session, "build_optimizer", wrong)
 
 
 def a_weight_that_is_not_updated(monkeypatch, model):
-    path = sys.modules[PATH]
-    right = path.build_optimizer
+    session = sys.modules[SESSION]
+    right = session.build_optimizer
 
     def wrong(*given):
         optimizer = right(*given)
         optimizer.param_groups[0]["params"].pop(3)
         return optimizer
 
-    monkeypatch.setattr(path, "build_optimizer", wrong)
+    monkeypatch.setattr(session, "build_optimizer", wrong)
 
 
 FAULTS = [
@@ -268,8 +268,8 @@ def of_groups(**wrong):
     """Every group of the optimizer has ``wrong`` in the place of what was asked for."""
 
     def plant(monkeypatch):
-        path = sys.modules[PATH]
-        right = path.build_optimizer
+        session = sys.modules[SESSION]
+        right = session.build_optimizer
 
         def built(*given):
             optimizer = right(*given)
@@ -277,15 +277,15 @@ def of_groups(**wrong):
                 group.update({name: value for name, value in wrong.items() if group[name]})
             return optimizer
 
-        monkeypatch.setattr(path, "build_optimizer", built)
+        monkeypatch.setattr(session, "build_optimizer", built)
 
     return plant
 
 
 def no_clipping(monkeypatch):
-    path = sys.modules[PATH]
-    right = path.EagerStep
-    monkeypatch.setattr(path, "EagerStep", lambda *given: right(*given[:-1], None))
+    session = sys.modules[SESSION]
+    right = session.EagerStep
+    monkeypatch.setattr(session, "EagerStep", lambda *given: right(*given[:-1], None))
 
 
 ALONE = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -13,39 +13,30 @@ import torch
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, Tokenizer, TokenStore, filler_token
-from chronicals.data.loader import Step, plan_of
+from chronicals.data.loader import plan_of
 from chronicals.data.packing import PackPlan
 from chronicals.distributed import Ranks
 from chronicals.kernels.compilation import identify_compiler
-from chronicals.memory import ActivationOffload
 from chronicals.models import PresentedModel, check_positions
 from chronicals.objectives import OBJECTIVES
-from chronicals.optimizers import FusedAdamW
-from chronicals.patching import lay_apart
 from chronicals.saving import save_model, write_folder
 from chronicals.training import checkpoint
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.audit import Coverage, FirstStepAudit
 from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, read_metrics
-from chronicals.training.compilation import compile_micro_step, compiles_beforehand
-from chronicals.training.decisions import Decision
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation, evaluate
-from chronicals.training.graphs import GraphedStep
 from chronicals.training.heard import heard
-from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.length import Length, fit_batch
 from chronicals.training.metrics import Moment, PendingMetrics, StepMetrics
 from chronicals.training.out_of_memory import saying_what_helps
 from chronicals.training.precision import Precision
 from chronicals.training.preparation import (
     Source,
-    build_optimizer,
     check_class,
     check_precision,
     one_device,
     open_stores,
-    prepare_model,
     teach_generation_to_stop,
 )
 from chronicals.training.report import Report, Sample, data_reports
@@ -53,14 +44,12 @@ from chronicals.training.resume import checkpoint_to_resume, claimed, how_to_res
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.samples import Samples
+from chronicals.training.session import Session, prepared
 from chronicals.training.signals import heeding_signals
-from chronicals.training.step import EagerStep, counts_of, rate_factor, set_learning_rate, train_step
+from chronicals.training.step import rate_factor, set_learning_rate
 from chronicals.training.trackers import build_trackers
 
 logger = logging.getLogger(__name__)
-
-TrainOnce = Callable[[Step, Callable[[], None] | None], dict[str, torch.Tensor]]
-"""Trains a step, lets its gradients be looked at if asked, and returns what ``train_step`` does."""
 
 TAUGHT = ("objective", "train_on_roles", "train_on_turns", "completions_as_chat", "max_seq_length", "overlong", "gate")
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
@@ -94,13 +83,13 @@ class ChronicalsTrainer:
         self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.first else []
         self._others_call = bool(callbacks)
         self._stop: str | None = None
-        self._replayed: GraphedStep | None = None
+        self._session: Session | None = None
 
     def release_graphs(self) -> None:
         """Give back the memory of CUDA graphs, as a callback may ask between steps; the next ones run as usual and are captured
         anew."""
-        if self._replayed is not None:
-            self._replayed.release()
+        if self._session is not None:
+            self._session.release_graphs()
 
     def train(
         self, train_dataset: Source, eval_dataset: Source | None = None, resume: bool | str | Path = False
@@ -141,18 +130,13 @@ class ChronicalsTrainer:
             raise ConfigurationError("keep='best': nothing is held out to tell which is; give eval_dataset or validation_split")
         check_positions(model, max(store.longest for store in (train_store, eval_store) if store is not None))
         plan = plan_of(train_store, self.config)
-        torch.manual_seed(self.config.seed)
         with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device):
             samples = Samples(model, self.tokenizer, eval_store or train_store, config.report_samples, self.output_dir)
             if self.ranks.first and resumed is None:
                 samples.before()
-            presented, decisions = prepare_model(model, config, self.ranks.count)
             teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
-            self.ranks.same_weights(model.parameters())
-            try:
-                result = self._run(presented, decisions, train_store, plan, eval_store, resumed, samples)
-            finally:
-                self._leave_apart()
+            with prepared(model, config, self.objective, self.ranks) as session:
+                result = self._run(session, train_store, plan, eval_store, resumed, samples)
         model.eval()
         return result
 
@@ -167,13 +151,10 @@ class ChronicalsTrainer:
             self.config = asked
 
     def _run(
-        self, presented: PresentedModel, decisions: Mapping[str, Decision], train_store: TokenStore, plan: PackPlan,
-        eval_store: TokenStore | None, resumed: Path | None, samples: Samples,
+        self, session: Session, train_store: TokenStore, plan: PackPlan, eval_store: TokenStore | None, resumed: Path | None,
+        samples: Samples,
     ) -> TrainingResult:  # fmt: skip
         config, model = self.config, self.model
-        precision = Precision(config.mixed_precision, self.device)
-        several = config.gradient_accumulation_steps > 1 or self.ranks.count > 1 or decisions["tiled_mlp"].runs
-        optimizer = build_optimizer(model, config, precision, sums_gradients=several)
         stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)
         run = Run(Length.of(config, plan, self.ranks.count).steps, self.output_dir)
         if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:
@@ -181,77 +162,27 @@ class ChronicalsTrainer:
                 f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the run: the peak would never be "
                 "reached"
             )
-        torch.manual_seed(config.seed + self.ranks.rank)
         saved = RunCheckpoints(model, self.tokenizer, config, self.ranks, eval_store is not None and config.keep != "last")
         if resumed is not None:
-            saved.restore(resumed, run, optimizer, precision, stream)
+            saved.restore(resumed, run, session.optimizer, session.precision, stream)
         self._prove_that_ranks_are_alike(run, stream, eval_store)
         if resumed is None:
             self.ranks.first_does(samples.keep, OSError)
         run.trainable_share = self._trainable_share()
-        model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
-        with presented.attending_documents(), heeding_signals(self._told_to_stop), self._callbacks_around(run, presented):
-            with self._stepping(presented, optimizer, precision, decisions) as train_once:
-                self._loop(run, train_once, presented, precision, optimizer, stream, eval_store, saved)
-            self._check_that_something_was_applied(run, precision)
-            return self._finish(run, train_store, saved, lambda: self._samples_after(samples, presented))
+        with heeding_signals(self._told_to_stop), self._callbacks_around(run):
+            with session.stepping():
+                self._session = session
+                self._loop(run, session, stream, eval_store, saved)
+            self._session = None
+            self._check_that_something_was_applied(run, session.precision)
+            return self._finish(run, train_store, saved, samples.after)
 
     # --- the loop ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def _stepping(
-        self, presented: PresentedModel, optimizer: FusedAdamW, precision: Precision, decisions: Mapping[str, Decision]
-    ) -> Iterator[TrainOnce]:
-        """Within: what trains one step, in the way that was decided."""
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        objective, config = self.objective, self.config
-        given = presented, objective, parameters, optimizer, precision
-        with ExitStack() as around:
-            if decisions["activation_offload"].runs:
-                around.enter_context(ActivationOffload(self.model.get_decoder()))
-            in_backward = decisions["optimizer_in_backward"].runs
-            parts = around.enter_context(UpdatesInBackward(*given)) if in_backward else EagerStep(*given, config.max_grad_norm)
-            if decisions["use_cuda_graphs"].runs:
-                self._replayed = GraphedStep(parts, self.model.parameters(), parameters, optimizer)
-
-            compiles = compiles_beforehand(config, presented, in_backward)
-
-            def reduce(scalars: list[torch.Tensor]) -> torch.Tensor | None:
-                return self.ranks.sum_gradients(parameters, scalars)
-
-            def train_once(step: Step, inspect: Callable[[], None] | None) -> dict[str, torch.Tensor]:
-                nonlocal compiles
-                counts = counts_of(step, self.ranks)
-                if compiles:
-                    compile_micro_step(presented, objective, step.batches[0], counts, precision)
-                    compiles = False
-                if self._replayed is not None and inspect is None:
-                    with self._replayed.on_stream():
-                        return train_step(step, counts, self._replayed.micro, reduce, self._replayed.update)
-                parts.inspect = inspect
-                scalars = train_step(step, counts, parts.micro, reduce, parts.update)
-                parts.inspect = None
-                return scalars
-
-            try:
-                yield train_once
-            finally:
-                self.release_graphs()
-                self._replayed = None
-                self._leave_apart()
-
-    def _leave_apart(self) -> None:
-        """Weights, and the types of their gradients, as they were given; gradients of a step that failed are none."""
-        lay_apart(self.model)
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                parameter.grad = None
-                parameter.grad_dtype = parameter.dtype
-
     def _loop(
-        self, run: Run, train_once: TrainOnce, presented: PresentedModel, precision: Precision, optimizer: FusedAdamW,
-        stream: BatchStream, eval_store: TokenStore | None, saved: RunCheckpoints,
+        self, run: Run, session: Session, stream: BatchStream, eval_store: TokenStore | None, saved: RunCheckpoints
     ) -> None:  # fmt: skip
+        optimizer, presented = session.optimizer, session.presented
         audit = FirstStepAudit(self.model, optimizer) if run.applied == 0 else None
         pending, began = None, Moment(self.device)
         self.model.train()
@@ -259,7 +190,7 @@ class ChronicalsTrainer:
         for step in stream.steps(run.position, count=0 if self._gains_no_more(run) else run.total_steps - run.step):
             factor = rate_factor(self.config, run.step, run.total_steps)
             set_learning_rate(optimizer, factor)
-            scalars = train_once(step, audit.see_gradients if audit else None)
+            scalars = session.train_once(step, audit.see_gradients if audit else None)
             run.step, run.position = run.step + 1, step.position
             if audit:
                 run.coverage = self._close_audit(audit, scalars)
@@ -276,11 +207,11 @@ class ChronicalsTrainer:
             if due:
                 self._deliver(run, presented, pending)
                 pending = None
-                if "evaluate" in due and self._evaluate(run, presented, precision, eval_store) and saved.keeps_best:
+                if "evaluate" in due and self._evaluate(run, session, eval_store) and saved.keeps_best:
                     due.add("save")
                 told, enough = self._stopped_anywhere(), self._gains_no_more(run)  # told while it evaluated, too
                 if "save" in due or told or enough:
-                    saved.save(run, optimizer, precision, stream, self._about(stream.store))
+                    saved.save(run, optimizer, session.precision, stream, self._about(stream.store))
                 if told:
                     raise Interrupted(f"{self._stop} after step {run.step}; {how_to_resume(self.output_dir)}")
                 if enough:
@@ -392,11 +323,11 @@ class ChronicalsTrainer:
             "taught": {field: getattr(self.config, field) for field in TAUGHT},
         }
 
-    def _evaluate(self, run: Run, presented: PresentedModel, precision: Precision, store: TokenStore | None) -> bool:
+    def _evaluate(self, run: Run, session: Session, store: TokenStore | None) -> bool:
         """Whether it is the best so far."""
         assert store is not None
         stream = self._stream(store, epochs=1, shuffle=False)
-        evaluation = evaluate(presented, self.objective, stream, precision, self.ranks)
+        evaluation = evaluate(session.presented, session.objective, stream, session.precision, self.ranks)
         if not math.isfinite(evaluation.loss):
             raise TrainingError(
                 f"held-out loss after step {run.step}: {evaluation.loss}, not a number: the weights were damaged by training, "
@@ -404,15 +335,11 @@ class ChronicalsTrainer:
                 f"This step is not saved; {how_to_resume(self.output_dir)}"
             )
         better = run.evaluated(evaluation)
-        with self._as_it_came(presented):
+        with self._as_it_came(session.presented):
             for callback in self.callbacks:
                 callback.evaluated(run.step, evaluation)
         self._train_on()
         return better
-
-    def _samples_after(self, samples: Samples, presented: PresentedModel) -> list[Sample]:
-        with presented.attending_as_before():
-            return samples.after()
 
     def _finish(
         self, run: Run, store: TokenStore, saved: RunCheckpoints, answers: Callable[[], list[Sample]]
@@ -468,7 +395,7 @@ class ChronicalsTrainer:
             self.model.train()
 
     @contextmanager
-    def _callbacks_around(self, run: Run, presented: PresentedModel) -> Iterator[None]:
+    def _callbacks_around(self, run: Run) -> Iterator[None]:
         began: list[Callback] = []
 
         def begin() -> None:
@@ -477,15 +404,14 @@ class ChronicalsTrainer:
                 began.append(callback)
 
         try:
-            with self._as_it_came(presented):
-                self.ranks.first_does(begin, TrainingError)
+            self.ranks.first_does(begin, TrainingError)
             yield
             run.outcome = "finished"
         except (Interrupted, KeyboardInterrupt):
             run.outcome = "interrupted"
             raise
         finally:
-            with self._as_it_came(presented), ExitStack() as ending:
+            with ExitStack() as ending:
                 for callback in reversed(began):
                     ending.callback(callback.run_ended, run)
 

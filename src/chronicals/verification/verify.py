@@ -147,8 +147,8 @@ def verify(
     exact = config.mixed_precision == "fp32"
     fp32, plain = PlainArm(model, device, config), PlainArm(model, device, config, alone=exact, usual_attention=not exact)
     notes += changed_buffers(model, fp32.model)
-    path = TrainingPath(model, config, total, device)
-    if fp32.router_loss and path.presented.router_loss is None:
+    path = TrainingPath(model, config, total)
+    if fp32.router_loss and path.session.presented.router_loss is None:
         fp32.router_loss = plain.router_loss = 0.0
         told = f"{type(model).__name__} adds none, or one that the run leaves out"
         notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")

@@ -1,0 +1,141 @@
+"""Adapters of a run: attached where they are asked for, checked where they are there already, ours or PEFT's."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import Any
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora, report_frozen_experts
+from chronicals.lora.peft_format import CHANGED
+from chronicals.models import beside_text, is_within, read_processors, within_lora
+
+logger = logging.getLogger(__name__)
+
+ADAPTERS = {
+    "lora_rank": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lora_target_modules": "target_modules",
+    "use_rslora": "use_rslora",
+}
+"""Fields about adapters, and what each is called in a LoRAConfig."""
+
+FEW = 4
+"""Names of layers that an error tells."""
+
+
+def attach_adapters(model: Any, config: ChronicalsConfig) -> None:
+    """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze what reads no text.
+
+    Raises:
+        ConfigurationError: the model's adapters have another shape than was asked for; there are none and its weights cannot
+            be trained; something is trained that would not be saved; or PEFT's adapters are prompts, frozen or merged.
+    """
+    _attach(model, config)
+    _freeze_what_reads_no_text(model)
+    _check_what_is_trained(model)
+
+
+def _attach(model: Any, config: ChronicalsConfig) -> None:
+    usual = ChronicalsConfig()
+    _check_that_pefts_learn(model)
+    if hasattr(model, "chronicals_lora"):
+        _keep_adapters(model, config)
+    elif config.use_lora:
+        apply_lora(model, LoRAConfig(**{own: getattr(config, name) for name, own in ADAPTERS.items()}))
+    elif _is_quantised(model) and not any(type(module).__module__.startswith("peft.") for module in model.modules()):
+        raise ConfigurationError("use_lora=False: the model's weights are quantised and cannot be trained; set use_lora=True")
+    elif unused := [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]:
+        logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
+
+
+def _check_that_pefts_learn(model: Any) -> None:
+    """Raises ConfigurationError where PEFT's adapters are frozen, merged, or could not be saved."""
+    theirs = [module for module in model.modules() if type(module).__module__.startswith("peft.tuners.")]
+    if not theirs:
+        return
+    if any(getattr(module, "merged", False) for module in theirs):
+        raise ConfigurationError(
+            "PEFT's adapters are merged into the weights and would not learn; call unmerge_adapter() or merge_and_unload()"
+        )
+    if not any(parameter.requires_grad for module in theirs for parameter in module.parameters()):
+        raise ConfigurationError(
+            "PEFT's adapters are frozen, as they are when loaded for inference; load them with "
+            "PeftModel.from_pretrained(model, folder, is_trainable=True)"
+        )
+    if not hasattr(model, "get_base_model") and hasattr(model, "active_adapters"):
+        try:
+            model.active_adapters()  # which transformers asks for when it saves
+        except (ValueError, ImportError) as error:
+            raise ConfigurationError(f"PEFT's adapters could not be saved by {type(model).__name__}: {error}") from error
+
+
+def _freeze_what_reads_no_text(model: Any) -> None:
+    """Rows are text, so a vision tower would get no gradient, only weight decay."""
+    text = within_lora(model)
+    towers = beside_text(text) if hasattr(text, "get_decoder") else []
+    if towers:
+        read_processors(text)
+    learning = [p for name, p in text.named_parameters() if p.requires_grad and is_within(name, towers)]
+    for parameter in learning:
+        parameter.requires_grad_(False)
+    if learning:
+        count = sum(parameter.numel() for parameter in learning)
+        logger.warning("rows are text, so what reads none is frozen: %s parameters of %s", f"{count:,}", ", ".join(towers))
+
+
+def _check_what_is_trained(model: Any) -> None:
+    """Log which experts stay frozen beside adapters.
+
+    Raises:
+        ConfigurationError: something is trained beside adapters, which alone are saved, or PEFT's are prompts.
+    """
+    if hasattr(model, "chronicals_lora"):
+        saved = [matrix for _, layer in adapters(model) for matrix in (layer.lora_A, layer.lora_B)]
+    elif theirs := getattr(model, "peft_config", None):
+        from peft import get_peft_model_state_dict
+
+        if prompts := [name for name, kind in theirs.items() if kind.is_prompt_learning]:
+            raise ConfigurationError(
+                f"PEFT's adapter {prompts[0]!r} learns a prompt, which stands before every document and fits no pack; take LoRA"
+            )
+        each = [get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in theirs]
+        saved = [tensor for tensors in each for tensor in tensors.values()]
+    else:
+        setattr(model, CHANGED, True)  # what adapters are trained on later is not what the model was loaded from
+        return
+    places = {tensor.data_ptr() for tensor in saved}
+    lost = [name for name, p in model.named_parameters() if p.requires_grad and p.data_ptr() not in places]
+    if lost:
+        others = f" and {len(lost) - FEW} others" if len(lost) > FEW else ""
+        raise ConfigurationError(
+            f"{', '.join(lost[:FEW])}{others}: would be trained beside adapters, which alone are saved; freeze them, or train "
+            "without adapters"
+        )
+    report_frozen_experts(model)
+
+
+def _is_quantised(model: Any) -> bool:
+    """Whether transformers loaded it so, and not in a way that is made for training."""
+    quantiser = getattr(model, "hf_quantizer", None)
+    return bool(getattr(model, "is_quantized", False)) and not getattr(quantiser, "is_qat_trainable", False)
+
+
+def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
+    """Go on with what is attached, under the dropout that was asked for."""
+    for name in sorted(config.explicit & ADAPTERS.keys() - {"lora_dropout"}):
+        asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
+        as_asked = asked is None or adapts(model, asked) if name == "lora_target_modules" else asked == found
+        if not as_asked:
+            if isinstance(found, list) and len(found) > FEW:
+                found = f"{', '.join(found[:FEW])} and {len(found) - FEW} others"
+            raise ConfigurationError(
+                f"{name}={asked!r}: the model has adapters already, with {found}; leave {name} out to train those, or begin "
+                "with the model without them"
+            )
+    if "lora_dropout" in config.explicit:
+        model.chronicals_lora = replace(model.chronicals_lora, dropout=config.lora_dropout)
+        for _, layer in adapters(model):
+            layer.dropout = config.lora_dropout

@@ -1,0 +1,279 @@
+"""A model made ready to train, by one ordered recipe, and its optimizer step.
+
+Everything that trains goes through ``prepare``: ``ChronicalsTrainer``, ``verify``, and through the trainer the benchmark.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.data.loader import Step
+from chronicals.distributed import Ranks
+from chronicals.memory import (
+    CHEAP,
+    ActivationOffload,
+    decoder_layers,
+    disable_gradient_checkpointing,
+    enable_gradient_checkpointing,
+    recomputes,
+)
+from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
+from chronicals.objectives import Objective
+from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
+from chronicals.patching import (
+    forget_policies,
+    lay_apart,
+    lay_side_by_side,
+    offload_frozen_weights,
+    patch_parts,
+    recompute_norms_and_units,
+    run_in_fp8,
+    tile_mlps,
+)
+from chronicals.patching.fp8_layers import LEAST
+from chronicals.training.adapters import attach_adapters
+from chronicals.training.compilation import compile_micro_step, compiles_beforehand
+from chronicals.training.decisions import Decision, decide, summary, why_not_fused
+from chronicals.training.graphs import GraphedStep
+from chronicals.training.in_backward import UpdatesInBackward
+from chronicals.training.precision import Precision
+from chronicals.training.step import EagerStep, counts_of, train_step
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINTED = "_chronicals_checkpointed"
+"""Attribute of a decoder whose layers an earlier run recomputed, which a later one may not need."""
+
+
+def prepare(model: Any, config: ChronicalsConfig, objective: Objective, ranks: Ranks | None = None) -> Session:
+    """The recipe, the only place that knows its order.
+
+    The caller has loaded the model, quantising it if it is to be quantised, and moved it to its device: adapters go onto
+    weights of any format. What a step needs to know about the model is read after the adapters are there; kernels are chosen
+    for what was decided; the cast makes exact fp32 masters in the optimizer, which must exist; weights are joined in their
+    final dtype; FP8 copies are made of the joined weights, and only those copies can wait in host memory.
+
+    Raises:
+        ConfigurationError: the configuration cannot be honoured with this model on this machine; the message names the field.
+    """
+    ranks = ranks or Ranks()
+    torch.manual_seed(config.seed)  # adapters are the same on all ranks
+    attach_adapters(model, config)
+    presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
+    decisions = _decide(presented, config, ranks)
+    _patch(presented.model, config, decisions, whole_layers=why_not_fused(config, presented) is None)
+    ranks.same_weights(model.parameters())
+    optimizer = build_optimizer(model, config)
+    precision = Precision(config.mixed_precision, input_device(model))
+    precision.prepare(model, optimizer)
+    lay_side_by_side(model)
+    if config.use_fp8:
+        _run_in_fp8(model)
+    if "offload_frozen_weights" in config.memory_policies:
+        _offload_frozen_weights(model)
+    optimizer.weights_moved()
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if config.gradient_accumulation_steps > 1 or ranks.count > 1 or decisions["tiled_mlp"].runs:
+        for parameter in parameters:  # in which several gradients are summed
+            parameter.grad_dtype = torch.float32
+    torch.manual_seed(config.seed + ranks.rank)  # dropout is not
+    return Session(model, config, objective, ranks, presented, decisions, optimizer, precision, parameters)
+
+
+@contextmanager
+def prepared(model: Any, config: ChronicalsConfig, objective: Objective, ranks: Ranks | None = None) -> Iterator[Session]:
+    """``prepare``; afterwards the model's weights are separate tensors again, and have no gradients."""
+    try:
+        yield prepare(model, config, objective, ranks)
+    finally:
+        _leave(model)
+
+
+@dataclass
+class Session:
+    """A prepared model with what trains it.
+
+    Attributes:
+        decisions: what runs of all that the configuration permits, by the name of its switch.
+        parameters: those that are trained.
+    """
+
+    model: Any
+    config: ChronicalsConfig
+    objective: Objective
+    ranks: Ranks
+    presented: PresentedModel
+    decisions: Mapping[str, Decision]
+    optimizer: FusedAdamW
+    precision: Precision
+    parameters: list[Tensor]
+    _parts: EagerStep | UpdatesInBackward = field(init=False)
+    _graphed: GraphedStep | None = field(init=False, default=None)
+    _compiles: bool = field(init=False, default=False)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Within: ``train_once`` may be called, and the model attends within documents. Afterwards its weights are separate
+        tensors again, to be saved or used."""
+        config, runs = self.config, {name for name, decision in self.decisions.items() if decision.runs}
+        given = self.presented, self.objective, self.parameters, self.optimizer, self.precision
+        with ExitStack() as around:
+            around.callback(_leave, self.model)
+            around.enter_context(self.presented.attending_documents())
+            if "activation_offload" in runs:
+                around.enter_context(ActivationOffload(self.model.get_decoder()))
+            if "optimizer_in_backward" in runs:
+                self._parts = around.enter_context(UpdatesInBackward(*given))
+            else:
+                self._parts = EagerStep(*given, config.max_grad_norm)
+            if "use_cuda_graphs" in runs:
+                self._graphed = GraphedStep(self._parts, self.model.parameters(), self.parameters, self.optimizer)
+                around.callback(self._drop_graphs)
+            self._compiles = compiles_beforehand(config, self.presented, "optimizer_in_backward" in runs)
+            self.model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
+            yield
+
+    def train_once(self, step: Step, inspect: Callable[[], None] | None = None) -> dict[str, Tensor]:
+        """One optimizer step, within ``stepping``.
+
+        Args:
+            inspect: called while gradients exist, before they are used; the step then runs without graphs.
+
+        Returns:
+            As ``train_step``.
+        """
+        counts = counts_of(step, self.ranks)
+        if self._compiles:
+            compile_micro_step(self.presented, self.objective, step.batches[0], counts, self.precision)
+            self._compiles = False
+        if self._graphed is not None and inspect is None:
+            with self._graphed.on_stream():
+                return train_step(step, counts, self._graphed.micro, self._reduce, self._graphed.update)
+        self._parts.inspect = inspect
+        scalars = train_step(step, counts, self._parts.micro, self._reduce, self._parts.update)
+        self._parts.inspect = None
+        return scalars
+
+    def _reduce(self, scalars: list[Tensor]) -> Tensor | None:
+        return self.ranks.sum_gradients(self.parameters, scalars)
+
+    def release_graphs(self) -> None:
+        """Give back the memory of CUDA graphs between steps; later steps are captured anew."""
+        if self._graphed is not None:
+            self._graphed.release()
+
+    def _drop_graphs(self) -> None:
+        self.release_graphs()
+        self._graphed = None
+
+
+def _leave(model: Any) -> None:
+    """Weights, and the dtypes of their gradients, as they were given; gradients of a step that failed are dropped."""
+    lay_apart(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = None
+            parameter.grad_dtype = parameter.dtype
+
+
+def _decide(presented: PresentedModel, config: ChronicalsConfig, ranks: Ranks) -> dict[str, Decision]:
+    """What runs of what is permitted, logged with the reasons; memory policies of an earlier run are taken off first."""
+    model = presented.model
+    if reason := why_neighbours_matter(model.config, config.max_seq_length):
+        logger.warning("%s", reason)
+    forget_policies(model)
+    if vars(model.get_decoder()).pop(CHECKPOINTED, False):
+        disable_gradient_checkpointing(model)
+    decisions = decide(config, presented, ranks.count)
+    for decision in decisions.values():
+        logger.debug("%s", decision)
+    for line in summary(decisions.values()):
+        logger.info("%s", line)
+    return decisions
+
+
+def _patch(model: Any, config: ChronicalsConfig, decisions: Mapping[str, Decision], whole_layers: bool) -> None:
+    """Recomputation, kernels, tiles and compilation, as decided.
+
+    Args:
+        whole_layers: whether decoder layers run fused.
+    """
+    recomputed = decisions["use_gradient_checkpointing"]
+    own = recomputed.runs and recomputed.layers == 0 and recomputed.how != CHEAP
+    if recomputes(model) and not own:
+        disable_gradient_checkpointing(model)
+    if recomputed.layers != 0:
+        enable_gradient_checkpointing(model, whole_layers, recomputed.layers)
+        setattr(model.get_decoder(), CHECKPOINTED, True)
+    if recomputed.how == CHEAP:
+        recompute_norms_and_units(model)
+    if config.use_fused_kernels and input_device(model).type == "cuda":
+        patched = patch_parts(model, whole_layers).counts()
+        logger.info("fused kernels: %s", ", ".join(f"{count} x {by}" for by, count in patched.items()) or "no module has one")
+    if decisions["tiled_mlp"].runs:
+        tile_mlps(model)
+    if decisions["use_torch_compile"].runs:
+        for layer in decoder_layers(model):
+            layer.compile()  # the entries of the bounds become dynamic when they first change
+
+
+def build_optimizer(model: Any, config: ChronicalsConfig) -> FusedAdamW:
+    """AdamW over what is trained: LoRA+ groups, or weight decay on matrices only.
+
+    Raises:
+        ConfigurationError: nothing requires a gradient.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        adapted = hasattr(model, "chronicals_lora")
+        remedy = "unfreeze lora_A and lora_B of its adapters" if adapted else "unfreeze some or set use_lora=True"
+        raise ConfigurationError(f"the model has no parameter that requires a gradient; {remedy}")
+    options: dict[str, Any] = {
+        "betas": (config.adam_beta1, config.adam_beta2),
+        "eps": config.adam_epsilon,
+        "state_dtype": torch.bfloat16 if config.optimizer_state_dtype == "bf16" else torch.float32,
+        "master": config.master_weights,
+    }
+    of_peft = bool(getattr(model, "peft_config", None)) and "use_lora_plus" in config.explicit
+    if config.use_lora_plus and (hasattr(model, "chronicals_lora") or of_peft):
+        optimizer = create_lora_plus_optimizer(
+            model, config.learning_rate, config.lora_plus_ratio, config.weight_decay, **options
+        )
+    else:
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        optimizer = FusedAdamW([g for g in groups if g["params"]], lr=config.learning_rate, **options)
+    for group in optimizer.param_groups:
+        group["peak"] = group["lr"]
+    return optimizer
+
+
+def _run_in_fp8(model: Any) -> None:
+    """Raises ConfigurationError where no product is large enough for FP8."""
+    found = run_in_fp8(model)
+    if not found.chosen:
+        small = f"no product of this model has inputs and outputs of a harmonic mean of {LEAST}, and FP8 does not pay for less"
+        reason = f"its layers do not run fused: {', '.join(found.left)}" if found.left else small
+        raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}; leave it out")
+    if found.left:
+        logger.warning("use_fp8: some layers do not run fused and stay in 16 bit: %s", ", ".join(found.left))
+    sizes = f"those whose inputs and outputs have a harmonic mean of at least {LEAST}"
+    logger.info("use_fp8: %d of %d products of fused layers, %s", found.chosen, found.there, sizes)
+
+
+def _offload_frozen_weights(model: Any) -> None:
+    """Raises ConfigurationError where no product in FP8 has a frozen weight."""
+    moved = offload_frozen_weights(model)
+    if not moved:
+        raise ConfigurationError("memory=['offload_frozen_weights']: every weight that runs in FP8 is trained; leave it out")
+    logger.info("offload_frozen_weights: %.1f GiB wait in host memory", moved / 2**30)
