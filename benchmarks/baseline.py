@@ -129,7 +129,7 @@ def plain(kind: str, rows: list[dict], tokenizer, steps: int, folder: Path) -> d
             part = {name: inputs[name][start : start + ROWS].cuda() for name in ("input_ids", "attention_mask")}
             width = int(part["attention_mask"].sum(1).max())
             part = {name: tensor[:, :width] for name, tensor in part.items()}
-            out = model(**part, labels=labels[start : start + ROWS, :width].cuda(), num_items_in_batch=step.counts.targets)
+            out = model(**part, labels=labels[start : start + ROWS, :width].cuda(), num_items_in_batch=step.counts["targets"])
             out.loss.backward()
             total += out.loss.item()
         trained = [p for group in optimizer.param_groups for p in group["params"]]

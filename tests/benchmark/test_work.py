@@ -77,7 +77,7 @@ def test_fixed_documents_fill_every_pack(tmp_path):
     for step in work.stream().steps(count=5):
         documents = documents_of(step)
         assert [len(document) for document in documents] == [64, 64]
-        assert step.counts.tokens == step.counts.slots == 128
+        assert step.counts["tokens"] == step.counts["slots"] == 128
 
 
 @pytest.mark.parametrize("data", ["fixed", "ragged"])
@@ -85,8 +85,8 @@ def test_peers_see_the_documents_of_our_batches(tmp_path, data):
     work = planned(tmp_path, data=data)
     made_here = {tuple(json.loads(line)["input_ids"]) for line in work.documents.read_text().splitlines()}
     for step, documents in zip(work.stream().steps(count=4), work.documents_by_step(4)):
-        assert sum(map(len, documents)) == step.counts.tokens
-        assert sum(int((document.labels[1:] != -100).sum()) for document in documents) == step.counts.targets
+        assert sum(map(len, documents)) == step.counts["tokens"]
+        assert sum(int((document.labels[1:] != -100).sum()) for document in documents) == step.counts["targets"]
         for document in documents:
             assert tuple(document.ids.tolist()) in made_here
             assert document.labels[0] == -100 and (document.labels[1:] == document.ids[1:]).all()

@@ -21,7 +21,6 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, DataError, Tokenizer, build_store, create_dataloader, plan_packs
 from chronicals.data import loader as loader_module
 from chronicals.data.assembly import BUCKETS, ENTRY_SHARES
-from chronicals.data.loader import Counts
 
 FILLER = 1_000_000
 """The padding token; no document holds it."""
@@ -84,7 +83,7 @@ def same(left, right):
 
 def same_steps(left, right):
     return len(left) == len(right) and all(
-        (a.counts, a.position, len(a.batches)) == (b.counts, b.position, len(b.batches))
+        (a.counts, a.state, len(a.batches)) == (b.counts, b.state, len(b.batches))
         and all(same(x, y) for x, y in zip(a.batches, b.batches))
         for a, b in zip(left, right)
     )
@@ -207,15 +206,16 @@ def test_counts_are_of_the_whole_step(make_store, batch, accumulation, ranks):
     for shares in zip(*(stream.steps(count=everyone[0].steps_in_all + 1) for stream in everyone), strict=True):
         batches = [b for step in shares for b in step.batches]
         assert [len(step.batches) for step in shares] == [accumulation] * ranks
-        counts = Counts(
+        counts = dict(
             targets=sum(int((b.targets != IGNORED).sum()) for b in batches),
             tokens=sum(int((b.input_ids != FILLER).sum()) for b in batches),
             documents=sum(len(documents(b)) for b in batches),
+            items=sum(len(documents(b)) for b in batches),
             slots=sum(len(b) for b in batches),
             packs=sum(int((b.input_ids.view(-1, 40) != FILLER).any(1).sum()) for b in batches),
         )
         assert [step.counts for step in shares] == [counts] * ranks
-        total += counts.targets
+        total += counts["targets"]
     assert total == 2 * store.targets.sum()
 
 
@@ -226,7 +226,7 @@ def test_a_step_holds_the_same_documents_however_it_is_shared(make_store):
         everyone = streams(store, config(40, batch, accumulation), ranks, epochs=2)
         assert {stream.packs_a_step for stream in everyone} == {8}
         steps = list(zip(*(stream.steps(count=stream.steps_in_all) for stream in everyone), strict=True))
-        found.append([(sorted(of_step(shares)), shares[0].counts, shares[0].position) for shares in steps])
+        found.append([(sorted(of_step(shares)), shares[0].counts, shares[0].state) for shares in steps])
     assert all(other == found[0] for other in found[1:])
     assert len(found[0]) > 4
     assert len({str(documents) for documents, _, _ in found[0]}) == len(found[0])
@@ -298,15 +298,15 @@ def test_past_the_last_epoch_packs_are_empty_and_count_nothing(make_store):
     packs, last = 2 * len(stream.plan), stream.steps_in_all
     steps = list(stream.steps(count=last + 3))
     assert (last - 1) * 6 < packs <= last * 6
-    assert sum(step.counts.documents for step in steps[:last]) == 60
+    assert sum(step.counts["documents"] for step in steps[:last]) == 60
     for step in steps[last:]:
-        assert step.counts == Counts(targets=0, tokens=0, documents=0, slots=240, packs=0)
+        assert step.counts == dict(targets=0, tokens=0, documents=0, items=0, slots=240, packs=0)
         for batch in step.batches:
             assert (batch.input_ids == FILLER).all()
             assert (batch.targets == IGNORED).all()
             assert batch.cu_seqlens[-1] == 80
     assert [step.began for step in steps] == [6 * n for n in range(last + 3)]
-    assert [step.position for step in steps] == [min(6 * (n + 1), packs) for n in range(last + 3)]
+    assert [step.state for step in steps] == [min(6 * (n + 1), packs) for n in range(last + 3)]
 
 
 def test_an_endless_stream_goes_on(make_store):
@@ -316,7 +316,7 @@ def test_an_endless_stream_goes_on(make_store):
     assert len(stream) == stream.steps_an_epoch == len(stream.plan)
     steps = list(stream.steps(count=5 * len(stream.plan)))
     assert sorted(of_step(steps)) == sorted(list(range(20)) * 5)
-    assert stream.epoch_at(steps[-1].position) == 5
+    assert stream.epoch(steps[-1].state) == 5
 
 
 # --- determinism -----------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_steps_from_a_position_are_the_tail_of_all_steps(make_store):
     (stream,) = streams(store, config(40, 2, 2), epochs=3)
     steps = list(stream.steps(count=stream.steps_in_all + 1))
     for done in (0, 1, stream.steps_an_epoch, len(steps) - 1):
-        position = steps[done - 1].position if done else 0
+        position = steps[done - 1].state if done else 0
         (fresh,) = streams(store, config(40, 2, 2), epochs=3)
         assert same_steps(list(fresh.steps(position, len(steps) - done)), steps[done:])
         assert same_steps(list(stream.steps(position, len(steps) - done)), steps[done:])

@@ -20,8 +20,9 @@ def weigh(monkeypatch, weight_of):
     """Every Batch gets ``weight_of`` its targets as weights."""
     made = Memory.batches
 
-    def batches(self, facts):
-        return [replace(batch, weights=weight_of(batch.targets).float()) for batch in made(self, facts)]
+    def batches(self, steps):
+        for step in made(self, steps):
+            yield [replace(batch, weights=weight_of(batch.targets).float()) for batch in step]
 
     monkeypatch.setattr(Memory, "batches", batches)
 
@@ -88,10 +89,10 @@ def test_several_processes_must_be_told(tmp_path, monkeypatch):
 
     weigh(monkeypatch, by_token)
     (step,) = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), runs.config(tmp_path)).steps(count=1)
-    with pytest.raises(ValueError, match=r"Batch.weights.*2 processes as Counts.weight"):
+    with pytest.raises(ValueError, match=r"Batch.weights.*2 processes as counts"):
         counts_of(step, Ranks(0, 2))
-    told = replace(step, counts=replace(step.counts, weight=0.75))
-    assert counts_of(told, Ranks(0, 2)) == {**vars(step.counts), "weight": 0.75}
+    told = replace(step, counts={**step.counts, "weight": 0.75})
+    assert counts_of(told, Ranks(0, 2)) == {**step.counts, "weight": 0.75}
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

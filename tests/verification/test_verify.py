@@ -162,8 +162,9 @@ def a_dropped_bound(monkeypatch, model):
         bounds = torch.cat((batch.cu_seqlens[:1], batch.cu_seqlens[2:], batch.cu_seqlens[-1:]))
         return dataclasses.replace(batch, cu_seqlens=bounds, max_seqlen=width)
 
-    def wrong(self, facts):
-        return [without_its_first(batch, self.shape.width) for batch in right(self, facts)]
+    def wrong(self, steps):
+        for step in right(self, steps):
+            yield [without_its_first(batch, self.shape.width) for batch in step]
 
     monkeypatch.setattr(Memory, "batches", wrong)
 

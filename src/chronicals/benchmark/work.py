@@ -27,7 +27,8 @@ from chronicals.benchmark.shapes import DATA, SHAPES, random_documents
 from chronicals.config import ChronicalsConfig, ConfigurationError
 
 if TYPE_CHECKING:
-    from chronicals.data.loader import BatchStream, Step
+    from chronicals.data.loader import BatchStream
+    from chronicals.data.steps import Step
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {"learning_rate": 5e-7},

@@ -14,7 +14,6 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from chronicals.data.gate import DataError
 from chronicals.data.packing import PackPlan, plan_packs
 from chronicals.data.prefetch import prefetch
 from chronicals.data.sources import Source
+from chronicals.data.steps import Counts, Step
 from chronicals.data.store import TokenStore
 
 logger = logging.getLogger(__name__)
@@ -39,44 +39,6 @@ PREFETCHED_STEPS, PREFETCHED_BYTES = (2, 64), 1 << 26
 CALLS = 4
 """Calls that assemble the prefetched steps, each several of them. Between two calls the thread needs the GIL, which it gets
 after ``sys.getswitchinterval()`` (5 ms) where others run Python: longer than a small step takes."""
-
-
-@dataclass(frozen=True)
-class Counts:
-    """What a step holds on all ranks together, known before it is computed.
-
-    Attributes:
-        targets: positions that are trained.
-        tokens: documents' tokens; filler is not counted.
-        documents: documents.
-        slots: positions, filler included.
-        packs: packs with a document.
-        weight: sum of the weights of the targets where Batches have weights, None where each counts one.
-    """
-
-    targets: int
-    tokens: int
-    documents: int
-    slots: int
-    packs: int
-    weight: float | None = None
-
-
-@dataclass(frozen=True)
-class Step:
-    """This rank's micro-batches of one optimizer step.
-
-    Attributes:
-        batches: as many as there are accumulation steps.
-        counts: of the whole step, all ranks.
-        began: position at which it begins, packs consumed before it.
-        position: packs consumed once this step is done, empty ones not counted; what a checkpoint stores.
-    """
-
-    batches: list[Batch]
-    counts: Counts
-    began: int
-    position: int
 
 
 def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
@@ -100,7 +62,7 @@ def _say_filler(name: str, token: int, rows: int) -> None:
 
 
 class BatchStream:
-    """Deterministic Batches from a store; see the module's docstring.
+    """``Steps`` of deterministic Batches from a store; see the module's docstring. A state is a number of packs.
 
     Args:
         store: tokenised documents.
@@ -152,23 +114,25 @@ class BatchStream:
     @property
     def steps_in_all(self) -> int | None:
         """Steps until every epoch is consumed, None without end."""
-        return self.steps_left(0)
+        return self.left(None)
 
-    def steps_left(self, position: int) -> int | None:
-        """Steps from ``position`` until every epoch is consumed, None without end."""
-        return None if self.epochs is None else max(0, -(-(len(self.plan) * self.epochs - position) // self.packs_a_step))
+    def left(self, state: int | None) -> int | None:
+        """Steps from ``state`` until every epoch is consumed, None without end."""
+        if self.epochs is None:
+            return None
+        return max(0, -(-(len(self.plan) * self.epochs - (state or 0)) // self.packs_a_step))
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the order in which documents come, which a position counts in; how many a step takes is not part of it."""
+        """Of the order in which documents come, which a state counts in; how many a step takes is not part of it."""
         order = hashlib.sha256(f"{self.shuffle} {self.seed}".encode())
         for column in (self.store.id_starts[self.plan.documents], self.plan.offsets):
             order.update(column.tobytes())
         return order.hexdigest()
 
-    def epoch_at(self, position: int) -> float:
+    def epoch(self, state: int | None) -> float:
         """Passes over the data after so many packs."""
-        return self._consumed(position) / len(self.plan)
+        return self._consumed(state or 0) / len(self.plan)
 
     def __len__(self) -> int:
         """Micro-batches of this rank in the epochs asked for (one if endless)."""
@@ -179,8 +143,11 @@ class BatchStream:
         for step in self.steps(count=len(self) // self.accumulation):
             yield from step.batches
 
-    def steps(self, position: int = 0, count: int | None = None) -> Iterator[Step]:
-        """Steps from ``position`` on, assembled by a thread before they are asked for; ends after ``count`` of them, if given.
+    def steps(self, state: int | None = None, count: int | None = None) -> Iterator[Step]:
+        """Steps from ``state`` on, assembled by a thread before they are asked for; ends after ``count`` of them, if given.
+
+        Args:
+            state: packs consumed by all ranks before.
 
         Raises:
             DataError: a document cannot be read where the store says it is.
@@ -188,6 +155,7 @@ class BatchStream:
         fewest, most = PREFETCHED_STEPS
         depth = min(max(PREFETCHED_BYTES // self._shape.bytes, fewest), most)
         size = -(-depth // CALLS)
+        position = state or 0
         end = sys.maxsize if count is None else position + count * self.packs_a_step
         starts = range(position, end, self.packs_a_step)
         tasks = (self._assembly(starts[first : first + size]) for first in range(0, len(starts), size))
@@ -252,7 +220,10 @@ class BatchStream:
     def _counts(self, packs: np.ndarray) -> Counts:
         targets, tokens, documents, _ = self._sums[packs].sum(0).tolist()
         filled = int((packs < len(self.plan)).sum())
-        return Counts(targets, tokens, documents, self.packs_a_step * self.width, filled)
+        slots = self.packs_a_step * self.width
+        return {
+            "targets": targets, "tokens": tokens, "documents": documents, "items": documents, "packs": filled, "slots": slots
+        }  # fmt: skip
 
 
 class Memory:

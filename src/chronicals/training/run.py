@@ -30,7 +30,7 @@ class Run:
         total_steps: steps after which it is done.
         output_dir: where it is written.
         step: steps done.
-        position: packs consumed by all ranks.
+        position: state of the run's ``Steps``, not read here; None at the beginning.
         applied: steps that changed the weights.
         trainable_share: of all parameters.
         best_loss, evaluations_without_gain: the lowest held-out loss, and evaluations since then; for early stopping.
@@ -45,7 +45,7 @@ class Run:
     total_steps: int
     output_dir: Path
     step: int = 0
-    position: int = 0
+    position: Any = None
     applied: int = 0
     trainable_share: float = 0.0
     best_loss: float = float("inf")

@@ -57,7 +57,7 @@ class RunCheckpoints:
         run.load_state(state)
         if self.keeps_best and not self._has_best(run):
             run.forget_the_best()
-        left = stream.steps_left(run.position)
+        left = stream.left(run.position)
         if left is not None:  # which may take more or fewer packs than those that were done
             run.total_steps = run.step + left
         logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)

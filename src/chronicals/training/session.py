@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.data.loader import Step
+from chronicals.data.steps import Step
 from chronicals.distributed import Ranks
 from chronicals.memory import (
     CHEAP,

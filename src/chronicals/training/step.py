@@ -15,7 +15,7 @@ from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data.loader import Step
+from chronicals.data.steps import Step
 from chronicals.distributed import Ranks
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models import PresentedModel
@@ -117,13 +117,13 @@ def counts_of(step: Step, ranks: Ranks) -> Mapping[str, Count]:
     Raises:
         ValueError: Batches have weights whose sum over all ranks is not among the step's counts.
     """
-    counts = vars(step.counts)
-    if counts["weight"] is not None:
+    counts = step.counts
+    if "weight" in counts:
         return counts
     if all(batch.weights is None for batch in step.batches):
         return {**counts, "weight": counts["targets"]}
     if ranks.count > 1:
-        raise ValueError(f"Batch.weights: give their sum over all {ranks.count} processes as Counts.weight")
+        raise ValueError(f"Batch.weights: give their sum over all {ranks.count} processes as counts['weight']")
     return {**counts, "weight": sum(_weight(batch) for batch in step.batches)}
 
 

@@ -191,7 +191,7 @@ class ChronicalsTrainer:
             factor = rate_factor(self.config, run.step, run.total_steps)
             set_learning_rate(optimizer, factor)
             scalars = session.train_once(step, audit.see_gradients if audit else None)
-            run.step, run.position = run.step + 1, step.position
+            run.step, run.position = run.step + 1, step.state
             if audit:
                 run.coverage = self._close_audit(audit, scalars)
                 audit = None if run.coverage else FirstStepAudit(self.model, optimizer)  # once more for a step left out
@@ -199,8 +199,8 @@ class ChronicalsTrainer:
                 self._deliver(run, presented, pending)
             pending = PendingMetrics(
                 scalars, began, step=run.step, learning_rate=self.config.learning_rate * factor,
-                tokens=step.counts.tokens, targets=step.counts.targets,
-                fill=step.counts.tokens / step.counts.slots, epoch=stream.epoch_at(step.position),
+                tokens=step.counts["tokens"], targets=step.counts["targets"],
+                fill=step.counts["tokens"] / step.counts["slots"], epoch=stream.epoch(step.state),
             )  # fmt: skip
             began = pending.moment
             due = self._due(run, eval_store is not None)

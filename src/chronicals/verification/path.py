@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data.loader import Step
+from chronicals.data.steps import Step
 from chronicals.kernels.master import join_master
 from chronicals.objectives import OBJECTIVES
 from chronicals.training.session import prepare

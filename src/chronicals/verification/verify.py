@@ -26,7 +26,8 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
-from chronicals.data.loader import Step, plan_of
+from chronicals.data.loader import plan_of
+from chronicals.data.steps import Step
 from chronicals.distributed import Ranks, require_one_process
 from chronicals.models import check_positions
 from chronicals.models.router_loss import SWITCH
