@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from chronicals.config import ChronicalsConfig
+from chronicals.training.metrics import StepMetrics
 
 PANELS = {
     "loss": "loss",
@@ -25,6 +26,10 @@ PANELS = {
     "tokens_per_second": "real tokens per second",
     "fill": "packing fill",
 }
+
+"""Panels of the curves, by the name of the metric; what the objective shows has one each, too."""
+
+STEP_FIELDS = {field.name for field in dataclasses.fields(StepMetrics)}
 
 PACKAGES = ("chronicals", "torch", "transformers", "triton")
 
@@ -174,22 +179,23 @@ def _figure(metrics: Sequence[Mapping]) -> bytes:
     from matplotlib.figure import Figure
 
     steps = [line for line in metrics if "loss" in line]
-    evaluations = [line for line in metrics if "eval_loss" in line]
-    figure = Figure(figsize=(10, 9), layout="constrained")
+    panels = PANELS | {name: name for line in steps for name in line if name not in {*STEP_FIELDS, "time"}}
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(10, 3 * rows), layout="constrained")
     FigureCanvasSVG(figure)
-    axes = figure.subplots(3, 2).flat
-    for axis, (name, label) in zip(axes, PANELS.items()):
-        axis.plot([line["step"] for line in steps], [line[name] for line in steps], lw=1.2, label="training")
-        if name == "loss" and evaluations:
-            axis.plot([e["step"] for e in evaluations], [e["eval_loss"] for e in evaluations], "o-", label="held-out")
+    axes = list(figure.subplots(rows, 2).flat)
+    for axis, (name, label) in zip(axes, panels.items()):
+        drawn = [line for line in steps if name in line]
+        axis.plot([line["step"] for line in drawn], [line[name] for line in drawn], lw=1.2, label="training")
+        if evaluations := [line for line in metrics if f"eval_{name}" in line]:
+            axis.plot([e["step"] for e in evaluations], [e[f"eval_{name}"] for e in evaluations], "o-", label="held-out")
             axis.legend(frameon=False)
         axis.set_title(label, fontsize=10, loc="left")
         axis.set_xlabel("step", fontsize=8)
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    for axis in list(axes)[len(PANELS) :]:
+    for axis in axes[len(panels) :]:
         axis.set_visible(False)
-    figure.axes[-1].set_visible(False)
     image = io.BytesIO()
     figure.savefig(image, format="svg")
     return image.getvalue()
