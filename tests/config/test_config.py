@@ -107,7 +107,7 @@ WRONG = [
     ("max_grad_norm", 0),
     ("optimizer_state_dtype", "int8"),
     ("mixed_precision", "fp8"),
-    ("objective", "dpo"),
+    ("objective", 3),
     ("validation_split", 1.0),
     ("save_steps", 0),
     ("seed", -1),

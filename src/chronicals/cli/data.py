@@ -68,6 +68,7 @@ def show(
     from chronicals.data.building import log_report
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.data.gate import check_shares
+    from chronicals.objectives import build_objective
     from chronicals.saving import SavedModel
 
     flags: dict[str, Any] = {
@@ -79,6 +80,7 @@ def show(
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     is_recipe = Path(file).suffix in (".yaml", ".yml")
     config = Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
+    build_objective(config)
     check_shares(config.gate)
     records = _read(config, skip, rows)
     tokenizer = SavedModel.find(config.model, config.base_model).tokenizer(config.trust_remote_code)

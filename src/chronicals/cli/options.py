@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 import os
 import re
 import types
@@ -16,9 +17,14 @@ import typer
 from typer.core import TyperCommand
 
 from chronicals.cli import wording
+from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
 from chronicals.config.config import NOT_YET
 from chronicals.config.foreign import NOT_SHOWN, suggestion
+from chronicals.config.sections import SECTIONS, of_flags
+
+SETTING = re.compile(r"--[a-z]\w*\.[a-z]")
+"""Flag of a setting of an objective, ``--dpo.beta``."""
 
 
 class Command(TyperCommand):
@@ -27,8 +33,9 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         switches = {p.name: bool(getattr(p, "is_flag", False)) for p in self.params if p.name}
         wording.begin(switches)
+        given = _with_settings(args) if SECTIONS in switches else list(args)
         try:
-            rest = super().parse_args(ctx, list(args))
+            rest = super().parse_args(ctx, list(given))
         except Exception as error:
             option = getattr(error, "option_name", None)
             if type(error).__name__ != "NoSuchOption" or option is None:  # a class that typer does not export
@@ -37,8 +44,28 @@ class Command(TyperCommand):
             raise
         fields = {field.name for field in dataclasses.fields(Recipe)}
         as_flags = {p for p in switches if p not in fields or str(ctx.get_parameter_source(p)).endswith("COMMANDLINE")}
-        wording.begin(switches, ctx.params.get("recipe") is not None, as_flags)
+        wording.begin(switches, ctx.params.get("recipe") is not None, as_flags | _settings(given))
         return rest
+
+
+def _with_settings(args: list[str]) -> list[str]:
+    """``args`` with ``--dpo.beta 0.1`` as the option that it is: ``--sections dpo.beta=0.1``."""
+    found, rest = [], iter(args)
+    for arg in rest:
+        if not SETTING.match(arg):
+            found.append(arg)
+            continue
+        name, sign, value = arg.removeprefix("--").partition("=")
+        section, _, setting = name.partition(".")
+        if not sign and (value := next(rest, "--")).startswith("--"):
+            raise typer.BadParameter(f"Option {arg!r} requires an argument.")
+        found += [flag(SECTIONS), f"{section}.{setting.replace('-', '_')}={value}"]
+    return found
+
+
+def _settings(args: list[str]) -> set[str]:
+    """Names of the settings, ``dpo.beta``, that ``_with_settings`` found."""
+    return {value.partition("=")[0] for option, value in itertools.pairwise(args) if option == flag(SECTIONS)}
 
 
 def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
@@ -59,7 +86,8 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             field.name,
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
-                None, help=_help(field, hints[field.name]), rich_help_panel="Recipe fields", show_default=False
+                None, help=_help(field, hints[field.name]), rich_help_panel="Recipe fields", show_default=False,
+                hidden=field.name == SECTIONS,
             ),
             annotation=_flag_type(hints[field.name]) | None,
         )
@@ -71,6 +99,8 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(**given: Any) -> Any:
         flags = {name: given.pop(name) for name in list(given) if name not in names}
         set_here = {name: value for name, value in flags.items() if value not in (None, [])}
+        if SECTIONS in set_here:
+            set_here[SECTIONS] = of_flags(set_here[SECTIONS])
         return command(**given, **{name: _one_text(hints[name], value) for name, value in set_here.items()})
 
     hinted = typing.get_type_hints(command, include_extras=True)

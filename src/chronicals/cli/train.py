@@ -52,13 +52,15 @@ def train(
     from chronicals.data.loader import plan_of
     from chronicals.distributed import Ranks
     from chronicals.models.loading import DTYPES
+    from chronicals.objectives import build_objective
     from chronicals.saving import SavedModel
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.errors import CheckpointError
-    from chronicals.training.length import fit_batch
+    from chronicals.training.length import fit_batch, fit_learning_rate
     from chronicals.training.preparation import open_stores
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run, sole_writer
 
+    build_objective(config)  # its settings are wrong before anything is loaded, or not at all
     ranks, holds_run = Ranks.current(), holds_a_run(config.output_dir)
     console = Console(emoji=False, highlight=False, soft_wrap=True, quiet=not ranks.first)
     saved = SavedModel.find(plan.model, plan.base_model)
@@ -70,7 +72,7 @@ def train(
             reports.mkdir(parents=True, exist_ok=True)
         store, _ = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
         resumed = checkpoint_to_resume(config.output_dir, resume_from or resume, ranks) if resume_from or resume else None
-        fit_batch(config, plan_of(store, config), ranks, resumed)
+        fit_batch(fit_learning_rate(config, ranks), plan_of(store, config), ranks, resumed)
         where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
         console.print(escape(f"the data can be trained on; {where}"))
         return

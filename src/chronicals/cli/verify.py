@@ -44,11 +44,13 @@ def verify(
     from chronicals.config import Recipe
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.models.loading import DTYPES
+    from chronicals.objectives import build_objective
     from chronicals.saving import SavedModel
     from chronicals.verification import verify as compare
 
     plan = Recipe.given(preset, recipe, **flags)
     config, console = plan.config(), Console(stderr=True)
+    build_objective(config)
     make_room_for(output)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)

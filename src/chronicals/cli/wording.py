@@ -26,6 +26,10 @@ VALUE = r"""'[^'\n]*'|"[^"\n]*"|\[[^\]\n]*\]|\{[^}\n]*\}|[\w.+-]*\w"""
 """What a value looks like in a message: a literal of Python, or a word."""
 
 
+SETTING = re.compile(r"(?<![\w./'\"-])([a-z]\w*)=(\{'\w+': [^}\n]*\})")
+"""What settings of an objective look like in a message."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Wording:
     """How the fields of one command are named.
@@ -48,9 +52,19 @@ class Wording:
         name = "|".join(sorted([*self.switches, *WITHOUT_FLAG], key=len, reverse=True))
         distinct = "|".join(sorted((name for name in self.switches if "_" in name), key=len, reverse=True)) or "(?!)"
         text = re.sub(rf"(?<![\w./'\"-])({name})=({VALUE})", lambda found: self._with_value(found[1], found[2]), text)
+        text = SETTING.sub(lambda found: self._setting(found[1], found[2]), text)
         text = re.sub(rf"(?:^|(?<=; ))({name})(?=: )", lambda found: self._named(found[1]), text)
         bare = rf"(?<![\w./='\"-])({distinct})(?![\w/='\"-]|\.\w)|(?<=did you mean )'({distinct})'"
         return re.sub(bare, lambda found: self._bare(found[1] or found[2], found[0]), text)
+
+    def _setting(self, section: str, text: str) -> str:
+        """``dpo={'beta': 0.1}``, settings of an objective, as flags or as lines of a recipe."""
+        settings = _value_of(text)
+        if section in self.switches or not isinstance(settings, dict):
+            return f"{section}={text}"
+        if all(not self.in_recipe or f"{section}.{name}" in self.as_flags for name in settings):
+            return " ".join(f"--{section}.{name} {shlex.quote(str(value))}" for name, value in settings.items())
+        return f"{section}: {_in_yaml(settings)}"
 
     def _is_flag(self, name: str) -> bool:
         return name in self.switches and (not self.in_recipe or name in self.as_flags)

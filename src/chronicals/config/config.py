@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
@@ -19,6 +20,7 @@ from pydantic_core import PydanticCustomError
 
 from chronicals.config.errors import ConfigurationError
 from chronicals.config.foreign import no_such_field
+from chronicals.config.sections import SECTIONS, gathered, merged
 
 ENTRIES = ("gate", "columns")
 """Fields of named entries, whose name a message has beside the field's."""
@@ -47,9 +49,11 @@ def remembers_what_was_set(cls: T) -> T:
     """Keep the names of the fields the user passed or assigned to, so that 'permitted by default' and 'asked for' can be told
     apart."""
     validated: Callable[..., None] = cls.__init__  # type: ignore[misc]
+    names = {field.name for field in dataclasses.fields(cls)}
 
     @functools.wraps(validated)
     def __init__(self: Any, **fields: Any) -> None:
+        fields = gathered(fields, names)
         try:
             validated(self, **fields)
         except pydantic.ValidationError as error:
@@ -59,6 +63,7 @@ def remembers_what_was_set(cls: T) -> T:
 
     def __setattr__(self: Any, name: str, value: Any) -> None:
         changed = self.replace(**{name: value})
+        name = name if name in names else SECTIONS
         vars(self).update({name: getattr(changed, name), "explicit": changed.explicit})
 
     cls.__init__ = __init__  # type: ignore[misc]
@@ -139,8 +144,11 @@ class _EachOnce(yaml.SafeLoader):
 
 
 def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
-    """``fields`` under ``others``, which win: where these say how long the run is, it is not said in both ways."""
+    """``fields`` under ``others``, which win, setting by setting in sections: where these say how long the run is, it is not
+    said in both ways."""
     kept = dict(fields)
+    if SECTIONS in kept and SECTIONS in others:
+        others = {**others, SECTIONS: merged(kept[SECTIONS], others[SECTIONS])}
     for name, other in (("max_steps", "num_epochs"), ("num_epochs", "max_steps")):
         if others.get(name) is not None:
             kept.pop(other, None)
@@ -227,8 +235,11 @@ class ChronicalsConfig:
         description="Products large enough for it to pay in FP8 (docs/fp8.md): all of full fine-tuning, or a frozen base",
     )
 
-    objective: Literal["sft", "pretraining"] = Field(
+    objective: str = Field(
         default="sft", description="sft trains what the rows mark (answers, completions); pretraining every token"
+    )
+    sections: dict[str, dict[str, Any]] = Field(
+        default_factory=dict, description="Settings of the objective, in a section of its name: dpo: {beta: 0.1}"
     )
     train_on_roles: Annotated[list[Role], Field(min_length=1), BeforeValidator(_listed)] = Field(
         default=["assistant"], description="Whose messages of a conversation are trained"
@@ -354,9 +365,9 @@ class ChronicalsConfig:
 
     def fitted(self, **values: Any) -> Self:
         """A copy with other values that the user did not set: ``explicit`` stays what it was."""
-        copy = self.replace(**values)
-        vars(copy)["explicit"] = self.explicit
-        return copy
+        fitted = copy.copy(self)
+        vars(fitted).update(values)
+        return fitted
 
     def to_dict(self) -> dict[str, Any]:
         """All fields as plain JSON values."""
@@ -365,6 +376,7 @@ class ChronicalsConfig:
     def to_yaml(self, path: str | Path) -> None:
         """Write the fields that were set; what was left to its default stays so when read again."""
         chosen = {name: value for name, value in self.to_dict().items() if name in self.explicit}
+        chosen |= chosen.pop(SECTIONS, {})
         Path(path).write_text(yaml.safe_dump(chosen, sort_keys=False))
 
     @classmethod
@@ -374,11 +386,11 @@ class ChronicalsConfig:
         Raises:
             ConfigurationError: the file is missing, is not a mapping, or holds a wrong field.
         """
-        return cls(**laid_over(cls.read_yaml(path), overrides))
+        return cls(**laid_over(cls.read_yaml(path), gathered(overrides, {field.name for field in dataclasses.fields(cls)})))
 
-    @staticmethod
-    def read_yaml(path: str | Path) -> dict[str, Any]:
-        """The fields in a YAML file.
+    @classmethod
+    def read_yaml(cls, path: str | Path) -> dict[str, Any]:
+        """The fields in a YAML file, with the sections under their own field.
 
         Raises:
             ConfigurationError: the file is missing or is not a mapping.
@@ -399,4 +411,4 @@ class ChronicalsConfig:
                     fields[name] = float(fields[name])
                 except ValueError:
                     raise ConfigurationError(f"{name}={fields[name]!r}: expected a number") from None
-        return fields
+        return gathered(fields, {field.name for field in dataclasses.fields(cls)})

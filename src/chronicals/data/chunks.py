@@ -169,7 +169,7 @@ class ChunkEncoder:
         for name in unread_fields(record, kind):
             report.note("unread_field", row, f"{where}: {name}")
         record = normalise(record, kind, where)
-        if self.tokenizer.objective == "sft":
+        if self.tokenizer.objective != "pretraining":
             self._check_answers(row, kind, record, where, report)
             if kind == "completion" and self.tokenizer.tokenizer.chat_template is not None:
                 report.note("plain_completion", row, where)

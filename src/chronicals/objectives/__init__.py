@@ -1,10 +1,18 @@
-"""What is minimised, a file an objective."""
+"""What is minimised, a file an objective; each file of this folder is imported, and registers its own."""
+
+import importlib
+import pkgutil
 
 from chronicals.models import Term, Terms
-from chronicals.objectives.next_token import NextToken
-from chronicals.objectives.terms import Count, Objective, divide, shown
+from chronicals.objectives.registry import OBJECTIVES, build_objective, default_learning_rate, register
+from chronicals.objectives.terms import Count, Objective, divide, settings, shown
 
-OBJECTIVES = {"sft": NextToken, "pretraining": NextToken}
-"""By the name in the configuration; what tells these two apart is which tokens the data marks as trained."""
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["OBJECTIVES", "Count", "NextToken", "Objective", "Term", "Terms", "divide", "shown"]
+from chronicals.objectives.next_token import NextToken  # noqa: E402
+
+__all__ = [
+    "OBJECTIVES", "Count", "NextToken", "Objective", "Term", "Terms", "build_objective", "default_learning_rate", "divide",
+    "register", "settings", "shown",
+]  # fmt: skip

@@ -15,23 +15,18 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.kernels import linear_cross_entropy
 from chronicals.models import PresentedModel, Term, Terms
+from chronicals.objectives.registry import register
+from chronicals.objectives.terms import Objective
 
 ROWS = 4096
 """Rows of logits that exist at a time while a model is scored."""
 
-CHUNK = 4352
-"""The same while it is trained, unless told otherwise."""
-
-
-class NextToken:
+@register("sft", "pretraining")
+class NextToken(Objective):
     """Cross-entropy of every trained target, summed; through the head without whole logits where it is understood.
 
-    Args:
-        chunk_size: rows of logits that exist at a time.
+    What tells ``sft`` from ``pretraining`` is which tokens the data marks as trained.
     """
-
-    def __init__(self, chunk_size: int = CHUNK):
-        self.chunk_size = chunk_size
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head

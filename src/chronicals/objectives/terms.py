@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, ClassVar
 
+import pydantic
 import torch
 from torch import Tensor
 
@@ -15,16 +17,49 @@ Count = int | float | Tensor
 """What a sum is divided by; a scalar on the device where steps are CUDA graphs."""
 
 
-class Objective(Protocol):
+CHUNK = 4352
+"""Rows of logits that exist at a time, unless told otherwise."""
+
+settings = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=pydantic.ConfigDict(extra="forbid"))
+"""Decorator of the dataclass ``Settings`` in the file of an objective; its fields have defaults and limits."""
+
+
+@settings
+class NoSettings:
+    """Of an objective that has none of its own."""
+
+
+class Objective(ABC):
     """``(model, batch) → Terms``: what is minimised, and metrics beside it, by name.
 
-    The names appear in ``metrics.jsonl``, the progress bar, trackers and the report. A slash makes a group: ``dpo/margin``.
+    A file of this folder with a class under ``@register("NAME")`` is an objective; nothing else lists it. The names of its
+    terms appear in ``metrics.jsonl``, the progress bar, trackers, the report and evaluation; a slash makes a group, as in
+    ``dpo/margin``.
+
+    Args:
+        settings: of the class's own ``Settings``; their defaults if None.
+        chunk_size: rows of logits that may exist at a time.
+
+    Attributes:
+        Settings: dataclass of its settings, the section of its name in a configuration.
+        full_learning_rate, adapter_learning_rate: the default of ``learning_rate``, where all weights or adapters are trained.
     """
 
+    Settings: ClassVar[type] = NoSettings
+    full_learning_rate: ClassVar[float] = 2e-4
+    adapter_learning_rate: ClassVar[float] = 2e-4
+
+    def __init__(self, settings: Any = None, chunk_size: int = CHUNK):
+        self.settings = self.Settings() if settings is None else settings
+        self.chunk_size = chunk_size
+
+    @abstractmethod
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms: ...
 
+    @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
-        """The same for evaluation, without gradients."""
+        """The terms of evaluation."""
+        return self(model, batch)
 
 
 def divide(terms: Terms, counts: Mapping[str, Count]) -> dict[str, Tensor]:

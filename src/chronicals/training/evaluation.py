@@ -15,7 +15,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Source, filler_token, open_store
 from chronicals.distributed import Ranks
 from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
-from chronicals.objectives import OBJECTIVES, Objective, Term, shown
+from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.training.precision import Precision
 from chronicals.training.step import counts_of
 
@@ -91,6 +91,7 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
         DataError: it cannot be read, or nothing in it is trained.
         ValueError: the model has no positions for it, sees the tokens that it is to predict, or gives no finite loss.
     """
+    objective = build_objective(config)
     embedding_rows = model.get_input_embeddings().weight.shape[0]
     store = open_store(data, tokenizer, config, embedding_rows=embedding_rows)
     check_positions(model, store.longest)
@@ -98,7 +99,7 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
     device = input_device(model)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention)
     with presented.attending_documents():
-        score = evaluate(presented, OBJECTIVES[config.objective](), stream, Precision("fp32", device))
+        score = evaluate(presented, objective, stream, Precision("fp32", device))
     if not math.isfinite(score.loss):
         raise ValueError(
             f"loss={score.loss}: what {type(model).__name__} predicts for this data is not finite; its weights are damaged or "

@@ -1,4 +1,4 @@
-"""How long a run is, in steps, epochs and tokens, and a default batch that is fitted to little data."""
+"""What a run decides where the configuration leaves it open: how long it is, the batch for little data, the learning rate."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packing import PackPlan
 from chronicals.distributed import Ranks
+from chronicals.objectives import default_learning_rate
 from chronicals.training import checkpoint
 
 logger = logging.getLogger(__name__)
@@ -67,6 +68,23 @@ class Length:
             f"an epoch is {_counted(self.packs, 'pack')} of up to {config.max_seq_length:,} tokens, a step takes "
             f"{self.packs_a_step} ({batch}{f' x {ranks} processes' if ranks > 1 else ''})"
         )
+
+
+def fit_learning_rate(config: ChronicalsConfig, ranks: Ranks, model: Any = None) -> ChronicalsConfig:
+    """``config`` with the objective's default ``learning_rate``, for adapters or for all weights, where none was set. It is
+    logged.
+
+    Args:
+        model: one that has adapters already is trained with those.
+    """
+    if "learning_rate" in config.explicit:
+        return config
+    adapters = config.use_lora or hasattr(model, "chronicals_lora") or bool(getattr(model, "peft_config", None))
+    rate = default_learning_rate(config, adapters)
+    if ranks.first:
+        trained = "adapters" if adapters else "full fine-tuning"
+        logger.info("learning rate: %g, the default of objective %s for %s", rate, config.objective, trained)
+    return config.fitted(learning_rate=rate)
 
 
 def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Ranks, resumed: Path | None = None) -> ChronicalsConfig:

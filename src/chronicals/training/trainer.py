@@ -18,7 +18,7 @@ from chronicals.data.packing import PackPlan
 from chronicals.distributed import Ranks
 from chronicals.kernels.compilation import identify_compiler
 from chronicals.models import PresentedModel, check_positions
-from chronicals.objectives import OBJECTIVES
+from chronicals.objectives import build_objective
 from chronicals.saving import save_model, write_folder
 from chronicals.training import checkpoint
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
@@ -27,7 +27,7 @@ from chronicals.training.callbacks import Callback, MetricsFile, ProgressBar, re
 from chronicals.training.errors import CheckpointError, Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation, evaluate
 from chronicals.training.heard import heard
-from chronicals.training.length import Length, fit_batch
+from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.metrics import Moment, PendingMetrics, StepMetrics
 from chronicals.training.out_of_memory import saying_what_helps
 from chronicals.training.precision import Precision
@@ -51,7 +51,9 @@ from chronicals.training.trackers import build_trackers
 
 logger = logging.getLogger(__name__)
 
-TAUGHT = ("objective", "train_on_roles", "train_on_turns", "completions_as_chat", "max_seq_length", "overlong", "gate")
+TAUGHT = (
+    "objective", "sections", "train_on_roles", "train_on_turns", "completions_as_chat", "max_seq_length", "overlong", "gate",
+)  # fmt: skip
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
 
 MAX_SKIPPED = 20
@@ -79,7 +81,7 @@ class ChronicalsTrainer:
         check_class(model)
         self.device = one_device(model, self.ranks)
         check_precision(self.config, self.device)
-        self.objective = OBJECTIVES[self.config.objective](self.config.logits_chunk_size)
+        self.objective = build_objective(self.config)
         self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.first else []
         self._others_call = bool(callbacks)
         self._stop: str | None = None
@@ -144,7 +146,7 @@ class ChronicalsTrainer:
     def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
         """Within: the batch of the configuration is fitted to the data."""
         asked = self.config
-        self.config = fit_batch(asked, plan, self.ranks, resumed)
+        self.config = fit_batch(fit_learning_rate(asked, self.ranks, self.model), plan, self.ranks, resumed)
         try:
             yield self.config
         finally:

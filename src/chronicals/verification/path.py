@@ -11,7 +11,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Step
 from chronicals.kernels.master import join_master
-from chronicals.objectives import OBJECTIVES
+from chronicals.objectives import build_objective
 from chronicals.training.session import prepare
 from chronicals.training.step import rate_factor, set_learning_rate
 
@@ -42,7 +42,7 @@ class TrainingPath:
 
     def __init__(self, model: Any, config: ChronicalsConfig, total_steps: int):
         self.model, self.config, self.total_steps = model, config, total_steps
-        self.session = prepare(model, config, OBJECTIVES[config.objective](config.logits_chunk_size))
+        self.session = prepare(model, config, build_objective(config))
         self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
         self.stepping = self.session.stepping
         model.train()

@@ -31,8 +31,9 @@ from chronicals.data.steps import Step
 from chronicals.distributed import Ranks, require_one_process
 from chronicals.models import check_positions
 from chronicals.models.router_loss import SWITCH
+from chronicals.objectives import build_objective
 from chronicals.patching import layers_in_fp8
-from chronicals.training.length import Length, fit_batch
+from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
 from chronicals.verification import comparison
 from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
@@ -121,6 +122,7 @@ def verify(
     if not FEWEST <= steps <= MOST:
         raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
     require_one_process("verify")
+    build_objective(config)
     device = one_device(model, Ranks())
     check_precision(config, device)
     notes = without_dropout(model)
@@ -135,7 +137,7 @@ def verify(
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
     check_positions(model, store.longest)
     plan = plan_of(store, config)
-    config = fit_batch(config, plan, Ranks())
+    config = fit_batch(fit_learning_rate(config, Ranks(), model), plan, Ranks())
     filler = filler_token(tokenizer, embedding_rows)
     stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     total = Length.of(config, plan).steps

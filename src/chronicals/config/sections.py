@@ -1,0 +1,38 @@
+"""Sections: settings of objectives, ``dpo: {beta: 0.1}``, held as they were given until the objective's file checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from chronicals.config.foreign import INSTEAD, NOWHERE, OURS
+
+SECTIONS = "sections"
+"""The field that holds them: the name of an objective, and its settings."""
+
+
+def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """``fields`` with each mapping that stands under the name of no field moved into ``sections``."""
+    elsewhere = {*known, *OURS, *INSTEAD, *NOWHERE}
+    found = {name: value for name, value in fields.items() if isinstance(value, Mapping) and name not in elsewhere}
+    if not found:
+        return dict(fields)
+    rest = {name: value for name, value in fields.items() if name not in found}
+    return {**rest, SECTIONS: {**rest.get(SECTIONS, {}), **found}}
+
+
+def merged(sections: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
+    """Each setting of both, that of ``others`` where both have it."""
+    return {name: {**sections.get(name, {}), **others.get(name, {})} for name in [*sections, *others]}
+
+
+def of_flags(texts: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Of ``dpo.beta=0.1`` texts, as the command line has them; values are read as YAML."""
+    import yaml
+
+    sections: dict[str, dict[str, Any]] = {}
+    for text in texts:
+        path, _, value = text.partition("=")
+        name, _, setting = path.partition(".")
+        sections.setdefault(name, {})[setting] = yaml.safe_load(value)
+    return sections

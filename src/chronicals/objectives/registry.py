@@ -1,0 +1,80 @@
+"""The objectives by name, and their settings, which are checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from typing import TypeVar
+
+import pydantic
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.foreign import no_such_field
+from chronicals.objectives.terms import Objective
+
+OBJECTIVES: dict[str, type[Objective]] = {}
+"""By the name in the configuration."""
+
+C = TypeVar("C", bound=type[Objective])
+
+
+def register(*names: str) -> Callable[[C], C]:
+    """Make the class an objective of the configuration: ``objective="dpo"``, with a section ``dpo`` of its ``Settings``."""
+
+    def registered(cls: C) -> C:
+        OBJECTIVES.update(dict.fromkeys(names, cls))
+        return cls
+
+    return registered
+
+
+def build_objective(config: ChronicalsConfig) -> Objective:
+    """The objective that ``config`` names, with its settings.
+
+    Raises:
+        ConfigurationError: there is no such objective, a section belongs to none or to another one, or a setting is wrong.
+    """
+    name = config.objective
+    if name not in OBJECTIVES:
+        near = difflib.get_close_matches(name, OBJECTIVES, n=1)
+        meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(OBJECTIVES)}"
+        raise ConfigurationError(f"objective={name!r}: no such objective{meant}")
+    for section, given in config.sections.items():
+        if section not in OBJECTIVES:
+            known = [*OBJECTIVES, *(field.name for field in dataclasses.fields(config))]
+            raise ConfigurationError(no_such_field(section, given, known))
+        if section != name:
+            raise ConfigurationError(
+                f"{section}={given}: settings of another objective than objective={name!r}; leave them out, or set "
+                f"objective={section!r}"
+            )
+    settings = OBJECTIVES[name].Settings
+    try:
+        checked = settings(**config.sections.get(name, {}))
+    except pydantic.ValidationError as error:
+        raise ConfigurationError(_explained(name, settings, error)) from None
+    return OBJECTIVES[name](checked, config.logits_chunk_size)
+
+
+def default_learning_rate(config: ChronicalsConfig, adapters: bool) -> float:
+    """Of the objective, where adapters are trained or all weights."""
+    cls = OBJECTIVES[config.objective]
+    return cls.adapter_learning_rate if adapters else cls.full_learning_rate
+
+
+def _explained(section: str, settings: type, error: pydantic.ValidationError) -> str:
+    """For each wrong setting the section, its name, the value and what is allowed."""
+    known, lines = [field.name for field in dataclasses.fields(settings)], []
+    for detail in error.errors():
+        field = str(detail["loc"][0])
+        given = f"{section}={{{field!r}: {detail['input']!r}}}"
+        if detail["type"] == "missing":
+            lines.append(f"{section}: {field} is required, and was not given")
+        elif detail["type"] == "unexpected_keyword_argument":
+            near = difflib.get_close_matches(field, known, n=1)
+            there = f"there are {', '.join(known)}" if known else "it has none"
+            lines.append(f"{given}: no such setting; {f'did you mean {near[0]!r}?' if near else there}")
+        else:
+            lines.append(f"{given}: {detail['msg']}")
+    return "; ".join(lines)
