@@ -1,0 +1,248 @@
+"""AdamW over many tensors in one launch, with both moments in 8 bits (Dettmers et al., 2022, sections 2 and 3).
+
+    m ← β₁ m + (1 − β₁) g,   v ← β₂ v + (1 − β₂) g²,   g times ``factor`` before
+    w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
+
+The update takes m and v as they are in fp32; afterwards they are kept as codes and, for each block of 256 elements along the
+tensor, the largest magnitude in fp32. The code is dynamic: a decade for every exponent from 1e-6 to 1, divided into as many
+equal cells as a step up the decades doubles, whose means are its values, and 0 and 1; for m with a sign, for v without one,
+with twice as many cells. A cell is found by arithmetic, so nothing is searched.
+Weights are fp32, or bf16 with or without the lower half of their fp32 master (``adamw.py``); those without are rounded
+stochastically. Bytes an element beside the gradient: 4 for bf16 weights, 8 with masters or for fp32, and 4.06 for both tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.adamw import Tensors, _corrections, _joined, _rounded, _seed, _split
+from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.lowbias32 import lowbias32
+from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.tensor_lists import BLOCK, CHUNK, of_triton, table_of
+
+SIZE = 256
+"""Elements that share a scale."""
+
+DECADES = 7
+
+
+@dataclass
+class QuantizedTensors(Tensors):
+    """``Tensors`` whose means and squares are codes, uint8, with their scales.
+
+    Attributes:
+        mean_scales, square_scales: fp32 ``[⌈elements / 256⌉]``, the largest magnitude of each block.
+    """
+
+    mean_scales: list[Tensor] = field(default_factory=list)
+    square_scales: list[Tensor] = field(default_factory=list)
+
+
+def ranked_values(signed: bool) -> Tensor:
+    """fp32, ascending from 0 to 1: what the code's magnitudes stand for. Signed 129, of which 1 has no negative; else 256."""
+    values = [torch.zeros(1)]
+    for exponent in range(DECADES):
+        edges = torch.linspace(0.1, 1.0, 2 ** (exponent + (not signed)) + 1)
+        values.append((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - DECADES + 1))
+    return torch.cat([*values, torch.ones(1)])
+
+
+@cache
+def _values(signed: bool, device: torch.device) -> Tensor:
+    """fp32 ``[256]``, what each code stands for; signed ones ascend from the least, so that 127 is 0."""
+    ranked = ranked_values(signed)
+    return (torch.cat([-ranked[1:-1].flip(0), ranked]) if signed else ranked).to(device)
+
+
+@cache
+def _limits(signed: bool, device: torch.device) -> Tensor:
+    """fp32 ``[8]``: the least magnitudes that belong to each decade, and to 1: midpoints to the value below."""
+    ranked, shift = ranked_values(signed), int(not signed)
+    firsts = [2 ** (exponent + shift) - shift for exponent in range(DECADES)] + [len(ranked) - 1]
+    return torch.stack([(ranked[first - 1] + ranked[first]) / 2 for first in firsts]).to(device)
+
+
+@cache
+def _tens(device: torch.device) -> Tensor:
+    """fp32 ``[7]``: what makes a magnitude of a decade one from 0.1 to 1."""
+    return torch.tensor([10.0 ** (DECADES - 1 - exponent) for exponent in range(DECADES)], device=device)
+
+
+def quantize_moment(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """Codes, uint8 and shaped like ``values``, and scales, fp32 ``[⌈elements / 256⌉]``; in plain torch."""
+    flat = values.float().reshape(-1)
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % SIZE)).view(-1, SIZE)
+    scales = blocks.abs().amax(1) if blocks.numel() else flat.new_empty(0)
+    ones = torch.where(scales > 0, 1.0 / scales, 0.0)
+    scaled = (blocks * ones.unsqueeze(1)).reshape(-1)[: flat.numel()]
+    magnitude, limits = scaled.abs(), _limits(signed, values.device)
+    decade = (magnitude.unsqueeze(1) >= limits[1:DECADES]).sum(1)
+    cells = 2 ** (decade + (not signed))
+    within = magnitude * _tens(values.device)[decade] - 0.1
+    cell = (within * (cells.float() * (1 / 0.9))).to(torch.int64).clamp(min=0).minimum(cells - 1)
+    rank = cells - int(not signed) + cell
+    rank = torch.where(magnitude >= limits[0], rank, 0)
+    if not signed:
+        return torch.where(magnitude >= limits[DECADES], 255, rank).to(torch.uint8).view(values.shape), scales
+    codes = torch.where(scaled < 0, 127 - rank, torch.where(magnitude >= limits[DECADES], 255, 127 + rank))
+    return codes.to(torch.uint8).view(values.shape), scales
+
+
+def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """fp32, shaped like ``codes``."""
+    each = scales.repeat_interleave(SIZE)[: codes.numel()].view(codes.shape)
+    return _values(signed, codes.device)[codes.int()] * each
+
+
+@triton.jit
+def _code(value, scale, limits_ptr, tens_ptr, SIGNED: tl.constexpr):
+    """Codes of ``value`` ``[BLOCKS, SIZE]`` over ``scale`` ``[BLOCKS]``; see ``quantize_moment``."""
+    one = tl.where(scale > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
+    scaled = value * one[:, None]
+    magnitude = tl.abs(scaled)
+    decade = tl.zeros(value.shape, tl.int32)
+    for number in tl.static_range(1, 7):
+        decade += (magnitude >= tl.load(limits_ptr + number)).to(tl.int32)
+    cells = 1 << (decade + (0 if SIGNED else 1))
+    within = magnitude * tl.load(tens_ptr + decade) - 0.1
+    cell = tl.minimum(tl.maximum((within * (cells.to(tl.float32) * (1 / 0.9))).to(tl.int32), 0), cells - 1)
+    rank = tl.where(magnitude >= tl.load(limits_ptr), cells - (0 if SIGNED else 1) + cell, 0)
+    largest = magnitude >= tl.load(limits_ptr + 7)
+    code = tl.where(largest, 255, 127 + rank if SIGNED else rank)
+    return tl.where(scaled < 0, 127 - rank, code).to(tl.uint8)  # without a sign nothing is below 0
+
+
+@triton.jit
+def _adamw_8bit_kernel(
+    table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, scales_ptr, corrections_ptr, lr_ptr, factor_ptr, apply_ptr, seed_ptr, count,
+    mean_values_ptr, square_values_ptr, mean_limits_ptr, square_limits_ptr, tens_ptr,
+    weight_decay, beta1, rest1, beta2, rest2, eps,
+    W: tl.constexpr, G: tl.constexpr, HAS_LOW: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_APPLY: tl.constexpr,
+    APPLY_EACH: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """``table`` ``[5, count]``: addresses of weights, gradients, codes of m and v, lower halves; ``scales`` ``[2, count]``."""
+    applies = True
+    if APPLY_EACH:
+        applies = tl.load(apply_ptr + tl.load(tensors_ptr + tl.program_id(0))).to(tl.int1)
+    elif HAS_APPLY:
+        applies = tl.load(apply_ptr).to(tl.int1)
+    if applies:
+        tensor = tl.load(tensors_ptr + tl.program_id(0))
+        start, size = (tl.program_id(0) - tl.load(firsts_ptr + tensor)) * CHUNK, tl.load(sizes_ptr + tensor)
+        lr = tl.load(lr_ptr).to(tl.float32)
+        rate, of_square = lr / tl.load(corrections_ptr + tensor), 1.0 / tl.load(corrections_ptr + count + tensor)
+        decay = 1.0 - lr * weight_decay
+        factor = 1.0
+        if HAS_FACTOR:
+            factor = tl.load(factor_ptr).to(tl.float32)
+        key = lowbias32(tl.load(seed_ptr).to(tl.uint32) * 0x9E3779B9 + tl.program_id(0).to(tl.uint32))
+        blocks = tl.arange(0, BLOCK // SIZE)
+        inner = blocks[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        for offset in range(0, CHUNK, BLOCK):
+            at = start + offset + inner
+            inside = at < size
+            scale_at, has_scale = (start + offset) // SIZE + blocks, start + offset + blocks * SIZE < size
+            m_scale_at = tl.load(scales_ptr + tensor).to(tl.pointer_type(tl.float32)) + scale_at
+            v_scale_at = tl.load(scales_ptr + count + tensor).to(tl.pointer_type(tl.float32)) + scale_at
+            w_at = tl.load(table_ptr + tensor).to(tl.pointer_type(W)) + at
+            g_at = tl.load(table_ptr + count + tensor).to(tl.pointer_type(G)) + at
+            m_at = tl.load(table_ptr + 2 * count + tensor).to(tl.pointer_type(tl.uint8)) + at
+            v_at = tl.load(table_ptr + 3 * count + tensor).to(tl.pointer_type(tl.uint8)) + at
+            w = tl.load(w_at, mask=inside, other=0.0)
+            g = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * factor
+            m = tl.load(mean_values_ptr + tl.load(m_at, mask=inside, other=127).to(tl.int32))
+            v = tl.load(square_values_ptr + tl.load(v_at, mask=inside, other=0).to(tl.int32))
+            m = m * tl.load(m_scale_at, mask=has_scale, other=0.0)[:, None] * beta1 + g * rest1
+            v = v * tl.load(v_scale_at, mask=has_scale, other=0.0)[:, None] * beta2 + g * g * rest2
+            if HAS_LOW:
+                low_at = tl.load(table_ptr + 4 * count + tensor).to(tl.pointer_type(tl.int16)) + at
+                w = _joined(w, tl.load(low_at, mask=inside, other=0))
+            w = w.to(tl.float32) * decay - rate * m / (tl.sqrt(v * of_square) + eps)
+            if HAS_LOW:
+                w, low = _split(w)
+                tl.store(low_at, low, mask=inside)
+            elif tl.bfloat16 == W:
+                dice = lowbias32(lowbias32(key ^ (offset + inner)))
+                w = _rounded(tl.where(w == w, w, float("nan")), dice, W)  # of the NaN whose bits have no carry
+            tl.store(w_at, w, mask=inside)
+            m_scale, v_scale = tl.max(tl.abs(m), axis=1), tl.max(v, axis=1)
+            tl.store(m_scale_at, m_scale, mask=has_scale)
+            tl.store(v_scale_at, v_scale, mask=has_scale)
+            tl.store(m_at, _code(m, m_scale, mean_limits_ptr, tens_ptr, True), mask=inside)
+            tl.store(v_at, _code(v, v_scale, square_limits_ptr, tens_ptr, False), mask=inside)
+
+
+def adamw_8bit_(
+    tensors: QuantizedTensors, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None = None, apply: Tensor | None = None,
+) -> None:  # fmt: skip
+    """One update in place of weights, moments and steps. Gradients stay.
+
+    Args:
+        lr: a number, or a scalar tensor on the device.
+        factor: scalar tensor that gradients are multiplied by.
+        apply: bool tensor, a scalar or one value for each weight; where False nothing changes, bit for bit.
+
+    Raises:
+        ValueError: dtypes are mixed, or ``apply`` has another shape.
+    """
+    count = len(tensors.weights)
+    if not count:
+        return
+    dtypes = {(w.dtype, g.dtype) for w, g in zip(tensors.weights, tensors.gradients, strict=True)}
+    codes = {x.dtype for x in (*tensors.means, *tensors.squares)} - {torch.uint8}
+    if len(dtypes) > 1 or codes or {x.dtype for x in tensors.lows} - {torch.int16}:
+        raise ValueError(f"weights and gradients are {dtypes}, codes also {codes}: one set of dtypes at a time, codes in uint8")
+    if apply is not None and apply.shape not in ((), (count,)):
+        raise ValueError(f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of {count} weights")
+    rows = [tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows or tensors.weights]
+    dense = all(x.is_contiguous() for row in rows for x in row)
+    if not dense or not runs_triton(*tensors.weights, *tensors.gradients) or tensors.weights[0].dtype == torch.float16:
+        adamw_8bit_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
+        return
+    steps, table = torch.stack(tensors.steps), table_of(rows)
+    device = table.addresses.device
+    lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
+    weight_dtype, gradient_dtype = (of_triton(dtype) for dtype in dtypes.pop())
+    _adamw_8bit_kernel[(len(table.tensors),)](
+        *table.on_device, table_of([tensors.mean_scales, tensors.square_scales]).addresses, _corrections(steps, betas), lr,
+        factor, apply, _seed(steps), count, _values(True, device), _values(False, device), _limits(True, device),
+        _limits(False, device), _tens(device), weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
+        weight_dtype, gradient_dtype, bool(tensors.lows), factor is not None, apply is not None,
+        apply is not None and apply.ndim == 1, BLOCK, CHUNK, SIZE, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    if apply is None:
+        torch._foreach_add_(tensors.steps, 1.0)
+    else:  # a list, since one tensor for all would be brought to the host
+        counted = apply.to(torch.float32)
+        torch._foreach_add_(tensors.steps, list(counted.unbind()) if counted.ndim else [counted] * count)
+    changed = (tensors.weights, tensors.lows, tensors.means, tensors.squares, tensors.mean_scales, tensors.square_scales)
+    torch.autograd.graph.increment_version([x for row in changed for x in row])
+
+
+def adamw_8bit_reference_(
+    tensors: QuantizedTensors, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None = None, apply: Tensor | None = None,
+) -> None:  # fmt: skip
+    """``adamw_8bit_`` in plain torch; weights without a master are rounded to the nearest."""
+    corrections = _corrections(torch.stack(tensors.steps), betas)
+    for n, (weight, gradient) in enumerate(zip(tensors.weights, tensors.gradients, strict=True)):
+        g = gradient.float() if factor is None else gradient.float() * factor
+        value = join_master(weight, tensors.lows[n]) if tensors.lows else weight.float()
+        mean = dequantize_moment(tensors.means[n], tensors.mean_scales[n], True) * betas[0] + g * (1 - betas[0])
+        square = dequantize_moment(tensors.squares[n], tensors.square_scales[n], False) * betas[1] + g * g * (1 - betas[1])
+        root = (square * (1.0 / corrections[1, n])).sqrt() + eps
+        new = value * (1 - lr * weight_decay) - (lr / corrections[0, n]) * mean / root
+        parts = split_master(new) if tensors.lows else (new.to(weight.dtype),)
+        kept = (weight, tensors.lows[n]) if tensors.lows else (weight,)
+        states = (tensors.means[n], tensors.mean_scales[n], tensors.squares[n], tensors.square_scales[n])
+        quantized = (*quantize_moment(mean, True), *quantize_moment(square, False))
+        applies = None if apply is None else apply.expand(len(tensors.weights))[n]
+        for old, updated in zip((*kept, *states), (*parts, *quantized), strict=True):
+            old.copy_(updated if applies is None else torch.where(applies, updated, old))
+        tensors.steps[n] += 1.0 if applies is None else applies.to(torch.float32)

@@ -1,0 +1,169 @@
+"""adamw_8bit_ against the update by the book, against its reference bit by bit, and its codes against bitsandbytes'."""
+
+import copy
+
+import pytest
+import torch
+
+from chronicals.kernels import adamw_8bit as module
+from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
+from chronicals.kernels.adamw_8bit import (
+    SIZE,
+    QuantizedTensors,
+    adamw_8bit_,
+    adamw_8bit_reference_,
+    dequantize_moment,
+    quantize_moment,
+)
+from chronicals.kernels.master import join_master, split_master
+from chronicals.kernels.tensor_lists import BLOCK, CHUNK
+from mutants import mutant
+
+SHAPES = [(17, 5), (), (1,), (CHUNK + 3,), (2, BLOCK), (3, 7, 11), (SIZE,)]
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
+
+
+def drawn(dtype, gradient_dtype, device, shapes=SHAPES, master=True):
+    """Random weights and moments as after some steps, each tensor after a number of its own."""
+    tensors = QuantizedTensors()
+    for number, shape in enumerate(shapes):
+        value = torch.randn(shape, device=device)
+        high, low = split_master(value)
+        tensors.weights.append(value if dtype == torch.float32 else high)
+        if dtype == torch.bfloat16 and master:
+            tensors.lows.append(low)
+        tensors.gradients.append((torch.randn(shape, device=device) * 10.0 ** (number - 4)).to(gradient_dtype))
+        mean, square = torch.randn(shape, device=device) * 0.1, torch.rand(shape, device=device) * 0.1
+        for values, signed, codes, scales in (
+            (mean, True, tensors.means, tensors.mean_scales), (square, False, tensors.squares, tensors.square_scales),
+        ):  # fmt: skip
+            quantized = quantize_moment(values, signed)
+            codes.append(quantized[0])
+            scales.append(quantized[1])
+        tensors.steps.append(torch.tensor(float(number), device=device))
+    return tensors
+
+
+def everything(tensors):
+    """Weights, in fp32 as their masters stand for them, steps, codes and scales."""
+    whole = [join_master(w, low) for w, low in zip(tensors.weights, tensors.lows)] if tensors.lows else tensors.weights
+    return [x for row in (whole, tensors.steps, *parts_of(tensors)) for x in row]
+
+
+def parts_of(tensors):
+    return tensors.means, tensors.mean_scales, tensors.squares, tensors.square_scales
+
+
+def are_alike(ours, plain):
+    """But for codes where the last bit of a moment decides."""
+    for new, expected in zip(everything(ours), everything(plain), strict=True):
+        if new.dtype == torch.uint8:
+            differ = (new.int() - expected.int()).abs()
+            assert differ.max() <= 1 and differ.float().mean() <= 0.01
+        else:
+            torch.testing.assert_close(new, expected, rtol=1e-5, atol=2e-7)
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_are_the_nearest_of_bitsandbytes_own(signed, device):
+    theirs = pytest.importorskip("bitsandbytes.functional").create_dynamic_map(signed).to(device)
+    assert torch.equal(module._values(signed, device), theirs)
+    values = torch.randn(50 * SIZE + 7, device=device) * 10.0 ** torch.empty(50 * SIZE + 7, device=device).uniform_(-8, 1)
+    values = values if signed else values.abs()
+    codes, scales = quantize_moment(values, signed)
+    scaled = values / scales.repeat_interleave(SIZE)[: len(values)]
+    error = (theirs[codes.int()] - scaled).abs()
+    assert (error <= (theirs[None] - scaled[:, None]).abs().amin(1) * (1 + 1e-6) + 1e-9).all()
+    assert signed or torch.equal(dequantize_moment(codes, scales, signed).max(), values.max())
+
+
+@pytest.mark.parametrize("options", [{}, {"factor": 0.5}, {"apply": True}, {"apply": False}], ids=str)
+@pytest.mark.parametrize(("dtype", "gradient_dtype"), DTYPES, ids=str)
+def test_it_is_its_reference(dtype, gradient_dtype, options, device):
+    given = {name: torch.tensor(value, device=device) for name, value in options.items()}
+    ours = drawn(dtype, gradient_dtype, device)
+    plain, before = copy.deepcopy(ours), copy.deepcopy(ours)
+    adamw_8bit_(ours, **OPTIONS, **given)
+    adamw_8bit_reference_(plain, **OPTIONS, **given)
+    are_alike(ours, plain)
+    if options.get("apply") is False:
+        assert all(torch.equal(new, old) for new, old in zip(everything(ours), everything(before), strict=True))
+
+
+@pytest.mark.parametrize(("dtype", "gradient_dtype"), DTYPES, ids=str)
+def test_the_update_is_by_the_book(dtype, gradient_dtype, device):
+    """With moments as the codes say them, and those that are kept are near those in fp32."""
+    tensors = drawn(dtype, gradient_dtype, device)
+    own = copy.deepcopy(tensors)
+    wide = Tensors(own.weights, own.gradients, lows=own.lows, steps=own.steps)
+    wide.means = [dequantize_moment(c, s, True) for c, s in zip(tensors.means, tensors.mean_scales)]
+    wide.squares = [dequantize_moment(c, s, False) for c, s in zip(tensors.squares, tensors.square_scales)]
+    adamw_8bit_(tensors, **OPTIONS)
+    fused_adamw_reference_(wide, **OPTIONS)
+    for n, weight in enumerate(tensors.weights):
+        value = join_master(weight, tensors.lows[n]) if tensors.lows else weight
+        expected = join_master(wide.weights[n], wide.lows[n]) if wide.lows else wide.weights[n]
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
+        for codes, scales, signed, exact in (
+            (tensors.means[n], tensors.mean_scales[n], True, wide.means[n]),
+            (tensors.squares[n], tensors.square_scales[n], False, wide.squares[n]),
+        ):
+            error = (dequantize_moment(codes, scales, signed) - exact).abs().max()
+            assert error <= 0.008 * exact.abs().max(), "half a cell of the largest decade"
+
+
+def test_weights_without_a_master_are_rounded_stochastically(device):
+    tensors = drawn(torch.bfloat16, torch.float32, device, [(64, SIZE)], master=False)
+    tensors.gradients[0].fill_(1.0)
+    tensors.weights[0].fill_(256.0)  # spacing 2: a step of about 0.03 is less
+    for codes, scales, signed in zip(*(parts_of(tensors)[n::2] for n in (0, 1)), (True, False)):
+        codes[0], scales[0] = quantize_moment(torch.ones(64, SIZE, device=device), signed)
+    tensors.steps[0].fill_(1000.0)
+    adamw_8bit_(tensors, lr=0.03, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    if device.type == "cpu":
+        assert set(tensors.weights[0].unique().tolist()) <= {255.0, 256.0, 254.0}
+    mean = tensors.weights[0].float().mean().item()
+    assert 255.9 < mean < 256.0
+
+
+def test_each_weight_may_stay(device):
+    tensors = drawn(torch.float32, torch.float32, device)
+    before = copy.deepcopy(tensors)
+    stays = torch.tensor([n % 2 == 0 for n in range(len(SHAPES))], device=device)
+    adamw_8bit_(tensors, **OPTIONS, apply=~stays)
+    for n, stay in enumerate(stays.tolist()):
+        same = [torch.equal(new[n], old[n]) for new, old in zip(parts_of(tensors), parts_of(before))]
+        assert torch.equal(tensors.weights[n], before.weights[n]) == stay and (all(same) or not stay)
+        assert tensors.steps[n] == before.steps[n] + (not stay)
+
+
+def test_what_does_not_fit_is_refused(device):
+    tensors = drawn(torch.float32, torch.float32, device, [(4,)])
+    with pytest.raises(ValueError, match="give a scalar, or a value for each of 1 weights"):
+        adamw_8bit_(tensors, **OPTIONS, apply=torch.ones(2, dtype=torch.bool))
+    tensors.means[0] = tensors.means[0].float()
+    with pytest.raises(ValueError, match="codes in uint8"):
+        adamw_8bit_(tensors, **OPTIONS)
+    adamw_8bit_(QuantizedTensors(), **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("* beta2 + g * g * rest2", "* beta2 + g * rest2"),
+        ("other=0.0)[:, None] * beta1", "other=0.0)[:, None] * beta2"),
+        ("tl.max(tl.abs(m), axis=1)", "tl.max(m, axis=1)"),
+        ("tl.store(v_scale_at, v_scale, mask=has_scale)", "pass"),
+        ("tl.where(scaled < 0, 127 - rank,", "tl.where(scaled < 0, 128 - rank,"),
+        ("cells - (0 if SIGNED else 1) + cell", "cells + cell"),
+    ],
+)
+def test_a_planted_fault_is_found(old, new, device):
+    wrong = mutant(module, old, new)
+    ours = drawn(torch.float32, torch.float32, device)
+    plain = copy.deepcopy(ours)
+    wrong.adamw_8bit_(ours, **OPTIONS)
+    adamw_8bit_reference_(plain, **OPTIONS)
+    with pytest.raises(AssertionError):
+        are_alike(ours, plain)
