@@ -25,6 +25,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
+from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_, quantize_moment
 from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_turned
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
@@ -305,6 +306,38 @@ def optimizers():
         arms = {"ours": lambda g=gradients: gradient_norm(g), "torch": lambda g=gradients: gradient_norm_reference(g)}
         if states == torch.float32:
             yield Row(f"gradient_norm {names[0]}", arms, bytes=kind.itemsize * elements)
+        torch.cuda.empty_cache()
+    yield from in_8_bits(shapes, factor, applies)
+
+
+def in_8_bits(shapes: list[tuple[int, int]], factor: Tensor, applies: Tensor):
+    """The same weights with moments in 8 bits, without masters, as bitsandbytes has them, and with."""
+    for master in (False, True):
+        tensors = QuantizedTensors()
+        for shape in shapes:
+            weight = random(*shape)
+            tensors.weights.append(weight)
+            tensors.gradients.append(torch.randn_like(weight))
+            for signed, codes, scales in (
+                (True, tensors.means, tensors.mean_scales), (False, tensors.squares, tensors.square_scales),
+            ):  # fmt: skip
+                quantized = quantize_moment(torch.zeros(1, device="cuda"), signed)
+                codes.append(torch.full_like(weight, int(quantized[0]), dtype=torch.uint8))
+                scales.append(torch.zeros(-(-weight.numel() // SIZE), device="cuda"))
+            tensors.steps.append(torch.zeros((), device="cuda"))
+            if master:
+                tensors.lows.append(torch.zeros_like(weight, dtype=torch.int16))
+        elements = sum(weight.numel() for weight in tensors.weights)
+        arms: dict[str, Callable[[], object]] = {
+            "ours": lambda t=tensors: adamw_8bit_(t, 1e-5, (0.9, 0.999), 1e-8, 0.01, factor, applies)
+        }
+        if BITSANDBYTES and not master:
+            plain = [torch.nn.Parameter(weight.clone()) for weight in tensors.weights]
+            for parameter, gradient in zip(plain, tensors.gradients):
+                parameter.grad = gradient
+            arms["bitsandbytes"] = importlib.import_module("bitsandbytes.optim").AdamW8bit(plain).step
+        moved = (10 + 4 * master + 16 / SIZE) * elements
+        yield Row(f"adamw_8bit_ bf16 weights, {'with' if master else 'without'} masters", arms, bytes=int(moved))
         torch.cuda.empty_cache()
 
 

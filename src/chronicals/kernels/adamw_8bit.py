@@ -19,11 +19,11 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adamw import Tensors, _corrections, _joined, _rounded, _seed, _split
+from chronicals.kernels.adamw import Tensors, _corrections, _joined, _rounded, _rows, _seed, _split
 from chronicals.kernels.launch import runs_triton, tl, triton
 from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
-from chronicals.kernels.tensor_lists import BLOCK, CHUNK, of_triton, table_of
+from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, table_of
 
 SIZE = 256
 """Elements that share a scale."""
@@ -200,17 +200,17 @@ def adamw_8bit_(
         raise ValueError(f"weights and gradients are {dtypes}, codes also {codes}: one set of dtypes at a time, codes in uint8")
     if apply is not None and apply.shape not in ((), (count,)):
         raise ValueError(f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of {count} weights")
-    rows = [tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows or tensors.weights]
+    rows = _rows(tensors)
     dense = all(x.is_contiguous() for row in rows for x in row)
     if not dense or not runs_triton(*tensors.weights, *tensors.gradients) or tensors.weights[0].dtype == torch.float16:
         adamw_8bit_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
         return
-    steps, table = torch.stack(tensors.steps), table_of(rows)
+    steps, table, scales = torch.stack(tensors.steps), table_of(rows), _scales(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     weight_dtype, gradient_dtype = (of_triton(dtype) for dtype in dtypes.pop())
     _adamw_8bit_kernel[(len(table.tensors),)](
-        *table.on_device, table_of([tensors.mean_scales, tensors.square_scales]).addresses, _corrections(steps, betas), lr,
+        *table.on_device, scales.addresses, _corrections(steps, betas), lr,
         factor, apply, _seed(steps), count, _values(True, device), _values(False, device), _limits(True, device),
         _limits(False, device), _tens(device), weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
         weight_dtype, gradient_dtype, bool(tensors.lows), factor is not None, apply is not None,
@@ -223,6 +223,15 @@ def adamw_8bit_(
         torch._foreach_add_(tensors.steps, list(counted.unbind()) if counted.ndim else [counted] * count)
     changed = (tensors.weights, tensors.lows, tensors.means, tensors.squares, tensors.mean_scales, tensors.square_scales)
     torch.autograd.graph.increment_version([x for row in changed for x in row])
+
+
+def _scales(tensors: QuantizedTensors) -> Table:
+    return table_of([tensors.mean_scales, tensors.square_scales])
+
+
+def looked_up_in_8_bits(tensors: QuantizedTensors) -> list[Tensor]:
+    """What a launch for ``tensors`` looks up, made now."""
+    return [*table_of(_rows(tensors)).on_device, *_scales(tensors).on_device]
 
 
 def adamw_8bit_reference_(

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.adamw import Tensors, fused_adamw_, looked_up
+from chronicals.kernels.adamw_8bit import QuantizedTensors, adamw_8bit_, looked_up_in_8_bits
 from chronicals.kernels.master import split_master
 
 
@@ -105,7 +106,11 @@ class FusedAdamW(torch.optim.Optimizer):
                 own = torch.stack([used[weight] for weight in tensors.weights])
                 apply = own if everywhere is None else own & everywhere
             rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
-            fused_adamw_(tensors, rate, group["betas"], group["eps"], group["weight_decay"], factor=factor, apply=apply)
+            options = rate, group["betas"], group["eps"], group["weight_decay"], factor, apply
+            if isinstance(tensors, QuantizedTensors):
+                adamw_8bit_(tensors, *options)
+            else:
+                fused_adamw_(tensors, *options)
             if tensors.lows:
                 self._versions |= {weight: _stamp(weight) for weight in tensors.weights}
 
@@ -130,7 +135,11 @@ class FusedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def looked_up(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """What an update of those that have a gradient looks up, made now."""
-        return [x for _, _, tensors in self._launches(parameters) if tensors.weights[0].is_cuda for x in looked_up(tensors)]
+        found: list[Tensor] = []
+        for _, _, tensors in self._launches(parameters):
+            if tensors.weights[0].is_cuda:
+                found += looked_up_in_8_bits(tensors) if isinstance(tensors, QuantizedTensors) else looked_up(tensors)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         self.settle()
@@ -146,14 +155,15 @@ class FusedAdamW(torch.optim.Optimizer):
         self._versions = {parameter: _stamp(parameter) for parameter in self._versions}
 
     def _by_type(self, parameters: list[Tensor]) -> dict[tuple[object, ...], Tensors]:
-        """Those that have a gradient, by device, the types of weight and gradient, and whether there is a master."""
+        """Those that have a gradient, by device, the dtypes of weight, gradient and moments, and whether there is a master."""
         found: dict[tuple[object, ...], Tensors] = {}
         for parameter in parameters:
             if parameter.grad is None:
                 continue
             state = self.state_of(parameter)
-            kind = parameter.device, parameter.dtype, parameter.grad.dtype, "low" in state
-            tensors = found.setdefault(kind, Tensors())
+            dtype = state["exp_avg"].dtype
+            kind = parameter.device, parameter.dtype, parameter.grad.dtype, dtype, "low" in state
+            tensors = found.setdefault(kind, QuantizedTensors() if dtype == torch.uint8 else Tensors())
             tensors.weights.append(parameter)
             tensors.gradients.append(parameter.grad)
             tensors.means.append(state["exp_avg"])
@@ -161,15 +171,17 @@ class FusedAdamW(torch.optim.Optimizer):
             tensors.steps.append(state["step"])
             if "low" in state:
                 tensors.lows.append(state["low"])
+            if isinstance(tensors, QuantizedTensors):
+                tensors.mean_scales.append(state["exp_avg_scale"])
+                tensors.square_scales.append(state["exp_avg_sq_scale"])
         return found
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The states of a weight, made at its first use: ``step``, ``exp_avg``, ``exp_avg_sq``, and ``low`` of a master."""
+        """The states of a weight, made at its first use: ``step``, the moments, and ``low`` of a master."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype, memory_format=torch.contiguous_format)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype, memory_format=torch.contiguous_format)
+            state |= self._new_moments(parameter)
             if parameter.dtype == torch.bfloat16 and (self.master or parameter.ndim < 2):
                 state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
                 self._versions[parameter] = _stamp(parameter)
@@ -177,6 +189,11 @@ class FusedAdamW(torch.optim.Optimizer):
             state["low"].zero_()
             self._versions[parameter] = _stamp(parameter)
         return state
+
+    def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """``exp_avg`` and ``exp_avg_sq`` of a weight that was never updated."""
+        zeros = (torch.zeros_like(parameter, dtype=self.state_dtype, memory_format=torch.contiguous_format) for _ in range(2))
+        return dict(zip(("exp_avg", "exp_avg_sq"), zeros))
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
