@@ -28,7 +28,7 @@ from baseline import documents, versions
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.tokenizer_training import train_tokenizer
-from chronicals.kernels.merged_linear import _in_fp8 as in_fp8
+from chronicals.quantization import FP8
 from chronicals.verification.path import TrainingPath
 from chronicals.verification.reference import PlainArm, exact_products
 from chronicals.verification.verify import documents_of
@@ -58,8 +58,14 @@ def configuration(steps: int, folder: Path, **changes) -> ChronicalsConfig:
     )  # fmt: skip
 
 
-def gradients_too_large(*given):
-    return tuple(part and part._replace(scale=part.scale * 1.1) for part in in_fp8(*given))
+def of_larger_gradients(usual):
+    """A product of ``FP8`` whose dy has scales 1.1 times too large."""
+
+    def product(self, dy, *x):
+        rows, columns = (part and part._replace(scale=part.scale * 1.1) for part in (dy.rows, dy.columns))
+        return usual(self, dy._replace(rows=rows, columns=columns), *x)
+
+    return product
 
 
 def layer_of(name: str) -> str:
@@ -153,7 +159,8 @@ def main() -> None:
             looked_at = {1, given.steps // 3, given.steps} if name != "bf16, other kernels" else set()
             with ExitStack() as around:
                 if "too large" in name:
-                    around.enter_context(mock.patch("chronicals.kernels.merged_linear._in_fp8", gradients_too_large))
+                    for name_of in ("input_gradient", "weight_gradient"):
+                        around.enter_context(mock.patch.object(FP8, name_of, of_larger_gradients(getattr(FP8, name_of))))
                 config = configuration(given.steps, Path(folder), **changes)
                 runs[name], _ = run(model_of(weights), stores[1], config, tokenizer.pad_token_id, looked_at)
             gc.collect()

@@ -26,7 +26,9 @@ from chronicals import kernels
 from chronicals.kernels import dropped_products
 from chronicals.kernels.adamw import Tensors
 from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_, quantize_moment
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.adapter_gradients import adapter_gradients
+from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_turned
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
@@ -34,8 +36,7 @@ from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_referenc
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.launch import with_room
 from chronicals.kernels.layernorm import layernorm_reference
-from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
-from chronicals.kernels.merged_linear import merged_linear, room_for, side_by_side
+from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
 from chronicals.kernels.peak import Peak
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
@@ -45,6 +46,8 @@ from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
 from chronicals.kernels.two_streams import FIRST
 from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora.merged_linear import Merged, merged_linear
+from chronicals.lora.padding import columns_for
 from chronicals.patching import decoder_layer, lay_side_by_side, patch_parts
 
 donated.donated_buffer = False  # a compiled backward is called again and again here
@@ -353,22 +356,26 @@ def adapters():
     }
     for name, (inner, sizes) in layers.items():
         weights = [random(size, inner, scale=inner**-0.5) for size in sizes]
-        room = room_for([rank] * len(sizes))
+        room = columns_for([rank] * len(sizes))
         x = with_room(weights[0], (tokens, inner), room).normal_().requires_grad_()
         upstream = with_room(weights[0], (tokens, sum(sizes)), room).normal_()
-        merged, frozen = (side_by_side(weights, [None] * len(sizes), [r] * len(sizes)) for r in (rank, 0))
+        merged, frozen = (Merged.fused(weights, [None] * len(sizes), [r] * len(sizes)) for r in (rank, 0))
         matrices = [(random(rank, inner).float().requires_grad_(), random(n, rank).float().requires_grad_()) for n in sizes]
 
-        def adapted(dropout, x=x, upstream=upstream, merged=merged, weights=weights, matrices=matrices):
+        def adapted(dropout, x=x, upstream=upstream, merged=merged, matrices=matrices):
             of_layers = [Adapter(a, b, 0.5, dropout) for a, b in matrices]
-            y = merged_linear(x, merged, weights, [None] * len(weights), of_layers, True, True)
+            y = merged_linear(x, merged, of_layers, True, True)
             return torch.autograd.grad(y, [x, *(matrix for pair in matrices for matrix in pair)], upstream)
 
-        def plain(x=x, upstream=upstream, frozen=frozen):
-            return torch.mm(x.detach(), frozen.matrix.t()), torch.mm(upstream, frozen.matrix)
+        def plain(x=x, upstream=upstream, matrix=frozen.storage.matrix):
+            return torch.mm(x.detach(), matrix.t()), torch.mm(upstream, matrix)
 
         for suffix, dropout in (("", 0.0), (" dropout 0.05", 0.05)):
             yield Row(f"merged_linear {name}{suffix}", {"ours": Captured(partial(adapted, dropout))}, products=Captured(plain))
+        to, (downs, ups) = merged.padding, zip(*matrices)
+        write = partial(write_adapters, to.down, to.up, to.sizes, to.ranks, downs, ups, [0.5] * len(sizes))
+        moved = 6 * sum(matrix.numel() for pair in matrices for matrix in pair)
+        yield Row(f"adapter_padding {name}", {"ours": Captured(write)}, bytes=moved)
     for tokens, sizes, rank in ((8192, (14336,) * 2, 16), (8192, (4096, 1024, 1024), 16), (2**14, (4864,) * 2, 32)):
         yield from gradients_of_adapters(tokens, sizes, rank)
     x, g, a = random(2**14, 4864), random(2**14, 32), random(32, 4864)
@@ -385,7 +392,7 @@ def adapters():
 def gradients_of_adapters(tokens: int, sizes: tuple[int, ...], rank: int):
     """Both at the wide end, beside the two products that read dy one after the other."""
     ranks = [rank] * len(sizes)
-    room = room_for(ranks)
+    room = columns_for(ranks)
     dy, g = random(tokens, sum(sizes) + room).split([sum(sizes), room], 1)
     up, u = torch.zeros_like(random(sum(sizes), room)), random(tokens, room)
     for n, rows in enumerate(up.split(sizes)):
@@ -411,7 +418,7 @@ def layers():
         vocab_size=256, max_position_embeddings=tokens,
     )  # fmt: skip
     x = random(1, tokens, 4096).requires_grad_()
-    upstream = with_room(x, (tokens, 4096), room_for([16])).normal_()[None]  # as the norm above gives it
+    upstream = with_room(x, (tokens, 4096), columns_for([16])).normal_()[None]  # as the norm above gives it
 
     def built(dropout: float | None) -> LlamaModel:
         with torch.device("cuda"):

@@ -20,7 +20,7 @@ from chronicals.kernels import (
     token_log_probability,
 )
 from chronicals.kernels.glu import glu_of_both
-from chronicals.kernels.merged_linear import merged_linear, side_by_side
+from chronicals.lora.merged_linear import Merged, merged_linear
 
 WIDTH = 16
 VECTOR, MATRIX, TARGETS = torch.arange(1.0, WIDTH + 1), torch.eye(WIDTH) + 0.5, torch.arange(6)
@@ -46,9 +46,7 @@ DIFFERENTIATED = {
     "linear_cross_entropy": lambda x: linear_cross_entropy(x, MATRIX.to(x), TARGETS.to(x.device)),
     "token_log_probability": lambda x: token_log_probability(x, MATRIX.to(x), TARGETS.to(x.device))[0],
     "fp8_linear": lambda x: fp8_linear(x, MATRIX.to(x)),
-    "merged_linear": lambda x: merged_linear(
-        x, side_by_side([MATRIX.to(x)], [None], (0,)), [MATRIX.to(x)], [None], [None]
-    ),
+    "merged_linear": lambda x: merged_linear(x, Merged.fused([MATRIX.to(x)], [None], (0,)), [None]),
 }  # fmt: skip
 
 

@@ -3,7 +3,6 @@
 import copy
 import inspect
 import logging
-import sys
 
 import pytest
 import torch
@@ -30,9 +29,8 @@ from chronicals.patching import (
     unpatch_model,
 )
 from chronicals.patching.decoder_layer import BY
+from chronicals.quantization import Dense
 from mutants import mutant
-
-MERGED_LINEAR = sys.modules["chronicals.kernels.merged_linear"]
 
 FAMILIES = [
     "llama",
@@ -195,11 +193,11 @@ def test_what_nobody_reads_is_not_made_again(monkeypatch):
         fused(model)
         enable_gradient_checkpointing(model, whole_layers=True)
 
-        def count(*given, made=made, usual=MERGED_LINEAR._of_rows):
+        def count(*given, made=made, usual=Dense.forward):
             made.append(None)
             return usual(*given)
 
-        monkeypatch.setattr(MERGED_LINEAR, "_of_rows", count)
+        monkeypatch.setattr(Dense, "forward", count)
         families.states_and_gradients(model, families.documents_batch())
         monkeypatch.undo()
         assert len(made) == 2 * 4 * len(model.get_decoder().layers) - left_out
@@ -286,7 +284,7 @@ def save_and_load(model, folder):
 
 @pytest.mark.parametrize("operation", [move, load, adapt, deep_copy])
 def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
-    """They are laid side by side anew, and the result is that of the class."""
+    """They are fused anew, and the result is that of the class."""
     monkeypatch.setattr(side_by_side, "_said", set())
     model = fused(families.build("llama").double())
     batch = families.documents_batch()
@@ -297,7 +295,7 @@ def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
         got = families.states_and_gradients(model, batch)
     assert decoder_layer.runs[BY] == before + 2
     if operation is not deep_copy:
-        assert "laid side by side anew" in caplog.text
+        assert "fused anew" in caplog.text
     unpatch_model(model)
     families.assert_same(families.states_and_gradients(model, batch), got)
 

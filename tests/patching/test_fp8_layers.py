@@ -30,10 +30,11 @@ from chronicals.patching import (
     tile_mlps,
 )
 from chronicals.patching.decoder_layer import BY
-from chronicals.patching.fp8_layers import FP8Products
-from chronicals.patching.side_by_side import FP8, HOMES
+from chronicals.patching.fp8_layers import Products
+from chronicals.patching.side_by_side import DEVICES, FORMATS, MERGED
+from chronicals.quantization import FP8
 
-MERGED_LINEAR, FP8_LINEAR = (sys.modules[f"chronicals.kernels.{name}"] for name in ("merged_linear", "fp8_linear"))
+FORMAT = sys.modules["chronicals.quantization.fp8"]
 
 
 @pytest.fixture(autouse=True)
@@ -79,9 +80,8 @@ def exact_product(left, right, dtype, fast=False, bias=None):
 @pytest.fixture
 def without_rounding(monkeypatch):
     """What would be FP8 is fp32: all that is done around it is left."""
-    for module in (MERGED_LINEAR, FP8_LINEAR):
-        monkeypatch.setattr(module, "fp8_quantize", exact_quantize)
-        monkeypatch.setattr(module, "scaled_product", exact_product)
+    monkeypatch.setattr(FORMAT, "fp8_quantize", exact_quantize)
+    monkeypatch.setattr(FORMAT, "scaled_product", exact_product)
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
@@ -115,7 +115,7 @@ def test_forgotten_it_is_as_before(forget, device):
     forget(model)
     after = found_in(model, batch(device))
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert not any(FP8 in vars(module) for module in model.modules())
+    assert not any(FORMATS in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
@@ -159,15 +159,18 @@ def test_tiles_are_the_same_but_for_rounding(family, adapted, device, monkeypatc
 def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(adapted, device, monkeypatch):
     """Of dy and of x, which is kept in 8 bits, attention's output apart, which attention keeps; without gradients nobody wants
     columns."""
-    layouts, kept, usual = [], [], MERGED_LINEAR.fp8_quantize
+    layouts, kept, weights, usual, usual_weight = [], [], set(), FORMAT.fp8_quantize, FP8.dense
 
-    def quantize(x, *args, layout="rows", **options):
-        layouts.append(layout)
-        return usual(x, *args, layout=layout, **options)
+    def quantize(x, layout="rows", **options):
+        if x.data_ptr() not in weights:
+            layouts.append(layout)
+        return usual(x, layout=layout, **options)
+
+    monkeypatch.setattr(FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self))
 
     model = fused("llama", adapted, device)
     run_in_fp8(model)
-    monkeypatch.setattr(MERGED_LINEAR, "fp8_quantize", quantize)
+    monkeypatch.setattr(FORMAT, "fp8_quantize", quantize)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.dtype) or x, lambda x: x):
         found_in(model, batch(device))
     layers = len(model.get_decoder().layers)
@@ -186,17 +189,17 @@ def test_both_layouts_are_made_in_one_pass_where_the_backward_pass_wants_both(ad
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, device, monkeypatch):
     """Six of a layer's eight x and dy; what attention gives and what comes back to the last product are others'."""
-    told, usual = [], MERGED_LINEAR.fp8_quantize
+    told, usual = [], FORMAT.fp8_quantize
 
-    def quantize(x, *args, most=None, **options):
+    def quantize(x, most=None, **options):
         told.append(most is not None)
         assert most is None or most == x.abs().max().float()
-        return usual(x, *args, most=most, **options)
+        return usual(x, most=most, **options)
 
     with interpreting() if device.type == "cpu" else contextlib.nullcontext():
         model = fused(family, adapted, device)
         run_in_fp8(model)
-        monkeypatch.setattr(MERGED_LINEAR, "fp8_quantize", quantize)
+        monkeypatch.setattr(FORMAT, "fp8_quantize", quantize)
         found = found_in(model, batch(device))
         layers = len(model.get_decoder().layers)
         assert sum(told) == 6 * layers - adapted  # nothing is below the first A
@@ -210,9 +213,9 @@ def test_products_that_are_too_small_stay(device, monkeypatch):
     inner, width, layers = model.config.intermediate_size, model.config.hidden_size, len(model.get_decoder().layers)
     largest = statistics.harmonic_mean((2 * inner, width))
     monkeypatch.setattr(fp8_layers, "LEAST", math.ceil(largest) + 1)
-    assert run_in_fp8(model) == FP8Products(0, 4 * layers, ())
+    assert run_in_fp8(model) == Products(0, 4 * layers, ())
     monkeypatch.setattr(fp8_layers, "LEAST", math.floor(largest))
-    assert run_in_fp8(model) == FP8Products(layers, 4 * layers, ())
+    assert run_in_fp8(model) == Products(layers, 4 * layers, ())
     forget_policies(model)
     monkeypatch.setattr(fp8_layers, "MULTIPLE", 7)
     monkeypatch.setattr(fp8_layers, "LEAST", 1)
@@ -226,7 +229,7 @@ def test_rows_that_are_no_multiple_run_in_16_bit(device, caplog):
     side_by_side._said.clear()
     got = found_in(model, rows)
     assert all(torch.equal(exact[name], got[name]) for name in exact)
-    assert "a batch of 25 rows, no multiple of 16, runs in 16 bit" in caplog.text
+    assert "a batch of 25 rows runs in 16 bit: FP8 products need multiples of 16" in caplog.text
 
 
 def down_of(layer):
@@ -273,7 +276,7 @@ def test_what_is_quantised_again_stays_where_graphs_read_it(device):
     states_of(model)
 
     def places():
-        held = [vars(layer.mlp)[FP8][("down_proj",)][1]._known[1] for layer in model.get_decoder().layers]
+        held = [vars(layer.mlp)[MERGED][("down_proj",)].base._known[1] for layer in model.get_decoder().layers]
         return [part.data_ptr() for layouts in held for scaled in layouts for part in scaled]
 
     before = places()
@@ -335,9 +338,9 @@ class TestWeightsThatWait:
         model = self.waiting(device)
         offload_frozen_weights(model)
         found_in(model, batch(device))
-        held = [weight for module in model.modules() for _, weight in vars(module).get(FP8, {}).values()]
-        assert held and all(len(weight._known[1]) == 1 for weight in held)
-        assert all(weight._known[1][0].values.device == next(model.parameters()).device for weight in held)
+        held = [merged.base for module in model.modules() for merged in vars(module).get(MERGED, {}).values()]
+        assert held and all(isinstance(base, FP8) and len(base._known[1]) == 1 for base in held)
+        assert all(base._known[1][0].values.device == next(model.parameters()).device for base in held)
 
     def test_rows_that_run_in_16_bit_fetch_them(self, device):
         """31 rows are no multiple of 16."""
@@ -373,7 +376,7 @@ class TestWeightsThatWait:
         undo(model)
         for name, p in model.named_parameters():
             assert p.device == weights[name].device and torch.equal(p, weights[name])
-        assert not any(HOMES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
+        assert not any(DEVICES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
 
     def test_what_did_not_fit_comes_back_later(self, device, monkeypatch):
         """Say while a step that ran out of memory still holds its own; what stood for them has gone by then."""
@@ -384,7 +387,7 @@ class TestWeightsThatWait:
         made, usual = [], side_by_side.bring_back
 
         def full(model):
-            assert not any(FP8 in vars(module) for module in model.modules())
+            assert not any(FORMATS in vars(module) for module in model.modules())
             down = model.get_decoder().layers[1].mlp.down_proj
             base, down.base_layer = down.base_layer, None
             made.append(base)
@@ -397,11 +400,11 @@ class TestWeightsThatWait:
         with pytest.raises(AttributeError):
             lay_apart(model)
         monkeypatch.undo()
-        assert made and any(HOMES in vars(module) for module in model.modules())
+        assert made and any(DEVICES in vars(module) for module in model.modules())
         lay_apart(model)
         for name, p in model.named_parameters():
             assert p.device == weights[name].device and torch.equal(p, weights[name])
-        assert not any(HOMES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
+        assert not any(DEVICES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
 
     def test_they_come_back_whatever_their_adapters_are(self, device):
         """Two at a time run part by part."""

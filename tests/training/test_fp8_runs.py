@@ -11,7 +11,7 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.memory import tiling
 from chronicals.patching import fp8_layers, patch_parts
-from chronicals.patching.side_by_side import FP8, HOMES, MERGED
+from chronicals.patching.side_by_side import DEVICES, FORMATS, MERGED
 from chronicals.training import Callback, decisions, preparation
 
 
@@ -48,7 +48,7 @@ def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
     for (_, loss, norm), (_, our_loss, our_norm) in zip(without, ours, strict=True):
         assert our_loss == pytest.approx(loss, rel=0.01) and our_norm == pytest.approx(norm, rel=0.1)
     assert [row[1] for row in ours] != [row[1] for row in without]
-    assert not any(FP8 in vars(module) for module in fused_anywhere.modules())  # the run is over
+    assert not any(FORMATS in vars(module) for module in fused_anywhere.modules())  # the run is over
 
 
 @pytest.mark.parametrize("memory", [["recompute_layers"], ["recompute_elementwise"], ["tiled_mlp"]], ids=str)
@@ -79,7 +79,7 @@ def test_weights_that_wait_come_back(tmp_path, fused_anywhere):
     before = {name: p.detach().clone() for name, p in fused_anywhere.named_parameters()}
     options = {"mixed_precision": "bf16", "use_fp8": True, "memory": ["offload_frozen_weights"], **ADAPTERS}
     runs.train(tmp_path, model=fused_anywhere, max_steps=2, **options)
-    assert not any(HOMES in vars(module) or MERGED in vars(module) for module in fused_anywhere.modules())
+    assert not any(DEVICES in vars(module) or MERGED in vars(module) for module in fused_anywhere.modules())
     after = {name.replace(".base_layer", ""): p for name, p in fused_anywhere.named_parameters() if "lora_" not in name}
     assert {p.device for p in after.values()} == {fused_anywhere.device}
     assert all(torch.equal(p, before[name].to(p)) for name, p in after.items())
@@ -93,7 +93,7 @@ def test_weights_come_back_where_a_run_does_not_begin(tmp_path, fused_anywhere):
     options = {"mixed_precision": "bf16", "use_fp8": True, "memory": ["offload_frozen_weights"], **ADAPTERS}
     with pytest.raises(ConnectionError):
         runs.train(tmp_path, model=fused_anywhere, callbacks=[Down()], **options)
-    assert not any(HOMES in vars(module) for module in fused_anywhere.modules())
+    assert not any(DEVICES in vars(module) for module in fused_anywhere.modules())
     assert not any(isinstance(m, torch.nn.Linear) and "forward" in vars(m) for m in fused_anywhere.modules())
 
 

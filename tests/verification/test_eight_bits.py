@@ -10,11 +10,12 @@ import runs
 import tiny
 from chronicals.kernels.fp8 import dequantize, fp8_quantize
 from chronicals.patching import fp8_layers, patch_parts
+from chronicals.quantization import FP8
 from chronicals.training import decisions, preparation
 from chronicals.verification import verify
 from chronicals.verification.eight_bits import round_products, rounded
 
-FP8_LINEAR, MERGED_LINEAR = (sys.modules[f"chronicals.kernels.{name}"] for name in ("fp8_linear", "merged_linear"))
+FORMAT = sys.modules["chronicals.quantization.fp8"]
 ADAPTERS = {"use_lora": True, "lora_rank": 8}
 
 
@@ -39,29 +40,28 @@ def test_a_healthy_run_passes(tmp_path, changes):
     assert found.passed, found.failures
 
 
-def scaled_wrongly(usual, factor, where):
-    """``fp8_quantize`` whose scales are off where this layout is asked for."""
+def scale_wrongly(monkeypatch, factor, of_weights, where):
+    """Scales of weights, or of what they are multiplied by, are off where this layout is asked for."""
+    weights, usual, usual_weight = set(), FORMAT.fp8_quantize, FP8.dense
 
-    def quantize(x, scaling="tensor", dtype=torch.float8_e4m3fn, layout="rows", scale=None, most=None):
-        made = usual(x, scaling, dtype, layout, scale, most)
-        return tuple(part and part._replace(scale=part.scale * factor) for part in made) if layout == where else made
+    def quantize(x, layout="rows", **options):
+        made = usual(x, layout=layout, **options)
+        if layout != where or (x.data_ptr() in weights) != of_weights:
+            return made
+        return tuple(part and part._replace(scale=part.scale * factor) for part in made)
 
-    return quantize
+    monkeypatch.setattr(FP8, "dense", lambda self: weights.add(self.weight.matrix.data_ptr()) or usual_weight(self))
+    monkeypatch.setattr(FORMAT, "fp8_quantize", quantize)
 
 
 @pytest.mark.parametrize(
-    ("module", "where", "changes"),
-    [
-        (MERGED_LINEAR, "both", {}),
-        (MERGED_LINEAR, "columns", {}),
-        (FP8_LINEAR, "columns", {}),
-        (FP8_LINEAR, "both", ADAPTERS),
-    ],
+    ("of_weights", "where", "changes"),
+    [(False, "both", {}), (False, "columns", {}), (True, "columns", {}), (True, "both", ADAPTERS)],
     ids=["gradients", "x for dW", "weights for dX", "frozen weights"],
-)  # fmt: skip
+)
 @pytest.mark.usefixtures("fused_anywhere")
-def test_a_wrong_scale_fails(tmp_path, monkeypatch, module, where, changes):
-    monkeypatch.setattr(module, "fp8_quantize", scaled_wrongly(module.fp8_quantize, 1.3, where))
+def test_a_wrong_scale_fails(tmp_path, monkeypatch, of_weights, where, changes):
+    scale_wrongly(monkeypatch, 1.3, of_weights, where)
     assert not compare(tmp_path, **changes).passed
 
 

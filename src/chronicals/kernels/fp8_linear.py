@@ -9,20 +9,17 @@ Scales of rows leave the sum, as that of a tensor does: y_tn = s_t s_n Σ_k. Tho
 tensor cores' own registers are. What comes out is of the type of x; the gradient is that of the product as if nothing were
 rounded. Kept for the backward pass: both columns, a byte a value. T is filled up to a multiple of 16, with blocks of 128, with
 rows of zeros; K and N must be such multiples.
-
-``FP8Weight`` is the same for weights that live long: in ``merged_linear`` it stands in place of the base's products.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.fp8 import BLOCK, Scaled, dequantize, fp8_quantize, fp8_turned, lacks_fp8, scale_shape
+from chronicals.kernels.fp8 import BLOCK, Scaled, dequantize, fp8_quantize, lacks_fp8, scale_shape
 from chronicals.kernels.launch import differentiable_once
 
 MULTIPLE = 16
@@ -86,64 +83,6 @@ def _product_of_blocks(left: Scaled, right: Scaled) -> Tensor:
 def _columns(scale: Tensor) -> Tensor:
     """As they are made; whoever kept them may have laid them otherwise."""
     return scale.t().contiguous().t()
-
-
-class FP8Weight:
-    """A weight whose products run in FP8, scaled by its maximum.
-
-    A frozen one is quantised once, and again, in the same memory, which graphs read, after it was written to (not through
-    ``.data``, which nobody can see). A trained one is quantised at each use: by rows in the
-    forward pass, by columns, with the scale that was found there, in the backward pass.
-
-    Args:
-        weight: ``[N, K]`` with dense rows.
-        parts: the parameters that lie in it.
-        device: where its products run, if the weight, a frozen one, is elsewhere: its rows are kept there then, and turned
-            into columns at each use.
-    """
-
-    def __init__(self, weight: Tensor, parts: Sequence[Tensor], device: torch.device | None = None):
-        self.weight, self.parts, self.device = weight, parts, device
-        self._known: tuple[tuple[int, ...], list[Scaled]] | None = None
-        self._scale: Tensor | None = None
-
-    @property
-    def frozen(self) -> bool:
-        return not any(part.requires_grad for part in self.parts)
-
-    def rows(self) -> Scaled:
-        """For ``y = x Wᵀ``."""
-        if self.frozen:
-            return self._layouts()[0]
-        found, _ = fp8_quantize(self._here())
-        assert found is not None
-        self._scale = found.scale
-        return found
-
-    def columns(self) -> Scaled:
-        """For ``dx = dy W``."""
-        if self.frozen:
-            rows, *columns = self._layouts()
-            return columns[0] if columns else fp8_turned(rows)
-        _, found = fp8_quantize(self._here(), layout="columns", scale=self._scale)
-        assert found is not None
-        return found
-
-    def _here(self) -> Tensor:
-        return self.weight if self.device is None else self.weight.to(self.device)
-
-    def _layouts(self) -> list[Scaled]:
-        versions = tuple(part._version for part in self.parts)
-        if self._known is None or self._known[0] != versions:
-            made = fp8_quantize(self._here(), layout="both" if self.device is None else "rows")
-            layouts = [layout for layout in made if layout is not None]
-            if self._known is not None:
-                for place, new in zip(self._known[1], layouts):
-                    place.values.copy_(new.values)
-                    place.scale.copy_(new.scale)
-                layouts = self._known[1]
-            self._known = versions, layouts
-        return self._known[1]
 
 
 class _FP8Linear(torch.autograd.Function):

@@ -11,11 +11,12 @@ at hand, and scaled later: three products, none repeated. Floor: 6·T·D·V oper
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import differentiable_once, runs_triton, tl, triton
 from chronicals.kernels.logit_rows import IGNORED, Shape, loss_and_gradient_, shaped_reference
 from chronicals.kernels.products import product
@@ -25,22 +26,6 @@ from chronicals.kernels.two_streams import at_once
 ROWS = 4352
 """Rows of logits that exist at a time. On an H200, 16384 rows, 896 wide, with a vocabulary of 151936 take 23.7 ms in chunks
 of 4352, as they do all at once, and 24.4 in chunks of 4096; 1.25 GiB exist beside the gradients."""
-
-
-class Adapter(NamedTuple):
-    """A low-rank addition to a head: ``α (dropout(h) Aᵀ) Bᵀ``.
-
-    Attributes:
-        a: A, ``[r, D]``.
-        b: B, ``[V, r]``.
-        scale: α.
-        dropout: probability with which an element of h is dropped.
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    dropout: float = 0.0
 
 
 @triton.jit

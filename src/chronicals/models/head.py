@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.linear_cross_entropy import Adapter
+from chronicals.kernels.adapter import Adapter
 from chronicals.models.linear import UnknownLinear, read_linear
 
 

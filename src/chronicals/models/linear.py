@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from chronicals.kernels.linear_cross_entropy import Adapter
+from chronicals.kernels.adapter import Adapter
 
 
 class UnknownLinear(ValueError):

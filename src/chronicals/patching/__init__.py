@@ -1,7 +1,7 @@
 """Replacing parts of a Hugging Face model by kernels: norms, gated MLPs, rotary embedding, the loss; whole layers."""
 
 from chronicals.patching.decoder_layer import lay_side_by_side, recompute_norms_and_units
-from chronicals.patching.fp8_layers import layers_in_fp8, offload_frozen_weights, run_in_fp8
+from chronicals.patching.fp8_layers import layers_in_fp8, offload_frozen_weights, run_in_format, run_in_fp8
 from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.side_by_side import lay_apart
@@ -20,6 +20,7 @@ __all__ = [
     "patch_model",
     "patch_parts",
     "recompute_norms_and_units",
+    "run_in_format",
     "run_in_fp8",
     "tile_mlps",
     "unpatch_model",

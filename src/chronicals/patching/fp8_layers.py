@@ -1,13 +1,16 @@
-"""Products of fused decoder layers in FP8, where they are large enough for it to pay."""
+"""Products of fused decoder layers in another format than that of their weights, as FP8 where it pays."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from chronicals.kernels.fp8_linear import MULTIPLE
+from chronicals.lora.merged_linear import Format
 from chronicals.patching.decoder_layer import products_of_halves
-from chronicals.patching.side_by_side import FP8, Unmerged, leave
+from chronicals.patching.side_by_side import FORMATS, Unmerged, move_to_host, use_format
+from chronicals.quantization import FP8, FP8InHost
 
 LEAST = 2304
 """Harmonic mean of the inputs and outputs of the smallest product that runs in FP8. What the product saves goes with inputs
@@ -15,11 +18,11 @@ times outputs, what quantising takes with their sum: one of 2048 by 2048 saves 7
 
 
 @dataclass(frozen=True)
-class FP8Products:
-    """What runs in FP8. A product is that of all layers with one input.
+class Products:
+    """What runs in another format. A product is that of all layers with one input.
 
     Attributes:
-        chosen, there: products that run in FP8, and those of all fused layers.
+        chosen, there: products that run in the format, and those of all fused layers.
         left: why layers that should run fused do not.
     """
 
@@ -28,11 +31,14 @@ class FP8Products:
     left: tuple[str, ...]
 
 
-def run_in_fp8(model: Any) -> FP8Products:
-    """Let the products of fused layers that are large enough run in FP8, on a card that has it.
+def run_in_format(model: Any, stands: Format, pays: Callable[[int, int], bool] = lambda inputs, outputs: True) -> Products:
+    """Let the products of fused layers run in a format of ``quantization/``, or of your own.
 
-    Adapters, norms and the head stay as they are. Batches whose rows are no multiple of 16 run in 16 bit. ``forget_policies``
-    and ``lay_apart`` undo it.
+    Adapters, norms and the head stay as they are. ``forget_policies`` and ``lay_apart`` undo it.
+
+    Args:
+        stands: makes the ``Base`` that multiplies in place of a dense weight, on a device.
+        pays: whether a product with so many inputs and outputs is to run in it.
     """
     chosen, there, left = 0, 0, []
     for found in products_of_halves(model):
@@ -41,10 +47,16 @@ def run_in_fp8(model: Any) -> FP8Products:
             continue
         there += len(found)
         for owner, names, group in found:
-            if is_large(group.merged.width, group.merged.outputs):
-                vars(owner).setdefault(FP8, {})[names] = None
+            if pays(group.merged.base.width, group.merged.base.outputs):
+                use_format(owner, names, stands)
                 chosen += 1
-    return FP8Products(chosen, there, tuple(dict.fromkeys(left)))
+    return Products(chosen, there, tuple(dict.fromkeys(left)))
+
+
+def run_in_fp8(model: Any) -> Products:
+    """Let the products of fused layers that are large enough run in FP8, on a card that has it; batches whose rows are no
+    multiple of 16 run in 16 bit."""
+    return run_in_format(model, FP8, is_large)
 
 
 def offload_frozen_weights(model: Any) -> int:
@@ -54,9 +66,10 @@ def offload_frozen_weights(model: Any) -> int:
     moved = 0
     for found in products_of_halves(model):
         for owner, names, group in found if not isinstance(found, Unmerged) else ():
-            if group.fp8 is not None and group.fp8.frozen and not group.merged.apart:
-                moved += group.merged.matrix.nbytes
-                leave(owner, names, group.merged.matrix.device)
+            base = group.merged.base
+            if isinstance(base, FP8) and not isinstance(base, FP8InHost) and not base.trained:
+                moved += base.weight.bytes
+                move_to_host(owner, names, base.device)
     return moved
 
 
@@ -72,7 +85,7 @@ def layers_in_fp8(model: Any) -> list[str]:
         for found in products_of_halves(model)
         if not isinstance(found, Unmerged)
         for owner, names, group in found
-        if names in vars(owner).get(FP8, {})
+        if vars(owner).get(FORMATS, {}).get(names) in (FP8, FP8InHost)
         for linear in group.linears
     }
     return [name.removesuffix(".base_layer") for name, module in model.named_modules() if module in chosen]

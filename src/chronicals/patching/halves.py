@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from chronicals.kernels import fused_add_rmsnorm, fused_qk_rope, fused_rmsnorm
 from chronicals.kernels.glu import glu_of_both
-from chronicals.kernels.merged_linear import Remake
 from chronicals.kernels.peak import Peak
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
 from chronicals.kernels.qk_rope import fused_qkv_rope, heads_of
+from chronicals.lora.merged_linear import Remake
 from chronicals.memory import draws_numbers, runs_again, tiled
 from chronicals.patching.forms import does_more
 from chronicals.patching.gated_mlps import GatedMLPReads

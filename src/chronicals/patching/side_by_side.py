@@ -1,10 +1,10 @@
-"""Weights of several linear layers in one storage, so that one product serves them all.
+"""The weights of several linear layers in one storage, so that one product serves them all.
 
-Parameters keep names, shapes and identity: only their data lies elsewhere. Whether it still does is asked at every call by
-its address, for ``.to()``, a load with ``assign=True`` or a new adapter move it; then it is laid anew, said once.
+Parameters keep names, shapes and identity; only their data are elsewhere. Each call checks by addresses that they still are,
+since ``.to()``, a load with ``assign=True`` or a new adapter moves them; then they are fused anew, and a warning says so once.
 
-Frozen weights that FP8 stands in for can wait in host memory: only the margins of their adapters stay on the card then. Whoever
-calls such a layer by itself is given the weight for the call.
+A product can run in another format than that of its weights (``quantization/``), and frozen weights that such a format stands
+for can be moved to host memory. Whoever calls such a layer by itself is given the weight for the call.
 """
 
 from __future__ import annotations
@@ -18,20 +18,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.kernels.fp8_linear import MULTIPLE, FP8Weight
-from chronicals.kernels.linear_cross_entropy import Adapter
-from chronicals.kernels.merged_linear import Merged, Remake, merged_linear, side_by_side
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.peak import Peak
+from chronicals.lora.merged_linear import Format, Merged, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
+from chronicals.quantization import FP8InHost
 
 logger = logging.getLogger(__name__)
 
 MERGED = "_chronicals_merged"
-FP8 = "_chronicals_fp8"
-"""Attribute of a module: of the groups of its children whose products run in FP8, by their names, where they lie and how."""
+"""Attribute of a module: what is ``Merged`` of groups of its children, by their names."""
 
-HOMES = "_chronicals_homes"
-"""Attribute of a module: the devices of the groups of its children, by their names, whose weights wait in host memory."""
+FORMATS = "_chronicals_formats"
+"""Attribute of a module: the formats in which groups of its children multiply, by their names."""
+
+DEVICES = "_chronicals_devices"
+"""Attribute of a module: the devices of the products of groups of its children, by their names, whose weights are in host
+memory."""
 
 _said: set[str] = set()
 
@@ -73,22 +76,21 @@ class Group:
             raise Unmerged("adapters of one input differ in dropout")
         if len({(x.weight.dtype, x.weight.device, x.bias is None) for x in self.linears}) > 1:
             raise Unmerged("layers of one input differ in type, device or bias")
-        self.merged = _merged(owner, names, self.linears, [0 if x is None else len(x.a) for x in self.adapters])
-        self.fp8 = _in_fp8(owner, names, self.merged, self.linears)
-        self.peak = None if self.fp8 is None else Peak()
-        self.gradient_peak = None if self.fp8 is None else Peak()
+        self.merged = _merged(owner, names, self.linears, tuple(0 if x is None else len(x.a) for x in self.adapters))
+        self.peak, self.gradient_peak = (Peak() if self.merged.base.wants_amax else None for _ in range(2))
 
     @property
     def room(self) -> int:
-        return self.merged.room
+        """Padding columns that x and the gradient of the outputs should be made with."""
+        return self.merged.padding.columns
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.merged.matrix.dtype
+        return self.merged.base.dtype
 
     def peaks(self, rows: int) -> tuple[Peak | None, Peak | None]:
-        """Of x and of the gradient, for those who make them to tell; none where so many rows run in 16 bit."""
-        return (None, None) if rows % MULTIPLE else (self.peak, self.gradient_peak)
+        """Of x and of the gradient, for the kernels that make them; none where the product does not ask for them."""
+        return (None, None) if self.merged.base.why_not(rows) else (self.peak, self.gradient_peak)
 
     def __call__(
         self, x: Tensor, remake: Remake | None = None, roomy: bool = True, unread: bool = False, kept: bool = False
@@ -101,12 +103,11 @@ class Group:
             kept: what made x keeps it as well.
             roomy: x was made with ``room`` behind its rows, if its strides say so; so may be the gradient that comes back.
         """
-        weights, biases, fp8 = [x.weight for x in self.linears], [x.bias for x in self.linears], self.fp8
-        if fp8 is not None and len(x) % MULTIPLE:
-            say_once(f"a batch of {len(x)} rows, no multiple of {MULTIPLE}, runs in 16 bit, not in FP8")
-            fp8 = None
-        peaks = self.peaks(len(x))
-        return merged_linear(x, self.merged, weights, biases, self.adapters, roomy, True, remake, unread, fp8, peaks, kept)
+        merged = self.merged
+        if reason := merged.base.why_not(len(x)):
+            say_once(f"a batch of {len(x)} rows runs in 16 bit: {reason}")
+            merged = merged.in_16_bit()
+        return merged_linear(x, merged, self.adapters, roomy, True, remake, unread, self.peaks(len(x)), kept)
 
 
 def is_hooked(module: Any) -> bool:
@@ -121,67 +122,61 @@ def is_hooked(module: Any) -> bool:
     )
 
 
-def _merged(owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linear], ranks: Sequence[int]) -> Merged:
-    home: torch.device | None = vars(owner).get(HOMES, {}).get(names)
-    if len(linears) == 1 and not any(ranks) and home is None:
-        bias = linears[0].bias
-        return Merged.of_one(linears[0].weight.detach(), None if bias is None else bias.detach())
+def _merged(owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linear], ranks: tuple[int, ...]) -> Merged:
+    """What is known of these layers, if it still holds; else they are fused anew."""
+    stands: Format | None = vars(owner).get(FORMATS, {}).get(names)
+    weights, biases = [x.weight for x in linears], [x.bias for x in linears]
+    alone = len(linears) == 1 and not any(ranks) and names not in vars(owner).get(DEVICES, {})
+    if alone and stands is None:
+        return Merged.in_place(weights[0], biases[0])
     known: dict[tuple[str, ...], Merged] = vars(owner).setdefault(MERGED, {})
     merged = known.get(names)
-    if merged is None or merged.ranks != tuple(ranks) or not _lie_in(merged, linears):
-        if merged is not None:
-            say_once(f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are laid side by side anew")
-        merged = known[names] = _laid(linears, ranks, home)
+    if merged is None or merged.padding.ranks != ranks or not merged.holds(weights, biases):
+        if merged is not None and not alone:
+            say_once(f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are fused anew")
+        device = vars(owner).get(DEVICES, {}).get(names)
+        merged = known[names] = (
+            Merged.in_place(weights[0], biases[0], stands) if alone else _fused(weights, biases, ranks, stands, device)
+        )
     return merged
-
-
-def _in_fp8(
-    owner: nn.Module, names: tuple[str, ...], merged: Merged, linears: Sequence[nn.Linear]
-) -> FP8Weight | None:  # fmt: skip
-    """Made anew for other parameters, for others' memory, and where adapters came or went, which may have been merged."""
-    known: dict[tuple[str, ...], tuple[tuple, FP8Weight] | None] = vars(owner).get(FP8, {})
-    if names not in known:
-        return None
-    parts = [linear.weight for linear in linears]
-    key = merged.matrix.data_ptr(), tuple(map(id, parts)), merged.ranks
-    there = known[names]
-    if there is None or there[0] != key:
-        there = known[names] = key, FP8Weight(merged.matrix, parts, vars(owner).get(HOMES, {}).get(names))
-    return there[1]
-
-
-def _lie_in(merged: Merged, linears: Sequence[nn.Linear]) -> bool:
-    biases = [None] * len(linears) if merged.bias is None else merged.bias.split(merged.sizes)
-    return all(
-        _is(linear.weight, place) and (bias is None) == (linear.bias is None) and (bias is None or _is(linear.bias, bias))
-        for linear, place, bias in zip(linears, merged.weights, biases)
-    )
-
-
-def _is(parameter: Tensor, place: Tensor) -> bool:
-    same = parameter.data_ptr() == place.data_ptr() and parameter.dtype == place.dtype
-    return same and parameter.shape == place.shape and parameter.stride() == place.stride()
 
 
 @torch.no_grad()
-def _laid(linears: Sequence[nn.Linear], ranks: Sequence[int], home: torch.device | None) -> Merged:
-    merged = side_by_side([x.weight for x in linears], [x.bias for x in linears], ranks, home)
-    for linear, place in zip(linears, merged.weights):
-        linear.weight.data = place
+def _fused(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None], ranks: Sequence[int], stands: Format | None,
+    device: torch.device | None,
+) -> Merged:  # fmt: skip
+    merged = Merged.fused(weights, biases, ranks, stands, device)
+    for weight, place in zip(weights, merged.storage.places):
+        weight.data = place
     if merged.bias is not None:
-        for linear, bias in zip(linears, merged.bias.split(merged.sizes)):
-            linear.bias.data = bias
+        for bias, place in zip(biases, merged.bias.split(merged.sizes)):
+            assert bias is not None
+            bias.data = place
     return merged
 
 
-def leave(owner: nn.Module, names: tuple[str, ...], device: torch.device) -> None:
+def use_format(owner: nn.Module, names: tuple[str, ...], stands: Format) -> None:
+    """Let the product of these children run in another format, as ``FP8``; ``use_16_bit`` undoes it.
+
+    Args:
+        stands: makes the base that multiplies in place of the dense weight.
+    """
+    vars(owner).setdefault(FORMATS, {})[names] = stands
+    known: dict[tuple[str, ...], Merged] = vars(owner).get(MERGED, {})
+    if names in known:
+        known[names] = known[names].in_format(stands)
+
+
+def move_to_host(owner: nn.Module, names: tuple[str, ...], device: torch.device) -> None:
     """Let the weights of these children, frozen ones whose product runs in FP8, wait in host memory; ``bring_back`` undoes it.
 
     Args:
         device: where their products run.
     """
-    vars(owner).setdefault(HOMES, {})[names] = device
+    vars(owner).setdefault(DEVICES, {})[names] = device
     vars(owner).get(MERGED, {}).pop(names, None)
+    use_format(owner, names, FP8InHost)
     for linear in Group(owner, names).linears:
         linear.forward = partial(_with_its_weight, linear)  # type: ignore[method-assign]
 
@@ -194,29 +189,33 @@ def _with_its_weight(linear: nn.Linear, x: Tensor) -> Tensor:
 def bring_back(model: nn.Module) -> None:
     """Weights that wait in host memory, to where they were; what did not fit there then can be brought later."""
     for owner in model.modules():
-        homes: dict[tuple[str, ...], torch.device] = vars(owner).get(HOMES, {})
-        for names, device in list(homes.items()):
+        devices: dict[tuple[str, ...], torch.device] = vars(owner).get(DEVICES, {})
+        for names, device in list(devices.items()):
             for name in names:
                 linear = getattr(getattr(owner, name), "base_layer", getattr(owner, name))
                 linear.weight.data = linear.weight.data.to(device, copy=True)
                 vars(linear).pop("forward", None)
             vars(owner).get(MERGED, {}).pop(names, None)
-            del homes[names]
-        vars(owner).pop(HOMES, None)
+            del devices[names]
+        vars(owner).pop(DEVICES, None)
 
 
-def forget_fp8(model: nn.Module) -> None:
-    """Let every product run in 16 bit again, and bring back what waits for it."""
-    for owner in model.modules():
-        vars(owner).pop(FP8, None)  # before there must be room for what it stands for
+def use_16_bit(model: nn.Module) -> None:
+    """Let every product run in the format of its weights again, and bring back what is in host memory."""
+    for owner in model.modules():  # first of all, what stands for the weights is let go of: they must fit again
+        known = vars(owner).get(MERGED, {})
+        for names in vars(owner).pop(FORMATS, {}):
+            merged = known.pop(names, None)
+            if merged is not None and merged.is_fused and names not in vars(owner).get(DEVICES, {}):
+                known[names] = merged.in_16_bit()
     bring_back(model)
 
 
 @torch.no_grad()
 def lay_apart(model: nn.Module) -> None:
-    """Give every weight that was laid into a storage with margins one of its own again, and forget the storages and what was
-    made of them in FP8."""
-    forget_fp8(model)
+    """Give every weight that was fused into a storage with padding one of its own again, and forget the storages and the
+    formats."""
+    use_16_bit(model)
     for owner in model.modules():
         if vars(owner).pop(MERGED, None) is not None:
             for linear in (child for child in owner.modules() if type(child) is nn.Linear):

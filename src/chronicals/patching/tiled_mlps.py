@@ -12,7 +12,7 @@ from chronicals.memory import draws_numbers, tiled
 from chronicals.patching.forms import FORM, Forward, signature
 from chronicals.patching.halves import RECOMPUTES, TILES
 from chronicals.patching.plan import plan_for
-from chronicals.patching.side_by_side import forget_fp8
+from chronicals.patching.side_by_side import use_16_bit
 
 BY = "tiled_mlp"
 ROLE = "gated MLP"
@@ -52,7 +52,7 @@ def untile_mlps(model: Any) -> None:
 def forget_policies(model: Any) -> None:
     """What an earlier run's memory policies and FP8 left on the model."""
     untile_mlps(model)
-    forget_fp8(model)
+    use_16_bit(model)
     for module in model.modules():
         vars(module).pop(RECOMPUTES, None)
 

@@ -27,6 +27,7 @@ from chronicals.kernels import (
     token_log_probability,
 )
 from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.dropped_products import (
     add_dropped_product_,
     draw_seed,
@@ -40,14 +41,14 @@ from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_referenc
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.layernorm import layernorm_reference
-from chronicals.kernels.linear_cross_entropy import Adapter, linear_cross_entropy_reference
+from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from chronicals.kernels.master import join_master, split_master
-from chronicals.kernels.merged_linear import merged_linear, merged_linear_reference, side_by_side
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
 from chronicals.kernels.softmax import softmax_reference
 from chronicals.kernels.token_log_probability import token_log_probability_reference
+from chronicals.lora.merged_linear import Merged, merged_linear, merged_linear_reference
 from chronicals.verification.eight_bits import rounded_linear
 
 ALLOWED = 1.5
@@ -144,9 +145,7 @@ def self_test() -> list[SelfTest]:
         ),
         (
             "merged_linear",
-            lambda x, w, a, b: merged_linear(
-                x, side_by_side([w.detach()], [None], [len(a)]), [w], [None], [Adapter(a, b, 0.5)]
-            ),
+            lambda x, w, a, b: merged_linear(x, Merged.fused([w], [None], [len(a)]), [Adapter(a, b, 0.5)]),
             lambda x, w, a, b: merged_linear_reference(x, [w], [None], [Adapter(a, b, 0.5)]),
             (gate, random(width, width) * 0.1, random(8, width) * 0.1, random(width, 8)),
         ),

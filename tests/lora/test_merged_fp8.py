@@ -5,15 +5,17 @@ import sys
 import pytest
 import torch
 
-from chronicals.kernels import merged_linear as module
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.fp8 import dequantize, fp8_quantize
-from chronicals.kernels.fp8_linear import FP8Weight
-from chronicals.kernels.linear_cross_entropy import Adapter
-from chronicals.kernels.merged_linear import Remake, merged_linear, side_by_side
 from chronicals.kernels.peak import Peak, with_peak
+from chronicals.lora import merged_linear as module
+from chronicals.lora.merged_linear import Merged, Remake, merged_linear
+from chronicals.quantization import FP8
 from mutants import mutant
 
-FP8_LINEAR = sys.modules["chronicals.kernels.fp8_linear"]
+pytestmark = pytest.mark.usefixtures("kernels")
+
+FORMAT = sys.modules["chronicals.quantization.fp8"]
 SIZES, WIDTH, TOKENS = (32, 16), 48, 64
 
 
@@ -27,24 +29,20 @@ class Given:
         slope = torch.logspace(-1, 1, TOKENS, device=device)[:, None]
         self.x = (random(TOKENS, WIDTH) * slope).to(dtype).requires_grad_()
         self.dy = (random(TOKENS, sum(SIZES)) / slope).to(dtype)
-        self.merged = side_by_side(
-            [(random(size, WIDTH) * WIDTH**-0.5).to(dtype) for size in SIZES],
-            [random(size).to(dtype) for size in SIZES] if biased else [None] * 2, ranks,
-        )  # fmt: skip
-        self.weights = [w.clone().requires_grad_(not frozen) for w in self.merged.weights]
-        self.biases = [b.clone().requires_grad_() for b in self.merged.bias.split(SIZES)] if biased else [None] * 2
+        self.weights = [(random(size, WIDTH) * WIDTH**-0.5).to(dtype).requires_grad_(not frozen) for size in SIZES]
+        self.biases = [random(size).to(dtype).requires_grad_() for size in SIZES] if biased else [None] * 2
+        self.merged = Merged.fused(self.weights, self.biases, ranks, FP8)
         self.adapters = [
             Adapter((random(rank, WIDTH) * 0.1).requires_grad_(), random(size, rank).requires_grad_(), 0.5 + n, dropout)
             if rank
             else None
             for n, (rank, size) in enumerate(zip(ranks, SIZES))
         ]
-        self.place = self.merged.matrix
-        self.fp8 = FP8Weight(self.place, self.weights)
+        self.place = self.merged.storage.matrix
 
     def run(self, of=module, **options):
         """y, dx, then the gradients of weights, biases and adapters that want one."""
-        y = of.merged_linear(self.x, self.merged, self.weights, self.biases, self.adapters, fp8=self.fp8, **options)
+        y = of.merged_linear(self.x, self.merged, self.adapters, **options)
         return [y.detach(), *torch.autograd.grad(y, [self.x, *self.leaves()], self.dy)]
 
     def leaves(self):
@@ -115,8 +113,14 @@ def test_made_again_and_unread_are_the_same(frozen, ranks, device):
 
 
 def test_a_frozen_weight_is_quantised_once_and_when_it_was_written_to(device, monkeypatch):
-    given, made, usual = Given(device, (4, 4), frozen=True), [], FP8_LINEAR.fp8_quantize
-    monkeypatch.setattr(FP8_LINEAR, "fp8_quantize", lambda *a, **k: made.append(a) or usual(*a, **k))
+    given, made, usual = Given(device, (4, 4), frozen=True), [], FORMAT.fp8_quantize
+
+    def quantize(x, **options):
+        if "most" not in options:  # as operands have it
+            made.append(x)
+        return usual(x, **options)
+
+    monkeypatch.setattr(FORMAT, "fp8_quantize", quantize)
     first = given.run()
     assert all(torch.equal(a, b) for a, b in zip(first, given.run())) and len(made) == 1
     with torch.no_grad():
@@ -130,11 +134,12 @@ def test_dropout_is_that_of_the_adapter_alone(frozen, device):
     """What adapters add to y and dx, and their own gradients, are those of the same draw in 16 bit."""
     given = Given(device, (4, 4), frozen=frozen, dropout=0.5)
     bare = Given(device, (0, 0), frozen=frozen)
-    bare.__dict__ |= {name: getattr(given, name) for name in ("x", "dy", "weights", "fp8")}
-    bare.merged = side_by_side([w.detach() for w in given.weights], [None] * 2, (0, 0))
+    bare.__dict__ |= {name: getattr(given, name) for name in ("x", "dy", "weights")}
+    bare.merged = Merged.fused(given.weights, [None] * 2, (0, 0), FP8)
     added = []
-    for fp8 in (given.fp8, None):
-        given.fp8 = bare.fp8 = fp8
+    for in_fp8 in (True, False):
+        if not in_fp8:
+            given.merged, bare.merged = given.merged.in_16_bit(), bare.merged.in_16_bit()
         torch.manual_seed(5)
         whole, without = given.run(), bare.run()
         added.append([whole[0] - without[0], whole[1] - without[1], *whole[len(without) :]])
@@ -158,22 +163,27 @@ def test_peaks_that_others_found_are_taken(frozen, device):
 def test_rows_that_are_no_multiple_are_refused(device):
     given = Given(device, (0, 0))
     with pytest.raises(ValueError, match="x has 7 rows: FP8 products need multiples of 16"):
-        merged_linear(given.x[:7], given.merged, given.weights, given.biases, given.adapters, fp8=given.fp8)
+        merged_linear(given.x[:7], given.merged, given.adapters)
 
 
 FAULTS = {
-    "the adapter is forgotten in y": ("merged.up.t()) if merged.room else y", "merged.up.t()) if False else y"),
-    "the adapter is forgotten in dx": ("return dx.addmm_(g, down) if merged.room else dx", "return dx"),
-    "dy in another type": ("fp8_quantize(dy, layout", "fp8_quantize(dy, dtype=torch.float8_e5m2, layout"),
-    "the scale of dy for x": ("scale=ctx.scale_of_x)", "scale=dy.scale)"),
-    "the scale of dy for x in 8 bits": ("Scaled(x, ctx.scale_of_x)", "Scaled(x, dy.scale)"),
+    "the adapter is forgotten in y": (module, "y.addmm_(rows[:, base.width :], padding.up.t())", "pass"),
+    "the adapter is forgotten in dx": (module, "return dx.addmm_(g, down) if", "return dx if"),
+    "operands in another type": (FORMAT, "(x, layout=layout, most=", "(x, dtype=torch.float8_e5m2, layout=layout, most="),
+    "the scale of dy for x": (FORMAT, 'layout="columns", scale=x.scale', 'layout="columns", scale=dy.scale'),
+    "the scale of dy for x in 8 bits": (FORMAT, "(dy.columns, columns,", "(dy.columns, Scaled(columns[0], dy.scale),"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device):
-    wrong = mutant(module, *FAULTS[fault])
+    of, old, new = FAULTS[fault]
+    wrong = mutant(of, old, new)
     with pytest.raises(AssertionError):
         for ranks in ((3, 5), (0, 0)):
             given = Given(device, ranks)
-            assert_close(given.run(of=wrong), given.meant(), on(device))
+            if of is FORMAT:
+                given.merged = given.merged.in_format(wrong.FP8)
+                assert_close(given.run(), given.meant(), on(device))
+            else:
+                assert_close(given.run(of=wrong), given.meant(), on(device))

@@ -1,16 +1,19 @@
-"""merged_linear against linear layers and adapters one by one, in all mixtures, with room and without."""
+"""merged_linear against linear layers and adapters one by one, in all mixtures, with padding columns and without."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from chronicals.kernels import merged_linear as module
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.dropped_products import draw_seed, dropped_reference
 from chronicals.kernels.launch import with_room
-from chronicals.kernels.linear_cross_entropy import Adapter
-from chronicals.kernels.merged_linear import Remake, merged_linear, merged_linear_reference, room_for, side_by_side
+from chronicals.lora import merged_linear as module
+from chronicals.lora.merged_linear import Merged, Remake, merged_linear, merged_linear_reference
+from chronicals.lora.padding import columns_for
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
+
+pytestmark = pytest.mark.usefixtures("kernels")
 
 TYPES = [torch.float32, torch.bfloat16]
 RANKS = [(0,), (0, 0, 0), (4,), (3, 3, 3), (0, 5, 0), (8, 0)]
@@ -38,10 +41,11 @@ def functions(ranks, biased, made_with_room, dropout=0.0, of=module, scales=(0.5
 
     def ours(x, *tensors):
         weights, biases, adapters = parts(tensors)
-        merged = side_by_side([w.detach() for w in weights], [None if b is None else b.detach() for b in biases], ranks)
-        x = _Roomy.apply(x, merged.room) if made_with_room else x * 1
-        y = of.merged_linear(x, merged, weights, biases, adapters, made_with_room, made_with_room)
-        return _GradientRoomy.apply(y, merged.room) if made_with_room else y * 1
+        merged = of.Merged.fused(weights, biases, ranks)
+        columns = merged.padding.columns
+        x = _Roomy.apply(x, columns) if made_with_room else x * 1
+        y = of.merged_linear(x, merged, adapters, made_with_room, made_with_room)
+        return _GradientRoomy.apply(y, columns) if made_with_room else y * 1
 
     def plain(x, *tensors):
         return merged_linear_reference(x, *parts(tensors))
@@ -92,25 +96,6 @@ def draw(ranks, biased, dtype, device, rows=13, width=20):
 def test_equals_the_layers_one_by_one(dtype, ranks, biased, made_with_room, device):
     ours, plain = functions(ranks, biased, made_with_room)
     assert_as_exact_as_plain(ours, plain, draw(ranks, biased, dtype, device))
-
-
-@pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_adapters_are_laid_into_the_margins(dtype, device):
-    ranks, scales = (3, 0, 5), [0.5, 0.0, 3.0]
-    merged = side_by_side([torch.randn(n, 20, device=device).to(dtype) for n in SIZES], [None] * 3, ranks)
-    downs, ups = ([torch.randn(*shape, device=device) if shape else None for shape in shapes] for shapes in (
-        [(3, 20), None, (5, 20)], [(SIZES[0], 3), None, (SIZES[2], 5)]
-    ))  # fmt: skip
-    before = [w.clone() for w in merged.weights]
-    module._lay_adapters(merged, downs, ups, scales)
-    buffer = merged.matrix.as_strided((merged.outputs + merged.room, 20 + merged.room), merged.matrix.stride())
-    expected = torch.zeros_like(buffer)
-    for place, w in zip(side_by_side(before, [None] * 3, ranks).weights, merged.weights):
-        assert torch.equal(place, w)
-    expected[: merged.outputs, :20] = torch.cat(before)
-    expected[44:47, :20], expected[47:52, :20] = downs[0], downs[2]
-    expected[:24, 20:23], expected[31:44, 23:28] = 0.5 * ups[0], 3 * ups[2]
-    assert ((buffer - expected).abs() <= torch.finfo(dtype).eps * expected.abs()).all()
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -223,25 +208,27 @@ def test_a_gradient_without_the_mask_is_found(old, new, device):
         assert_as_exact_as_plain(ours, plain, draw((3, 3), False, torch.float32, device))
 
 
-def test_margins_are_those_of_a_multiple_of_64():
-    assert [room_for(ranks) for ranks in ((), (0, 0), (1,), (64,), (22, 22, 22))] == [0, 0, 64, 64, 128]
+def test_padding_columns_are_a_multiple_of_64():
+    assert [columns_for(ranks) for ranks in ((), (0, 0), (1,), (64,), (22, 22, 22))] == [0, 0, 64, 64, 128]
 
 
 def test_layers_must_fit_each_other():
     x, w = torch.randn(3, 4), torch.randn(5, 4)
     with pytest.raises(ValueError, match="some of the layers have a bias"):
-        side_by_side([w, w], [torch.zeros(5), None], (0, 0))
+        Merged.fused([w, w], [torch.zeros(5), None], (0, 0))
     a, b = torch.randn(2, 4), torch.randn(5, 2)
-    merged = side_by_side([w, w], [None, None], (2, 2))
+    merged = Merged.fused([w, w], [None, None], (2, 2))
     with pytest.raises(ValueError, match="dropouts"):
-        merged_linear(x, merged, [w, w], [None, None], [Adapter(a, b, 1.0, 0.1), Adapter(a, b, 1.0, 0.2)])
+        merged_linear(x, merged, [Adapter(a, b, 1.0, 0.1), Adapter(a, b, 1.0, 0.2)])
+    with pytest.raises(ValueError, match=r"adapters have ranks \(2, 0\), the padding is for \(2, 2\)"):
+        merged_linear(x, merged, [Adapter(a, b, 1.0), None])
 
 
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("adapter_gradients(dy, merged.up", "adapter_gradients(-dy, merged.up"),
-        ("product(dy.t(), x, x.dtype)", "product(dy.t(), 1.1 * x, x.dtype)"),
+        ("dy, padding.up, rows[:", "-dy, padding.up, rows[:"),
+        ("operand, x)) is not None", "operand, Operand(1.1 * x.dense))) is not None"),
     ],
 )
 def test_a_wrong_backward_is_found(old, new, device):
@@ -250,7 +237,7 @@ def test_a_wrong_backward_is_found(old, new, device):
         assert_as_exact_as_plain(ours, plain, draw((3, 3), False, torch.float32, device))
 
 
-@pytest.mark.parametrize(("old", "new"), [("", ""), ("product_into(g, dy, merged.up)", "product_into(g, -dy, merged.up)")])
+@pytest.mark.parametrize(("old", "new"), [("", ""), ("product_into(g, dy, padding.up)", "product_into(g, -dy, padding.up)")])
 def test_frozen_adapters_pass_gradients_on(old, new, device):
     x, *tensors = draw((3, 5), False, torch.float32, device)()
     found = []
@@ -262,8 +249,7 @@ def test_frozen_adapters_pass_gradients_on(old, new, device):
 
 def test_is_what_linear_computes(device):
     x, w = torch.randn(5, 4, device=device), torch.randn(6, 4, device=device)
-    merged = side_by_side([w], [None], (0,))
-    torch.testing.assert_close(merged_linear(x, merged, [w], [None], [None]), F.linear(x, w))
+    torch.testing.assert_close(merged_linear(x, Merged.fused([w], [None], (0,)), [None]), F.linear(x, w))
 
 
 def test_other_adapters_between_forward_and_backward_change_nothing(device):
@@ -271,11 +257,11 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
     ranks = (3, 5)
     x, w1, w2, *matrices = draw(ranks, False, torch.float32, device)()
     others = [torch.randn_like(matrix) for matrix in matrices]
-    merged = side_by_side([w1, w2], [None, None], ranks)
+    merged = Merged.fused([w1, w2], [None, None], ranks)
 
     def run(given, scale):
         adapters = [Adapter(given[n], given[2 + n], scale) for n in range(2)]
-        return merged_linear(leaf, merged, [w1, w2], [None, None], adapters)
+        return merged_linear(leaf, merged, adapters)
 
     found = []
     for disturbed in (False, True):
@@ -292,10 +278,10 @@ def test_other_adapters_between_forward_and_backward_change_nothing(device):
 def test_x_with_what_lies_behind_its_rows_is_of_another_version(dropout, device):
     """Who has moved x elsewhere must not take that for what is saved here."""
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
-    merged, saved = side_by_side([w], [None], (3,)), []
-    roomy = with_room(x, x.shape, merged.room).copy_(x.detach()).data.requires_grad_()
+    merged, saved = Merged.fused([w], [None], (3,)), []
+    roomy = with_room(x, x.shape, merged.padding.columns).copy_(x.detach()).data.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        merged_linear(roomy, merged, [w], [None], [Adapter(a, b, 0.5, dropout)], roomy=True)
+        merged_linear(roomy, merged, [Adapter(a, b, 0.5, dropout)], roomy=True)
     (own,) = [t for t in saved if t.untyped_storage().data_ptr() == roomy.untyped_storage().data_ptr()]
     assert own._version != roomy._version
 
@@ -312,8 +298,8 @@ def test_an_adapter_changed_before_the_backward_is_refused(device):
 
 def test_a_second_backward_is_the_first_and_a_double_one_is_refused(device):
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
-    merged = side_by_side([w], [None], (3,))
-    y = merged_linear(x, merged, [w], [None], [Adapter(a, b, 0.5)], remake=Remake(torch.clone, x.detach()))
+    merged = Merged.fused([w], [None], (3,))
+    y = merged_linear(x, merged, [Adapter(a, b, 0.5)], remake=Remake(torch.clone, x.detach()))
     first, second = (torch.autograd.grad(y.sum(), (x, w, a, b), retain_graph=True) for _ in range(2))
     assert all(torch.equal(one, other) for one, other in zip(first, second))
     with pytest.raises(RuntimeError, match="create_graph=True: _MergedLinear"):

@@ -1,0 +1,84 @@
+"""A weight as it is trained: 16 or 32 bit, with padding columns for adapters where there are any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.products import product
+from chronicals.quantization.base import Base, Operand
+
+
+class Dense(Base):
+    """``W`` in one buffer with R padding columns and rows, R ≥ 0:
+
+        | W     up |      forward         [x  u] · [W  up]ᵀ      for rows [T, K + R], else x Wᵀ
+        | down   · |      input_gradient  [dy  g] · [W ; down]   for rows [T, N + R], else dy W
+
+    Args:
+        matrix: W, ``[N, K]``; with padding it is the corner of a buffer ``[N + R, K + R]`` with dense rows.
+        parts: see ``Base``.
+        columns: R.
+    """
+
+    def __init__(self, matrix: Tensor, parts: Sequence[Tensor], columns: int = 0):
+        super().__init__(matrix.shape, matrix.dtype, parts)
+        self.matrix, self.columns, self.padded = matrix, columns, columns > 0
+
+    @classmethod
+    def fused(
+        cls, weights: Sequence[Tensor], columns: int = 0, device: torch.device | str | None = None
+    ) -> Dense:  # fmt: skip
+        """Copies of the weights ``[n, K]``, one below the other in a buffer of their own, whose padding is zeros.
+
+        Args:
+            device: of the buffer; by default that of the weights.
+        """
+        outputs, width = sum(map(len, weights)), weights[0].shape[1]
+        buffer = weights[0].new_zeros((outputs + columns, width + columns), device=device)
+        found = cls(buffer[:outputs, :width], weights, columns)
+        for place, weight in zip(found.places, weights):
+            place.copy_(weight.detach())
+        return found
+
+    @property
+    def places(self) -> tuple[Tensor, ...]:
+        """Views of W, ``[n, K]`` for each part."""
+        return self.matrix.split([len(part) for part in self.parts])
+
+    @property
+    def up(self) -> Tensor:
+        """Padding beside W, ``[N, R]``."""
+        return self._with_up()[:, self.width :]
+
+    @property
+    def down(self) -> Tensor:
+        """Padding below W, ``[R, K]``."""
+        return self._with_down()[self.outputs :]
+
+    def _with_up(self) -> Tensor:
+        return self.matrix.as_strided((self.outputs, self.width + self.columns), self.matrix.stride())
+
+    def _with_down(self) -> Tensor:
+        return self.matrix.as_strided((self.outputs + self.columns, self.width), self.matrix.stride())
+
+    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+        rows = x.dense
+        matrix = (self.matrix if rows.shape[1] == self.width else self._with_up()).t()
+        return product(rows, matrix, rows.dtype) if bias is None else torch.addmm(bias, rows, matrix)
+
+    def input_gradient(self, dy: Operand) -> Tensor:
+        rows = dy.dense
+        return product(rows, self.matrix if rows.shape[1] == self.outputs else self._with_down(), rows.dtype)
+
+    def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
+        return product(dy.dense.t(), x.dense, x.dense.dtype) if self.trained else None
+
+    def dense(self) -> Tensor:
+        return self.matrix
+
+    @property
+    def bytes(self) -> int:
+        return self.matrix.nbytes

@@ -1,0 +1,102 @@
+"""A weight whose three products run in FP8, each operand with one scale, its amax over 448 (``kernels/fp8_linear.py``)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.fp8 import Scaled, fp8_quantize, fp8_turned
+from chronicals.kernels.fp8_linear import MULTIPLE, scaled_product
+from chronicals.quantization.base import Base, Operand
+from chronicals.quantization.dense import Dense
+
+
+class FP8(Base):
+    """Quantised from a 16-bit weight, which stays where it is.
+
+    A frozen weight is quantised once, in both layouts, and again, into the same memory, which CUDA graphs read, after it was
+    written to (writes through ``.data`` cannot be seen). A trained one is quantised at each use: by rows in the forward pass,
+    and in the backward pass by columns with the scale that was found there.
+
+    Args:
+        weight: the 16-bit weight.
+        device: of the products.
+    """
+
+    wants_amax = True
+    layout = "both"
+    """Of a frozen weight: what is kept."""
+
+    def __init__(self, weight: Dense, device: torch.device):
+        super().__init__(weight.matrix.shape, weight.dtype, weight.parts)
+        self.weight, self.device = weight, device
+        self._known: tuple[tuple[int, ...], list[Scaled]] | None = None
+        self._scale: Tensor | None = None
+
+    def why_not(self, rows: int) -> str | None:
+        return f"FP8 products need multiples of {MULTIPLE}" if rows % MULTIPLE else None
+
+    def operand(self, x: Tensor, rows: bool, columns: bool, amax: Tensor | None = None) -> Operand:
+        if not (rows or columns):
+            return Operand(x)
+        layout = "both" if rows and columns else "rows" if rows else "columns"
+        by_rows, by_columns = fp8_quantize(x, layout=layout, most=amax)
+        known = by_rows or by_columns
+        assert known is not None
+        return Operand(x, by_rows, by_columns, known.scale)
+
+    def forward(self, x: Operand, bias: Tensor | None = None) -> Tensor:
+        assert x.rows is not None
+        return scaled_product(x.rows, self._rows(), x.dense.dtype, fast=True, bias=bias)
+
+    def input_gradient(self, dy: Operand) -> Tensor:
+        assert dy.rows is not None
+        return scaled_product(dy.rows, self._columns(), dy.dense.dtype)
+
+    def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
+        if not self.trained:
+            return None
+        columns = x.columns or fp8_quantize(x.dense, layout="columns", scale=x.scale)[1]
+        assert dy.columns is not None and columns is not None
+        return scaled_product(dy.columns, columns, self.dtype)
+
+    def dense(self) -> Tensor:
+        return self.weight.matrix
+
+    @property
+    def bytes(self) -> int:
+        return self.weight.bytes + (0 if self.trained else self._bytes_of_layouts)
+
+    @property
+    def _bytes_of_layouts(self) -> int:
+        return self.outputs * self.width * (2 if self.layout == "both" else 1)
+
+    def _rows(self) -> Scaled:
+        """For ``y = x Wᵀ``."""
+        if not self.trained:
+            return self._layouts()[0]
+        found, _ = fp8_quantize(self.dense())
+        assert found is not None
+        self._scale = found.scale
+        return found
+
+    def _columns(self) -> Scaled:
+        """For ``dx = dy W``."""
+        if not self.trained:
+            rows, *columns = self._layouts()
+            return columns[0] if columns else fp8_turned(rows)
+        _, found = fp8_quantize(self.dense(), layout="columns", scale=self._scale)
+        assert found is not None
+        return found
+
+    def _layouts(self) -> list[Scaled]:
+        versions = tuple(part._version for part in self.parts)
+        if self._known is None or self._known[0] != versions:
+            layouts = [layout for layout in fp8_quantize(self.dense(), layout=self.layout) if layout is not None]
+            if self._known is not None:
+                for place, new in zip(self._known[1], layouts):
+                    place.values.copy_(new.values)
+                    place.scale.copy_(new.scale)
+                layouts = self._known[1]
+            self._known = versions, layouts
+        return self._known[1]
