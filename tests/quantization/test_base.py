@@ -8,6 +8,7 @@ from chronicals.kernels.products import product
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.merged_linear import Merged
 from chronicals.patching import decoder_layer, lay_apart, patch_parts, run_in_format
+from chronicals.patching.decoder_layer import BY
 from chronicals.quantization import FP8, Base, Dense, FP8InHost
 
 
@@ -69,11 +70,11 @@ def test_a_format_of_ones_own_trains(adapted):
     for p in rounded.values():
         p.copy_((8 * p).round().clamp(-128, 127) / 8)
     patch_parts(model, whole_layers=True)
-    layers, before = len(model.get_decoder().layers), decoder_layer.runs[0]
+    layers, before = len(model.get_decoder().layers), decoder_layer.runs[BY]
     assert run_in_format(model, Eighths).chosen == 4 * layers
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
     found = trained(model, batch)
-    assert decoder_layer.runs[0] == before + 2 * layers
+    assert decoder_layer.runs[BY] == before + 2 * layers
     lay_apart(model)
     assert all(torch.equal(p, own[name]) != (name in found) for name, p in model.named_parameters())
     with torch.no_grad():
