@@ -3,6 +3,7 @@
 import copy
 import inspect
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache
 
 import families
-from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora import LoRAConfig, apply_lora, without_adapters
 from chronicals.memory import ActivationOffload, enable_gradient_checkpointing, tiling
 from chronicals.models import PresentedModel
 from chronicals.models.presentation import CACHES, packed_arguments
@@ -298,6 +299,43 @@ def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
         assert "fused anew" in caplog.text
     unpatch_model(model)
     families.assert_same(families.states_and_gradients(model, batch), got)
+
+
+@pytest.mark.parametrize("of", ["ours", "peft"])
+@torch.no_grad()
+def test_adapters_are_off_and_on_without_moving_anything(of):
+    """Off, the layers run fused and compute what their base computes, from the storage that has the adapters' padding."""
+    model, batch = families.build("qwen2"), families.documents_batch()
+    base, names = states_of(model, batch), ["q_proj", "v_proj", "down_proj"]
+    if of == "peft":
+        peft = pytest.importorskip("peft")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=3, target_modules=names, lora_dropout=0.0))
+        off = adapted.disable_adapter
+    else:
+        adapted = apply_lora(model, LoRAConfig(rank=3, dropout=0.0, target_modules=names))
+        off = partial(without_adapters, model)
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.3)
+    fused(adapted)
+    expected = states_of(model, batch)
+    held, places, before = storages(model), [p.data_ptr() for p in model.parameters()], decoder_layer.runs[BY]
+    with off():
+        got = states_of(model, batch)
+    assert torch.equal(states_of(model, batch), expected)
+    assert decoder_layer.runs[BY] == before + 4 and not torch.allclose(got, expected, atol=1e-2)
+    torch.testing.assert_close(got, base, rtol=1e-4, atol=1e-5)
+    assert places == [p.data_ptr() for p in model.parameters()]
+    assert held and all(a is b for a, b in zip(held, storages(model), strict=True))
+
+
+def storages(model):
+    return [merged for module in model.modules() for merged in vars(module).get(side_by_side.MERGED, {}).values()]
+
+
+def states_of(model, batch):
+    with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+        return presented.hidden_states(batch)
 
 
 def test_adapted_weights_are_their_own_again_when_unpatched(tmp_path):

@@ -3,7 +3,7 @@
 from chronicals.lora.apply import adapts, apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.experts import report_frozen_experts
-from chronicals.lora.layers import LoRALinear, adapters
+from chronicals.lora.layers import LoRALinear, adapters, without_adapters
 from chronicals.lora.loading import load_adapter
 from chronicals.lora.model_methods import merge_and_unload
 from chronicals.lora.peft_format import name_base_by_absolute_path, save_adapter
@@ -19,4 +19,5 @@ __all__ = [
     "name_base_by_absolute_path",
     "report_frozen_experts",
     "save_adapter",
+    "without_adapters",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,9 @@ class LoRALinear(nn.Module):
         base_layer: a linear layer whose output is ``[..., out]``; it is frozen.
         config: rank, scale and dropout.
         in_features, out_features: of the base layer.
+
+    Attributes:
+        enabled: whether the adapter is on (``without_adapters``).
     """
 
     def __init__(self, base_layer: nn.Module, config: LoRAConfig, in_features: int, out_features: int):
@@ -42,7 +46,7 @@ class LoRALinear(nn.Module):
         self.lora_A = nn.Parameter(torch.empty(config.rank, in_features, device=device, dtype=torch.float32))
         self.lora_B = nn.Parameter(torch.zeros(out_features, config.rank, device=device, dtype=torch.float32))
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
-        self.scale, self.dropout = config.scale, config.dropout
+        self.scale, self.dropout, self.enabled = config.scale, config.dropout, True
 
     @property
     def weight(self) -> Tensor:
@@ -55,6 +59,8 @@ class LoRALinear(nn.Module):
         weight = cast(Tensor, self.base_layer.weight)
         if not weight.is_floating_point() or weight.element_size() == 1:
             raise AttributeError(f"the {weight.dtype} weight of {type(self.base_layer).__name__} has no adapter in it")
+        if not self.enabled:
+            return weight
         update = (self.lora_B @ self.lora_A) * self.scale
         return weight + (update if isinstance(self.base_layer, nn.Linear) else update.t()).to(weight.dtype)
 
@@ -68,6 +74,9 @@ class LoRALinear(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
+        if not self.enabled:
+            y: Tensor = self.base_layer(x)
+            return y
         dropout = self.dropout if self.training else 0.0
         if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
             assert isinstance(self.base_layer, nn.Linear)
@@ -82,6 +91,22 @@ class LoRALinear(nn.Module):
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     """Paths and modules of the adapted layers."""
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within: adapted layers compute what their base computes, as a reference policy does. No storage moves.
+
+    Layers that are recomputed in the backward pass must be so within, too.
+    """
+    layers = [layer for _, layer in adapters(model) if layer.enabled]
+    for layer in layers:
+        layer.enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enabled = True
 
 
 def _is_plain(layer: nn.Module, x: Tensor) -> bool:

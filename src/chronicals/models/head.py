@@ -66,7 +66,7 @@ def read_head(model: Any) -> Head:
         UnknownHead: there is no output embedding, or it is neither a plain linear layer nor one with plain LoRA.
     """
     try:
-        layer, adapter = read_linear(model.get_output_embeddings())
+        layer, adapter, _ = read_linear(model.get_output_embeddings())
     except UnknownLinear as error:
         raise UnknownHead(f"the output layer of {type(model).__name__} {error}") from None
     config = model.config.get_text_config()

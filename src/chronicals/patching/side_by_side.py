@@ -60,29 +60,33 @@ class Group:
     def __init__(self, owner: nn.Module, names: tuple[str, ...]):
         self.linears: list[nn.Linear] = []
         self.adapters: list[Adapter | None] = []
+        there: list[int] = []
         for name in names:
             child = getattr(owner, name)
             try:
-                linear, adapter = read_linear(child)
+                linear, adapter, rank = read_linear(child)
             except UnknownLinear as error:
                 raise Unmerged(f"{name} {error}") from None
             if is_hooked(child) or is_hooked(linear) or type(linear.weight.data) is not Tensor:
                 raise Unmerged(f"{name} has hooks, another forward or sharded weights")
             self.linears.append(linear)
             self.adapters.append(adapter)
+            there.append(rank)
         if len({id(linear.weight) for linear in self.linears}) < len(names):
             raise Unmerged("layers of one input share a weight")
         if len({adapter.dropout for adapter in self.adapters if adapter is not None}) > 1:
             raise Unmerged("adapters of one input differ in dropout")
         if len({(x.weight.dtype, x.weight.device, x.bias is None) for x in self.linears}) > 1:
             raise Unmerged("layers of one input differ in type, device or bias")
-        self.merged = _merged(owner, names, self.linears, tuple(0 if x is None else len(x.a) for x in self.adapters))
+        on = [0 if adapter is None else len(adapter.a) for adapter in self.adapters]
+        ranks = tuple(on if any(on) else there)  # adapters that are off keep their padding
+        self.merged = _merged(owner, names, self.linears, ranks)
         self.peak, self.gradient_peak = (Peak() if self.merged.base.wants_amax else None for _ in range(2))
 
     @property
     def room(self) -> int:
         """Padding columns that x and the gradient of the outputs should be made with."""
-        return self.merged.padding.columns
+        return self.merged.padding.columns if any(self.adapters) else 0
 
     @property
     def dtype(self) -> torch.dtype:
