@@ -96,16 +96,16 @@ def from_transformers(name):
 
 @pytest.mark.parametrize("loader", [lambda name: load_model(name, torch.float32), from_transformers], ids=["ours", "theirs"])
 def test_a_base_that_is_gone_loses_no_save(tmp_path, loader, caplog):
-    """Its folder was moved: before the run, what lay beside the weights is told to be missing, unless it was read at load."""
+    """Its folder was moved: before the run, the files beside the weights are named as missing, unless it was read at load."""
     llava().save_pretrained(tmp_path / "base")
     (tmp_path / "base" / "processor_config.json").write_text('{"image_size": 28}')
     model = loader(tmp_path / "base")
     (tmp_path / "base").rename(tmp_path / "moved")
     runs.train(tmp_path, model=model, max_steps=2, save_steps=1, trackers=[])
-    told = "processor_config.json, video_preprocessor_config.json are not saved with the model" in caplog.text
+    warned = "processor_config.json, video_preprocessor_config.json cannot be read and will not be saved with the model" in caplog.text
     for folder in (tmp_path / "run" / "model", tmp_path / "run" / "checkpoints" / "step-00000002" / "model"):
-        assert (folder / "chronicals.json").exists() and (folder / "processor_config.json").exists() != told
-    assert told == (loader is from_transformers)
+        assert (folder / "chronicals.json").exists() and (folder / "processor_config.json").exists() != warned
+    assert warned == (loader is from_transformers)
 
 
 def test_the_revision_that_was_loaded_is_asked_for_its_files(monkeypatch):

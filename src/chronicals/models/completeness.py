@@ -1,4 +1,4 @@
-"""Whether a checkpoint and a class fit: no weight drawn at random, none of the checkpoint's dropped but by design."""
+"""Whether a checkpoint has exactly the weights of a model class, apart from those that the class leaves out by design."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 COMPUTED = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
-"""Buffers that classes compute and that old checkpoints hold, or the reverse."""
+"""Buffers that some classes compute and some checkpoints store."""
 
 NEXT_TOKENS = re.compile(r"(^|\.)(mtp|nextn)")
 """Parts that predict further tokens for speculative decoding, which causal language models leave out."""
 
 FEW = 4
-"""Names that an error tells."""
+"""Names in an error, at most."""
 
 
 def check_whole(model: Any, report: Mapping[str, Any]) -> None:
-    """Compare what ``from_pretrained`` reports with what may be left out.
+    """Check the loading report of ``from_pretrained``.
 
     Args:
-        report: what it returns by ``output_loading_info=True``.
+        report: as returned with ``output_loading_info=True``.
 
     Raises:
         ValueError: weights are missing, have another shape, or would be dropped; the message names them.
@@ -62,7 +62,7 @@ def _is_left_by_design(model: Any, name: str) -> bool:
 
 
 def _is_beside(model: Any, name: str) -> bool:
-    """Whether a weight hangs at the model itself or at its body, but in no part of them that the class has."""
+    """Whether a weight's closest existing module is the model itself or its body: it belongs to a part the class lacks."""
     paths = {path: module for path, module in model.named_modules()}
     path = name.rpartition(".")[0]
     while path not in paths:

@@ -1,4 +1,4 @@
-"""Reading a linear layer: what it is below an adapter, and the adapter."""
+"""Reading a linear layer: the plain layer, and the adapter around it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chronicals.kernels.adapter import Adapter
 
 
 class UnknownLinear(ValueError):
-    """The layer is neither a plain linear layer nor one with plain LoRA; the message goes on from its name."""
+    """The layer is neither a plain linear layer nor one with plain LoRA; the message continues a sentence after its name."""
 
 
 class ReadLinear(NamedTuple):

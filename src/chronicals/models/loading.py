@@ -13,13 +13,13 @@ from chronicals.models.completeness import check_whole
 from chronicals.models.towers import read_processors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
-"""Type the weights are kept in; fp16 products run over fp32 weights, whose small updates fp16 would lose."""
+"""The dtype of the weights by ``mixed_precision``; for fp16 they are fp32, since fp16 would lose small updates."""
 
 BASE_ROWS = "_chronicals_base_rows"
-"""Attribute of a model: rows of the embedding in the files that it was loaded from; None or absent where that is not known."""
+"""Attribute of a model: rows of the embedding in the checkpoint it was loaded from; None or absent if unknown."""
 
 DAMAGED = "damaged or cut, or a Git LFS pointer instead of weights; download it again"
-"""What is said of a safetensors file that is none."""
+"""Said in errors about a safetensors file that cannot be read."""
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
@@ -44,15 +44,15 @@ def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
     return _load(AutoConfig, "configuration", name, trust_remote_code)
 
 
-def _load(kind: Any, what: str, name: str | Path, trust_remote_code: bool) -> Any:
+def _load(auto_class: Any, what: str, name: str | Path, trust_remote_code: bool) -> Any:
     try:
-        return kind.from_pretrained(name, trust_remote_code=trust_remote_code)
+        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}no {what} could be loaded: {error}") from error
 
 
 def _where(name: str | Path) -> str:
-    """Said first of a name that was looked for on the hub."""
+    """The beginning of an error about a name that is no folder, and so was looked up on the hub."""
     return "" if Path(name).is_dir() else "there is no such folder here, and as a hub name: "
 
 
@@ -63,8 +63,8 @@ def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = F
         ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the reason.
     """
     try:
-        kind = _kind(name, trust_remote_code)
-        model = load_whole(kind, name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True)
+        auto_class = _auto_class(name, trust_remote_code)
+        model = load_whole(auto_class, name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
     except SafetensorError as error:
@@ -75,14 +75,14 @@ def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = F
     return model
 
 
-def load_whole(kind: Any, name: str | Path, **options: Any) -> Any:
-    """``kind.from_pretrained(name, **options)``, which must find all weights and leave none.
+def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
+    """``auto_class.from_pretrained(name, **options)``; checkpoint and model class must have the same weights.
 
     Raises:
-        ValueError: the checkpoint and the class do not fit, with names.
+        ValueError: they do not; the message names the weights.
     """
     try:
-        model, report = kind.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **options)
+        model, report = auto_class.from_pretrained(name, output_loading_info=True, ignore_mismatched_sizes=True, **options)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:  # what transformers raises for weights that it cannot convert
@@ -91,8 +91,8 @@ def load_whole(kind: Any, name: str | Path, **options: Any) -> Any:
     return model
 
 
-def _kind(name: str | Path, trust_remote_code: bool) -> Any:
-    """The class of transformers that knows the model's own: the one in its configuration where several do."""
+def _auto_class(name: str | Path, trust_remote_code: bool) -> Any:
+    """transformers' Auto class for the model: causal LM, or image-text-to-text if the configuration names such a class."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

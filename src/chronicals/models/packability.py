@@ -1,9 +1,9 @@
-"""Does a model class respect documents that lie end to end? Proved on a small random twin, once per configuration.
+"""Does a model class keep packed documents apart? Proved on a small random twin, once for each class and configuration.
 
-A twin is a model of the same class and configuration but for its sizes, in fp32 on the CPU, all parameters random. Its
-hidden states of each document packed among others must be what the document gives alone, and so must the gradient of
-its embeddings; in another order of documents nothing may change. A model with recurrence, convolutions or ALiBi fails
-this, and so does one whose attention never hears of the bounds. The same twin shows whether the head is understood.
+A twin is a model of the same class and configuration, with smaller sizes, in fp32 on the CPU, all parameters random. The hidden
+states of each document packed among others, and the gradient of its embeddings, must be those of the document alone, in any
+order of the documents. A model with recurrence, convolutions or ALiBi fails this, and so does one whose attention does not
+get the document bounds. The same twin shows whether ``read_head`` reads the head correctly.
 """
 
 from __future__ import annotations
@@ -29,7 +29,14 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Packability:
-    """What the twin showed; ``reason`` says why where ``packed`` is False; ``causal``: no state hears of later tokens."""
+    """What the twin showed.
+
+    Attributes:
+        packed: documents stay apart when packed.
+        head_proved: ``read_head`` gives the model's own logits.
+        reason: why ``packed`` is False.
+        causal: no hidden state depends on later tokens.
+    """
 
     packed: bool
     head_proved: bool
@@ -54,18 +61,24 @@ def prove_packability(model: Any) -> Packability:
 
 
 def why_neighbours_matter(config: Any, width: int) -> str:
-    """Where rotary frequencies follow the longest document of a batch, packed or padded, and ``width`` lets one be long enough;
-    else empty. The twin's documents are shorter than that."""
+    """Why documents of a batch change each other by its longest one; empty if they do not.
+
+    Some rotary embeddings change their frequencies for the whole batch where its longest document exceeds a limit. The twin's
+    documents are too short to show it.
+
+    Args:
+        width: most tokens of a document.
+    """
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     for part in [part for part in rope.values() if isinstance(part, dict)] or [rope]:
-        kind = part.get("rope_type")
-        from_on = part.get("original_max_position_embeddings") if kind == "longrope" else None
-        from_on = text.max_position_embeddings if kind == "dynamic" else from_on
-        if from_on is not None and width > from_on:
+        rope_type = part.get("rope_type")
+        limit = part.get("original_max_position_embeddings") if rope_type == "longrope" else None
+        limit = text.max_position_embeddings if rope_type == "dynamic" else limit
+        if limit is not None and width > limit:
             return (
-                f"rope_type {kind}: the class gives all documents of a batch other frequencies where one is longer than "
-                f"{from_on:,} tokens; with max_seq_length={from_on} none is"
+                f"rope_type {rope_type}: the class gives all documents of a batch other frequencies where one is longer than "
+                f"{limit:,} tokens; with max_seq_length={limit} none is"
             )
     return ""
 
@@ -78,14 +91,14 @@ def _prove(cls: Any, config: Any) -> Packability:
         return Packability(False, False, f"a small twin could not be run ({type(error).__name__}: {error})")
     head_proved = _head_is_understood(twin)
     if not _is_causal(twin):
-        return Packability(False, head_proved, "its states hear of later tokens", causal=False)
+        return Packability(False, head_proved, "its hidden states depend on later tokens", causal=False)
     try:
         for order in ((0, 1, 2, 3), (2, 0, 3, 1)):
             for name, expected, got in zip(("hidden states", "gradients"), alone, _documents_packed(twin, order)):
                 worst = max(_distance(a, b) for a, b in zip(expected, got))
                 if not worst <= TOLERANCE:
                     return Packability(False, head_proved, f"packed documents change each other's {name} ({worst:.1e})")
-    except Exception as error:  # likewise: a class that knows no bounds fails in its own way
+    except Exception as error:  # likewise: a class without document bounds fails in its own way
         return Packability(False, head_proved, f"it does not take document bounds ({type(error).__name__}: {error})")
     return Packability(True, head_proved)
 
@@ -117,7 +130,7 @@ def _documents_packed(twin: Any, order: tuple[int, ...]) -> tuple[list[Tensor], 
 
 @torch.no_grad()
 def _is_causal(twin: Any) -> bool:
-    """Whether the states before the last token stay as they are when that is another one."""
+    """Whether the hidden states before the last token do not change with that token."""
     ids = _documents(twin)[2][None]
     other = ids.clone()
     other[0, -1] = FIRST_TOKEN + (ids[0, -1] == FIRST_TOKEN)
@@ -136,7 +149,7 @@ def _head_is_understood(twin: Any) -> bool:
         head = read_head(twin)
         hidden = twin.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         return bool(_distance(twin(input_ids=ids, use_cache=False).logits, head.logits(hidden)) <= TOLERANCE)
-    except (UnknownHead, AttributeError, TypeError, RuntimeError):  # a head may take states of another width, made in between
+    except (UnknownHead, AttributeError, TypeError, RuntimeError):  # a class may project hidden states before its head
         return False
 
 

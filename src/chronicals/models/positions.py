@@ -1,4 +1,4 @@
-"""How far a model counts: a table of positions ends, rotary ones go on beyond what the model was made for."""
+"""How many positions a model has: a table of positions ends; rotary embeddings go on, beyond what the model was trained for."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FEW = 16
 
 
 def check_positions(model: Any, longest: int) -> None:
-    """Whether ``model`` has positions for a document of ``longest`` tokens; said in the log where it was not made for them.
+    """Check that ``model`` has positions for a document of ``longest`` tokens; warn if it was not trained for so many.
 
     Raises:
-        ValueError: it has none.
+        ValueError: it has fewer.
     """
     model = within_lora(model)
     stated = _stated(model)
@@ -38,7 +38,7 @@ def check_positions(model: Any, longest: int) -> None:
 
 
 def last_position(model: Any, longest: int) -> int | None:
-    """How many positions ``model`` has, where these are fewer than ``longest``; None where it goes on that far."""
+    """The number of positions of ``model`` if it is smaller than ``longest``, else None."""
     model = within_lora(model)
     stated = _stated(model)
     return stated if stated is not None and longest > stated and _has_no_more(model) else None
@@ -50,14 +50,14 @@ def _stated(model: Any) -> int | None:
 
 
 def _stretched(text: Any) -> float:
-    """By what the rotary positions are stretched; whether that is in the number already, configurations do not agree."""
+    """The factor by which rotary positions are stretched. Configurations differ in whether the stated number includes it."""
     rope = getattr(text, "rope_parameters", None) or {}
     parts = [part for part in rope.values() if isinstance(part, dict)] or [rope]
     return max(float(part.get("factor") or 1.0) for part in parts)
 
 
 def _has_no_more(model: Any) -> bool:
-    """Seen on a small random twin, which fails beyond its last position; False where there is no twin to see it on."""
+    """Whether a small random twin fails beyond its last position; False where no twin can be built."""
     try:
         config = twin_config(model.config)
         config.get_text_config().max_position_embeddings = FEW

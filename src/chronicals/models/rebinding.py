@@ -1,7 +1,7 @@
-"""Functions in which some global names mean something else, for use as methods of single instances.
+"""Copies of functions with some global names replaced, for use as methods of single instances.
 
-The code object is that of the function, its globals are a copy with the names replaced, and its decorators stand around it
-as they stood around the function. No source is read, and no class or module is written to.
+A copy has the code object of the function, a copy of its globals with the names replaced, and its decorators. No source text is
+read, and no class or module is written to.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import CellType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 OURS = "chronicals_form"
-"""Attribute of a function that replaces a method of a single instance: what it is."""
+"""Attribute of a function that replaces a method of a single instance: the name of the replacement."""
 
 
 def functions_beside(function: Callable) -> tuple:
-    """The functions among the globals of ``function``, each of which somebody may replace."""
+    """The functions among the globals of ``function``; other code may replace each of them."""
     names = getattr(inspect.unwrap(function), "__globals__", {})
     return tuple(value for value in names.values() if isinstance(value, FunctionType))
 
@@ -34,11 +34,10 @@ def rebound(function: Callable, names: Mapping[str, Any], label: str) -> Callabl
 
     Args:
         function: a plain Python function, decorated or not.
-        label: what the values are, in a word: the copied globals are shared by all calls with the same functions, names and
-            label.
+        label: a word for the values; the copied globals are shared by all calls with the same functions, names and label.
 
     Returns:
-        The copy, or None where a decorator does not hold what it decorates in its closure.
+        The copy, or None if a decorator does not keep the decorated function in its closure.
     """
     inner = inspect.unwrap(function)
     assert isinstance(inner, FunctionType)
@@ -46,7 +45,7 @@ def rebound(function: Callable, names: Mapping[str, Any], label: str) -> Callabl
 
 
 def _decorated_alike(function: Any, made: Callable) -> Callable | None:
-    """``made`` behind the decorators of ``function``, whose closures hold what they decorate; None where one's does not."""
+    """``made`` with the decorators of ``function``; None if one of them does not keep the decorated function in its closure."""
     decorated = getattr(function, "__wrapped__", None)
     if decorated is None:
         return made
@@ -68,8 +67,8 @@ def _copied(function: FunctionType, names: dict[str, Any], closure: tuple[CellTy
 
 
 def _globals_with(function: FunctionType, names: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """The globals of ``function`` with these replaced, as those of a module: ``torch.compile`` looks them up there."""
-    version = hash(functions_beside(function))  # somebody may have replaced one since
+    """The globals of ``function`` with ``names`` replaced, in a module of their own, where ``torch.compile`` looks them up."""
+    version = hash(functions_beside(function))  # other code may have replaced one since
     name = f"chronicals.{label}.{function.__globals__['__name__']}.{'.'.join(sorted(names))}.{version}"
     if name not in sys.modules:
         module = ModuleType(name)

@@ -6,7 +6,7 @@ f_e is how often a token of a layer is sent to expert e of E, p_e the mean of th
 over all layers and over the tokens of a batch. The class adds the loss times its own coefficient to the cross-entropy.
 
 Here every pack is such a batch, and the loss of a step is the mean over its packs, so it depends neither on ``batch_size`` and
-accumulation nor on the number of processes. Tokens of documents without a target do not count; filler is of that kind.
+accumulation nor on the number of processes. Tokens of documents without a target, such as padding, do not count.
 
 Shapes: L layers, T tokens, P packs of W tokens, E experts.
 """
@@ -44,12 +44,16 @@ class RouterLoss:
     experts_per_token: int
 
     def term(self, logits: Sequence[Tensor], batch: Batch, width: int | None) -> Term:
-        """The loss of a Batch as a term, which is divided by the packs of the step; arguments as of ``sum_over_packs``, None
-        for a Batch of one pack."""
+        """The loss of a Batch as a term, to be divided by the packs of the step.
+
+        Args:
+            logits: ``[T, E]`` of each layer.
+            width: tokens of a pack; None for a Batch of one pack.
+        """
         return Term(self.sum_over_packs(logits, in_trained_documents(batch), width or len(batch)), self.coefficient, "packs")
 
     def sum_over_packs(self, logits: Sequence[Tensor], counted: Tensor, width: int) -> Tensor:
-        """The sum of the losses of all packs, fp32, without the coefficient; zero of a pack without tokens that count.
+        """The sum of the losses of all packs, fp32, without the coefficient. A pack without tokens that count adds zero.
 
         Args:
             logits: ``[T, E]`` of each layer.
@@ -83,11 +87,12 @@ def asks_for_router_loss(model: Any) -> bool:
 
 
 def read_router_loss(model: Any) -> RouterLoss:
-    """The class's loss as its fields give it; whether it is that loss is for ``prove_router_loss`` to say."""
+    """The router loss with the coefficient and experts per token of the model. ``proved_router_loss`` checks that it is
+    right."""
     coefficient = next(value for name in COEFFICIENTS if (value := _own(model, name)))
     return RouterLoss(float(coefficient), int(_own(model, "num_experts_per_tok") or 0))
 
 
 def _own(model: Any, name: str) -> Any:
-    """A field of the model, where the class keeps it, or of its text's configuration."""
+    """A field of the model if the class keeps it there, else of its text configuration."""
     return getattr(model, name, getattr(model.config.get_text_config(), name, None))

@@ -1,4 +1,4 @@
-"""Is the router loss of a class the one that is known here? Proved on a small random twin, once per configuration."""
+"""Is the router loss of a class the one of ``router_loss.py``? Proved on a small random twin, once for each configuration."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _PROVED: dict[tuple[type, str, bool], str | None] = {}
 
 
 def proved_router_loss(model: Any, packed: bool) -> RouterLoss | None:
-    """The router loss to train; None where none is asked for, the class adds none, or, said by name, it is another one.
+    """The router loss to train; None if none is asked for, the class adds none, or it is another one, which a warning names.
 
     Args:
-        packed: whether the model takes documents end to end.
+        packed: whether the model takes packed documents.
     """
     if not asks_for_router_loss(model):
         return None
@@ -56,7 +56,7 @@ def proved_router_loss(model: Any, packed: bool) -> RouterLoss | None:
 
 
 def _difference(twin: Any, packed: bool) -> str | None:
-    """In what the class's loss is another one, None where it is this one; empty where the class adds none."""
+    """How the class's loss differs from ours: None if it does not, empty if the class adds none."""
     for name in COEFFICIENTS:
         for owner in (twin, twin.config.get_text_config()):
             if getattr(owner, name, None):
@@ -77,7 +77,7 @@ def _difference(twin: Any, packed: bool) -> str | None:
 
 
 def _two_documents(twin: Any) -> Batch:
-    """With filler behind them, in one pack."""
+    """Two documents and padding in one pack."""
     generator = torch.Generator().manual_seed(3)
     size = twin.get_input_embeddings().weight.shape[0]
     ids = torch.randint(FIRST_TOKEN, size, (sum(LENGTHS) + FILLER,), generator=generator)
@@ -90,7 +90,7 @@ def _two_documents(twin: Any) -> Batch:
 
 
 def _added_by_the_class(twin: Any, batch: Batch) -> Tensor:
-    """What the class's own loss has beside the cross-entropy: documents as padded rows, the definition."""
+    """What the class's own loss adds to the cross-entropy, on padded rows: the definition."""
     ids = torch.nn.utils.rnn.pad_sequence(list(batch.input_ids[: sum(LENGTHS)].split(LENGTHS)), batch_first=True)
     mask = (torch.arange(ids.shape[1]) < torch.tensor(LENGTHS)[:, None]).long()
     labels = ids.where(mask.bool(), torch.full_like(ids, IGNORED))

@@ -1,4 +1,4 @@
-"""Parts of a model beside its text: a vision tower, a projector, whatever reads images or sound."""
+"""Parts of a model besides its text model: a vision tower, a projector, an audio encoder."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from transformers.utils import cached_file
 logger = logging.getLogger(__name__)
 
 PROCESSORS = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Files that say how images and sound become tensors."""
+"""Configuration files of the processors that turn images and sound into tensors."""
 
 KEPT = "_chronicals_processors"
-"""Attribute of a model: their contents by name."""
+"""Attribute of a model: the contents of these files by name."""
 
 
 def beside_text(model: Any) -> list[str]:
-    """Paths of the largest modules, and of parameters outside them, that belong to neither decoder, embedding nor head.
+    """Paths of modules and parameters outside decoder, embedding and head; of nested ones the outermost.
 
-    Empty for a model of text alone.
+    Empty for a text-only model.
     """
     if model.config.get_text_config() is model.config:
         return []
@@ -42,14 +42,14 @@ def _beside(module: nn.Module, text: set[nn.Module], path: str) -> list[str]:
 
 
 def is_within(name: str, paths: list[str]) -> bool:
-    """Whether ``name`` is one of ``paths`` or lies below one."""
+    """Whether ``name`` is one of ``paths`` or below one."""
     return any(f"{name}.".startswith(f"{path}.") for path in paths)
 
 
 def read_processors(model: Any) -> None:
-    """Keep, as an attribute of a model that reads more than text, the files that say how, from where it was loaded.
+    """Read the processors' files from where the model was loaded and keep them as an attribute; does nothing for text models.
 
-    They are small and read once: the folder may be gone, or the hub out of reach, when the model is saved.
+    They are read now because the folder may be gone, or the hub unreachable, when the model is saved.
     """
     origin = model.config._name_or_path
     if not origin or hasattr(model, KEPT) or not beside_text(model):
@@ -64,12 +64,12 @@ def read_processors(model: Any) -> None:
             if found is not None:
                 kept[name] = Path(found).read_bytes()
     except OSError as error:
-        logger.warning("%s are not saved with the model, for they cannot be read: %s", ", ".join(PROCESSORS), error)
+        logger.warning("%s cannot be read and will not be saved with the model: %s", ", ".join(PROCESSORS), error)
     setattr(model, KEPT, kept)
 
 
 def save_processors(model: Any, folder: Path) -> None:
-    """Write those files beside the weights."""
+    """Write the processors' files to the folder of the weights."""
     read_processors(model)
     for name, content in getattr(model, KEPT, {}).items():
         (folder / name).write_bytes(content)

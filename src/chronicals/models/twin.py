@@ -1,7 +1,7 @@
-"""Twins: small random models of a class and configuration, on which things are proved instead of on the user's tensors.
+"""Twins: small random models of a class and configuration, on which properties of the class are proved.
 
-In fp32 on the CPU, of few layers (of every kind the model has) and small sizes. No norm weight is one and no bias zero:
-what is one or zero hides what is left out.
+They are in fp32 on the CPU, with small sizes and few layers (at least one of every type the model has). All parameters are
+random: a norm weight of one or a bias of zero would hide an operation that leaves it out.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ SMALL = {
 
 WIDTHS = ("hidden_size", "n_embd", "d_model")
 SMALL_ENOUGH = 128
-"""A configuration no wider than this is its own twin's: its sizes fit each other already."""
+"""A configuration no wider than this keeps its sizes, which fit each other already."""
 
 LATE = 4
-"""Where queries begin to grow with their position, for the rotary parameters that say so: within the twin's documents."""
+"""Position from which Llama 4 scales its queries, set so low that the twin's documents reach it."""
 
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 FIRST_TOKEN = len(IDS)
-"""Random tokens begin here: those before mean something to a model."""
+"""The lowest random token id; those below are special tokens."""
 
 LARGEST = 50_000_000
-"""Parameters of a twin; beyond this a configuration has sizes that are not known here."""
+"""Most parameters of a twin; a larger one has size fields that ``SMALL`` does not know."""
 
 MAX_LAYERS = 8
-"""Enough for one period of the hybrids whose layer types follow from the layer's number."""
+"""Layers of a twin without ``layer_types``: enough for one period of hybrids whose layer type depends on the layer's index."""
 
 DROPOUTS = ("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop", "hidden_dropout", "dropout")
 
@@ -76,7 +76,7 @@ def twin_config(config: Any) -> Any:
     """The configuration with few layers (of every type it has) and small sizes.
 
     Raises:
-        AttributeError, TypeError, ValueError: the configuration does not let itself be made small.
+        AttributeError, TypeError, ValueError: the configuration refuses the small sizes.
     """
     config = copy.deepcopy(config)
     text = config.get_text_config()
@@ -119,14 +119,14 @@ def _smaller(text: Any) -> None:
 
 
 def _shallow(part: Any) -> None:
-    """A tower of another kind keeps its widths, which fit the text model's, and few of its layers."""
+    """Give a vision or audio tower few layers; it keeps its widths, which fit the text model's."""
     for name in ("num_hidden_layers", "depth", "num_layers", "encoder_layers"):
         if isinstance(getattr(part, name, None), int) and _settable(part, name):
             setattr(part, name, min(getattr(part, name), 2))
 
 
 def _settable(text: Any, name: str) -> bool:
-    """False for what follows from other fields."""
+    """False for a property that is computed from other fields."""
     owner = getattr(type(text), text.attribute_map.get(name, name), None)
     return not isinstance(owner, property) or owner.fset is not None
 
@@ -138,7 +138,7 @@ def _fewer_layers(text: Any) -> None:
         return
     count = getattr(text, name)
     if types and isinstance(types, list) and _settable(text, "layer_types"):
-        kept = [next(i for i, t in enumerate(types) if t == kind) for kind in dict.fromkeys(types)]
+        kept = [types.index(layer_type) for layer_type in dict.fromkeys(types)]
         kept = sorted(kept + [i for i in range(len(types)) if i not in kept][: max(0, 2 - len(kept))])
         setattr(text, name, len(kept))
         text.layer_types = [types[i] for i in kept]
@@ -152,8 +152,8 @@ def build_twin(cls: Any, config: Any) -> Any:
     Raises:
         ValueError: the twin would be large.
     """
-    config._attn_implementation = "eager"  # the definition: SDPA may leave out what it cannot do
-    config._experts_implementation = "eager"  # the grouped product knows no fp64
+    config._attn_implementation = "eager"  # the definition: SDPA ignores some options
+    config._experts_implementation = "eager"  # the grouped product has no fp64
     with torch.device("meta"):
         size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
     if size > LARGEST:
@@ -173,7 +173,7 @@ def randomise(twin: torch.nn.Module) -> None:
 
 @contextmanager
 def plain_surroundings() -> Iterator[None]:
-    """Whatever the caller is in (an evaluation without gradients, autocast, another default device or type)."""
+    """Within: gradients on, no autocast, CPU, fp32, random numbers of their own, whatever the caller has set."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:
@@ -181,7 +181,7 @@ def plain_surroundings() -> Iterator[None]:
             torch.random.fork_rng(devices=[]), torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"),
             torch.autocast("cpu", enabled=False),
         ):  # fmt: skip
-            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed every card's, which nobody gives back
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed every card, for good
             yield
     finally:
         torch.set_default_dtype(usual)

@@ -4,9 +4,9 @@
     w ← w − lr · λ · w − lr · (m / (1 − β₁ᵗ)) / (sqrt(v / (1 − β₂ᵗ)) + ε)
 
 States are fp32, or bf16 with stochastic rounding. A bf16 weight is the upper half of its fp32 master, the lower half is a
-state (see ``kernels/master.py``), so that small updates are not lost; without a master it is rounded stochastically, too. The
-learning rate, clipping and the decision whether the step counts at all are tensors on the device: nothing waits for the host,
-a step can be captured in a CUDA graph, and one with ``apply`` at zero changes nothing, bit for bit.
+state (see ``kernels/master.py``), so small updates are not lost; without a master, the weight is rounded stochastically, too.
+The learning rate, the clipping factor and whether to apply the step are tensors on the device: there is no host
+synchronisation, a step can be captured in a CUDA graph, and one with ``apply`` False changes no bit.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from chronicals.kernels.master import split_master
 
 
 class FusedAdamW(torch.optim.Optimizer):
-    """AdamW whose bf16 weights train as fp32 weights do, with a master exactly so.
+    """AdamW that trains bf16 weights as fp32 weights: exactly with a master, in the mean without.
 
     Args:
         params: tensors or groups; a group may set ``lr`` and ``weight_decay``.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         state_dtype: of both moments, fp32 or bf16.
-        master: whether bf16 matrices have one; vectors, which are few and change little, do in any case.
+        master: whether bf16 matrices have an fp32 master; bf16 vectors always have one, for they need little memory.
 
     Raises:
         ValueError: a value is out of range.
@@ -71,9 +71,9 @@ class FusedAdamW(torch.optim.Optimizer):
         """One update from ``p.grad``.
 
         Args:
-            factor: scalar tensor every gradient is multiplied by (clipping, loss scale).
-            apply: scalar bool tensor; where False the weights and states stay as they are.
-            used: scalar bool tensor of each weight; where False this weight and its states stay as they are.
+            factor: scalar tensor by which every gradient is multiplied (clipping, loss scale).
+            apply: scalar bool tensor; if False, no weight and no state changes.
+            used: scalar bool tensor for each weight; if False, this weight and its states do not change.
         """
         loss = None
         if closure is not None:
@@ -85,7 +85,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step_of(self, parameters: Sequence[Tensor], apply: Tensor | None = None) -> None:
-        """The part of a step that is these weights'; ``refresh_rates`` comes before the parts of a step.
+        """Update these weights only. Call ``refresh_rates`` once before the parts of a step.
 
         Raises:
             ValueError: a weight is in no group.
@@ -115,7 +115,7 @@ class FusedAdamW(torch.optim.Optimizer):
                 self._versions |= {weight: _stamp(weight) for weight in tensors.weights}
 
     def _launches(self, parameters: Sequence[Tensor]) -> list[tuple[int, dict[str, Any], Tensors]]:
-        """What is updated at once, of those that have a gradient: number of its group, group and tensors."""
+        """The kernel launches for the parameters that have a gradient: number of the group, the group, the tensors."""
         wanted, found = {id(parameter) for parameter in parameters}, []
         for number, group in enumerate(self.param_groups):
             own = [parameter for parameter in group["params"] if id(parameter) in wanted]
@@ -123,7 +123,8 @@ class FusedAdamW(torch.optim.Optimizer):
         return found
 
     def refresh_rates(self) -> None:
-        """Bring every group's ``lr`` to where the device reads it; a captured step is replayed after this."""
+        """Copy every group's ``lr`` to the scalar on the device that updates read. Call it before a captured step is
+        replayed."""
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return
         for number, group in enumerate(self.param_groups):
@@ -134,7 +135,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def looked_up(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """What an update of those that have a gradient looks up, made now."""
+        """The tables that an update of these parameters reads, built now; a captured update needs them."""
         found: list[Tensor] = []
         for _, _, tensors in self._launches(parameters):
             if tensors.weights[0].is_cuda:
@@ -146,12 +147,13 @@ class FusedAdamW(torch.optim.Optimizer):
         return super().state_dict()
 
     def settle(self) -> None:
-        """Lower halves of masters begin anew where somebody else wrote the weight, which a replayed step would not notice."""
+        """Reset the lower half of a master to zero where other code wrote the weight. A replayed step does not check for
+        that."""
         for parameter in self._versions:
             self.state_of(parameter)
 
     def weights_moved(self) -> None:
-        """The data of weights lies elsewhere but is the same: the lower halves of their masters stay valid."""
+        """Call this after weights moved to another storage with the same values: the lower halves of masters stay valid."""
         self._versions = {parameter: _stamp(parameter) for parameter in self._versions}
 
     def _by_type(self, parameters: list[Tensor]) -> dict[tuple[object, ...], Tensors]:
@@ -162,8 +164,8 @@ class FusedAdamW(torch.optim.Optimizer):
                 continue
             state = self.state_of(parameter)
             dtype = state["exp_avg"].dtype
-            kind = parameter.device, parameter.dtype, parameter.grad.dtype, dtype, "low" in state
-            tensors = found.setdefault(kind, QuantizedTensors() if dtype == torch.uint8 else Tensors())
+            key = parameter.device, parameter.dtype, parameter.grad.dtype, dtype, "low" in state
+            tensors = found.setdefault(key, QuantizedTensors() if dtype == torch.uint8 else Tensors())
             tensors.weights.append(parameter)
             tensors.gradients.append(parameter.grad)
             tensors.means.append(state["exp_avg"])
@@ -177,7 +179,7 @@ class FusedAdamW(torch.optim.Optimizer):
         return found
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The states of a weight, made at its first use: ``step``, the moments, and ``low`` of a master."""
+        """The states of a weight, created at first use: ``step``, the moments, and ``low`` of a master."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -185,7 +187,7 @@ class FusedAdamW(torch.optim.Optimizer):
             if parameter.dtype == torch.bfloat16 and (self.master or parameter.ndim < 2):
                 state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
                 self._versions[parameter] = _stamp(parameter)
-        elif "low" in state and self._versions[parameter] != _stamp(parameter):  # somebody else wrote the weight
+        elif "low" in state and self._versions[parameter] != _stamp(parameter):  # other code wrote the weight
             state["low"].zero_()
             self._versions[parameter] = _stamp(parameter)
         return state
@@ -197,7 +199,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
-        """Give a weight its fp32 value: exactly, also where it is bf16 and has a master."""
+        """Set a weight to an fp32 value: exactly if it has a master, else rounded to its dtype."""
         state = self.state_of(parameter)
         if "low" not in state:
             parameter.copy_(value)
@@ -209,7 +211,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which would cast every state, the lower halves too, to the type of its weight."""
+        """As torch's, which however would cast every state, the lower halves too, to the dtype of its weight."""
         super().load_state_dict(state_dict)
         given = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
@@ -220,7 +222,7 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Put back what ``state_of`` held; the weight itself must already be what it was then.
+        """Restore the states that ``state_of`` returned; the weight must already have the value it had then.
 
         Raises:
             ValueError: a state is missing or has another shape.
@@ -235,5 +237,5 @@ class FusedAdamW(torch.optim.Optimizer):
 
 
 def _stamp(parameter: Tensor) -> tuple[int, int]:
-    """What changes when somebody writes a weight in place, or gives it other data."""
+    """Changes when a weight is written in place, or gets another storage."""
     return parameter._version, parameter.data_ptr()

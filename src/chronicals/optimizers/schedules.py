@@ -1,4 +1,4 @@
-"""Learning rates over a run, as factors of the peak: a linear warm-up, then one of the schedules."""
+"""Learning rates over a run, as factors of the highest one: a linear warm-up, then one of the schedules."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def _constant(_progress: float, _decay: float) -> float:
 
 
 def _warmup_stable_decay(progress: float, decay: float) -> float:
-    """Constant, then linear over the last ``decay`` share of the run (Hu et al., 2024, section 4.1)."""
+    """Constant, then linear decay over the fraction ``decay`` of the run (Hu et al., 2024, section 4.1)."""
     return min(1.0, (1 - progress) / decay)
 
 
@@ -32,7 +32,7 @@ SCHEDULES: dict[str, Callable[[float, float], float]] = {
 def learning_rate_factor(
     schedule: str, step: int, total_steps: int, warmup_steps: int, min_ratio: float = 0.0, decay_ratio: float = 0.2
 ) -> float:
-    """Factor of step ``step`` (from 0): never 0 in the warm-up, ``min_ratio`` after the last step."""
+    """The factor for step ``step`` (from 0): above 0 in the warm-up, falling to ``min_ratio`` after the last step."""
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(total_steps - warmup_steps, 1)
