@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.benchmark.floor import PARTS, ReferenceStep
-from chronicals.benchmark.profile import kind_of
+from chronicals.benchmark.profile import category_of
 from chronicals.benchmark.record import current_commit, write
 
 RESULTS = Path(__file__).parent / "results"
@@ -73,7 +73,7 @@ def recomputed_profile(profile: dict[str, Any]) -> dict[str, Any]:
     """The longest kernels, which alone are kept by name, move to their present kinds."""
     times, kernels = dict(profile["milliseconds_a_step"]), []
     for kernel in profile["kernels"]:
-        kind = kind_of(kernel["name"]) if len(kernel["name"]) < CUT else kernel["kind"]
+        kind = category_of(kernel["name"]) if len(kernel["name"]) < CUT else kernel["kind"]
         if kind != kernel["kind"]:
             times[kernel["kind"]] -= kernel["milliseconds_a_step"]
             times[kind] += kernel["milliseconds_a_step"]

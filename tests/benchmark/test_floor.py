@@ -26,7 +26,7 @@ SMALL, LARGE = "qwen2.5-0.5b", "llama-3.1-8b"
 
 
 def shape(name: str) -> Shape:
-    return Shape.of(getattr(transformers, SHAPES[name].kind)(**SHAPES[name].sizes))
+    return Shape.of(getattr(transformers, SHAPES[name].config_class)(**SHAPES[name].sizes))
 
 
 def test_flops_of_a_shape_small_enough_for_pencil_and_paper():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from chronicals.benchmark.profile import breakdown, kind_of
+from chronicals.benchmark.profile import breakdown, category_of
 
 NAMES = {
     "nvjet_tst_192x192_64x4_2x1_v_bz_coopA_NTN": "products",
@@ -32,7 +32,7 @@ NAMES = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_says_what_a_kernel_does(name):
-    assert kind_of(name) == NAMES[name]
+    assert category_of(name) == NAMES[name]
 
 
 def kernel(name, ts, dur, cat="kernel"):

@@ -14,7 +14,7 @@ from chronicals.benchmark.arms import ways
 from chronicals.benchmark.arms.padding import grouped, packed, padded
 from chronicals.benchmark.arms.trainer import documents_in, sorted_in_steps, train_with_trainer
 from chronicals.benchmark.arms.weights import with_peft
-from chronicals.benchmark.measurement import Plan
+from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
 from chronicals.benchmark.work import PADDED_ROWS, Document, Work, _write_adapter, documents_of, plan_work
 from chronicals.config import ConfigurationError, Recipe
@@ -300,7 +300,7 @@ def test_a_trainers_step_is_as_large_as_ours(tmp_path, monkeypatch):
 
     monkeypatch.setattr(trl, "SFTConfig", described)
     with pytest.raises(Described):
-        train_with_trainer(None, None, work, Plan(steps=2, warm_up=1), "made", packing=False)
+        train_with_trainer(None, None, work, ArmPlan(steps=2, warm_up=1), "made", packing=False)
     assert (given["per_device_train_batch_size"], given["gradient_accumulation_steps"]) == (2, 3)
     (step,) = work.documents_by_step(1)
     assert len(step) == 2 * 3

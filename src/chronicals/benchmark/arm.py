@@ -56,7 +56,7 @@ def main(arguments: list[str] | None = None) -> None:
         prepare(work)
         given.out.write_text(json.dumps(_rates(work)))
     else:
-        from chronicals.benchmark.measurement import Plan, asked_for_a_round
+        from chronicals.benchmark.measurement import ArmPlan, asked_for_a_round
 
         module, function = ARMS[given.name].split(":")
         run = getattr(importlib.import_module(f"chronicals.benchmark.arms.{module}"), function)
@@ -64,7 +64,7 @@ def main(arguments: list[str] | None = None) -> None:
         if not asked_for_a_round():
             return
         began += time.perf_counter() - ready
-        plan = Plan(given.steps, given.warm_up, given.trace, given.changes, given.documents, given.further, given.out, began)
+        plan = ArmPlan(given.steps, given.warm_up, given.trace, given.changes, given.documents, given.further, given.out, began)
         run(work, plan)
 
 

@@ -1,18 +1,17 @@
 """Needed FLOPs, MFU and the reference step that a training step is compared with (`floor` in the result files).
 
 Legend: L layers, D width, q and kv the widths of all query and of all key heads, F inner width of the MLP, V vocabulary,
-P adapter parameters, f share of labelled tokens, T real tokens of a step, s̄ = Σs²/Σs over the lengths s of documents.
+P adapter parameters, f ratio of labelled tokens, T real tokens of a step, s̄ = Σs²/Σs over the lengths s of documents.
 
     Nb = L·(D(q + 2kv) + qD + 3DF)        Nh = D·V        a = 2·L·q·(s̄ + 1)
     FLOPs a token, full:  6·Nb + 6·Nh·f + 3a
     FLOPs a token, LoRA:  4·Nb − 2·D(q + 2kv) + 6·P + 4·Nh·f + 3a
     elementwise bytes a token:  L · 2·(16D + 4(q + kv) + 8F + 7q)      loss bytes a token:  4·V·f
 
-Recomputation and padding are not needed and never counted. The reference step has five parts: its products, attention by
-the best backend, and the bytes of elementwise operations, loss and optimizer at the copy bandwidth. Each part counts with the
-best time seen for it, by itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound:
-another kernel may be faster. And since our own step's times are among them, our share of it never passes 100 %, whatever
-the kernels; MFU has no such reference.
+Recomputation and padding do not count. The reference step has five parts: its products, attention by the best backend, and the
+bytes of elementwise operations, loss and optimizer at the copy bandwidth. Each part counts with the best time seen for it, by
+itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound: another kernel may be faster.
+Since the times of our own step are among them, our step never exceeds 100 % of it, whatever the kernels.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
 PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
-"""FLOP/s of dense bf16 products that a card is specified for, by the first of these that its name holds."""
+"""Specified FLOP/s of dense bf16 products, by the first of these keys that is in the card's name."""
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What configurations call the number of experts."""
+"""Fields of configurations that hold the number of experts."""
 
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -105,11 +104,11 @@ class Job:
 
     Attributes:
         tokens: T, real tokens of the step.
-        mean_length: s̄, the mean length of the document a token stands in.
+        mean_length: s̄, the length of a token's document, in the mean over tokens.
         rank: of the adapters; 0 trains all weights.
         adapted: names of the projections that have one.
         labelled: f.
-        optimizer_bytes: read and written for each trained parameter.
+        optimizer_bytes: bytes that the optimizer reads and writes for each trained parameter.
     """
 
     shape: Shape
@@ -136,9 +135,9 @@ def optimizer_bytes(precision: str, states: str, adapters: bool, master: bool = 
 
     Args:
         precision: ``bf16`` (weights in two 16-bit halves of an exact fp32 value), ``fp16`` or ``fp32`` (fp32 weights).
-        states: type of the optimizer states, ``fp32`` or ``bf16``.
-        adapters: adapters are kept in fp32 under every precision.
-        master: whether ``bf16`` weights have the second half.
+        states: dtype of the optimizer states, ``fp32`` or ``bf16``.
+        adapters: whether adapters are trained, which are fp32 under every precision.
+        master: whether ``bf16`` weights have an fp32 master, of which they are the upper half.
     """
     narrow = precision == "bf16" and not adapters
     gradient, weight = (2, 4 if master else 2) if narrow else (4, 4)
@@ -146,7 +145,7 @@ def optimizer_bytes(precision: str, states: str, adapters: bool, master: bool = 
 
 
 def attention_flops(job: Job) -> float:
-    """a, of the forward pass for a token: two products with the keys and values a causal token sees on average."""
+    """a, FLOPs of attention in the forward pass of a token: two products with the keys and values it sees on average."""
     return 2 * job.shape.layers * job.shape.q * (job.mean_length + 1)
 
 
@@ -160,18 +159,18 @@ def needed_flops(job: Job) -> float:
 
 
 def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
-    """Needed FLOPs as a share of what the card is specified for; None where that or the former is not known here."""
+    """Needed FLOPs over the card's specified FLOPs; None if either is unknown."""
     peak = next((peak for name, peak in PEAKS.items() if name in card), None)
     return None if peak is None or job.shape.routed else needed_flops(job) * tokens_per_second / peak
 
 
 def elementwise_bytes(shape: Shape) -> int:
-    """For a token in all layers, forward and backward, in bf16 and perfectly fused."""
+    """Bytes of elementwise operations for a token in all layers, forward and backward, in bf16 and perfectly fused."""
     return shape.layers * 2 * (16 * shape.width + 4 * (shape.q + shape.kv) + 8 * shape.inner + 7 * shape.q)
 
 
 def loss_bytes(job: Job) -> float:
-    """For a token, when chunks of bf16 logits pass through memory once each way."""
+    """Bytes of the loss for a token, when chunks of bf16 logits are written once and read once."""
     return 4 * job.shape.vocabulary * job.labelled
 
 
@@ -199,9 +198,10 @@ class Product:
 
 
 def products(job: Job) -> list[Product]:
-    """The step's products, with QKV and gate/up merged and adapters in them: behind x ride the adapters' r outputs, behind dY
-    their gradients, so that the base's products grow by R, the sum of the ranks, and four are left that are R wide. Two of them
-    read dY, which can be read once for both: one is counted.
+    """The step's products, with QKV and gate/up merged and adapters inside the base's products.
+
+    The columns of u = x A stand beside x, those of their gradient beside dY, so the base's products grow by R, the sum of the
+    ranks. Four products with one dimension R remain. Two of them read dY, which can be read once for both: one is counted.
     """
     s, T = job.shape, job.tokens
     layer = {
@@ -227,7 +227,7 @@ def products(job: Job) -> list[Product]:
 
 
 PARTS = ("products", "attention", "elementwise", "loss", "optimizer")
-"""Of a reference step, and the kinds of kernels of a profile that they are compared with."""
+"""The parts of a reference step; a profile has kernels of the same categories."""
 
 
 @dataclass(frozen=True)
@@ -257,13 +257,13 @@ class ReferenceStep:
         return cls(**{field.name: plain[field.name] for field in fields(cls)})
 
     def best_seen(self, profile: Mapping[str, float], step_seconds: float) -> ReferenceStep:
-        """The same with no part longer than in a step that was traced, so it takes no longer than that step.
+        """This step with each part at most as long as in a traced step, so it takes no longer than that step.
 
         A card that regulates its power multiplies faster in some steps than in those that ``measure_rates`` runs.
 
         Args:
-            profile: seconds of the traced step by kind of kernel, gaps included.
-            step_seconds: of a step without tracing. Where a traced one took longer, all its kinds count as shorter by as much.
+            profile: seconds of the traced step by category of kernels, gaps included.
+            step_seconds: seconds of a step without tracing. If the traced one took longer, its times are scaled down to it.
         """
         scale = min(step_seconds / sum(profile.values()), 1.0)
         least = {part: min(getattr(self, part), scale * profile.get(part, math.inf)) for part in PARTS}
@@ -273,7 +273,7 @@ class ReferenceStep:
 def reference_step(
     job: Job, copy_rate: float, product_seconds: Callable[[Product], float], attention_seconds: float
 ) -> ReferenceStep:
-    """A step made of parts that were measured by themselves.
+    """The reference step from parts that were measured by themselves.
 
     Args:
         copy_rate: bytes read and written per second by a device copy.

@@ -1,4 +1,4 @@
-"""What an arm reports, and the clock that all arms share."""
+"""What an arm measures, and the clock that all arms use."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 COMPARED = 5
-"""First steps whose losses and gradient norms are set beside the reference."""
+"""First steps whose losses and gradient norms are compared with the reference."""
 
 RESUMED = 3
-"""Steps told apart when a process goes on after it waited."""
+"""Steps that are not sampled when a process continues after it waited."""
 
 ROUND = "round"
 """The line that asks a waiting process for a round."""
@@ -23,23 +23,23 @@ ROUND = "round"
 
 @dataclass
 class Measurement:
-    """One run of an arm, step by step from the first.
+    """One round of an arm, step by step.
 
     Attributes:
         settings: how it ran, in words.
-        tokens: real tokens of each step: of documents, neither filler nor padding.
-        slots: positions computed in each step.
-        seconds: of each step, whole steps; a card's own clock where there is one.
-        losses, grad_norms: of each step, before clipping; None where the arm does not say.
-        warm_up: first steps that are no sample.
-        peak_gib: most device memory held while stepping; 0 without a card.
-        trained_share: of the model's parameters.
-        moved_share: of the trained parameters, in tensors that training changed.
+        tokens: real tokens of each step, without padding.
+        slots: positions computed in each step, padding included.
+        seconds: of each whole step, by the card's clock if there is a card.
+        losses, grad_norms: of each step; norms before clipping; None where the arm does not report it.
+        warm_up: first steps that are not sampled.
+        peak_gib: highest device memory during the steps; 0 without a card.
+        trained_share: trained parameters over all parameters of the model.
+        moved_share: parameters in tensors that training changed, over all trained ones.
         load_seconds: from the start of the process to the first step.
-        own_batches: token ids of the documents of the first steps, where the arm chose other documents than the work's.
-        profile: where the time of some more steps went, if asked for.
+        own_batches: token ids of the documents of the first steps, if the arm took other documents than the work's.
+        profile: breakdown of the time of further steps, if requested.
         first: whether these are the process's first steps, which have a reference.
-        held_gib: device memory that it keeps while it waits for another round.
+        held_gib: device memory that the process keeps while it waits for another round.
     """
 
     settings: str
@@ -65,7 +65,7 @@ class Measurement:
         return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds)][self.warm_up :]
 
     def write(self, path: Path) -> None:
-        """Whole or not at all: somebody waits for it."""
+        """Write to another file, then rename: the other process waits for the whole file."""
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(asdict(self)))
         aside.replace(path)
@@ -76,19 +76,19 @@ class Measurement:
 
 
 @dataclass
-class Plan:
-    """What an arm is asked for: rounds of so many steps, each after some that are told apart.
+class ArmPlan:
+    """The rounds that an arm's process runs.
 
     Attributes:
-        steps: measured in a round.
-        warm_up: steps before those of the first round.
-        trace: of a few steps more after the first round, into this file.
+        steps: sampled steps of a round.
+        warm_up: steps before the samples of the first round.
+        trace: file for a trace of a few further steps after the first round.
         changes: fields of our configuration.
-        documents: of each step, for the reference.
-        further: rounds that may be asked for after the first; until then the process waits with all it has made.
-        out: where the first round is written; later ones beside it.
-        began: when the process began.
-        rounds: handed in so far.
+        documents: file with the documents of each step, for the reference.
+        further: rounds that may be requested after the first.
+        out: file of the first round; those of later rounds are in the same folder.
+        began: start of the process.
+        rounds: number of rounds written so far.
     """
 
     steps: int
@@ -103,7 +103,7 @@ class Plan:
 
     @property
     def discarded(self) -> int:
-        """Steps of this round that are no sample."""
+        """Steps of this round that are not sampled."""
         return self.warm_up if not self.rounds else RESUMED
 
     @property
@@ -117,7 +117,7 @@ class Plan:
         return self.warm_up + self.steps + self.further * (RESUMED + self.steps)
 
     def hand_in(self, measured: Measurement) -> bool:
-        """Write a round, and wait for whoever asked: whether another is wanted."""
+        """Write a round and wait for the next request. Returns whether another round is requested."""
         reset_peak()
         measured.held_gib = held_gib()
         if self.out is not None:
@@ -127,19 +127,19 @@ class Plan:
 
 
 def asked_for_a_round() -> bool:
-    """Wait for whoever started this process: whether a round is wanted."""
+    """Wait for a line from the parent process: whether it requests a round."""
     return sys.stdin.readline().strip() == ROUND
 
 
 def round_file(out: Path, number: int) -> Path:
-    """Where round ``number`` (from 0) of a process is written."""
+    """The file of round ``number`` (from 0) of a process."""
     return out.with_name(f"{out.stem}.{number}.json")
 
 
 class Clock:
-    """Marks between steps, on the card's own clock where there is one: nothing waits until the end.
+    """Marks between steps, by CUDA events on a card, without a synchronisation before ``seconds``.
 
-    Peers' processes import nothing of our training, which touches what transformers shares; so this is not its ``Moment``.
+    It is not the ``Moment`` of our training, because peers' processes import nothing of that: it patches parts of transformers.
     """
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class Clock:
 
 
 class Movement:
-    """Which trained tensors change: compared by the sum of their bit patterns."""
+    """Which trained tensors changed, by the sum of their bit patterns before and after."""
 
     def __init__(self, model: torch.nn.Module):
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -171,9 +171,9 @@ class Movement:
         self.before = self._sums()
 
     def _sums(self) -> dict[str, int]:
-        kinds = {2: torch.int16, 4: torch.int32}
+        integers = {2: torch.int16, 4: torch.int32}
         return {
-            name: int(p.detach().reshape(-1).view(kinds[p.element_size()]).sum(dtype=torch.int64))
+            name: int(p.detach().reshape(-1).view(integers[p.element_size()]).sum(dtype=torch.int64))
             for name, p in self.trained.items()
         }
 

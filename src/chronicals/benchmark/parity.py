@@ -1,4 +1,4 @@
-"""Whether an arm trained as the plain fp32 reference does; where it did not, it has no speed."""
+"""Whether an arm trained as the plain fp32 reference does; if not, it has no speed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from chronicals.benchmark.measurement import COMPARED, Measurement
 
 @dataclass(frozen=True)
 class Tolerance:
-    """Relative deviations allowed in the first steps; half as much in the very first, which no update has touched.
+    """Relative deviations allowed in the first steps; half as much in the very first, before any update.
 
     Attributes:
         loss: of the loss.
@@ -25,9 +25,9 @@ class Tolerance:
 def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tolerance, dropout: bool = False) -> str | None:
     """Why the arm's speed may not be printed; None if it may.
 
-    Zero or non-finite gradients and losses in any step, weights that did not change, more than the tolerance between its
-    first losses or gradient norms and those of the reference, none to compare, or no reference at all. Rounds that go on
-    after others were compared in their first.
+    Reasons: zero or non-finite gradients or losses in any step, weights that did not change, first losses or gradient norms
+    that differ from the reference by more than the tolerance or are not reported, or no reference. Of several rounds in one
+    process only the first has steps to compare.
     """
     norms = [norm for norm in measured.grad_norms if norm is not None]
     losses = [loss for loss in measured.losses if loss is not None]
@@ -54,7 +54,7 @@ def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tol
             return f"it reports no {name} of the first {len(exact[:COMPARED])} steps, which the reference has"
         for step, a, b in pairs:
             limit = allowed / 2 if step == 1 else allowed
-            if not abs(a - b) <= limit * abs(b):  # nor where the reference is no number
+            if not abs(a - b) <= limit * abs(b):  # also true where the reference is NaN
                 return f"step {step}: {name} {a:.4f} where the fp32 reference has {b:.4f} (more than {limit:.1%} apart)"
     return None
 

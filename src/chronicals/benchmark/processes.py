@@ -1,4 +1,4 @@
-"""Starting arms, each in a process of its own that ends with this one at the latest, and saying what became of it."""
+"""Arms as processes: starting one, asking it for rounds, ending it. None outlives this process."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PEERS: dict[str, tuple[str, ...]] = {
 OURS = "ours"
 
 POLL_SECONDS, ENDING_SECONDS = 0.05, 20.0
-"""Between two looks whether a round is there; for a process to end once nothing more is asked of it."""
+"""Seconds between two checks for a finished round; seconds for a process to end after it was asked to."""
 
 
 class ArmFailed(RuntimeError):
-    """The arm's process ended with an error or ran out of time; the message is its last words."""
+    """The arm's process ended with an error or exceeded its time; the message is the last error in its log."""
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ def missing(peer: str, mode: str) -> list[str]:
 
 
 class RunningArm:
-    """The process of an arm: it imports what it needs and waits until it is asked for a round; after one it waits again, with
-    all that it has made.
+    """The process of an arm. It imports what it needs and waits for a request; after a round it waits again, with its model,
+    optimizer and compiled kernels in memory.
 
     Args:
-        label: tells the files of this process from those of other runs of the arm.
-        further: rounds that may be asked for after the first.
-        documents: of each step, for the reference.
-        warm_up: first steps told apart; the work's by default.
+        label: part of the names of this process's files, different for each run of the arm.
+        further: rounds that may be requested after the first.
+        documents: file with the documents of each step, for the reference.
+        warm_up: first steps that are not sampled; the work's by default.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class RunningArm:
         return 0 < self.rounds <= self.further and self.process.running
 
     def measure(self, timeout: float) -> Measurement:
-        """The next round.
+        """Run the next round and wait for its result.
 
         Raises:
             ArmFailed: it crashed or took longer than ``timeout`` seconds.
@@ -112,7 +112,7 @@ class RunningArm:
         return Measurement.read(path)
 
     def end(self) -> None:
-        """Tell it that there is no other round."""
+        """End the process: by closing its input after its first round, else by a signal."""
         if self.rounds:
             self.process.end()
         else:
@@ -120,7 +120,10 @@ class RunningArm:
 
 
 def run_preparation(work: Work, timeout: float) -> dict[str, Any]:
-    """Write what the arms share and measure the rates of the reference step; ``error`` where those failed.
+    """Write what the arms share and measure the rates of the reference step.
+
+    Returns:
+        what ``measure_rates`` returns, or ``error`` if that failed.
 
     Raises:
         ArmFailed: the work could not be prepared.
@@ -168,15 +171,15 @@ class ArmProcess:
 
     def say(self, line: str) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has crashed, which whoever waits for it will see
+        with contextlib.suppress(BrokenPipeError):  # it has crashed, which wait_for reports
             self.process.stdin.write(f"{line}\n")
             self.process.stdin.flush()
 
     def wait_for(self, done: Callable[[], bool], timeout: float) -> None:
-        """Until ``done``; whatever goes wrong here, the process does not outlive it.
+        """Wait until ``done``. If that fails, the process is killed.
 
         Raises:
-            ArmFailed: the process ended with an error, or without being done, or ``timeout`` seconds went by.
+            ArmFailed: the process ended before ``done``, or ``timeout`` seconds passed.
         """
         try:
             self._wait_for(done, time.monotonic() + timeout)
@@ -189,7 +192,7 @@ class ArmProcess:
 
     def _wait_for(self, done: Callable[[], bool], until: float) -> None:
         while True:
-            running = self.running  # asked before done: what it did last counts
+            running = self.running  # read before done(), so that what it wrote last counts
             if done():
                 return
             if not running:
@@ -207,7 +210,7 @@ class ArmProcess:
         return last_words(self.log.read_text(errors="replace"), self.process.returncode)
 
     def end(self) -> None:
-        """Close its input, upon which it ends by itself."""
+        """Close the process's input, upon which it ends; kill it if it does not."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -223,7 +226,8 @@ class ArmProcess:
 
 
 def environment(work: Work) -> dict[str, str]:
-    """The caller's, with compilers' caches beside the work, so that only the first run of an arm compiles."""
+    """The caller's environment, with compilers' caches in the benchmark's folder, so that only the first run of an arm
+    compiles."""
     caches, source = work.folder.parent / "caches", str(Path(chronicals.__file__).parent.parent)
     chosen = {
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
@@ -239,7 +243,7 @@ def environment(work: Work) -> dict[str, str]:
 
 
 def last_words(log: str, code: int) -> str:
-    """The last error that a log names, with the indented lines that belong to it; else its last line."""
+    """The last error in a log with its indented lines; else the last line of the log."""
     error = r"^[\w.]*(?:Error|Exception|Interrupt|Failure|Failed)\b.*(?:\n +.*)*"
     errors = [found.group() for found in re.finditer(error, log, re.MULTILINE)]
     lines = [line.strip() for line in log.splitlines() if line.strip()]

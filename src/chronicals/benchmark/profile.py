@@ -1,4 +1,4 @@
-"""Where the time of a step goes: kernels of a trace by what they do, and the gaps between them."""
+"""Where the time of a step goes: the kernels of a trace by category, and the gaps between them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 PROFILED_STEPS = 3
 
-KINDS: dict[str, str] = {
+CATEGORIES: dict[str, str] = {
     "communication": r"nccl",
     "attention": r"flash|fmha|attention|attn|sdpa|softmax_warp|splitkv|mha_",
     "loss": r"cross_?entropy|log_?softmax|cunn_softmax|log_probability|logit_rows|_loss|loss_",
@@ -21,28 +21,28 @@ KINDS: dict[str, str] = {
     "elementwise": r"elementwise|triton|norm|swiglu|geglu|glu_|silu|rope|rotary|reduce|embedding|index|gather|scatter|sort|"
     r"vectorized|unrolled|dropout|cast|mul|add|_kernel",
 }
-"""What a kernel's name says it does; the first that is found counts. A name that says nothing is ``other``."""
+"""Categories of kernels, each with a pattern for their names; the first that matches counts, else ``other``."""
 
 
-def kind_of(name: str) -> str:
-    """The kind of work of a kernel (or copy) by its name."""
+def category_of(name: str) -> str:
+    """The category of a kernel (or copy) by its name."""
     lowered = name.lower()
-    return next((kind for kind, words in KINDS.items() if re.search(words, lowered)), "other")
+    return next((category for category, pattern in CATEGORIES.items() if re.search(pattern, lowered)), "other")
 
 
 def breakdown(events: Iterable[Mapping[str, Any]], steps: int, step_seconds: float) -> dict[str, Any]:
-    """Time of a step by kind.
+    """Time of a step by category.
 
     Args:
-        events: of a Chrome trace; those of category kernel, gpu_memcpy and gpu_memset count, microseconds.
-        steps: how many the trace holds.
-        step_seconds: what a step takes when it is not traced. Tracing slows the host down, not the kernels: what a step
-            takes beyond the time in which some kernel runs is its launch gaps.
+        events: of a Chrome trace, times in microseconds; those of ``cat`` kernel, gpu_memcpy and gpu_memset count.
+        steps: steps in the trace.
+        step_seconds: seconds of a step without tracing. Tracing slows the host down, not the kernels; the time of such a step
+            in which no kernel runs is its launch gaps.
 
     Returns:
-        ``milliseconds_a_step`` and ``share`` by kind, ``gaps`` among them; ``kernels``: the longest, with kind, calls and
-        milliseconds a step. Kernels that run at once share the time between them in proportion. Empty without a card's
-        events.
+        ``milliseconds_a_step`` and ``share`` by category, ``gaps`` among them; ``kernels``: the longest, with ``kind``
+        (the category), calls and milliseconds a step. Where kernels overlap, times are scaled down in proportion. Empty if
+        the trace has no events of a card.
     """
     ran = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if not ran:
@@ -51,23 +51,23 @@ def breakdown(events: Iterable[Mapping[str, Any]], steps: int, step_seconds: flo
     for start, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in ran):
         busy += max(end - max(start, reached), 0.0)
         reached = max(reached, end)
-    by_kind, by_name = dict.fromkeys([*KINDS, "other"], 0.0), dict[str, list[float]]()
+    by_category, by_name = dict.fromkeys([*CATEGORIES, "other"], 0.0), dict[str, list[float]]()
     for event in ran:
-        by_kind[kind_of(event["name"])] += event["dur"]
+        by_category[category_of(event["name"])] += event["dur"]
         entry = by_name.setdefault(event["name"], [0, 0.0])
         entry[0], entry[1] = entry[0] + 1, entry[1] + event["dur"]
-    overlap = busy / sum(by_kind.values())
-    times = {kind: time * overlap / 1000 / steps for kind, time in by_kind.items()}
+    overlap = busy / sum(by_category.values())
+    times = {category: time * overlap / 1000 / steps for category, time in by_category.items()}
     times["gaps"] = max(step_seconds * 1000 - busy / 1000 / steps, 0.0)
     longest = sorted(by_name.items(), key=lambda item: -item[1][1])[:40]
     return {
         "steps": steps,
         "milliseconds_a_step": times,
-        "share": {kind: time / sum(times.values()) for kind, time in times.items()},
+        "share": {category: time / sum(times.values()) for category, time in times.items()},
         "kernels": [
             {
                 "name": name[:160],
-                "kind": kind_of(name),
+                "kind": category_of(name),
                 "calls_a_step": calls / steps,
                 "milliseconds_a_step": time / 1000 / steps,
             }
@@ -77,15 +77,15 @@ def breakdown(events: Iterable[Mapping[str, Any]], steps: int, step_seconds: flo
 
 
 class Profiler:
-    """Traces from now on until ``stop``, which writes the Chrome trace to ``path`` and says where the time went."""
+    """Traces until ``stop``, which writes the Chrome trace to ``path`` and returns the breakdown of the time."""
 
     def __init__(self, path: Path):
         import torch
 
         self.path = path
         on_card = torch.cuda.is_available()
-        kind = torch.profiler.ProfilerActivity
-        self.trace = torch.profiler.profile(activities=[kind.CUDA] if on_card else [kind.CPU])
+        activity = torch.profiler.ProfilerActivity
+        self.trace = torch.profiler.profile(activities=[activity.CUDA] if on_card else [activity.CPU])
         if on_card:
             torch.cuda.synchronize()
         self.trace.start()

@@ -1,10 +1,10 @@
-"""Rates of this machine at the step's own shapes, on random data: the parts of the reference step, run as a step.
+"""Rates of this machine at the step's own shapes, on random data: the parts of the reference step, run in the order of a step.
 
-A card regulates its power: products are slower in a step, which does little else, than by themselves, and faster than where
-there is nothing else at all. So the products, attention and copies of the reference step run layer by layer, as often as in a
-step, a few steps long, and each is timed where it stands, all together without a mark between. No cache holds activations by
-then; one may hold a small weight. Real steps have gaps and other operands, and may be faster still: see
-``ReferenceStep.best_seen``.
+A card regulates its power, so the rate of a product depends on what runs around it. Therefore the products, attention and
+copies of the reference step run layer by layer, as often as in a step, for a few steps. Each is timed in its place, and whole
+steps are timed without marks between the parts. Activations are in no cache then; a small weight may be. Real steps have gaps
+and
+other operands and may be faster still: see ``ReferenceStep.best_seen``.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from chronicals.benchmark.measurement import Clock, device
 from chronicals.benchmark.work import Work
 
 WARM_UP, MEASURED = 4, 3
-"""Steps on a card; elsewhere, where nothing is regulated in so short a time, one of each, of a single layer."""
+"""Steps on a card; elsewhere, where clocks do not change so fast, one of each, with a single layer."""
 
 LEAD, SIDE = 8, 8192
-"""Before a step the card multiplies squares of this side so many times, some 12 ms, or more often for a slow host: it is ahead
-of the card from then on."""
+"""Before a step the card multiplies square matrices of width SIDE, LEAD times (12 ms) or more for a slow host, so that the host
+queues the step ahead of the card."""
 
 SMALLEST_COPY, LARGEST_COPY = 2**24, 2**31
 
@@ -47,16 +47,16 @@ def measure_rates(work: Work) -> dict[str, Any]:
         backend, seconds and FLOP/s of one layer, forward and backward; ``floor``: seconds of the reference step by part.
     """
     job, config = work.job(), work.config()
-    kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
     lengths = [len(document) for document in list(work.documents_by_step(work.warm_up + 1))[-1]]
     size = copied_bytes(job)
-    parts = {**_products(job, kind), **_attention(job, lengths, kind), COPY: _copy(size)}
+    parts = {**_products(job, dtype), **_attention(job, lengths, dtype), COPY: _copy(size)}
     seconds = seconds_of(parts, order_of_a_step(job, size))
     by_shape = {}
     for product in products(job):
         own = seconds[product.key] * product.rows / aligned(product.rows)
         by_shape[product.key] = {"seconds": own, "flops_per_second": product.flops / own}
-    attention = _attention_rates(job, lengths, kind, seconds)
+    attention = _attention_rates(job, lengths, dtype, seconds)
     copy = 2 * size / seconds[COPY]
     whole = reference_step(
         job, copy, lambda product: by_shape[product.key]["seconds"],
@@ -80,14 +80,14 @@ def machine() -> dict[str, str | float | int]:
 
 
 def copied_bytes(job: Job) -> int:
-    """Of one copy: as many are read and written as by the elementwise operations of a layer, or of a part of it."""
+    """Bytes of one copy, which reads and writes as much as the elementwise operations of a layer, within limits."""
     of_a_layer = elementwise_bytes(job.shape) * job.tokens // job.shape.layers // 2
     largest = LARGEST_COPY if device().type == "cuda" else SMALLEST_COPY
     return min(max(of_a_layer, SMALLEST_COPY), largest)
 
 
 def order_of_a_step(job: Job, copied: int) -> list[str]:
-    """Names of the parts, one after the other; loss and optimizer are as many copies as have their bytes."""
+    """Names of the parts in their order; loss and optimizer are copies of as many bytes."""
     order, made = list[str](), products(job)
     layers = job.shape.layers if device().type == "cuda" else 1
     copies = max(round(elementwise_bytes(job.shape) * job.tokens / job.shape.layers / (2 * copied)), 1)
@@ -98,8 +98,11 @@ def order_of_a_step(job: Job, copied: int) -> list[str]:
 
 
 def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
-    """Of each part in the steps measured, the median. A mark between two parts takes time itself: on a card each of these steps
-    is followed by one without, and the difference is taken off, as much from each part."""
+    """Median seconds of each part.
+
+    A mark between two parts takes time itself. On a card each measured step is therefore followed by one without marks, and the
+    difference is subtracted, the same amount from each part.
+    """
     found, whole, on_card = defaultdict[str, list[float]](list), list[float](), device().type == "cuda"
     square = torch.randn(SIDE if on_card else 0, SIDE, device=device(), dtype=torch.float16)
     warm_up, measured = (WARM_UP, MEASURED) if on_card else (1, 1)
@@ -118,8 +121,7 @@ def seconds_of(parts: Parts, order: Sequence[str]) -> dict[str, float]:
 
 
 def _without_marks(medians: Mapping[str, float], order: Sequence[str], whole: float) -> dict[str, float]:
-    """Seconds of each part, where all parts of a step together take ``whole`` without a mark between; of a part that is hardly
-    longer than a mark, half is left."""
+    """Seconds of each part without its mark, where a step without marks takes ``whole``; at least half of what was measured."""
     mark = max(sum(medians[name] for name in order) - whole, 0.0) / len(order)
     return {name: max(span - mark, span / 2) for name, span in medians.items()}
 
@@ -127,7 +129,7 @@ def _without_marks(medians: Mapping[str, float], order: Sequence[str], whole: fl
 def _step(
     parts: Parts, order: Sequence[str], square: torch.Tensor, leading: int, marked: bool = True
 ) -> tuple[float, list[float], float]:
-    """Seconds of the lead, of each part or of all together, and until the host had queued them."""
+    """Seconds of the lead; of each part, or of all together if not ``marked``; and of the host queueing them."""
     clock = Clock()
     clock.mark()
     for _ in range(leading):
@@ -146,30 +148,36 @@ def _step(
 
 
 def _leading(queued: float, step: float, square: float) -> int:
-    """Squares before a step, of so many seconds each: a host that needs half its time or more queues all of it meanwhile."""
+    """How many squares of ``square`` seconds each come before a step; more if the host needs half the step's time to queue
+    it."""
     return LEAD if queued < step / 2 else max(LEAD, math.ceil(queued / square))
 
 
 def aligned(rows: int) -> int:
-    """A step of ragged documents has any number of tokens; products are measured at the nearest multiple of ``ALIGNED`` rows,
-    as packs have it, and scaled."""
+    """The nearest multiple of ``ALIGNED`` rows, at which products are measured and then scaled.
+
+    A step of ragged documents has any number of tokens; packs have a multiple.
+    """
     return max(round(rows / ALIGNED), 1) * ALIGNED if rows > ALIGNED else rows
 
 
-def _products(job: Job, kind: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """In the layouts that a linear layer gives them; those of one shape share their operands. What comes back to the head is as
-    chances are, up to a factor: a card multiplies numbers of one sign with less power, and faster, than those of both."""
+def _products(job: Job, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """The step's products, in the layouts of linear layers; those of one shape share operands.
+
+    The gradient that reaches the head is drawn positive, like probabilities: a card multiplies numbers of one sign with less
+    power, and faster, than numbers of both signs.
+    """
     operands: dict[tuple[int, int, int], list[torch.Tensor]] = {}
-    return {product.key: _product(product, kind, operands) for product in products(job)}
+    return {product.key: _product(product, dtype, operands) for product in products(job)}
 
 
 def _product(
-    product: Product, kind: torch.dtype, operands: dict[tuple[int, int, int], list[torch.Tensor]]
+    product: Product, dtype: torch.dtype, operands: dict[tuple[int, int, int], list[torch.Tensor]]
 ) -> Callable[[], Any]:
     shape = rows, inputs, outputs = aligned(product.rows), product.inputs, product.outputs
     if shape not in operands:
         sizes = (rows, inputs), (rows, outputs), (outputs, inputs)
-        operands[shape] = [torch.randn(*size, device=device(), dtype=kind) for size in sizes]
+        operands[shape] = [torch.randn(*size, device=device(), dtype=dtype) for size in sizes]
         if product.name == "head":
             operands[shape][1].exp_()
     x, upstream, weight = operands[shape]
@@ -182,11 +190,11 @@ def _copy(size: int) -> Callable[[], Any]:
     return lambda: target.copy_(source)
 
 
-def _attention(job: Job, lengths: Sequence[int], kind: torch.dtype) -> dict[str, Callable[[], Any]]:
-    """One layer's, over the documents of the first step after the warm-up, by the backend training chooses."""
+def _attention(job: Job, lengths: Sequence[int], dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
+    """Attention of one layer over documents of these lengths, by the backend that training chooses."""
     bounds = torch.tensor([0, *lengths]).cumsum(0).to(device(), torch.int32)
     q, k, v = (
-        torch.randn(sum(lengths), heads, job.shape.head_dim, device=device(), dtype=kind, requires_grad=True)
+        torch.randn(sum(lengths), heads, job.shape.head_dim, device=device(), dtype=dtype, requires_grad=True)
         for heads in (job.shape.heads, job.shape.kv_heads, job.shape.kv_heads)
     )
     out = document_attention(q, k, v, bounds, max(lengths))
@@ -199,11 +207,11 @@ def _attention(job: Job, lengths: Sequence[int], kind: torch.dtype) -> dict[str,
     return {FORWARD: forward, BACKWARD: lambda: torch.autograd.grad(out, (q, k, v), upstream, retain_graph=True)}
 
 
-def _attention_rates(job: Job, lengths: Sequence[int], kind: torch.dtype, seconds: Mapping[str, float]) -> dict[str, Any]:
+def _attention_rates(job: Job, lengths: Sequence[int], dtype: torch.dtype, seconds: Mapping[str, float]) -> dict[str, Any]:
     scale = job.tokens / sum(lengths)
     flops = 2 * job.shape.q * sum(length * (length + 1) for length in lengths)
     return {
-        "backend": choose_backend(device(), kind, job.shape.head_dim),
+        "backend": choose_backend(device(), dtype, job.shape.head_dim),
         "forward_seconds": seconds[FORWARD] * scale,
         "backward_seconds": seconds[BACKWARD] * scale,
         "forward_flops_per_second": flops / seconds[FORWARD],

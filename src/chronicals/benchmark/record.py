@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
-    """Everything about the row, raw samples included; an arm that was refused has its losses and no speed."""
+    """Everything that was measured, raw samples included; an arm that was refused has its losses and no speed."""
     work, job = row.work, row.job
     arms = {name: _arm(row, name) for name in row.runs}
     arms |= {name: {"status": "failed", "reason": reason} for name, reason in row.failed.items() if name not in arms}
@@ -53,14 +53,14 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
 
 
 def write(result: dict[str, Any], path: Path) -> None:
-    """Whole or not at all: a run that is killed leaves what it had before."""
+    """Write to another file, then rename: a killed run leaves the last whole file."""
     aside = path.with_suffix(".part")
     aside.write_text(to_json(result, indent=1))
     aside.replace(path)
 
 
 def _floor(row: Row) -> dict[str, Any] | None:
-    """The reference step, with the parts as they were measured by themselves; None where there is none."""
+    """The reference step, and under ``by_itself`` its parts as measured by themselves; None if there is none."""
     floor = None if _doubts(row) else _reference_step(row)
     if floor is None:
         return None
@@ -68,7 +68,7 @@ def _floor(row: Row) -> dict[str, Any] | None:
 
 
 def _reference_step(row: Row) -> ReferenceStep | None:
-    """Of each part the best time seen: by itself, or in our own step where its products are in 16 bit."""
+    """The best time seen of each part: by itself, or in our own step if its products are in 16 bit."""
     if row.job.shape.routed or "floor" not in row.rates:
         return None
     floor = ReferenceStep.from_dict(row.rates["floor"])
@@ -81,35 +81,35 @@ def _reference_step(row: Row) -> ReferenceStep | None:
 
 
 def _doubts(row: Row) -> list[str]:
-    """Why there is no reference step: an arm in 16 bit, of ours the row's own fields, is faster than it."""
+    """Why the reference step is dropped: a peer in 16 bit, or ours without a variant's fields, is faster than it."""
     floor, doubts = _reference_step(row), []
     if floor is None:
         return []
     for name, runs in row.runs.items():
         if name in row.refused or name.startswith("ours ") or runs[0].extra.get("fp8"):
             continue
-        share = statistics.median(_rates(row, name)) / floor.tokens_per_second
-        if share > 1:
+        ratio = statistics.median(_rates(row, name)) / floor.tokens_per_second
+        if ratio > 1:
             doubts.append(
-                f"no reference step: {name} ran at {share:.1%} of it, so its parts were measured too slow; run the row again"
+                f"no reference step: {name} ran at {ratio:.1%} of it, so its parts were measured too slow; run the row again"
             )
     return doubts[:1]
 
 
 def _beyond(row: Row) -> list[str]:
-    """Variants of ours that have no share, being faster than the reference step."""
+    """Notes on variants of ours that are faster than the reference step."""
     floor, notes = _floor(row), []
     for name, runs in row.runs.items():
         if floor is None or not name.startswith("ours ") or name in row.refused or runs[0].extra.get("fp8"):
             continue
-        share = statistics.median(_rates(row, name)) / floor["tokens_per_second"]
-        if share > 1:
-            notes.append(f"{name} ran at {share:.1%} of the reference step, which is that of the row's own fields: no share")
+        ratio = statistics.median(_rates(row, name)) / floor["tokens_per_second"]
+        if ratio > 1:
+            notes.append(f"{name} ran at {ratio:.1%} of the reference step, which is that of the row's own fields: no share")
     return notes
 
 
 def _rates(row: Row, name: str) -> list[float]:
-    """Tokens a second, a sample each step."""
+    """Tokens per second of each sampled step."""
     return [rate for run in row.decisive(name) for rate in run.rates]
 
 
@@ -160,13 +160,13 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
 
 
 def _share(rate: float, floor: dict[str, Any] | None) -> float | None:
-    """None without a reference step, and for a variant of ours that is faster than it (a note says so)."""
-    share = rate / floor["tokens_per_second"] if floor else None
-    return None if share is None or share > 1 else share
+    """A rate over that of the reference step; None if there is none, or it is slower (a note says so)."""
+    ratio = rate / floor["tokens_per_second"] if floor else None
+    return None if ratio is None or ratio > 1 else ratio
 
 
 def _ratios(row: Row) -> dict[str, Any]:
-    """Ours over each arm of the same decisive rounds, by round and in the median."""
+    """Our speed over that of each arm in the same decisive rounds, by round and in the median."""
     ours = row.runs.get("ours", [])[1:]
     if "ours" in row.refused:
         return {}
@@ -191,7 +191,7 @@ def versions() -> dict[str, str]:
 
 
 def current_commit() -> str:
-    """Of the source this runs from; ``unknown`` without git."""
+    """The commit of the source that runs; ``unknown`` without git."""
     try:
         done = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=True

@@ -1,10 +1,10 @@
-"""The order of a benchmark: prepare, rates, reference, a scouting round of all arms, decisive rounds of the best, and last what
-is only scouted.
+"""The order of a benchmark: prepare, rates, reference, a scouting round of all arms, decisive rounds of the best, and last the
+arms that are only scouted.
 
-In the decisive rounds stand our arms and the two fastest peers, in turning order (A B C, C B A, A B C …), so that a drift of
-the card's clocks falls on all alike. Each goes on in the process of its scouting round where the card holds what the others
-keep beside it, else in a fresh one over the same prepared files; the last of a round, and of the scouting round where it stays,
-is the first of the next, and goes on in any case. While one runs the next one imports what it needs.
+The decisive rounds hold our arms and the two fastest peers, in alternating order (A B C, C B A, A B C …), so that a drift of
+the card's clocks affects all alike. An arm continues in the process of its scouting round if the card holds the memory of all
+waiting processes, else it starts a new process over the same prepared files. The last arm of a round is the first of the next
+and continues in its process in any case. While one arm runs, the process of the next starts and imports what it needs.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 BEST_PEERS = 2
 SCOUTING, SURVEY = "scout", "survey"
 CONTEXT_GIB = 0.7
-"""Device memory of a process beside its tensors."""
+"""Device memory of a process besides its tensors."""
 
 PREPARATION_SECONDS = 600
-"""At least these for writing weights, whatever an arm may take."""
+"""Least time limit of the preparation, which writes weights."""
 
 Say = Callable[[str], None]
 
@@ -44,12 +44,12 @@ class Options:
 
     Attributes:
         against: peers by name.
-        variants: changes to our configuration, each an arm beside ours.
-        scouted: further ones, which have no part in the decisive rounds.
-        rounds: decisive rounds.
-        time_limit: seconds that all of it may take; what runs then is ended and has no figures. None has no end.
-        arm_timeout: seconds that one process may take.
-        trace: where to write a trace of ours; None still traces a few steps for the launch gaps.
+        variants: changes to our configuration, each an arm of its own.
+        scouted: further changes, whose arms run in the scouting round only.
+        rounds: number of decisive rounds.
+        time_limit: seconds for the whole benchmark; the arm that runs then is ended and has no figures. None: no limit.
+        arm_timeout: seconds for one process.
+        trace: where to write a trace of ours; with None a few steps are still traced for the launch gaps.
     """
 
     against: Sequence[str] = ()
@@ -66,23 +66,23 @@ class Options:
         return math.inf if self.time_limit is None else self.time_limit - (time.perf_counter() - began)
 
     def within_limit(self, seconds: float, began: float) -> float:
-        """So many, or what is left of the time limit."""
+        """``seconds``, or what is left of the time limit if that is less."""
         return max(min(seconds, self.left(began)), 0.0)
 
 
 @dataclass
 class Row:
-    """All that was measured of a row, also when it ended early.
+    """All that was measured of a row, also if it ended early.
 
     Attributes:
-        rates: of the machine, with the reference step; empty where they could not be measured.
+        rates: of the machine, with the reference step; empty if they could not be measured.
         job: sizes of a mean step.
         reference: the fp32 steps.
         runs: measurements of each arm; the first is the scouting round's.
         refused, failed, absent: arms without a speed, with the reason.
         orders: arms of each decisive round, in the order they ran.
-        notes: what else must be said.
-        seconds: that the whole took.
+        notes: what the reader must know besides.
+        seconds: of the whole benchmark.
     """
 
     work: Work
@@ -109,13 +109,12 @@ def measure(
     """Measure a row.
 
     Args:
-        began: since when its time counts, by ``time.perf_counter``; by default since now.
-        say: is told what begins.
-        keep: is given the row after every arm, so that what was measured is not lost.
+        began: start of its time by ``time.perf_counter``; by default now.
+        say: called with a line of text as each part begins.
+        keep: called with the row after every arm, so that an interrupted benchmark keeps what it measured.
 
     Raises:
-        ConfigurationError: the reference of adapters needs a package that is not there, or the work itself could not be
-            prepared.
+        ConfigurationError: the reference of adapters needs a package that is not installed, or the preparation failed.
     """
     lacking = missing("transformers", work.mode)
     if lacking:
@@ -179,8 +178,8 @@ class _Session:
             self.row.notes.append(f"no reference: {error}")
 
     def _reference(self, documents: Path | None, label: str) -> Measurement:
-        """The fp32 steps; where they fail for want of memory, once more when nobody waits beside them, and then the first
-        alone, which needs no optimizer states."""
+        """The fp32 steps. If they fail, they run again with all waiting processes ended, then the first step alone, which needs
+        no optimizer states."""
 
         def run(steps: int) -> Measurement:
             reference = RunningArm(self.row.work, "reference", steps, documents=documents, label=label, warm_up=0)
@@ -199,7 +198,7 @@ class _Session:
             return run(1)
 
     def scout(self) -> list[Arm]:
-        """Every arm once; those that go on: ours, and the fastest peers that trained as they should."""
+        """Run every arm once. Returns those of the decisive rounds: ours, and the fastest peers that were not refused."""
         row = self.row
         ours = [Arm(OURS), *(Arm(OURS, changes) for changes in self.options.variants)]
         peers = []
@@ -219,7 +218,7 @@ class _Session:
         return chosen
 
     def survey(self) -> None:
-        """Once each, when all is decided: what is only scouted."""
+        """Run the arms that are only scouted, once each, after the decisive rounds."""
         self.end_all_but([])
         arms = {arm.name: arm for arm in (Arm(OURS, changes) for changes in self.options.scouted)}
         self._run_once([arm for name, arm in arms.items() if name not in self.row.runs], SURVEY)
@@ -232,7 +231,7 @@ class _Session:
             self.run(arm, "scouting", label)
 
     def _begin(self, arm: Arm, label: str) -> None:
-        """Start the arm's process, unless it had its first round already."""
+        """Start the arm's process, unless it is started or had its first round."""
         if arm.name not in {*self.begun, *self.row.runs, *self.row.failed} and not self._late(0.0):
             self.begun[arm.name] = self._start(arm, label)
 
@@ -261,7 +260,7 @@ class _Session:
         return arm.name not in self.row.refused and arm.name not in self.row.failed
 
     def _expected(self, arm: Arm) -> float:
-        """Seconds that its next round will take."""
+        """Expected seconds of the arm's next round."""
         if arm.name in self.waiting:
             return 2.0 * sum(self.row.runs[arm.name][-1].seconds[-self.row.work.steps :])
         return self.took.get(arm.name, 0.0)
@@ -297,9 +296,10 @@ class _Session:
         self.keep(self.row)
 
     def _measured(self, arm: Arm, label: str) -> Measurement:
-        """A round of the arm: by its process that waits, or by a new one, alone if it does not fit beside those that wait."""
+        """A round of the arm, in its waiting process or in a new one; waiting processes are ended if it does not fit beside
+        them."""
         peak = max((run.peak_gib for run in self.row.runs.get(arm.name, [])), default=0.0)
-        if arm.name not in self.waiting and not self._is_room_for(peak):
+        if arm.name not in self.waiting and not self._has_memory_for(peak):
             self._end_waiting()
         try:
             return self._next_round(arm) if arm.name in self.waiting else self._first_round(arm, label)
@@ -318,7 +318,7 @@ class _Session:
         return measured
 
     def _start(self, arm: Arm, label: str) -> RunningArm:
-        """Its process, which may be asked for more unless it is only scouted; in the scouting round ours is traced."""
+        """Start the arm's process. It can run further rounds unless the arm is only scouted; ours is traced when scouted."""
         work, scouting = self.row.work, label == SCOUTING
         trace = (self.options.trace or work.folder / "results" / "trace.json") if scouting and arm == Arm(OURS) else None
         return RunningArm(work, arm, work.steps, trace, label=label, further=0 if label == SURVEY else self.options.rounds)
@@ -333,11 +333,11 @@ class _Session:
         return measured
 
     def _fits_beside_others(self, measured: Measurement) -> bool:
-        """Whether the card holds what this arm and those that wait keep beside any of them at work, or another one like it."""
+        """Whether the card holds the memory of this and all waiting processes while any of them, or one like it, runs."""
         more = [run.peak_gib - run.held_gib for run in self._waiting_runs()]
-        return self._is_room_for(max([measured.peak_gib, *more]), measured)
+        return self._has_memory_for(max([measured.peak_gib, *more]), measured)
 
-    def _is_room_for(self, gib: float, *beside: Measurement) -> bool:
+    def _has_memory_for(self, gib: float, *beside: Measurement) -> bool:
         memory = self.row.rates.get("machine", {}).get("memory_gib", math.inf)
         return sum(run.held_gib + CONTEXT_GIB for run in (*self._waiting_runs(), *beside)) + gib + CONTEXT_GIB < memory
 
@@ -355,7 +355,7 @@ class _Session:
                 running.pop(name).end()
 
     def _refusal(self, arm: Arm, measured: Measurement, label: str) -> str | None:
-        """Beside the reference on the documents that the arm itself took."""
+        """Why the arm has no speed, by the reference on the documents that the arm itself took; None if it has one."""
         reference = self.row.reference
         if measured.own_batches:
             try:

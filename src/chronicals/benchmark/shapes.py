@@ -12,17 +12,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A shape by name.
+    """A built-in model shape, and the default sizes of its benchmark.
 
     Attributes:
-        kind: class of the transformers configuration.
+        config_class: class of the transformers configuration.
         sizes: its fields.
         batch_size: packs of a step.
-        max_seq_length: width of a pack.
-        steps: measured in a round.
+        max_seq_length: tokens of a pack.
+        steps: sampled steps of a round.
     """
 
-    kind: str
+    config_class: str
     sizes: dict[str, Any]
     batch_size: int
     max_seq_length: int
@@ -70,7 +70,7 @@ def build_model(name: str, folder: Path, device: str) -> None:
 
     torch.manual_seed(0)
     shape = SHAPES[name]
-    config = getattr(transformers, shape.kind)(**shape.sizes)
+    config = getattr(transformers, shape.config_class)(**shape.sizes)
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
@@ -98,7 +98,7 @@ def byte_tokenizer() -> Any:
 def random_documents(data: str, tokens: int, width: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
     """At least ``tokens`` tokens in documents of ``width`` (``fixed``) or of lognormal lengths (``ragged``).
 
-    The rank of a token is exp(u · ln V) with u uniform, so frequencies fall as in Zipf's law. No token is a special one.
+    A token id is exp(u · ln V) with u uniform, so frequencies fall as in Zipf's law. There are no special tokens.
     """
     generator = np.random.default_rng(seed)
     documents: list[list[int]] = []

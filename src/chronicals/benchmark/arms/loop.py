@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chronicals.benchmark.arms.padding import PaddedStep, padded
 from chronicals.benchmark.arms.ways import fastest_way, make_states
-from chronicals.benchmark.measurement import Clock, Measurement, Movement, Plan, device, peak_gib, reset_peak
+from chronicals.benchmark.measurement import ArmPlan, Clock, Measurement, Movement, device, peak_gib, reset_peak
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
 from chronicals.benchmark.work import Document, Work
 
@@ -21,7 +21,7 @@ from chronicals.benchmark.work import Document, Work
 def train_padded(
     model: Any,
     work: Work,
-    plan: Plan,
+    plan: ArmPlan,
     settings: str,
     steps: Sequence[Sequence[Document]] | None = None,
     rows: int | None = None,

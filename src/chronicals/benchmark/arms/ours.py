@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from chronicals.benchmark.arms.weights import load
-from chronicals.benchmark.measurement import Measurement, Plan, reset_peak
+from chronicals.benchmark.measurement import ArmPlan, Measurement, reset_peak
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
 from chronicals.benchmark.work import SPARE_STEPS, Work
 from chronicals.models import load_tokenizer
@@ -33,7 +33,7 @@ class Collector(Callback):
     After the first round a few more steps are traced, where asked.
     """
 
-    def __init__(self, plan: Plan, settings: str, run_in_fp8: bool):
+    def __init__(self, plan: ArmPlan, settings: str, run_in_fp8: bool):
         self.plan, self.settings, self.run_in_fp8 = plan, settings, run_in_fp8
         self.steps = list[StepMetrics]()
         self.trainer: ChronicalsTrainer | None = None
@@ -90,7 +90,7 @@ def is_crowded(peak: float) -> bool:
     return torch.cuda.is_available() and CROWDED * peak * 2**30 > torch.cuda.get_device_properties(0).total_memory
 
 
-def ours(work: Work, plan: Plan) -> None:
+def ours(work: Work, plan: ArmPlan) -> None:
     """Train through the trainer; the plan's changes are fields of the configuration."""
     run = f"run-{time.time_ns()}"
     config = work.config(run, **{"max_steps": plan.at_most + SPARE_STEPS, **plan.changes})
@@ -119,7 +119,7 @@ def _attach(model: Any, work: Work, config: Any) -> None:
     load_adapter(model, work.folder / "adapter")
 
 
-def _settings(config: Any, plan: Plan) -> str:
+def _settings(config: Any, plan: ArmPlan) -> str:
     words = [f"{config.mixed_precision}, optimizer states {config.optimizer_state_dtype}"]
     words += [f"{name}={value}" for name, value in plan.changes.items()]
     return ", ".join(words)

@@ -11,7 +11,7 @@ import torch
 from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.ways import flash_attention
 from chronicals.benchmark.arms.weights import load, with_peft
-from chronicals.benchmark.measurement import Plan, device
+from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import Document, Work
 
 TIGHT_STEPS = 3
@@ -31,20 +31,20 @@ def _kept_in(work: Work) -> str:
     return {torch.bfloat16: "weights and states bf16", torch.float32: "fp32"}[DTYPES[work.config().mixed_precision]]
 
 
-def transformers(work: Work, plan: Plan) -> None:
+def transformers(work: Work, plan: ArmPlan) -> None:
     """transformers' model as it is."""
     model, attentions = _model(work)
     train_padded(model, work, plan, f"fused AdamW, {_kept_in(work)}", attentions=attentions)
 
 
-def torch_compile(work: Work, plan: Plan) -> None:
+def torch_compile(work: Work, plan: ArmPlan) -> None:
     """The whole model compiled; shapes are static where rows do not differ."""
     model, attentions = _model(work)
     model.compile(dynamic=False if work.data == "fixed" else None)
     train_padded(model, work, plan, f"model.compile, fused AdamW, {_kept_in(work)}", attentions=attentions)
 
 
-def liger(work: Work, plan: Plan) -> None:
+def liger(work: Work, plan: ArmPlan) -> None:
     """Liger's kernels for the model's class, its fused linear cross-entropy included (its default)."""
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
     from transformers import AutoConfig
@@ -58,7 +58,7 @@ def liger(work: Work, plan: Plan) -> None:
     train_padded(model, work, plan, settings, attentions=attentions)
 
 
-def reference(work: Work, plan: Plan) -> None:
+def reference(work: Work, plan: ArmPlan) -> None:
     """The plain model in fp32 without TF32: what losses and gradients should be.
 
     Where the weights are a good part of the card, activations are recomputed, one row at a time, over few steps.
@@ -77,7 +77,7 @@ def reference(work: Work, plan: Plan) -> None:
         steps = list(work.documents_by_step(count))
     else:
         steps = [[_document(ids) for ids in step] for step in json.loads(plan.documents.read_text())][:count]
-    short = Plan(len(steps), 0, out=plan.out, began=plan.began)
+    short = ArmPlan(len(steps), 0, out=plan.out, began=plan.began)
     rows = 1 if tight else 4
     train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows, updates=len(steps) > 1)
 

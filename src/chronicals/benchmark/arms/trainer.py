@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.benchmark.measurement import COMPARED, Clock, Measurement, Movement, Plan, device, peak_gib, reset_peak
+from chronicals.benchmark.measurement import COMPARED, ArmPlan, Clock, Measurement, Movement, device, peak_gib, reset_peak
 from chronicals.benchmark.work import SPARE_STEPS, Document, Work
 
 
 def train_with_trainer(
-    model: Any, tokenizer: Any, work: Work, plan: Plan, settings: str, packing: bool, **arguments: Any
+    model: Any, tokenizer: Any, work: Work, plan: ArmPlan, settings: str, packing: bool, **arguments: Any
 ) -> None:
     """Train through ``SFTTrainer`` and hand in each round; losses and norms of its first steps and of the last.
 
@@ -80,7 +80,7 @@ class Watch:
         expected: token ids of the documents of the work's first steps; those that the trainer takes are kept.
     """
 
-    def __init__(self, trainer: Any, plan: Plan, settings: str, expected: list[list[list[int]]]):
+    def __init__(self, trainer: Any, plan: ArmPlan, settings: str, expected: list[list[list[int]]]):
         self.trainer, self.plan, self.settings, self.expected = trainer, plan, settings, expected
         self.movement = Movement(trainer.model)
         self.loaded = time.perf_counter() - plan.began

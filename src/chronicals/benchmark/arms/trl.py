@@ -9,7 +9,7 @@ from chronicals.benchmark.arms.plain import DTYPES
 from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.ways import flash_attention
 from chronicals.benchmark.arms.weights import load, with_peft
-from chronicals.benchmark.measurement import Plan, device
+from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import Work
 from chronicals.models import load_tokenizer
 
@@ -19,7 +19,7 @@ ROWS = 8
 """Padded rows of a micro-batch, about, where nothing packs."""
 
 
-def trl(work: Work, plan: Plan) -> None:
+def trl(work: Work, plan: ArmPlan) -> None:
     """``SFTTrainer`` at its documented best: best-fit packing, no padding, Liger's kernels where they are installed."""
     model = load(work.model, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
     attention = flash_attention(model)

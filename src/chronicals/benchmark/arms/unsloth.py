@@ -13,39 +13,39 @@ from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.weights import start_from
 from chronicals.benchmark.floor import PROJECTIONS
-from chronicals.benchmark.measurement import Plan
+from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.work import Work
 
 
-def unsloth(work: Work, plan: Plan) -> None:
+def unsloth(work: Work, plan: ArmPlan) -> None:
     """Without recomputation."""
     _unsloth(work, plan, recompute=False)
 
 
-def unsloth_recompute(work: Work, plan: Plan) -> None:
+def unsloth_recompute(work: Work, plan: ArmPlan) -> None:
     """With its own recomputation, its default."""
     _unsloth(work, plan, recompute=True)
 
 
-def unsloth_padded(work: Work, plan: Plan) -> None:
+def unsloth_padded(work: Work, plan: ArmPlan) -> None:
     """Without recomputation and without packing: padded rows."""
     train_padded(_load(work, False)[0], work, plan, f"plain loop, padded rows, no recomputation, {_states(work)}")
 
 
-def unsloth_compiled(work: Work, plan: Plan) -> None:
+def unsloth_compiled(work: Work, plan: ArmPlan) -> None:
     """LoRA through ``FastModel``, which compiles transformers' modules, as its full fine-tuning does; without recomputation."""
     model, tokenizer = _load(work, False, compiled=True)
     _train(model, tokenizer, work, plan, "FastModel", recompute=False)
 
 
-def _unsloth(work: Work, plan: Plan, recompute: bool) -> None:
+def _unsloth(work: Work, plan: ArmPlan, recompute: bool) -> None:
     packed_lora = work.mode == "lora" and work.data != "fixed"
     attention = [f"attention {packed_attention()}"] if packed_lora else []
     model, tokenizer = _load(work, recompute)
     _train(model, tokenizer, work, plan, *attention, recompute=recompute)
 
 
-def _train(model: Any, tokenizer: Any, work: Work, plan: Plan, *words: str, recompute: bool) -> None:
+def _train(model: Any, tokenizer: Any, work: Work, plan: ArmPlan, *words: str, recompute: bool) -> None:
     how = ", ".join(["its recomputation" if recompute else "no recomputation", _states(work), *words])
     if work.data == "fixed":
         train_padded(model, work, plan, f"plain loop, {how}")
