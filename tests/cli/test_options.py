@@ -72,5 +72,16 @@ def test_help_shows_every_choice_and_only_what_works():
     assert "--memory" in text and "optimizer_in_backward" in text and "8bit" not in text
 
 
+def test_a_number_that_the_run_decides_may_be_auto(monkeypatch):
+    given = []
+    monkeypatch.setattr(Recipe, "given", lambda *_, **flags: given.append(flags) or 1 / 0)
+    ran("train", "--batch-size", "auto", "--learning-rate", "1e-4", "--warmup-steps", "3", "--max-steps", "auto")
+    assert given == [{"batch_size": "auto", "learning_rate": 1e-4, "warmup_steps": 3, "max_steps": "auto"}]
+    result = ran("train", "--batch-size", "four")
+    assert result.exit_code == 2 and "'four' is neither an integer nor auto" in result.output
+    assert ran("train", "--seed", "auto").exit_code == 2
+    assert "INTEGER|auto" in ran("train", "--help").output
+
+
 def test_version():
     assert ran("--version").output == f"chronicals {__version__}\n"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config.config import DECIDED
 
 PUBLISHED = {
     "learning_rate": 2e-4,
@@ -200,7 +201,7 @@ def test_only_bf16_weights_that_are_trained_have_masters():
         ),
     ],
 )
-def test_switches_are_entrances_to_memory(fields, policies):
+def test_older_switches_are_aliases_of_memory(fields, policies):
     assert ChronicalsConfig(**fields).memory_policies == policies
 
 
@@ -257,6 +258,22 @@ def test_patience_needs_evaluations():
 def test_explicit():
     assert ChronicalsConfig().explicit == frozenset()
     assert ChronicalsConfig(use_lora=False, max_steps=50).explicit == {"use_lora", "max_steps"}
+
+
+def test_auto_leaves_the_decision_to_the_run(tmp_path):
+    """As leaving the field out does; it takes a value back."""
+    for name in DECIDED:
+        config = ChronicalsConfig(**{name: "auto"})
+        assert config == ChronicalsConfig() and config.explicit == frozenset()
+    config = ChronicalsConfig(batch_size=2, seed=7, warmup_steps=5)
+    config.batch_size = "auto"
+    assert config.replace(warmup_steps="auto").explicit == {"seed"} and config.batch_size == 4
+    (tmp_path / "c.yaml").write_text("learning_rate: auto\nnum_epochs: 2\nbatch_size: 3\n")
+    config = ChronicalsConfig.from_yaml(tmp_path / "c.yaml", batch_size="auto", max_steps="auto")
+    assert config == ChronicalsConfig(num_epochs=2) and config.explicit == {"num_epochs"}
+    with pytest.raises(ConfigurationError, match="seed='auto'"):
+        ChronicalsConfig(seed="auto")
+    assert ChronicalsConfig(run_name="auto").run_name == "auto"
 
 
 def test_explicit_is_each_ones_own():

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from chronicals.cli import wording
 from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
-from chronicals.config.config import NOT_YET
+from chronicals.config.config import AUTO, DECIDED, NOT_YET
 from chronicals.config.foreign import NOT_SHOWN, suggestion
 from chronicals.config.sections import SECTIONS, of_flags
 
@@ -87,7 +87,7 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None, help=_help(field, hints[field.name]), rich_help_panel="Recipe fields", show_default=False,
-                hidden=field.name == SECTIONS,
+                hidden=field.name == SECTIONS, **_or_auto(field.name, _flag_type(hints[field.name])),
             ),
             annotation=_flag_type(hints[field.name]) | None,
         )
@@ -150,6 +150,21 @@ def _choices(hint: Any) -> list[str]:
     if typing.get_origin(hint) is typing.Literal:
         return list(typing.get_args(hint))
     return [choice for part in typing.get_args(hint) for choice in _choices(part)]
+
+
+def _or_auto(name: str, number: Any) -> dict[str, Any]:
+    """What an option needs to take ``auto`` beside a number, where its field does."""
+    if name not in DECIDED or number not in (int, float):
+        return {}
+    word = "an integer" if number is int else "a number"
+
+    def parsed(text: str) -> Any:
+        try:
+            return text if text == AUTO else number(text)
+        except ValueError:
+            raise typer.BadParameter(f"{text!r} is neither {word} nor {AUTO}.") from None
+
+    return {"parser": parsed, "metavar": f"{'INTEGER' if number is int else 'FLOAT'}|{AUTO}"}
 
 
 def _flag_type(annotation: Any) -> Any:

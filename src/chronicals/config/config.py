@@ -45,30 +45,43 @@ def explain(cls: type, error: pydantic.ValidationError) -> ConfigurationError:
 T = TypeVar("T", bound=type)
 
 
-def remembers_what_was_set(cls: T) -> T:
-    """Keep the names of the fields the user passed or assigned to, so that 'permitted by default' and 'asked for' can be told
-    apart."""
-    validated: Callable[..., None] = cls.__init__  # type: ignore[misc]
+STRICT = pydantic.ConfigDict(extra="forbid", validate_default=True)
+
+
+def configuration(cls: T) -> T:
+    """A checked dataclass whose errors are ConfigurationErrors, and which knows the fields that were set: those that were
+    given, unless as ``auto``."""
+    checked: Callable[..., None] = cls.__init__  # type: ignore[misc]
     names = {field.name for field in dataclasses.fields(cls)}
 
-    @functools.wraps(validated)
-    def __init__(self: Any, **fields: Any) -> None:
-        fields = gathered(fields, names)
+    @functools.wraps(checked)
+    def __init__(self: Any, **given: Any) -> None:
+        fields = {name: value for name, value in gathered(given, names).items() if not is_auto(name, value)}
         try:
-            validated(self, **fields)
+            checked(self, **fields)
         except pydantic.ValidationError as error:
             raise explain(cls, error) from None
-        object.__setattr__(self, "explicit", frozenset(fields))
+        vars(self)["explicit"] = frozenset(fields)
         self.check()
 
-    def __setattr__(self: Any, name: str, value: Any) -> None:
-        changed = self.replace(**{name: value})
-        name = name if name in names else SECTIONS
-        vars(self).update({name: getattr(changed, name), "explicit": changed.explicit})
-
     cls.__init__ = __init__  # type: ignore[misc]
-    cls.__setattr__ = __setattr__  # type: ignore[assignment, method-assign]
     return cls
+
+
+AUTO = "auto"
+"""Value of a field that the run decides, as if it had been left out."""
+
+DECIDED = frozenset({
+    "learning_rate", "batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs", "warmup_steps", "memory", "keep",
+    "overlong", "max_documents", "dataset_num_proc", "trackers", "use_flash_attention", "use_fused_kernels",
+    "use_sequence_packing", "use_gradient_checkpointing", "use_torch_compile", "use_cuda_graphs", "use_lora_plus", "use_rslora",
+    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
+})  # fmt: skip
+"""Fields whose default depends on the objective, the data, the model or the machine."""
+
+
+def is_auto(name: str, value: Any) -> bool:
+    return name in DECIDED and value in ([AUTO], AUTO)
 
 
 NOT_YET: dict[str, tuple[Any, str]] = {
@@ -87,6 +100,11 @@ MemoryPolicy = Literal[
     "optimizer_in_backward",
 ]  # fmt: skip
 RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
+ALIASES: dict[str, MemoryPolicy] = {
+    "use_gradient_checkpointing": "recompute_layers",
+    "activation_offload": "offload_activations",
+}
+"""Switches that, set to true, are entries of ``memory``."""
 
 
 def _named_shares(value: Any) -> Any:
@@ -150,18 +168,19 @@ def laid_over(fields: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str,
     if SECTIONS in kept and SECTIONS in others:
         others = {**others, SECTIONS: merged(kept[SECTIONS], others[SECTIONS])}
     for name, other in (("max_steps", "num_epochs"), ("num_epochs", "max_steps")):
-        if others.get(name) is not None:
+        if others.get(name) not in (None, AUTO):
             kept.pop(other, None)
     return {**kept, **others}
 
 
-@remembers_what_was_set
-@dataclass(kw_only=True, config=pydantic.ConfigDict(extra="forbid", validate_default=True))
+@configuration
+@dataclass(kw_only=True, config=STRICT)
 class ChronicalsConfig:
     """What a training run does, apart from its model and data.
 
     The ``use_*`` switches that are on by default *permit*: card, model and memory decide what runs, and the first
-    lines of the log say what and why. A switch that was set explicitly and cannot be honoured raises.
+    lines of the log say what and why. A switch that was set and cannot be honoured raises. Fields whose default depends on
+    something (``DECIDED``) also take ``"auto"``, which leaves the decision to the run, as leaving them out does.
 
     To assign to a field is to pass it: the value and what it must agree with are checked at once, and what is refused changes
     nothing. Fields that agree only together are changed together, by ``replace``.
@@ -287,7 +306,13 @@ class ChronicalsConfig:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
 
     explicit = frozenset[str]()
-    """Names of the fields that were passed or assigned to."""
+    """Names of the fields that were set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As if the field had been passed."""
+        changed = self.replace(**{name: value})
+        name = name if hasattr(changed, name) else SECTIONS
+        vars(self).update({name: getattr(changed, name), "explicit": changed.explicit})
 
     def check(self) -> None:
         """What concerns more than one field."""
@@ -308,7 +333,7 @@ class ChronicalsConfig:
             raise ConfigurationError("early_stopping_patience needs eval_steps: without evaluations nothing can stop")
 
     def _check_memory(self) -> None:
-        """``memory`` and the switches that are entrances to it agree."""
+        """The entries of ``memory`` go together, and with the aliases of two of them."""
         if self.memory is None:
             return
         if "optimizer_in_backward" in self.memory:
@@ -319,11 +344,9 @@ class ChronicalsConfig:
             )
         if set(self.memory) >= RECOMPUTE:
             raise ConfigurationError(f"memory={self.memory}: recompute_layers makes everything again; leave out the other")
-        for switch, there in (
-            ("use_gradient_checkpointing", bool(RECOMPUTE & set(self.memory))),
-            ("activation_offload", "offload_activations" in self.memory),
-        ):
-            if switch in self.explicit and getattr(self, switch) != there:
+        for switch, entry in ALIASES.items():
+            same = RECOMPUTE if entry in RECOMPUTE else {entry}
+            if switch in self.explicit and getattr(self, switch) != bool(same & set(self.memory)):
                 raise ConfigurationError(
                     f"memory={self.memory} and {switch}={getattr(self, switch)}: they contradict; keep one"
                 )
@@ -350,13 +373,10 @@ class ChronicalsConfig:
 
     @property
     def memory_policies(self) -> frozenset[MemoryPolicy]:
-        """What was asked for to save memory, by ``memory`` or by the switches that are entrances to it."""
-        asked = set(self.memory or ())
-        if self.activation_offload:
-            asked.add("offload_activations")
-        if self.use_gradient_checkpointing and "use_gradient_checkpointing" in self.explicit and not asked & RECOMPUTE:
-            asked.add("recompute_layers")
-        return frozenset(asked)
+        """The entries of ``memory``, or those that its aliases ask for."""
+        if self.memory is not None:
+            return frozenset(self.memory)
+        return frozenset(entry for switch, entry in ALIASES.items() if switch in self.explicit and getattr(self, switch))
 
     def replace(self, **changes: Any) -> Self:
         """A copy with other values; what was explicit stays so."""
@@ -406,7 +426,7 @@ class ChronicalsConfig:
             raise ConfigurationError(f"{path}: expected 'field: value' lines, found {type(fields).__name__}")
         fields = {str(name): value for name, value in fields.items()}
         for name in ("learning_rate", "adam_epsilon"):  # YAML 1.1 reads 2e-4 as text
-            if isinstance(fields.get(name), str):
+            if isinstance(fields.get(name), str) and not is_auto(name, fields[name]):
                 try:
                     fields[name] = float(fields[name])
                 except ValueError:

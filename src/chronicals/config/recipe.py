@@ -7,11 +7,10 @@ import os
 from pathlib import Path
 from typing import Annotated, Any
 
-import pydantic
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from chronicals.config.config import ChronicalsConfig, ConfigurationError, laid_over, remembers_what_was_set
+from chronicals.config.config import STRICT, ChronicalsConfig, ConfigurationError, configuration, laid_over
 from chronicals.config.data_source import Columns, OptionalSources, Sources, with_columns
 from chronicals.config.paths import lasting
 from chronicals.config.presets import preset_fields
@@ -32,8 +31,8 @@ def _lasting(value: Any) -> Any:
     return value and lasting(value)
 
 
-@remembers_what_was_set
-@dataclass(kw_only=True, config=pydantic.ConfigDict(extra="forbid", validate_default=True))
+@configuration
+@dataclass(kw_only=True, config=STRICT)
 class Recipe(ChronicalsConfig):
     """A run that can be repeated from a file: ``chronicals train recipe.yaml``."""
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig
+from chronicals.config.config import ALIASES
 from chronicals.training.errors import TrainingError
 
 FEW_LOGITS = 1024
@@ -36,8 +37,8 @@ def what_helps(config: ChronicalsConfig) -> Iterator[tuple[dict[str, Any], str]]
         yield {"logits_chunk_size": FEW_LOGITS}, ""
     leanest = policies - {"recompute_elementwise"} | {"recompute_layers", "offload_activations"}
     if policies != leanest:
-        entrances = {"use_gradient_checkpointing", "activation_offload"} & config.explicit
-        yield {"memory": sorted(leanest), **dict.fromkeys(sorted(entrances), True)}, ""
+        aliases = sorted(ALIASES.keys() & config.explicit)
+        yield {"memory": sorted(leanest), **dict.fromkeys(aliases, True)}, ""
     if config.batch_size > 1 and in_backward:
         yield halved, "fewer tokens a step"
     if not config.use_lora:
