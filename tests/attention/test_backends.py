@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from definition import bounds, compare, dense, qkv, random_lengths
+from definition import bounds, compare, dense, qkv, random_lengths, random_spans
 
 from chronicals.attention import BACKENDS, document_attention
 from chronicals.attention.backends import flash_attn_4, flex
-from chronicals.attention.support import Needs
+from chronicals.attention.support import Needs, Spans
 
 HALF = torch.bfloat16
 MASKS = [{}, {"window": 37}, {"softcap": 1.5}, {"window": 37, "softcap": 1.5}]
@@ -33,16 +33,16 @@ def fresh_compilations():
     flex._masks.clear()
 
 
-def able(backend, dtype=HALF, head_dim=64, window=None, softcap=None, sinks=False):
+def able(backend, dtype=HALF, head_dim=64, window=None, softcap=None, sinks=False, spans=False):
     """Skips, by name, what a backend cannot do on this card."""
-    mask = {"window": window is not None, "softcap": softcap is not None, "sinks": sinks}
+    mask = {"window": window is not None, "softcap": softcap is not None, "sinks": sinks, "spans": spans}
     lacking = BACKENDS[backend].lacks(Needs("cuda", torch.cuda.get_device_capability(), dtype, head_dim, **mask))
     if lacking:
         pytest.skip(f"{backend} lacks {lacking}")
 
 
-def on_card_draw(tokens, heads=4, groups=2, width=64, dtype=HALF, sinks=False):
-    return qkv(tokens, heads, groups, width, dtype, "cuda", sinks)
+def on_card_draw(tokens, heads=4, groups=2, width=64, dtype=HALF, sinks=False, queries=None):
+    return qkv(tokens, heads, groups, width, dtype, "cuda", sinks, queries)
 
 
 @pytest.mark.parametrize("window", [None, 37])
@@ -77,6 +77,25 @@ def test_masks(backend, mask, sinks):
     able(backend, sinks=sinks, **mask)
     lengths = random_lengths(9, 150)
     compare(lengths, on_card_draw(sum(lengths), sinks=sinks), backend=backend, **mask)
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+@pytest.mark.parametrize("backend", FUSED)
+def test_queries_fewer_than_keys(backend, mask, sinks):
+    able(backend, sinks=sinks, spans=True, **mask)
+    queries, keys = random_spans(9, 150)
+    compare(queries, on_card_draw(sum(keys), sinks=sinks, queries=sum(queries)), backend=backend, keys=keys, **mask)
+
+
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("backend", ALWAYS)
+def test_one_query_after_many_keys(backend, width):
+    """As in decoding with a cache, one document longer than a block of keys."""
+    able(backend, head_dim=width, spans=True)
+    keys = [1, 300, 64, 129]
+    draw = on_card_draw(sum(keys), 4, 2, width, queries=len(keys))
+    compare([1] * len(keys), draw, backend=backend, keys=keys)
 
 
 @pytest.mark.parametrize("width", [64, 128])
@@ -141,8 +160,9 @@ def test_a_dropped_bound_is_noticed(backend, monkeypatch):
     able(backend)
     right, lengths = BACKENDS[backend], [40, 70, 90]
 
-    def wrong(q, k, v, cu, longest, *rest):
-        return right.attend(q, k, v, cu[[0, 2, 3]], sum(lengths), *rest)
+    def wrong(q, k, v, spans, *rest):
+        cu = spans.cu_q[[0, 2, 3]]
+        return right.attend(q, k, v, Spans(cu, sum(lengths), cu, sum(lengths)), *rest)
 
     monkeypatch.setitem(BACKENDS, backend, replace(right, attend=wrong))
     with pytest.raises(AssertionError, match=r"tensor \d: .* error"):

@@ -125,6 +125,17 @@ def test_head_widths_between_multiples_are_filled_up(monkeypatch):
     assert seen == [32]
 
 
+def test_a_backend_without_spans_is_not_chosen_for_them(card, monkeypatch):
+    card((9, 0))
+    assert choose_backend(CUDA, BF16, spans=True) == "flash-attn-4"
+    for name in ("flash-attn-4", "flash"):
+        supports = {device: replace(support, spans=False) for device, support in BACKENDS[name].supports.items()}
+        monkeypatch.setitem(BACKENDS, name, replace(BACKENDS[name], supports=supports))
+    assert choose_backend(CUDA, BF16) == "flash-attn-4" and choose_backend(CUDA, BF16, spans=True) == "flex"
+    with pytest.raises(ValueError, match="backend='flash' lacks cu_seqlens_k"):
+        choose_backend(CUDA, BF16, backend="flash", spans=True)
+
+
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)])
 def test_flash_attention_may_be_turned_off(card, capability):
     card(capability)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from definition import bounds, compare, qkv, random_lengths
+from definition import bounds, compare, qkv, random_lengths, random_spans
 
 from chronicals.attention import BACKENDS, document_attention
 
@@ -104,6 +104,38 @@ def run(draw, lengths, options):
     return out, leaves
 
 
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("window", [None, 2, 7, 59, 1000])
+def test_queries_fewer_than_keys(window, softcap, sinks, dtype):
+    queries, keys = random_spans()
+    draw = qkv(sum(keys), dtype=dtype, sinks=sinks, queries=sum(queries))
+    compare(queries, draw, keys=keys, window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("options", [{}, {"window": 4}, {"softcap": 1.5}], ids=str)
+def test_a_document_by_chunks_is_the_document(options):
+    """Each chunk attends to itself and what is before it, as with a cache or with other ranks' keys."""
+    lengths, chunk = [17, 30], 5
+    q, k, v = qkv(47)()
+    whole, rows = document_attention(q, k, v, bounds(lengths), 30, **options), torch.arange(47).split(lengths)
+    for start in range(0, 30, chunk):
+        asked = [row[start : start + chunk] for row in rows]
+        there = [row[: start + chunk] if len(part) else row[:0] for row, part in zip(rows, asked, strict=True)]
+        cu_q, cu_k = (bounds([len(part) for part in parts]) for parts in (asked, there))
+        of_q, of_k = torch.cat(asked), torch.cat(there)
+        out = document_attention(q[of_q], k[of_k], v[of_k], cu_q, chunk, cu_k, 30, **options)
+        torch.testing.assert_close(out, whole[of_q], rtol=1e-5, atol=1e-5)
+
+
+def test_equal_bounds_in_two_tensors_give_the_same():
+    lengths = random_lengths()
+    q, k, v = qkv(sum(lengths))()
+    once = document_attention(q, k, v, bounds(lengths), max(lengths))
+    assert torch.equal(once, document_attention(q, k, v, bounds(lengths), max(lengths), bounds(lengths), max(lengths)))
+
+
 OPTIONS = [{}, {"window": 4}, {"softcap": 1.5}]
 
 
@@ -184,9 +216,9 @@ def test_a_wrong_mask_is_noticed(fault, monkeypatch):
     draw = qkv(sum(lengths), sinks=True)
     compare(lengths, draw, window=6, softcap=1.5)
 
-    def wrong(q, k, v, cu, longest, scale, window, softcap, sinks, *_):
-        cu, *rest = FAULTS[fault](cu, window, softcap, sinks)
-        return right.attend(q, k, v, cu, longest, scale, *rest)
+    def wrong(q, k, v, spans, scale, window, softcap, sinks, *_):
+        cu, *rest = FAULTS[fault](spans.cu_q, window, softcap, sinks)
+        return right.attend(q, k, v, replace(spans, cu_q=cu, cu_k=cu), scale, *rest)
 
     monkeypatch.setitem(BACKENDS, "per-document", replace(right, attend=wrong))
     with pytest.raises(AssertionError, match=r"tensor \d: .* error"):
@@ -195,9 +227,15 @@ def test_a_wrong_mask_is_noticed(fault, monkeypatch):
 
 WRONG = {
     "shapes": lambda q, k, v, cu: dict(k_TKD=k[:-1]),
-    "cannot be shared": lambda q, k, v, cu: dict(q_THD=q[:, :3]),
+    "cannot be shared": lambda q, k, v, cu: dict(q_QHD=q[:, :3]),
     "types": lambda q, k, v, cu: dict(v_TKD=v.double()),
-    "cu_seqlens": lambda q, k, v, cu: dict(cu_seqlens=cu.long()),
+    "cu_seqlens_q is torch.int64": lambda q, k, v, cu: dict(cu_seqlens_q=cu.long()),
+    "cu_seqlens_k is torch.int32 of shape": lambda q, k, v, cu: dict(cu_seqlens_k=cu[1:], max_seqlen_k=5),
+    "without max_seqlen_k": lambda q, k, v, cu: dict(cu_seqlens_k=cu.clone()),
+    "document 1 has 5 queries and 4 keys": lambda q, k, v, cu: dict(cu_seqlens_k=bounds([5, 4]), max_seqlen_k=5),
+    "cu_seqlens_k=.*must rise from 0 to the 9 tokens of k": lambda q, k, v, cu: dict(
+        cu_seqlens_k=bounds([4, 6]), max_seqlen_k=6
+    ),
     "window=0": lambda q, k, v, cu: dict(window=0),
     "softcap=0.0": lambda q, k, v, cu: dict(softcap=0.0),
     "sinks": lambda q, k, v, cu: dict(sinks=torch.zeros(3)),
@@ -207,6 +245,6 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_what_does_not_fit_is_named(message):
     q, k, v = qkv(9)()
-    right = dict(q_THD=q, k_TKD=k, v_TKD=v, cu_seqlens=bounds([4, 5]), max_seqlen=5)
+    right = dict(q_QHD=q, k_TKD=k, v_TKD=v, cu_seqlens_q=bounds([4, 5]), max_seqlen_q=5)
     with pytest.raises(ValueError, match=message):
-        document_attention(**right | WRONG[message](q, k, v, right["cu_seqlens"]))
+        document_attention(**right | WRONG[message](q, k, v, right["cu_seqlens_q"]))

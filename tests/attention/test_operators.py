@@ -11,6 +11,7 @@ import torch
 from definition import bounds, dense, qkv
 
 from chronicals.attention.backends import flash_attn_4
+from chronicals.attention.support import Spans
 
 LENGTHS = [9, 0, 17, 4, 0]
 OPTIONS = [{}, {"window": 5}, {"softcap": 1.5}, {"window": 5, "sinks": True}]
@@ -40,9 +41,9 @@ def flash_attn_4_stand_in(monkeypatch):
         q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, softcap,
         window_size_left, window_size_right, learnable_sink, return_lse, out, lse,
     ):  # fmt: skip
-        assert causal and return_lse and cu_seqlens_q is cu_seqlens_k and max_seqlen_q == max_seqlen_k == 17
+        assert causal and return_lse and (max_seqlen_q, max_seqlen_k) == (17, 17 if cu_seqlens_q is cu_seqlens_k else 20)
         mask = options(softmax_scale, window_size_left, window_size_right, softcap)
-        out.copy_(dense(q, k, v, cu_seqlens_q, sinks=learnable_sink, **mask))
+        out.copy_(dense(q, k, v, cu_seqlens_q, sinks=learnable_sink, cu_k=cu_seqlens_k, **mask))
         lse.fill_(7.0)
         return out, lse, None, None, None
 
@@ -52,7 +53,7 @@ def flash_attn_4_stand_in(monkeypatch):
     ):  # fmt: skip
         assert causal and not deterministic and dout.is_contiguous() and lse.eq(7).all() and max_seqlen_q == 17
         mask = options(softmax_scale, window_size_left, window_size_right, softcap or None)
-        found = gradients_of_definition(q, k, v, cu_seqlens_q, dout, learnable_sink, **mask)
+        found = gradients_of_definition(q, k, v, cu_seqlens_q, dout, learnable_sink, cu_k=cu_seqlens_k, **mask)
         for place, gradient in zip((dq, dk, dv), found, strict=False):
             place.copy_(gradient)
         return dq, dk, dv, *found[3:]
@@ -60,16 +61,22 @@ def flash_attn_4_stand_in(monkeypatch):
     monkeypatch.setattr(flash_attn_4, "_kernels", lambda _device: (forward, backward))
 
 
-def compare(attend, window=None, softcap=None, sinks=False, compiled=False):
-    """On views out of a merged product, and an upstream gradient that is not contiguous."""
-    merged = torch.randn(30, 8 * 16).requires_grad_()
-    q, k, v = (part.view(30, -1, 16) for part in merged.split([4 * 16, 2 * 16, 2 * 16], -1))
+def compare(attend, window=None, softcap=None, sinks=False, compiled=False, earlier=()):
+    """On views out of a merged product, and an upstream gradient that is not contiguous.
+
+    Args:
+        earlier: by document, tokens that are keys alone, before the queries.
+    """
+    merged = torch.randn(30 + sum(earlier), 8 * 16).requires_grad_()
+    q, k, v = (part.view(len(merged), -1, 16) for part in merged.split([4 * 16, 2 * 16, 2 * 16], -1))
+    q = q[:30]
     sink = qkv(30, sinks=True)()[3].requires_grad_() if sinks else None
     cu, upstream = bounds(LENGTHS), torch.randn(4, 30, 16).transpose(0, 1)
     leaves = [merged] if sink is None else [merged, sink]
-    expected = dense(q, k, v, cu, 0.3, window, softcap, sink)
+    cu_k = bounds([a + b for a, b in zip(LENGTHS, earlier, strict=True)]) if earlier else cu
+    expected = dense(q, k, v, cu, 0.3, window, softcap, sink, cu_k)
     run = torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend
-    found = run(q, k, v, cu, 17, 0.3, window, softcap, sink)
+    found = run(q, k, v, Spans(cu, 17, cu_k, 20 if earlier else 17), 0.3, window, softcap, sink)
     torch.testing.assert_close(found, expected)
     for got, wanted in zip(*(torch.autograd.grad(x, leaves, upstream) for x in (found, expected)), strict=True):
         torch.testing.assert_close(got, wanted)
@@ -79,16 +86,18 @@ def compare(attend, window=None, softcap=None, sinks=False, compiled=False):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_flash_attn_4(options, compiled, flash_attn_4_stand_in):
     compare(flash_attn_4.attend, **options, compiled=compiled)
+    compare(flash_attn_4.attend, **options, compiled=compiled, earlier=[11, 2, 3, 0, 0])
 
 
 def test_shapes_for_tracing(flash_attn_4_stand_in):
     """torch's own check of a registered operator, its backward included."""
     inputs, sink = qkv(30)(), torch.randn(4)
-    out, lse = flash_attn_4._forward(*inputs, bounds(LENGTHS), 17, 0.3, 5, None, sink)
-    for sinks in (None, sink):
+    cu = bounds(LENGTHS)
+    for sinks, cu_k, longest in ((None, None, 17), (sink, None, 17), (sink, bounds(LENGTHS), 20)):
         leaves = [x.clone().requires_grad_() for x in inputs]
-        torch.library.opcheck(flash_attn_4._forward, (*leaves, bounds(LENGTHS), 17, 0.3, 5, None, sinks))
-        rest = (out, lse, bounds(LENGTHS), 17, 0.3, 5, None, sinks)
+        given = cu, cu_k, 17, longest, 0.3, 5, None, sinks
+        torch.library.opcheck(flash_attn_4._forward, (*leaves, *given))
+        rest = *flash_attn_4._forward(*inputs, *given), *given
         torch.library.opcheck(flash_attn_4._backward, (torch.randn(30, 4, 16), *inputs, *rest))
 
 

@@ -49,6 +49,7 @@ def choose_backend(
     trains: bool = True,
     backend: str | None = None,
     flash: bool = True,
+    spans: bool = False,
 ) -> str:
     """Name of the backend that runs; said once in the log.
 
@@ -58,12 +59,13 @@ def choose_backend(
         trains: whether a gradient will be asked for.
         backend: a name from ``BACKENDS`` that must be used.
         flash: False chooses none of ``FLASH``.
+        spans: queries and keys have bounds of their own.
 
     Raises:
         ValueError: ``backend`` is unknown, or cannot do what is needed.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    needs = Needs(device.type, capability, dtype, head_dim, window, softcap, sinks, trains)
+    needs = Needs(device.type, capability, dtype, head_dim, window, softcap, sinks, trains, spans)
     if backend is not None:
         _check(backend, needs)
         chosen = backend

@@ -1,7 +1,9 @@
 """Causal attention in which every token sees its own document only.
 
-Shapes: T tokens, N documents, H query heads, K key/value heads, D head width.
-``q_THD``, ``k_TKD``, ``v_TKD``; document n is ``cu_seqlens[n]:cu_seqlens[n + 1]``.
+Shapes: N documents, Q queries and T keys of all of them, H query heads, K key/value heads, D head width.
+``q_QHD``, ``k_TKD``, ``v_TKD``; the queries of document n are ``cu_seqlens_q[n]:cu_seqlens_q[n + 1]``, its keys the same tokens
+or ``cu_seqlens_k[n]:cu_seqlens_k[n + 1]``: then its earlier tokens are there as keys alone (a cache, a shared prefix, the
+chunks of other ranks).
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ from torch import Tensor
 
 from chronicals.attention.backends import BACKENDS
 from chronicals.attention.choice import choose_backend
+from chronicals.attention.support import Spans
 
 
 def document_attention(
-    q_THD: Tensor,
+    q_QHD: Tensor,
     k_TKD: Tensor,
     v_TKD: Tensor,
-    cu_seqlens: Tensor,
-    max_seqlen: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_k: int | None = None,
     *,
     scale: float | None = None,
     window: int | None = None,
@@ -29,11 +34,15 @@ def document_attention(
     flash: bool = True,
     room: int = 0,
 ) -> Tensor:
-    """Attention output ``[T, H, D]``, in the type of the inputs.
+    """Attention output ``[Q, H, D]``, in the dtype of the inputs.
 
     Args:
-        cu_seqlens: int32 ``[N + 1]``, ending at T; repeated entries are empty documents.
-        max_seqlen: bound on a document's length.
+        cu_seqlens_q: int32 ``[N + 1]``, ending at Q; repeated entries are empty documents.
+        max_seqlen_q: bound on a document's queries.
+        cu_seqlens_k: likewise of the keys, ending at T; by default queries and keys are the same tokens. A document has at
+            least as many keys as queries, and its last query stands at its last key (bottom-right alignment, as in
+            FlashAttention).
+        max_seqlen_k: bound on a document's keys; needed where ``cu_seqlens_k`` is given.
         scale: factor on the scores, ``D ** -0.5`` by default.
         window: a token sees itself and the ``window - 1`` before it.
         softcap: scores become ``softcap · tanh(score / softcap)``.
@@ -45,37 +54,44 @@ def document_attention(
     Raises:
         ValueError: shapes or types do not fit, or ``backend`` cannot do what is asked.
     """
-    _check(q_THD, k_TKD, v_TKD, cu_seqlens, window, softcap, sinks)
-    head_dim = q_THD.shape[-1]
-    window = None if window is None or window >= max_seqlen else window
-    tensors = (q_THD, k_TKD, v_TKD) if sinks is None else (q_THD, k_TKD, v_TKD, sinks)
+    if cu_seqlens_k is None:
+        cu_seqlens_k, max_seqlen_k = cu_seqlens_q, max_seqlen_q
+    if max_seqlen_k is None:
+        raise ValueError("cu_seqlens_k was given without max_seqlen_k; give a bound on the keys of a document")
+    spans = Spans(cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k)
+    _check(q_QHD, k_TKD, v_TKD, spans, window, softcap, sinks)
+    head_dim = q_QHD.shape[-1]
+    window = None if window is None or window >= max_seqlen_k else window
+    tensors = (q_QHD, k_TKD, v_TKD) if sinks is None else (q_QHD, k_TKD, v_TKD, sinks)
     name = choose_backend(
-        q_THD.device, q_THD.dtype, head_dim, window is not None, softcap is not None, sinks is not None,
-        torch.is_grad_enabled() and any(x.requires_grad for x in tensors), backend, flash,
+        q_QHD.device, q_QHD.dtype, head_dim, window is not None, softcap is not None, sinks is not None,
+        torch.is_grad_enabled() and any(x.requires_grad for x in tensors), backend, flash, not spans.are_equal,
     )  # fmt: skip
     chosen = BACKENDS[name]
-    support = chosen.support(q_THD.device.type)
+    support = chosen.support(q_QHD.device.type)
     missing = -head_dim % (support.multiple if support is not None else 1)
     if missing:
-        q_THD, k_TKD, v_TKD = (F.pad(x, (0, missing)) for x in (q_THD, k_TKD, v_TKD))
+        q_QHD, k_TKD, v_TKD = (F.pad(x, (0, missing)) for x in (q_QHD, k_TKD, v_TKD))
     scale = head_dim**-0.5 if scale is None else scale
-    out = chosen.attend(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, scale, window, softcap, sinks, room)
+    out = chosen.attend(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, room)
     return out[..., :head_dim] if missing else out
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> None:
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[2] != k.shape[2]:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"q, k, v have shapes {shapes}; give [T, H, D], [T, K, D], [T, K, D]")
+    as_many = q.shape[0] == k.shape[0] or not spans.are_equal
+    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or not as_many or q.shape[2] != k.shape[2]:
+        shapes, queries = ", ".join(str(tuple(x.shape)) for x in (q, k, v)), "T" if spans.are_equal else "Q"
+        raise ValueError(f"q, k, v have shapes {shapes}; give [{queries}, H, D], [T, K, D], [T, K, D]")
     heads, groups = q.shape[1], k.shape[1]
     if heads % groups:
         raise ValueError(f"{heads} query heads cannot be shared among {groups} key heads; give a multiple")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k, v are of types {q.dtype}, {k.dtype}, {v.dtype}; give one")
-    if cu.dtype != torch.int32 or cu.dim() != 1:
-        raise ValueError(f"cu_seqlens is {cu.dtype} with {cu.dim()} dimensions; give int32 [N + 1]")
+    for name, cu in (("cu_seqlens_q", spans.cu_q), ("cu_seqlens_k", spans.cu_k)):
+        if cu.dtype != torch.int32 or cu.dim() != 1 or len(cu) != len(spans.cu_q):
+            raise ValueError(f"{name} is {cu.dtype} of shape {tuple(cu.shape)}; give int32 [N + 1]")
     if window is not None and window < 1:
         raise ValueError(f"window={window} sees nothing; give at least 1, or None")
     if softcap is not None and softcap <= 0:

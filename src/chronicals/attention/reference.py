@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def attention_reference(
-    q_HSD: Tensor,
+    q_HQD: Tensor,
     k_KSD: Tensor,
     v_KSD: Tensor,
     seen: Tensor | None,
@@ -15,17 +15,17 @@ def attention_reference(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of S tokens, ``[H, S, D]``; K and V are repeated to all heads.
+    """Attention of Q queries to S keys, ``[H, Q, D]``; K and V are repeated to all heads.
 
     Args:
-        seen: bool ``[S, S]``, what each token sees; everything by default.
+        seen: bool ``[Q, S]``, which keys each query sees; all by default.
         scale: factor on the scores.
         softcap: scores become ``softcap · tanh(score / softcap)``.
         sinks: ``[H]``, a logit each head may spend its attention on.
     """
-    groups = q_HSD.shape[0] // k_KSD.shape[0]
+    groups = q_HQD.shape[0] // k_KSD.shape[0]
     k_HSD, v_HSD = (x.repeat_interleave(groups, 0) for x in (k_KSD, v_KSD))
-    scores = (q_HSD @ k_HSD.transpose(1, 2)).to(torch.promote_types(q_HSD.dtype, torch.float32)) * scale
+    scores = (q_HQD @ k_HSD.transpose(1, 2)).to(torch.promote_types(q_HQD.dtype, torch.float32)) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if seen is not None:

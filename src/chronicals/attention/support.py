@@ -10,8 +10,32 @@ from torch import Tensor
 
 HALVES = frozenset({torch.bfloat16, torch.float16})
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, int | None, float | None, Tensor | None, int], Tensor]
-"""``(q_THD, k_TKD, v_TKD, cu_seqlens, max_seqlen, scale, window, softcap, sinks, room)`` to ``[T, H, D]``."""
+
+@dataclass(frozen=True)
+class Spans:
+    """Which queries and which keys belong together: N pairs of ranges, one for each document.
+
+    The last query of a pair stands at its last key (bottom-right alignment, as FlashAttention defines it): query i of Q sees
+    the keys up to ``i + K - Q`` of K. There are at least as many keys as queries.
+
+    Attributes:
+        cu_q, cu_k: int32 ``[N + 1]``, ending at the number of queries and of keys. One tensor where both are the same tokens.
+        max_q, max_k: bounds on a document's queries and on its keys.
+    """
+
+    cu_q: Tensor
+    max_q: int
+    cu_k: Tensor
+    max_k: int
+
+    @property
+    def are_equal(self) -> bool:
+        """Whether queries and keys are the same tokens; bounds with equal values in two tensors are not looked into."""
+        return self.cu_k is self.cu_q
+
+
+Attend = Callable[[Tensor, Tensor, Tensor, Spans, float, int | None, float | None, Tensor | None, int], Tensor]
+"""``(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, room)`` to ``[Q, H, D]``."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +45,7 @@ class Needs:
     Attributes:
         capability: the card's compute capability; (0, 0) for other devices.
         trains: a gradient will be asked for.
+        spans: queries and keys have bounds of their own.
     """
 
     device: str
@@ -31,9 +56,10 @@ class Needs:
     softcap: bool = False
     sinks: bool = False
     trains: bool = True
+    spans: bool = False
 
     def __str__(self) -> str:
-        mask = [name for name in ("window", "softcap", "sinks") if getattr(self, name)]
+        mask = [name for name in ("window", "softcap", "sinks", "spans") if getattr(self, name)]
         return ", ".join([str(self.dtype).removeprefix("torch."), f"head_dim {self.head_dim}", *mask])
 
 
@@ -44,6 +70,7 @@ class Support:
     Attributes:
         widest: by major compute capability the widest head; cards that are not named are not supported.
         multiple: head widths between its multiples are filled up with zeros.
+        spans: queries and keys may have bounds of their own.
     """
 
     dtypes: frozenset[torch.dtype] | None = None
@@ -52,6 +79,7 @@ class Support:
     window: bool = True
     softcap: bool = True
     sinks: bool = True
+    spans: bool = True
     forward_only: bool = False
 
     def lacks(self, needs: Needs) -> str | None:
@@ -64,6 +92,7 @@ class Support:
             "window": needs.window and not self.window,
             "softcap": needs.softcap and not self.softcap,
             "sinks": needs.sinks and not self.sinks,
+            "cu_seqlens_k": needs.spans and not self.spans,
             "requires_grad=True": needs.trains and self.forward_only,
         }
         return next((what for what, is_lacking in lacking.items() if is_lacking), None)

@@ -49,10 +49,12 @@ def _documents_only(
     s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_k: int | None = None,
     flash: bool = True,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: ``[1, H, T, D]`` in, ``[1, T, H, D]`` out."""
+    """transformers' attention interface: ``[1, H, Q, D]`` and ``[1, K, T, D]`` in, ``[1, Q, H, D]`` out."""
     if cu_seq_lens_q is None or max_length_q is None:
         raise ValueError(f"{type(module).__name__} does not pass document bounds on to its attention")
     if attention_mask is not None:
@@ -70,6 +72,8 @@ def _documents_only(
         v_TKD,
         cu_seq_lens_q,
         max_length_q,
+        cu_seq_lens_k,
+        max_length_k,
         scale=scaling,
         window=sliding_window,
         softcap=softcap,

@@ -228,13 +228,14 @@ def _or_said(layer: Any, half: Any) -> Any:
 
 
 def _tokens(given: Mapping[str, Any]) -> Tokens:
-    bounds, longest, flash = given["cu_seq_lens_q"], given["max_length_q"], given.get("flash", True)
+    bounds: list[Any] = [given.get(name) for name in ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")]
+    flash = given.get("flash", True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return document_attention(q, k, v, bounds, longest, flash=flash, **options)
+        return document_attention(q, k, v, *bounds, flash=flash, **options)
 
     cos, sin = (table.squeeze(0) for table in given["position_embeddings"])
-    return Tokens(cos, sin, given.get("position_ids"), longest, attend)
+    return Tokens(cos, sin, given.get("position_ids"), given["max_length_q"], attend)
 
 
 def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:

@@ -8,15 +8,16 @@ from typing import Any
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from chronicals.attention.support import HALVES, Backend, Support
+from chronicals.attention.support import HALVES, Backend, Spans, Support
 
 # torch ≥ 2.12 wants to be told of grouped heads; 2.11 has no such argument and takes them as they are.
 GROUPED_HEADS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, *_: object) -> Tensor:
-    left = -1 if window is None else window - 1
-    out = varlen_attn(q, k, v, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **GROUPED_HEADS)
+def attend(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, *_: object) -> Tensor:
+    seen = (-1 if window is None else window - 1, 0)
+    bounds = spans.cu_q, spans.cu_k, spans.max_q, spans.max_k
+    out = varlen_attn(q, k, v, *bounds, scale=scale, window_size=seen, **GROUPED_HEADS)
     assert isinstance(out, Tensor)
     return out
 

@@ -1,6 +1,6 @@
 """FlashAttention-4 (package ``flash-attn-4``, CuTe), called below its own autograd and registered with torch.
 
-Shapes: q ``[T, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, T]``, sinks ``[H]``. Rows of q, k and v may lie apart,
+Shapes: q ``[Q, H, D]``, k and v ``[T, K, D]``, log-sum-exp fp32 ``[H, Q]``, sinks ``[H]``. Rows of q, k and v may lie apart,
 as in a merged product. The first call of a shape class compiles for some seconds; compiled kernels are kept on disk
 (``CACHE``), and later processes load them. Head width 256 on Blackwell is left out: its backward knows neither softcap nor
 sinks. Between multiples of 32 heads are filled up: gradients are wrong at 80.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from chronicals import beforehand
-from chronicals.attention.support import HALVES, Backend, Support
+from chronicals.attention.support import HALVES, Backend, Spans, Support
 
 
 @cache
@@ -67,30 +67,34 @@ def _kernels(device: torch.device) -> tuple[Callable[..., tuple], Callable[..., 
     return _flash_attn_fwd, _flash_attn_bwd
 
 
-def _common(cu: Tensor, longest: int, scale: float, window: int | None, sinks: Tensor | None) -> dict[str, Any]:
+def _common(
+    cu_q: Tensor, cu_k: Tensor | None, max_q: int, max_k: int, scale: float, window: int | None, sinks: Tensor | None
+) -> dict[str, Any]:
+    """Arguments of both kernels; ``cu_k`` is None where it is ``cu_q``, so that an operator is not given one tensor twice."""
     return {
         "softmax_scale": scale, "causal": True, "window_size_left": None if window is None else window - 1,
-        "window_size_right": None if window is None else 0, "cu_seqlens_q": cu, "cu_seqlens_k": cu,
-        "max_seqlen_q": longest, "max_seqlen_k": longest, "learnable_sink": sinks,
+        "window_size_right": None if window is None else 0, "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_q if cu_k is None else cu_k, "max_seqlen_q": max_q, "max_seqlen_k": max_k, "learnable_sink": sinks,
     }  # fmt: skip
 
 
 @torch.library.custom_op("chronicals::flash_attn_4_forward", mutates_args=())
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, room: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
+    window: int | None, softcap: float | None, sinks: Tensor | None, room: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     forward, _ = _kernels(q.device)
     out, lse = _outputs(q, room)
+    common = _common(cu_q, cu_k, max_q, max_k, scale, window, sinks)
     with torch.cuda.device_of(q):
-        forward(q, k, v, softcap=softcap, out=out, lse=lse, return_lse=True, **_common(cu, longest, scale, window, sinks))
+        forward(q, k, v, softcap=softcap, out=out, lse=lse, return_lse=True, **common)
     return out, lse
 
 
 @_forward.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, room: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
+    window: int | None, softcap: float | None, sinks: Tensor | None, room: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return _outputs(q, room)
 
@@ -103,8 +107,8 @@ def _outputs(q: Tensor, room: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("chronicals::flash_attn_4_backward", mutates_args=())
 def _backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu: Tensor, longest: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int,
+    max_k: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of q, k, v, and of the sinks where there are some."""
     _, backward = _kernels(q.device)
@@ -112,42 +116,44 @@ def _backward(
     with torch.cuda.device_of(q):
         found = backward(
             q, k, v, out, dout.contiguous(), lse, softcap=softcap or 0.0, dq=dq, dk=dk, dv=dv,
-            deterministic=torch.are_deterministic_algorithms_enabled(), **_common(cu, longest, scale, window, sinks),
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_common(cu_q, cu_k, max_q, max_k, scale, window, sinks),
         )  # fmt: skip
     return [dq, dk, dv, *found[3:4]]
 
 
 @_backward.register_fake
 def _(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu: Tensor, longest: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None,
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int,
+    max_k: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu, *options, sinks, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, cu, sinks)
+    q, k, v, cu_q, cu_k, *options, sinks, _ = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_q, cu_k, sinks)
     ctx.options = options
     ctx.set_materialize_grads(False)
 
 
 def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 10
+        return (None,) * 12
     *saved, sinks = ctx.saved_tensors
     dq, dk, dv, *dsinks = _backward(dout, *saved, *ctx.options, sinks)
-    return dq, dk, dv, None, None, None, None, None, dsinks[0] if dsinks else None, None
+    return dq, dk, dv, *(None,) * 7, dsinks[0] if dsinks else None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None, room: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None, room: int = 0,
 ) -> Tensor:  # fmt: skip
-    return _forward(q, k, v, cu, longest, scale, window, softcap, sinks, room)[0]
+    bounds = spans.cu_q, None if spans.are_equal else spans.cu_k, spans.max_q, spans.max_k
+    return _forward(q, k, v, *bounds, scale, window, softcap, sinks, room)[0]
 
 
 BACKEND = Backend(

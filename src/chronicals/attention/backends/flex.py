@@ -1,7 +1,8 @@
 """Compiled FlexAttention (Dong et al., 2024) with a block mask of documents, causality and window.
 
-A token sees the tokens from ``lower`` to itself: the start of its document, or of its window if that is later. As ``lower``
-never falls, a block of queries sees one run of key blocks, so the block mask is counted out without a T × T matrix.
+A query sees the keys from ``lower``, the start of its document or of its window if that is later, to ``own``, the key at which
+it stands. As neither falls from one query to the next, a block of queries visits one run of key blocks, and the block mask is
+computed without a matrix of all queries and keys.
 Softcap is a function of the score; sinks take their share afterwards, by the log-sum-exp.
 """
 
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from chronicals.attention.support import Spans
 
 BLOCK, KEPT = 128, 8
 
@@ -30,51 +33,63 @@ def _run(*tensors: Tensor, **options: Any) -> Any:
         return _compiled(*tensors, **options)
 
 
-_masks: OrderedDict[tuple, tuple[weakref.ref, int, BlockMask]] = OrderedDict()
+_masks: OrderedDict[tuple, tuple[tuple[weakref.ref, ...], tuple[int, ...], BlockMask]] = OrderedDict()
 
 
-def block_mask(cu: Tensor, tokens: int, window: int | None) -> BlockMask:
-    """The mask of a batch, made once: kept as long as ``cu`` is the same tensor with the same contents."""
-    if torch.compiler.is_compiling() or (cu.is_cuda and torch.cuda.is_current_stream_capturing()) or cu.is_inference():
-        return make_block_mask(cu, tokens, window)
-    key = (id(cu), tokens, window)
+def block_mask(spans: Spans, queries: int, keys: int, window: int | None) -> BlockMask:
+    """The mask of a batch, made once: kept as long as its bounds are the same tensors with the same contents."""
+    bounds = (spans.cu_q,) if spans.are_equal else (spans.cu_q, spans.cu_k)
+    if torch.compiler.is_compiling() or (spans.cu_q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make_block_mask(spans, queries, keys, window)
+    if any(cu.is_inference() for cu in bounds):  # such have no version
+        return make_block_mask(spans, queries, keys, window)
+    key, versions = (*map(id, bounds), queries, keys, window), tuple(cu._version for cu in bounds)
     kept = _masks.pop(key, None)
-    if kept is None or kept[0]() is not cu or kept[1] != cu._version:
-        kept = (weakref.ref(cu), cu._version, make_block_mask(cu, tokens, window))
+    if kept is None or any(there() is not cu for there, cu in zip(kept[0], bounds)) or kept[1] != versions:
+        kept = tuple(map(weakref.ref, bounds)), versions, make_block_mask(spans, queries, keys, window)
     _masks[key] = kept
     while len(_masks) > KEPT:
         _masks.popitem(last=False)
     return kept[2]
 
 
-def make_block_mask(cu: Tensor, tokens: int, window: int | None) -> BlockMask:
-    """From bounds ``[N + 1]``: 128 × 128 blocks that are seen whole, in part, or not at all."""
-    place = torch.arange(tokens, device=cu.device, dtype=torch.int32)
-    lower = cu[torch.searchsorted(cu, place, right=True) - 1]
+def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -> BlockMask:
+    """128 × 128 blocks of queries and keys that are seen whole, in part, or not at all."""
+    device = spans.cu_q.device
+    place = torch.arange(queries, device=device, dtype=torch.int32)
+    document = torch.searchsorted(spans.cu_q, place, right=True) - 1
+    lower, own = spans.cu_k[document], place
+    if not spans.are_equal:
+        own = place + spans.cu_k[document + 1] - spans.cu_q[document + 1]
     if window is not None:
-        lower = torch.maximum(lower, place - (window - 1))
+        lower = torch.maximum(lower, own - (window - 1))
 
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (key >= lower[query])
 
-    rows = (tokens + BLOCK - 1) // BLOCK
-    row = torch.arange(rows, device=cu.device, dtype=torch.int32)
-    first, last = row * BLOCK, ((row + 1) * BLOCK - 1).clamp(max=tokens - 1)
-    lowest = lower[first] // BLOCK
-    whole = torch.minimum((lower[last] + BLOCK - 1) // BLOCK, row)
-    # in part: the blocks from lowest to whole, and the diagonal; whole: those between
+    def seen_apart(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= own[query]) & (key >= lower[query])
+
+    rows, columns = (queries + BLOCK - 1) // BLOCK, (keys + BLOCK - 1) // BLOCK
+    row = torch.arange(rows, device=device, dtype=torch.int32)
+    column = torch.arange(columns, device=device, dtype=torch.int32)
+    first, last = row * BLOCK, ((row + 1) * BLOCK - 1).clamp(max=queries - 1)
+    # visited: the blocks from lowest to highest; seen whole: those from whole to end, without the latter
+    lowest, highest, end = lower[first] // BLOCK, own[last] // BLOCK, (own[first] + 1) // BLOCK
+    whole = torch.minimum((lower[last] + BLOCK - 1) // BLOCK, end)
     before = whole - lowest
-    parts = torch.where(row[None] < before[:, None], row[None] + lowest[:, None], row[:, None])
-    wholes = (row[None] + whole[:, None]).clamp(max=rows - 1)
+    after = (column[None] + (end - before)[:, None]).clamp(max=columns - 1)
+    parts = torch.where(column[None] < before[:, None], column[None] + lowest[:, None], after)
+    wholes = (column[None] + whole[:, None]).clamp(max=columns - 1)
     return BlockMask.from_kv_blocks(
-        (before + 1)[None, None], parts[None, None], (row - whole)[None, None], wholes[None, None],
-        BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(tokens, tokens),
+        (before + highest - end + 1)[None, None], parts[None, None], (end - whole)[None, None], wholes[None, None],
+        BLOCK_SIZE=BLOCK, mask_mod=seen if spans.are_equal else seen_apart, seq_lengths=(queries, keys),
     )  # fmt: skip
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _longest: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None, _room: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None, _room: int = 0,
 ) -> Tensor:  # fmt: skip
     def capped(score: Tensor, *_place: Tensor) -> Tensor:
         assert softcap is not None
@@ -82,7 +97,7 @@ def attend(
 
     options: dict[str, Any] = {
         "score_mod": None if softcap is None else capped,
-        "block_mask": block_mask(cu, q.shape[0], window),
+        "block_mask": block_mask(spans, q.shape[0], k.shape[0], window),
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
     }
@@ -92,4 +107,3 @@ def attend(
     out, aux = _run(q_BHTD, k_BKTD, v_BKTD, **options, return_aux=AuxRequest(lse=True))
     share_BHT = torch.sigmoid(aux.lse - sinks.float()[:, None])
     return (out * share_BHT[..., None]).to(q.dtype)[0].transpose(0, 1)
-

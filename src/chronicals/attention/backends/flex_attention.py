@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.attention.support import HALVES, Backend, Support
+from chronicals.attention.support import HALVES, Backend, Spans, Support
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None, room: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None, room: int = 0,
 ) -> Tensor:  # fmt: skip
     from chronicals.attention.backends import flex
 
-    return flex.attend(q, k, v, cu, longest, scale, window, softcap, sinks, room)
+    return flex.attend(q, k, v, spans, scale, window, softcap, sinks, room)
 
 
 BACKEND = Backend(

@@ -10,48 +10,56 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from chronicals.attention.reference import attention_reference
-from chronicals.attention.support import Backend, Support
+from chronicals.attention.support import Backend, Spans, Support
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, cu: Tensor, _longest: int, scale: float, window: int | None,
-    softcap: float | None, sinks: Tensor | None, _room: int = 0,
+    q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None, _room: int = 0,
 ) -> Tensor:  # fmt: skip
-    bounds = _bounds(cu, len(q))
+    queries = _slices(spans.cu_q, len(q))
+    keys = queries if spans.are_equal else _slices(spans.cu_k, len(k), "cu_seqlens_k", "k")
+    for n, (of_q, of_k) in enumerate(zip(queries, keys, strict=True)):
+        if of_q.stop - of_q.start > of_k.stop - of_k.start:
+            few = of_k.stop - of_k.start
+            raise ValueError(f"document {n} has {of_q.stop - of_q.start} queries and {few} keys; give a key for each query")
     out = [
-        _one(q[start:end], k[start:end], v[start:end], scale, window, softcap, sinks)
-        for start, end in zip(bounds, bounds[1:])
-        if end > start
+        _one(q[of_q], k[of_k], v[of_k], scale, window, softcap, sinks)
+        for of_q, of_k in zip(queries, keys)
+        if of_q.stop > of_q.start
     ]
     return torch.cat(out) if out else q.clone()
 
 
-def _bounds(cu: Tensor, tokens: int) -> list[int]:
-    """On the host.
+def _slices(cu: Tensor, tokens: int, name: str = "cu_seqlens_q", of: str = "q") -> list[slice]:
+    """Of the documents, on the host.
 
     Raises:
         ValueError: they do not cover the tokens, each once.
     """
     bounds: list[int] = cu.tolist()
     if not bounds or bounds[0] != 0 or bounds[-1] != tokens or any(end < start for start, end in zip(bounds, bounds[1:])):
-        raise ValueError(f"cu_seqlens={bounds}: must rise from 0 to the {tokens} tokens of q")
-    return bounds
+        raise ValueError(f"{name}={bounds}: must rise from 0 to the {tokens} tokens of {of}")
+    return [slice(start, end) for start, end in zip(bounds, bounds[1:])]
 
 
 def _one(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    q_HSD, k_KSD, v_KSD = (x.transpose(0, 1) for x in (q, k, v))
-    length = q.shape[0]
-    banded = window is not None and window < length
+    q_HQD, k_KSD, v_KSD = (x.transpose(0, 1) for x in (q, k, v))
+    queries, keys = len(q), len(k)
+    banded = window is not None and window < keys
     plain = softcap is not None or sinks is not None
-    seen = torch.ones(length, length, dtype=torch.bool, device=q.device).tril() if banded or plain else None
+    seen = None
+    if banded or plain or 1 < queries < keys:  # one query sees all its keys; torch's own causal mask is for as many of both
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
     if seen is not None and window is not None and banded:
-        seen = seen.triu(1 - window)
+        seen = seen.triu(keys - queries + 1 - window)
     if plain:
-        return attention_reference(q_HSD, k_KSD, v_KSD, seen, scale, softcap, sinks).transpose(0, 1)
+        return attention_reference(q_HQD, k_KSD, v_KSD, seen, scale, softcap, sinks).transpose(0, 1)
+    causal = seen is None and queries == keys
     out = F.scaled_dot_product_attention(
-        q_HSD[None], k_KSD[None], v_KSD[None], attn_mask=seen, is_causal=seen is None, scale=scale, enable_gqa=True
+        q_HQD[None], k_KSD[None], v_KSD[None], attn_mask=seen, is_causal=causal, scale=scale, enable_gqa=True
     )
     return out[0].transpose(0, 1)
 
