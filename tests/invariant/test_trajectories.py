@@ -14,7 +14,7 @@ import tiny
 from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
 from chronicals.patching import halves, patch_parts
 from chronicals.patching.plan import Plan
-from chronicals.training import ChronicalsTrainer, decisions, in_backward, preparation
+from chronicals.training import ChronicalsTrainer, decisions, in_backward, session
 
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6
@@ -144,7 +144,7 @@ def test_recomputed_and_kept(tmp_path, changes):
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
 def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
     """Such layers, which a run has on a card only."""
-    for module in (decisions, preparation):
+    for module in (decisions, session):
         monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
     monkeypatch.setattr(decisions, "plan_for", lambda model: Plan())  # a proof runs layers, too
     remakes, remake, found = [], halves.Remake, []

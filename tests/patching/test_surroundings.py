@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import families
 from chronicals import patch_model, unpatch_model
 from chronicals.models import PresentedModel, attention_seam
-from chronicals.patching import lazy_mask
+from chronicals.patching import decoder_layer, lazy_mask, patch_parts
 from chronicals.patching.lazy_logits import LazyLogits
 
 
@@ -249,6 +249,33 @@ def test_logits_looked_at_after_the_head_is_sharded_again(alone):
     torch.optim.SGD(patched.parameters(), lr=0.0).step()
     with pytest.raises(RuntimeError, match="sharded again; look at them before the backward pass"):
         (out.logits * 2).sum()
+
+
+@pytest.mark.parametrize("fused_before", [False, True], ids=["", "fused before"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_sharded_weights_stay_where_they_are(alone, family, fused_before):
+    """Moved from where FSDP gathers them, they would stay those of the first step. A product of one layer needs no move."""
+    from torch.distributed.fsdp import fully_shard
+
+    plain = families.build(family)
+    sharded, batch, losses = copy.deepcopy(plain), families.documents_batch(), []
+    assert patch_parts(sharded, whole_layers=True).counts()[decoder_layer.BY]
+    if fused_before:
+        families.states_and_gradients(sharded, batch)
+    for unit in (*sharded.get_decoder().layers, sharded.get_decoder()):
+        fully_shard(unit, mesh=alone)
+    before = decoder_layer.runs[decoder_layer.BY]
+    for model in (plain, sharded):
+        optimizer = torch.optim.SGD(model.get_decoder().parameters(), lr=0.05)
+        for _ in range(3):
+            with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+                loss = presented.hidden_states(batch).sin().sum() / 100
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[3:] == pytest.approx(losses[:3], rel=1e-4) and losses[0] != pytest.approx(losses[2], rel=1e-2)
+    assert decoder_layer.runs[decoder_layer.BY] - before == (6 if family == "phi3" else 0)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

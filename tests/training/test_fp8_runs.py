@@ -12,13 +12,13 @@ from chronicals.config import ConfigurationError
 from chronicals.memory import tiling
 from chronicals.patching import fp8_layers, patch_parts
 from chronicals.patching.side_by_side import DEVICES, FORMATS, MERGED
-from chronicals.training import Callback, decisions, preparation
+from chronicals.training import Callback, decisions, session
 
 
 @pytest.fixture
 def fused_anywhere(monkeypatch):
     """Fused layers, which a run has on a card only, and FP8 for small products."""
-    for module in (decisions, preparation):
+    for module in (decisions, session):
         monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
     monkeypatch.setattr(fp8_layers, "LEAST", 16)
     model = tiny.llama()
@@ -109,8 +109,9 @@ def test_layers_that_do_not_run_fused_are_said(tmp_path, fused_anywhere, caplog)
     layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
     runs.train(tmp_path, model=fused_anywhere, use_fp8=True, mixed_precision="bf16", max_steps=2)
     assert "some layers do not run fused and stay in 16 bit: up_proj has hooks" in caplog.text
-    layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
-    with pytest.raises(ConfigurationError, match="use_fp8=True cannot be.*do not run fused: up_proj has hooks.*leave it out"):
+    for linear in (layers[1].mlp.up_proj, *(layer.self_attn.q_proj for layer in layers)):
+        linear.register_forward_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match="use_fp8=True cannot be.*do not run fused: q_proj has hooks.*leave it out"):
         runs.train(tmp_path / "none", model=fused_anywhere, use_fp8=True, mixed_precision="bf16")
 
 

@@ -11,7 +11,7 @@ import tiny
 from chronicals.kernels.fp8 import dequantize, fp8_quantize
 from chronicals.patching import fp8_layers, patch_parts
 from chronicals.quantization import FP8
-from chronicals.training import decisions, preparation
+from chronicals.training import decisions, session
 from chronicals.verification import verify
 from chronicals.verification.eight_bits import round_products, rounded
 
@@ -21,7 +21,7 @@ ADAPTERS = {"use_lora": True, "lora_rank": 8}
 
 @pytest.fixture
 def fused_anywhere(monkeypatch):
-    for module in (decisions, preparation):
+    for module in (decisions, session):
         monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
     monkeypatch.setattr(fp8_layers, "LEAST", 16)
 

@@ -68,7 +68,7 @@ class Estimate:
 
 
 def estimate(
-    model: Any, tokens: int, fused: bool, size: int, frozen: int, trained: int, chunk: int,
+    model: Any, tokens: int, fused: bool, size: int, frozen: float, trained: int, chunk: int,
     in_fp8: Callable[[int, int], bool] | None = None,
 ) -> Estimate:  # fmt: skip
     """Estimate the memory of training ``model``.
@@ -86,7 +86,7 @@ def estimate(
     parameters = list(model.parameters())
     device = parameters[0].device
     tables = {id(model.get_input_embeddings().weight), id(_head_of(model))}
-    fixed = sum(p.numel() * (trained if p.requires_grad else size if id(p) in tables else frozen) for p in parameters)
+    fixed = int(sum(p.numel() * (trained if p.requires_grad else size if id(p) in tables else frozen) for p in parameters))
     shape = model.config.get_text_config()
     width = shape.hidden_size
     inner = getattr(shape, "intermediate_size", None) or 4 * width

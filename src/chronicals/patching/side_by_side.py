@@ -68,7 +68,7 @@ class Group:
             except UnknownLinear as error:
                 raise Unmerged(f"{name} {error}") from None
             if is_hooked(child) or is_hooked(linear) or type(linear.weight.data) is not Tensor:
-                raise Unmerged(f"{name} has hooks, another forward or sharded weights")
+                raise Unmerged(f"{name} has hooks, another forward or a weight in shards")
             self.linears.append(linear)
             self.adapters.append(adapter)
             there.append(rank)
@@ -114,6 +114,12 @@ class Group:
         return merged_linear(x, merged, self.adapters, roomy, True, remake, unread, self.peaks(len(x)), kept)
 
 
+def is_borrowed(linear: nn.Linear) -> bool:
+    """Whether others place the weight's data, as FSDP does, which gathers shards into memory of its own for each forward pass,
+    and DeepSpeed's ZeRO. What is moved from there is trained no more."""
+    return getattr(linear, "_is_fsdp_managed_module", False) or hasattr(linear.weight, "ds_id")
+
+
 def is_hooked(module: Any) -> bool:
     """Whether calling the module would do more than its class's forward, wherever that finds its weight."""
     own = vars(module).get("forward")
@@ -133,6 +139,9 @@ def _merged(owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linea
     alone = len(linears) == 1 and not any(ranks) and names not in vars(owner).get(DEVICES, {})
     if alone and stands is None:
         return Merged.in_place(weights[0], biases[0])
+    if any(is_borrowed(linear) for linear in linears):
+        vars(owner).get(MERGED, {}).pop(names, None)
+        raise Unmerged(f"{', '.join(names)} cannot be fused: a sharded weight's storage is not moved")
     known: dict[tuple[str, ...], Merged] = vars(owner).setdefault(MERGED, {})
     merged = known.get(names)
     if merged is None or merged.padding.ranks != ranks or not merged.holds(weights, biases):

@@ -94,7 +94,13 @@ class Base(ABC):
     def dense(self) -> Tensor:
         """W in ``dtype``, on the device of its products."""
 
-    @property
+    @classmethod
     @abstractmethod
+    def bytes_a_value(cls, itemsize: int) -> float:
+        """Memory of a frozen weight on the device of its products, where the dense weight has ``itemsize`` bytes a value."""
+
+    @property
     def bytes(self) -> int:
-        """Memory on the device of its products."""
+        """Memory on the device of its products; a trained weight is held densely."""
+        itemsize = self.dtype.itemsize
+        return int(self.outputs * self.width * (itemsize if self.trained else self.bytes_a_value(itemsize)))

@@ -79,6 +79,6 @@ class Dense(Base):
     def dense(self) -> Tensor:
         return self.matrix
 
-    @property
-    def bytes(self) -> int:
-        return self.matrix.nbytes
+    @classmethod
+    def bytes_a_value(cls, itemsize: int) -> float:
+        return itemsize

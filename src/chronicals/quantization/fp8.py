@@ -63,13 +63,9 @@ class FP8(Base):
     def dense(self) -> Tensor:
         return self.weight.matrix
 
-    @property
-    def bytes(self) -> int:
-        return self.weight.bytes + (0 if self.trained else self._bytes_of_layouts)
-
-    @property
-    def _bytes_of_layouts(self) -> int:
-        return self.outputs * self.width * (2 if self.layout == "both" else 1)
+    @classmethod
+    def bytes_a_value(cls, itemsize: int) -> float:
+        return itemsize + 2
 
     def _rows(self) -> Scaled:
         """For ``y = x Wᵀ``."""

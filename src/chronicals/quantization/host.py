@@ -15,6 +15,6 @@ class FP8InHost(FP8):
     def dense(self) -> Tensor:
         return self.weight.matrix.to(self.device)
 
-    @property
-    def bytes(self) -> int:
-        return self._bytes_of_layouts
+    @classmethod
+    def bytes_a_value(cls, itemsize: int) -> float:
+        return 1

@@ -27,6 +27,7 @@ from chronicals.models import PresentedModel, input_device
 from chronicals.patching import has_gated_mlps
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
+from chronicals.quantization import FP8, Dense, FP8InHost
 
 PLAIN = {
     "use_flash_attention": "FlashAttention",
@@ -126,7 +127,7 @@ def _compilation(model: Any, on_card: bool, fused: bool, router_loss: bool) -> t
     return reason is None, reason or "decoder layers"
 
 
-def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int) -> tuple[int, int, int]:
+def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int) -> tuple[int, float, int]:
     """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient, its states and, in
     bf16, the lower half of its master."""
     narrow = product_type.itemsize
@@ -134,9 +135,9 @@ def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int) -> t
     sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or _has_tiles(config)
     states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
     gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
-    kept = 1 if _leaves(config) else narrow + 2 * config.use_fp8
+    frozen = FP8InHost if _leaves(config) else FP8 if config.use_fp8 else Dense
     weight = (2 + 2 * config.master_weights) if split else 4
-    return narrow, kept, weight + gradient + states
+    return narrow, frozen.bytes_a_value(narrow), weight + gradient + states
 
 
 def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:
