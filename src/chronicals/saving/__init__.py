@@ -1,15 +1,19 @@
 """Folders that are whole or not there, saved models, optimizer states."""
 
+from chronicals.saving.background import Background
 from chronicals.saving.errors import CheckpointError
 from chronicals.saving.folders import MANIFEST, check_folder, describe, remove, write_folder
-from chronicals.saving.model_files import load_weights, save_model, trained
+from chronicals.saving.model_files import load_weights, save_model, text_files, trained
 from chronicals.saving.optimizer_states import optimizer_files, read_optimizer, write_optimizer
 from chronicals.saving.saved_model import SavedModel
+from chronicals.saving.staging import Staging
 
 __all__ = [
     "MANIFEST",
+    "Background",
     "CheckpointError",
     "SavedModel",
+    "Staging",
     "check_folder",
     "describe",
     "load_weights",
@@ -17,6 +21,7 @@ __all__ = [
     "read_optimizer",
     "remove",
     "save_model",
+    "text_files",
     "trained",
     "write_folder",
     "write_optimizer",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -18,17 +19,37 @@ SHAPED_BY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
 """Fields of PEFT's configuration without whose values an adapter's matrices mean something else."""
 
 
-def save_model(folder: Path, model: Any, tokenizer: Any, about: dict[str, Any]) -> None:
-    """The weights as Hugging Face or PEFT reads them, the tokenizer, and ``chronicals.json`` with what was trained."""
+def save_model(
+    folder: Path, model: Any, text_files: Mapping[str, bytes], about: Mapping[str, Any],
+    weights: Mapping[str, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Write a model so that Hugging Face or PEFT loads it.
+
+    Args:
+        text_files: of ``text_files``.
+        about: what was trained, for ``chronicals.json``.
+        weights: values to write instead of the model's own, by the names of ``model.state_dict()``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if next(adapters(model), None) is not None:
-        save_adapter(model, folder)
+        save_adapter(model, folder, state_dict=weights)
     else:
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         name_base_by_absolute_path(folder)
-    save_processors(within_lora(model), folder)
-    tokenizer.save_pretrained(folder)
+    for name, content in text_files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
     (folder / "chronicals.json").write_text(to_json(about, indent=1))
+
+
+def text_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
+    """The files of the tokenizer and of the processors beside it, by name. They are the same all through a run: a thread that
+    writes a checkpoint must not use a tokenizer that others use."""
+    with TemporaryDirectory() as made:
+        folder = Path(made)
+        save_processors(within_lora(model), folder)
+        tokenizer.save_pretrained(folder)
+        return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 
 
 @torch.no_grad()

@@ -10,20 +10,23 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import Parameter
 
 from chronicals import saving
 from chronicals.distributed import Ranks
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import (
     CheckpointError,
+    Staging,
     check_folder,
     optimizer_files,
     read_optimizer,
@@ -67,22 +70,67 @@ def newest_valid(output_dir: Path) -> Path | None:
     return None
 
 
+@dataclass(frozen=True)
+class State:
+    """What a checkpoint keeps, as it was after one step.
+
+    Attributes:
+        weights: by the names of ``model.state_dict()``.
+        optimizer: by the names of ``optimizer_tensors``.
+        random: of ``random_states``.
+        facts: everything else, as JSON.
+    """
+
+    weights: Mapping[str, Any]
+    optimizer: Mapping[str, Tensor]
+    random: Mapping[str, Tensor]
+    facts: Mapping[str, Any]
+
+    def changing(self) -> dict[tuple[str, str], Tensor]:
+        """The tensors that the next update changes, by place and name; buffers are among them. Frozen weights are not."""
+        return {
+            **{
+                ("weights", name): tensor
+                for name, tensor in self.weights.items()
+                if isinstance(tensor, Tensor) and (tensor.requires_grad or not isinstance(tensor, Parameter))
+            },
+            **{("optimizer", name): tensor for name, tensor in self.optimizer.items()},
+        }
+
+    def staged(self, staging: Staging) -> State:
+        """With copies in host memory in the place of all that changes, valid within ``staging.reading``."""
+        copies = staging.copy(self.changing())
+        weights, optimizer = (
+            {name: copies.get((place, name), tensor) for name, tensor in tensors.items()}
+            for place, tensors in (("weights", self.weights), ("optimizer", self.optimizer))
+        )
+        return replace(self, weights=weights, optimizer=optimizer)
+
+
+def state_of(model: Any, optimizer: FusedAdamW, random: Mapping[str, Tensor], facts: Mapping[str, Any]) -> State:
+    """The tensors themselves, not copied."""
+    return State(model.state_dict(keep_vars=True), optimizer_tensors(model, optimizer), random, facts)
+
+
+@torch.no_grad()
 def save_checkpoint(
-    output_dir: Path, step: int, model: Any, tokenizer: Any, optimizer: FusedAdamW, state: dict[str, Any],
-    random_states: dict[str, Tensor], keep: int, best: int | None = None,
+    output_dir: Path, step: int, model: Any, text_files: Mapping[str, bytes], state: State, keep: int, best: int | None = None
 ) -> Path:  # fmt: skip
     """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of step ``best`` stays, also
     where ``keep`` is 1, and beside it the newest.
 
     Those of later steps were damaged, or the run would not have come here again: they take no whole one's place.
+
+    Args:
+        text_files: of ``saving.text_files``.
     """
     folder = output_dir / CHECKPOINTS / name_of(step)
 
     def fill(aside: Path) -> None:
-        save_model(aside / MODEL, model, tokenizer, state.get("about", {}))
-        write_optimizer(_optimizer_tensors(model, optimizer), aside)
-        save_file(random_states, aside / RNG)
-        (aside / STATE).write_text(to_json(state, indent=1))
+        save_model(aside / MODEL, model, text_files, state.facts.get("about", {}), state.weights)
+        write_optimizer(state.optimizer, aside)
+        save_file(dict(state.random), aside / RNG)
+        (aside / STATE).write_text(to_json(state.facts, indent=1))
 
     write_folder(folder, fill)
     earlier = [other for other in checkpoints(output_dir) if other.name < folder.name]
@@ -135,7 +183,8 @@ def _belonging_to(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: does not belong to this model: {error}") from error
 
 
-def _optimizer_tensors(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor]:
+def optimizer_tensors(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor]:
+    """The optimizer's states, named ``weight:state``."""
     return {
         f"{name}:{part}": tensor
         for name, parameter in trained(model)

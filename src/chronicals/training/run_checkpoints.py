@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream
 from chronicals.distributed import Ranks
 from chronicals.optimizers import FusedAdamW
+from chronicals.saving import Background, Staging, text_files
 from chronicals.training import checkpoint
 from chronicals.training.errors import CheckpointError
 from chronicals.training.precision import Precision
@@ -38,6 +40,10 @@ class RunCheckpoints:
     def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Ranks, keeps_best: bool):
         self.model, self.tokenizer, self.config, self.ranks = model, tokenizer, config, ranks
         self.keeps_best = keeps_best
+        self._staging = Staging(next(parameter.device for parameter in model.parameters() if parameter.requires_grad))
+        self._prepared = False
+        self._background = Background()
+        self._text_files: dict[str, bytes] = {}
 
     def restore(
         self, folder: Path, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream
@@ -113,14 +119,33 @@ class RunCheckpoints:
                 self.ranks.same_weights(state.values())
                 optimizer.load_state(parameter, state)
 
+    def prepare(self, run: Run, optimizer: FusedAdamW) -> None:
+        """After each step: once, begin to allocate the memory for checkpoints that will be written before the run ends."""
+        if self._prepared:
+            return
+        self._prepared = True
+        midway = self.keeps_best or (self.config.save_steps or run.total_steps) < run.total_steps
+        if self.ranks.first and midway:
+            state = checkpoint.state_of(self.model, optimizer, {}, {})
+            if self._staging.fits(state.changing().values()):
+                self._staging.prepare(state.changing().values())
+
     def save(
         self, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream, about: Mapping[str, Any]
     ) -> None:  # fmt: skip
-        """Write the checkpoint of this step; all ranks must ask."""
-        random_states = checkpoint.random_states(self.ranks)
+        """Begin the checkpoint of this step, whose metrics have arrived; all ranks must ask.
 
-        def write() -> None:
-            state = {
+        Its tensors are copied while the next forward and backward pass run, and written by a thread. The checkpoint before it
+        is finished first.
+
+        Raises:
+            CheckpointError: this one or the one before it cannot be written.
+        """
+        self.finish()
+        random = checkpoint.random_states(self.ranks)
+
+        def begin() -> None:
+            facts = {
                 **run.state(),
                 "data": stream.store.key,
                 "order": stream.fingerprint,
@@ -129,12 +154,55 @@ class RunCheckpoints:
                 "config": self.config.to_dict(),
                 "about": about,
             }
-            checkpoint.save_checkpoint(
-                self.config.output_dir, run.step, self.model, self.tokenizer, optimizer, state, random_states,
-                self.config.save_total_limit, run.best_step if self.keeps_best else None,
+            state = checkpoint.state_of(self.model, optimizer, random, facts)
+            self._text_files = self._text_files or text_files(self.model, self.tokenizer)
+            best = run.best_step if self.keeps_best else None
+            write = partial(
+                checkpoint.save_checkpoint, self.config.output_dir, run.step, self.model, self._text_files,
+                keep=self.config.save_total_limit, best=best,
             )  # fmt: skip
+            if self._staging.fits(state.changing().values()):
+                state = state.staged(self._staging)
+                self._background.start(partial(self._write_staged, write, state))
+            else:
+                logger.warning("host memory is too small for a copy of the state: training waits while checkpoints are written")
+                write(state)
 
-        self.ranks.first_does(write, CheckpointError)
+        self.ranks.first_does(begin, CheckpointError)
+
+    def _write_staged(self, write: Callable[[checkpoint.State], object], state: checkpoint.State) -> None:
+        with self._staging.reading():
+            write(state)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint that was begun is written; all ranks must ask.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self.ranks.first_does(self._background.wait, CheckpointError)
+
+    def hold_update(self) -> None:
+        """Called between the backward pass and the update, which must not change what is still being copied."""
+        self._staging.hold_update()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the checkpoint that this rank was writing could not be written; ``finish`` raises why."""
+        return self._background.error is not None
+
+    def __enter__(self) -> RunCheckpoints:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """However the run ended, the checkpoint that was begun is finished."""
+        if kind is not None and self._background.busy:
+            logger.warning("finishing the checkpoint that was begun")
+        try:
+            self._background.wait()
+        except Exception as error:  # the run has ended with an error of its own
+            logger.error("%s", error)
+        self._staging.release()
 
     def _has_best(self, run: Run) -> bool:
         """Whether the first rank's folder holds the weights of the best step. Older checkpoints do not say which it is."""

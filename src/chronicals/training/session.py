@@ -104,6 +104,8 @@ class Session:
     Attributes:
         decisions: what runs of all that the configuration permits, by the name of its switch.
         parameters: those that are trained.
+        before_update: called before weights are changed, between the backward pass and the update, or before the backward pass
+            where that updates.
     """
 
     model: Any
@@ -115,6 +117,7 @@ class Session:
     optimizer: FusedAdamW
     precision: Precision
     parameters: list[Tensor]
+    before_update: Callable[[], None] | None = field(init=False, default=None)
     _parts: EagerStep | UpdatesInBackward = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
     _compiles: bool = field(init=False, default=False)
@@ -151,6 +154,8 @@ class Session:
             As ``train_step``.
         """
         counts = counts_of(step, self.ranks)
+        if self.before_update is not None and isinstance(self._parts, UpdatesInBackward):
+            self.before_update()
         if self._compiles:
             compile_micro_step(self.presented, self.objective, step.batches[0], counts, self.precision)
             self._compiles = False
@@ -163,6 +168,8 @@ class Session:
         return scalars
 
     def _reduce(self, scalars: list[Tensor]) -> Tensor | None:
+        if self.before_update is not None:
+            self.before_update()
         return self.ranks.sum_gradients(self.parameters, scalars)
 
     def release_graphs(self) -> None:

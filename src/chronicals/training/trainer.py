@@ -19,7 +19,7 @@ from chronicals.distributed import Ranks
 from chronicals.kernels.compilation import identify_compiler
 from chronicals.models import PresentedModel, check_positions
 from chronicals.objectives import build_objective
-from chronicals.saving import save_model, write_folder
+from chronicals.saving import save_model, text_files, write_folder
 from chronicals.training import checkpoint
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.audit import Coverage, FirstStepAudit
@@ -172,7 +172,8 @@ class ChronicalsTrainer:
             self.ranks.first_does(samples.keep, OSError)
         run.trainable_share = self._trainable_share()
         with heeding_signals(self._told_to_stop), self._callbacks_around(run):
-            with session.stepping():
+            session.before_update = saved.hold_update
+            with saved, session.stepping():
                 self._session = session
                 self._loop(run, session, stream, eval_store, saved)
             self._session = None
@@ -197,6 +198,7 @@ class ChronicalsTrainer:
             if audit:
                 run.coverage = self._close_audit(audit, scalars)
                 audit = None if run.coverage else FirstStepAudit(self.model, optimizer)  # once more for a step left out
+            saved.prepare(run, optimizer)
             if pending:
                 self._deliver(run, presented, pending)
             pending = PendingMetrics(
@@ -205,16 +207,17 @@ class ChronicalsTrainer:
                 fill=step.counts["tokens"] / step.counts["slots"], epoch=stream.epoch(step.state),
             )  # fmt: skip
             began = pending.moment
-            due = self._due(run, eval_store is not None)
+            due = self._due(run, eval_store is not None, saved.failed)
             if due:
                 self._deliver(run, presented, pending)
                 pending = None
                 if "evaluate" in due and self._evaluate(run, session, eval_store) and saved.keeps_best:
                     due.add("save")
-                told, enough = self._stopped_anywhere(), self._gains_no_more(run)  # told while it evaluated, too
+                told, enough = self._stopped_anywhere(saved.failed), self._gains_no_more(run)  # told while it evaluated, too
                 if "save" in due or told or enough:
                     saved.save(run, optimizer, session.precision, stream, self._about(stream.store))
                 if told:
+                    saved.finish()
                     raise Interrupted(f"{self._stop} after step {run.step}; {how_to_resume(self.output_dir)}")
                 if enough:
                     after = "" if run.best_step is None else f", after step {run.best_step}"  # unknown to older checkpoints
@@ -222,15 +225,16 @@ class ChronicalsTrainer:
                     logger.info("stopped early after step %d: %s", run.step, lowest)
                     break
                 began = Moment(self.device)
+        saved.finish()
 
-    def _due(self, run: Run, has_eval: bool) -> set[str]:
+    def _due(self, run: Run, has_eval: bool, failed: bool) -> set[str]:
         """What is to be done after this step; anything at all waits for its metrics first."""
         last, due = run.step == run.total_steps, set()
         if has_eval and (last or (self.config.eval_steps and run.step % self.config.eval_steps == 0)):
             due.add("evaluate")
         if last or (self.config.save_steps and run.step % self.config.save_steps == 0):
             due.add("save")
-        if self._stopped_anywhere():
+        if self._stopped_anywhere(failed):
             due.add("stop")
         return due
 
@@ -351,8 +355,8 @@ class ChronicalsTrainer:
         evaluation = run.best_evaluation if model_step == run.best_step else run.evaluation
 
         def write() -> None:
-            about = self._about(store)
-            write_folder(model_dir, lambda aside: save_model(aside, self.model, self.tokenizer, about))
+            about, beside = self._about(store), text_files(self.model, self.tokenizer)
+            write_folder(model_dir, lambda aside: save_model(aside, self.model, beside, about))
             try:
                 self._write_report(report, run, model_step, evaluation, answers())
             except Exception as error:  # the model is there
@@ -420,11 +424,13 @@ class ChronicalsTrainer:
     def _told_to_stop(self, reason: str) -> None:
         self._stop = reason
 
-    def _stopped_anywhere(self) -> bool:
-        """Whether any rank was told to stop; all must save together."""
+    def _stopped_anywhere(self, failed: bool = False) -> bool:
+        """Whether any rank was told to stop, or could not write a checkpoint, which is raised when the next is begun; all must
+        save together."""
+        told_here = failed or self._stop is not None
         if self.ranks.count == 1:
-            return self._stop is not None
-        told = self.ranks.sum(torch.tensor(float(self._stop is not None), device=self.device))
+            return told_here
+        told = self.ranks.sum(torch.tensor(float(told_here), device=self.device))
         stopped = bool(told.item())
         if stopped and self._stop is None:
             self._stop = "stopped by a signal to another rank"

@@ -1,0 +1,127 @@
+"""Copies of a run's state in host memory, made while the device goes on training."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from chronicals.saving.host_memory import PinnedMemory, available_memory
+
+logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
+
+PIECE = 1 << 26
+"""Bytes of one copy from the device; metrics, which use the same copy engine, wait for at most one of them."""
+
+ALIGNED = 64
+"""Tensors begin at multiples of so many bytes."""
+
+
+class Staging:
+    """Copies tensors into host memory that is allocated once.
+
+    On a card the copies are made by a stream of their own, into pinned memory; whoever changes the tensors afterwards calls
+    ``hold_update`` first. Elsewhere they are made at once.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._memory = PinnedMemory()
+        self._allocating: threading.Thread | None = None
+        self._copied: torch.cuda.Event | None = None
+        self._holds = False
+        self._sources: list[Tensor] = []
+
+    def fits(self, tensors: Iterable[Tensor]) -> bool:
+        """Whether the copies take no more than half of the host memory that is available, or have their memory already."""
+        self._finish_allocating()
+        size, available = _size(tensors), available_memory()
+        return size <= self._memory.size or available is None or size <= available // 2
+
+    def prepare(self, tensors: Iterable[Tensor]) -> None:
+        """Allocate the memory for copies of these in a thread, so that the first copies need not wait for it."""
+        size = _size(tensors)
+        if self._stream is None or size <= self._memory.size:
+            return
+        logger.info("checkpoints are staged in %.2f GiB of pinned host memory", size / 2**30)
+        self._allocating = threading.Thread(target=self._memory.allocate, args=(size,), daemon=True)
+        self._allocating.start()
+
+    def copy(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Dense copies, on a card valid within ``reading`` and until the next call; a tensor given twice is copied once."""
+        copies: dict[int, Tensor] = {}
+        if self._stream is None:
+            for tensor in tensors.values():
+                copies[id(tensor)] = tensor.detach().clone(memory_format=torch.contiguous_format)
+        else:
+            self._finish_allocating()
+            self._memory.allocate(_size(tensors.values()))
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+            with torch.cuda.stream(self._stream):
+                for offset, tensor in _places(tensors.values()):
+                    copies[id(tensor)] = copy = self._memory.tensor(offset, tensor)
+                    _copy_in_pieces(tensor.detach(), copy, offset)
+            self._copied = self._stream.record_event()
+            self._holds, self._sources = True, list(tensors.values())  # whose memory stays until it is copied
+        return {key: copies[id(tensor)] for key, tensor in tensors.items()}
+
+    def hold_update(self) -> None:
+        """Let what is launched on the current stream from now on wait for the copies. The host does not wait."""
+        if self._holds and self._copied is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._copied)
+            self._holds = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within, in a thread: the copies are made, and what was not copied is read in another stream than that of training."""
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._sources = []
+        with torch.cuda.stream(self._stream):  # nothing without one
+            yield
+
+    def release(self) -> None:
+        """Give the memory back; copies must not be used any more."""
+        self._finish_allocating()
+        self._memory.release()
+
+    def _finish_allocating(self) -> None:
+        if self._allocating is not None:
+            self._allocating.join()
+            self._allocating = None
+
+
+def _copy_in_pieces(tensor: Tensor, copy: Tensor, offset: int) -> None:
+    """Enqueue copies that end at multiples of ``PIECE`` in the pinned memory, in which ``copy`` begins at ``offset``."""
+    source, target = _bytes(tensor.contiguous()), _bytes(copy)
+    begin, end = 0, PIECE - offset % PIECE
+    while begin < len(target):
+        target[begin:end].copy_(source[begin:end], non_blocking=True)
+        begin, end = end, end + PIECE
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _places(tensors: Iterable[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    """Each of them once, with where its copy begins."""
+    offset, seen = 0, set()
+    for tensor in tensors:
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield offset, tensor
+            offset += -(-tensor.nbytes // ALIGNED) * ALIGNED
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    """Bytes of their copies."""
+    return max((offset + tensor.nbytes for offset, tensor in _places(tensors)), default=0)
