@@ -4,6 +4,10 @@ A tracker is given the configuration once, the metrics of every step under ``tra
 ``eval/``. A resumed run is continued, not begun anew: which run that is stands in ``trackers.json``, and what the tracker
 lacks of it is made up for from ``metrics.jsonl``. The loop never waits for a tracker and is never stopped by one: each has a
 thread that hands over what has arrived and offers it again when that fails. What cannot be stored is said in the log.
+
+The clients' own queues do not keep these promises. TensorBoard's holds a few events and blocks the caller when it is full, and
+an error of the disk ends its thread and drops what waits. MLflow's drops a batch that the server refused. W&B's call writes to
+a socket, which blocks while its process does not read.
 """
 
 from __future__ import annotations
