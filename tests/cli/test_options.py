@@ -80,7 +80,7 @@ def test_a_number_that_the_run_decides_may_be_auto(monkeypatch):
     result = ran("train", "--batch-size", "four")
     assert result.exit_code == 2 and "'four' is neither an integer nor auto" in result.output
     assert ran("train", "--seed", "auto").exit_code == 2
-    assert "INTEGER|auto" in ran("train", "--help").output
+    assert "<int|auto>" in ran("train", "--help").output
 
 
 def test_version():

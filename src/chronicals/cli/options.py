@@ -87,7 +87,7 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             inspect.Parameter.KEYWORD_ONLY,
             default=typer.Option(
                 None, help=_help(field, hints[field.name]), rich_help_panel="Recipe fields", show_default=False,
-                hidden=field.name == SECTIONS, **_or_auto(field.name, _flag_type(hints[field.name])),
+                **_or_auto(field.name, _flag_type(hints[field.name])),
             ),
             annotation=_flag_type(hints[field.name]) | None,
         )
@@ -164,7 +164,7 @@ def _or_auto(name: str, number: Any) -> dict[str, Any]:
         except ValueError:
             raise typer.BadParameter(f"{text!r} is neither {word} nor {AUTO}.") from None
 
-    return {"parser": parsed, "metavar": f"{'INTEGER' if number is int else 'FLOAT'}|{AUTO}"}
+    return {"parser": parsed, "metavar": f"<{number.__name__}|{AUTO}>"}
 
 
 def _flag_type(annotation: Any) -> Any:

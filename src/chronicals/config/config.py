@@ -258,7 +258,7 @@ class ChronicalsConfig:
         default="sft", description="sft trains what the rows mark (answers, completions); pretraining every token"
     )
     sections: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Settings of the objective, in a section of its name: dpo: {beta: 0.1}"
+        default_factory=dict, description="Settings of the objective by name: --dpo.beta 0.1, or in a recipe dpo: {beta: 0.1}"
     )
     train_on_roles: Annotated[list[Role], Field(min_length=1), BeforeValidator(_listed)] = Field(
         default=["assistant"], description="Whose messages of a conversation are trained"
