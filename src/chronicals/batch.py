@@ -26,7 +26,9 @@ class Batch:
         max_seqlen: bound on the length of any document, filler included; on the host, bucketed.
         trained: at least so many as targets that are not ``IGNORED``, where it is known; on the host.
         weights: optional float32 ``[T]``, what each target's loss is multiplied by.
-        segments: tensors that an objective adds, by name.
+        segments: further columns of the documents by name, ``[N]`` each, of which entry n is document n's; -1 for filler.
+            ``side`` is a document's place in its item (0 chosen, 1 rejected), ``group`` numbers the items of the Batch; a
+            reference model's log-probabilities are another. Empty where every document is an item of its own.
     """
 
     input_ids: Tensor

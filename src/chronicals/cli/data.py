@@ -64,10 +64,11 @@ def show(
     from rich.console import Console
 
     from chronicals.config import Recipe
-    from chronicals.data import DataError, Tokenizer, build_store, plan_packs
+    from chronicals.data import DataError, Tokenizer, build_store
     from chronicals.data.building import log_report
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.data.gate import check_shares
+    from chronicals.data.loader import plan_of
     from chronicals.objectives import build_objective
     from chronicals.saving import SavedModel
 
@@ -104,9 +105,7 @@ def show(
             )
             console.print(drawn(*store.document(number), tokenizer, marks=not console.is_terminal), soft_wrap=True)
         console.print()
-        limit = config.max_documents if config.use_sequence_packing else 1
-        plan = plan_packs(store.lengths, config.max_seq_length, limit, config.packing_strategy)
-        for line in packs(plan, store):
+        for line in packs(plan_of(store, config), store):
             console.print(line, soft_wrap=True)
 
 

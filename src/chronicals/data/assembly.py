@@ -19,6 +19,9 @@ BUCKETS = 8
 ENTRY_SHARES = 8
 """Entries of the bounds come in shares of the most that can be: FlashAttention-4's backward holds 128 rows more for each."""
 
+FILLER = -1
+"""In the place of a document's number."""
+
 LONGEST, ENTRIES, TRAINED = 0, 1, 2
 """What is found out about a micro-batch: its ``max_seqlen``, the entries of its bounds, its targets."""
 
@@ -79,13 +82,20 @@ class Shape(NamedTuple):
 
 @compiled(nogil=True)
 def assemble(
-    columns: np.ndarray, bounds: np.ndarray, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape
+    columns: np.ndarray,
+    bounds: np.ndarray,
+    held: np.ndarray,
+    packs: np.ndarray,
+    facts: np.ndarray,
+    documents: Documents,
+    shape: Shape,
 ) -> tuple[int, int]:
     """Write the micro-batches of several steps.
 
     Args:
         columns: int64 ``[steps, batches, 3, T]``, filled here: ids, targets and positions.
         bounds: int32 ``[steps, batches, bounds]``, filled here as far as they are used.
+        held: int64 ``[steps, batches, bounds]``, filled here: the document that begins at each bound, or ``FILLER``.
         packs: int64 ``[steps, batches · packs]``, by their number in the plan.
         facts: int64 ``[steps, batches, 3]``, filled here: ``LONGEST``, ``ENTRIES`` and ``TRAINED`` of each micro-batch.
 
@@ -96,7 +106,9 @@ def assemble(
     for step in range(len(packs)):
         for batch in range(shape.batches):
             mine = packs[step, batch * shape.packs : (batch + 1) * shape.packs]
-            wrong = _assemble_batch(columns[step, batch], bounds[step, batch], mine, facts[step, batch], documents, shape)
+            wrong = _assemble_batch(
+                columns[step, batch], bounds[step, batch], held[step, batch], mine, facts[step, batch], documents, shape
+            )
             if wrong >= 0:
                 return step, wrong
     return len(packs), -1
@@ -104,11 +116,18 @@ def assemble(
 
 @compiled(nogil=True)
 def _assemble_batch(
-    columns: np.ndarray, bounds: np.ndarray, packs: np.ndarray, facts: np.ndarray, documents: Documents, shape: Shape
+    columns: np.ndarray,
+    bounds: np.ndarray,
+    held: np.ndarray,
+    packs: np.ndarray,
+    facts: np.ndarray,
+    documents: Documents,
+    shape: Shape,
 ) -> int:
     longest = _bucket(packs, documents, shape.width)
     entries = trained = 0
     bounds[0] = 0
+    held[:] = FILLER
     for number in range(packs.size):
         at, end = number * shape.width, (number + 1) * shape.width
         for document in documents.packed[documents.offsets[packs[number]] : documents.offsets[packs[number] + 1]]:
@@ -120,6 +139,7 @@ def _assemble_batch(
             ids = documents.ids[first : first + length]
             mask = documents.trained[first_trained : first_trained + length]
             trained += _write_document(columns[:, at : at + length], ids, mask)
+            held[entries] = document
             at += length
             entries += 1
             bounds[entries] = at

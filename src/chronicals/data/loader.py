@@ -12,16 +12,17 @@ import functools
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data.assembly import BUCKETS, ENTRIES, ENTRY_SHARES, LONGEST, TRAINED, Documents, Shape, assemble
+from chronicals.data.assembly import BUCKETS, ENTRIES, ENTRY_SHARES, FILLER, LONGEST, TRAINED, Documents, Shape, assemble
 from chronicals.data.balancing import balance
 from chronicals.data.building import open_store
 from chronicals.data.gate import DataError
@@ -29,12 +30,18 @@ from chronicals.data.packing import PackPlan, plan_packs
 from chronicals.data.prefetch import prefetch
 from chronicals.data.sources import Source
 from chronicals.data.steps import Counts, Step
-from chronicals.data.store import TokenStore
+from chronicals.data.store import SIDE, TokenStore
 
 logger = logging.getLogger(__name__)
 
 PREFETCHED_STEPS, PREFETCHED_BYTES = (2, 64), 1 << 26
 """Steps that are prefetched: so many as take 64 MiB, within these bounds."""
+
+SUMS, COST = ("targets", "tokens", "documents", "items"), 4
+"""Names of what is summed over the documents of each pack, and the column behind them: what attention costs, Σ length²."""
+
+WEIGHT, GROUP = "weight", "group"
+"""The column that becomes ``Batch.weights``, and the segment that numbers the items of a Batch."""
 
 CALLS = 4
 """Calls that assemble the prefetched steps, each several of them. Between two calls the thread needs the GIL, which it gets
@@ -43,8 +50,10 @@ after ``sys.getswitchinterval()`` (5 ms) where others run Python: longer than a 
 
 def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
     """The packs of one epoch."""
-    limit = config.max_documents if config.use_sequence_packing else 1
-    return plan_packs(store.lengths, config.max_seq_length, limit, config.packing_strategy)
+    items = store.items
+    widest = 1 if items is None else int(np.diff(items).max(initial=1))
+    limit = config.max_documents if config.use_sequence_packing else widest
+    return plan_packs(store.lengths, config.max_seq_length, limit, config.packing_strategy, items)
 
 
 def filler_token(tokenizer: Any, embedding_rows: int) -> int:
@@ -100,7 +109,13 @@ class BatchStream:
         self._documents = Documents(
             store.ids, store.trained, store.id_starts, store.trained_starts, store.lengths, self.plan.documents, offsets
         )
-        self._sums = _sums_of_packs(self._documents, store.targets)
+        first = np.ones(len(store), np.int64) if store.items is None else (store.columns[SIDE] == 0).astype(np.int64)
+        lengths = store.lengths
+        summed = store.targets, lengths, np.ones(len(store), np.int64), first, lengths**2
+        self._sums = np.stack([self._sum_in_packs(values) for values in summed], axis=1)
+        self._weights = None
+        if WEIGHT in store.columns:
+            self._weights = self._sum_in_packs(store.columns[WEIGHT].astype(np.float64) * store.targets)
         self._order = -1, np.zeros(0, np.int64)
 
     @property
@@ -172,7 +187,7 @@ class BatchStream:
         """What assembles the steps that begin at ``positions``; it returns them, and the document that it could not read, or
         -1."""
         packs = [self._packs_at(position) for position in positions]
-        memory = Memory(self._shape, len(packs), self.pin)
+        memory = Memory(self._shape, len(packs), self.pin, self.store.columns)
         mine = np.stack([self._balanced(step)[:, self.rank].ravel() for step in packs])
         counts = [self._counts(step) for step in packs]
 
@@ -218,12 +233,14 @@ class BatchStream:
         return packs[balance(self._sums[packs, COST], self.accumulation, self.ranks, self.batch_size)]
 
     def _counts(self, packs: np.ndarray) -> Counts:
-        targets, tokens, documents, _ = self._sums[packs].sum(0).tolist()
-        filled = int((packs < len(self.plan)).sum())
-        slots = self.packs_a_step * self.width
-        return {
-            "targets": targets, "tokens": tokens, "documents": documents, "items": documents, "packs": filled, "slots": slots
-        }  # fmt: skip
+        counts = dict(zip(SUMS, self._sums[packs].sum(0).tolist()))
+        counts |= {"packs": int((packs < len(self.plan)).sum()), "slots": self.packs_a_step * self.width}
+        return counts if self._weights is None else {**counts, "weight": float(self._weights[packs].sum())}
+
+    def _sum_in_packs(self, values: np.ndarray) -> np.ndarray:
+        """``[packs + 1]``: sums over the documents of each pack of what each document has; the last pack is the empty one."""
+        running = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values[self._documents.packed])])
+        return np.diff(running[self._documents.offsets])
 
 
 class Memory:
@@ -233,8 +250,8 @@ class Memory:
     memory alone is torch's: it must know which copies to the card still read from it.
     """
 
-    def __init__(self, shape: Shape, steps: int, pin: bool):
-        self.shape = shape
+    def __init__(self, shape: Shape, steps: int, pin: bool, columns: Mapping[str, np.ndarray] | None = None):
+        self.shape, self.pin, self.of_documents = shape, pin, columns or {}
         sizes = (steps, shape.batches, 3, shape.tokens), (steps, shape.batches, shape.bounds)
         self.columns: Any
         self.bounds: Any
@@ -243,15 +260,17 @@ class Memory:
             self.bounds = torch.empty(sizes[1], dtype=torch.int32, pin_memory=True)
         else:
             self.columns, self.bounds = np.empty(sizes[0], np.int64), np.empty(sizes[1], np.int32)
+        self.held = np.empty((steps, shape.batches, shape.bounds), np.int64)
         self.facts = np.zeros((steps, shape.batches, 3), np.int64)
 
     def assemble(self, packs: np.ndarray, documents: Documents) -> tuple[int, int]:
         """As ``assembly.assemble``."""
-        return assemble(np.asarray(self.columns), np.asarray(self.bounds), packs, self.facts, documents, self.shape)
+        columns, bounds = np.asarray(self.columns), np.asarray(self.bounds)
+        return assemble(columns, bounds, self.held, packs, self.facts, documents, self.shape)
 
     def batches(self, steps: int) -> Iterator[list[Batch]]:
         """The Batches of each of the first ``steps``, once they are assembled."""
-        for columns, bounds, facts in zip(self.columns[:steps], self.bounds, self.facts.tolist()):
+        for columns, bounds, held, facts in zip(self.columns[:steps], self.bounds, self.held, self.facts.tolist()):
             yield [
                 Batch(
                     torch.as_tensor(ids),
@@ -260,23 +279,30 @@ class Memory:
                     torch.as_tensor(ends[: fact[ENTRIES] + 1]),
                     max_seqlen=fact[LONGEST],
                     trained=fact[TRAINED],
+                    **self._of_documents(numbers[: fact[ENTRIES]], np.asarray(ends[: fact[ENTRIES] + 1])),
                 )
-                for (ids, targets, positions), ends, fact in zip(columns, bounds, facts)
+                for (ids, targets, positions), ends, numbers, fact in zip(columns, bounds, held, facts)
             ]
 
+    def _of_documents(self, numbers: np.ndarray, bounds: np.ndarray) -> dict[str, Any]:
+        """``weights`` and ``segments`` of a Batch with these documents, none where the store has no further columns."""
+        if not self.of_documents:
+            return {}
+        there = numbers >= 0
+        segments = {
+            name: np.where(there, values[numbers], FILLER).astype(values.dtype) for name, values in self.of_documents.items()
+        }
+        weights = segments.pop(WEIGHT, None)
+        first = segments[SIDE] == 0 if SIDE in segments else there
+        segments[GROUP] = np.where(there, np.cumsum(first) - 1, FILLER)
+        found = {"segments": {name: self._tensor(values) for name, values in segments.items()}}
+        if weights is None:
+            return found
+        return {**found, "weights": self._tensor(np.repeat(weights, np.diff(bounds)).astype(np.float32))}
 
-COST = 3
-"""Column of a pack's cost among its sums."""
-
-
-def _sums_of_packs(documents: Documents, targets: np.ndarray) -> np.ndarray:
-    """int64 ``[packs, 4]``: targets, tokens and documents of each pack, and what attention costs in it, Σ length²."""
-    lengths = documents.lengths
-    columns = [
-        np.diff(np.concatenate([[0], np.cumsum(values[documents.packed])])[documents.offsets])
-        for values in (targets, lengths, np.ones_like(lengths), lengths**2)
-    ]
-    return np.stack(columns, axis=1).astype(np.int64)
+    def _tensor(self, values: np.ndarray) -> Tensor:
+        tensor = torch.as_tensor(values)
+        return tensor.pin_memory() if self.pin else tensor
 
 
 def create_dataloader(dataset: Source, tokenizer: Any, config: ChronicalsConfig) -> BatchStream:

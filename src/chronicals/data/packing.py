@@ -70,17 +70,20 @@ def plan_packs(
     max_seq_length: int,
     max_documents: int | None = None,
     strategy: str = "best-fit",
+    items: np.ndarray | None = None,
 ) -> PackPlan:
-    """Assign every document to a pack.
+    """Assign every document to a pack; those of an item share one.
 
     Args:
         lengths: tokens of each document, 1 to ``max_seq_length``.
         max_seq_length: width of a pack.
         max_documents: most documents in a pack; no limit by default.
         strategy: ``best-fit``, ``first-fit`` or ``in-order``; see the module's docstring.
+        items: int64 ``[items + 1]``: item i is the documents ``items[i]:items[i + 1]``; by default every document is one.
 
     Raises:
-        ValueError: a length is out of range, ``max_documents`` is below 1, or there is no such strategy.
+        ValueError: a length is out of range, an item is longer than a pack or has more than ``max_documents``, which is below
+            1, or there is no such strategy.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}: no such strategy; there are {', '.join(STRATEGIES)}")
@@ -90,8 +93,26 @@ def plan_packs(
         raise ValueError(f"lengths[{wrong}]={sizes[wrong]}: must be between 1 and max_seq_length={max_seq_length}")
     if max_documents is not None and max_documents < 1:
         raise ValueError(f"max_documents={max_documents}: a pack must hold at least one document")
-    documents, offsets = STRATEGIES[strategy](sizes, max_seq_length, max_documents or max(sizes.size, 1))
+    limit = max_documents or max(sizes.size, 1)
+    if items is None:
+        documents, offsets = STRATEGIES[strategy](sizes, max_seq_length, limit)
+    else:
+        totals, widest = np.add.reduceat(sizes, items[:-1]), int(np.diff(items).max())
+        if totals.max() > max_seq_length:
+            wrong = int(np.argmax(totals > max_seq_length))
+            raise ValueError(f"item {wrong} has {totals[wrong]} tokens: must be at most max_seq_length={max_seq_length}")
+        if limit < widest:
+            raise ValueError(f"max_documents={max_documents}: an item has {widest} documents, which must share a pack")
+        documents, offsets = _documents_of(items, *STRATEGIES[strategy](totals, max_seq_length, limit // widest))
     return PackPlan(documents, offsets, int(sizes.sum()), max_seq_length)
+
+
+def _documents_of(items: np.ndarray, packed: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Documents pack after pack and where packs begin, from the same of items."""
+    counts = np.diff(items)[packed]
+    ends = np.append(0, np.cumsum(counts))
+    documents = np.arange(ends[-1]) + np.repeat(items[packed] - ends[:-1], counts)
+    return documents, ends[offsets]
 
 
 def _count_trailing_zeros(_context, bits):  # type: ignore[no-untyped-def]

@@ -1,13 +1,16 @@
 """Token store: an Arrow IPC file, memory-mapped, named by the hash of everything that made it.
 
 One row a document: ``ids`` (list of int32), ``trained`` (list of bool as uint8), how many of its positions predict a trained
-token (``targets``), the number of the ``row`` it came from, and a ``hash`` of that row's tokens. The gate's report lies beside
-it as JSON. A store is written aside and renamed, so what has the name is whole.
+token (``targets``), the number of the ``row`` it came from, and a ``hash`` of that row's tokens. Documents that belong
+together, as the two answers of a preference do, follow each other as one *item*; a further column ``side`` says which place a
+document has in its item. The gate's report lies beside it as JSON. A store is written aside and renamed, so what has the name
+is whole.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -24,6 +27,8 @@ SCHEMA = pa.schema(
     ]
 )  # fmt: skip
 
+SIDE = "side"
+"""Column of a document's place in its item, int64 from 0: an item begins at each 0. Without it every document is an item."""
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
 """Tells the pieces of a row apart, whose hash is the same."""
@@ -44,6 +49,7 @@ class TokenStore:
         ids, trained: the whole file as int32 and as uint8, memory-mapped.
         id_starts, trained_starts: int64 ``[documents]``, where each document begins in these two.
         earlier_keys: keys that earlier versions of this package gave to the same content.
+        columns: further values ``[documents]`` by name, segments of Batches: ``side``, and what ``with_column`` adds.
     """
 
     path: Path
@@ -58,6 +64,7 @@ class TokenStore:
     id_starts: np.ndarray = field(repr=False)
     trained_starts: np.ndarray = field(repr=False)
     earlier_keys: tuple[str, ...] = ()
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -86,23 +93,44 @@ class TokenStore:
         first, first_trained, length = self.id_starts[index], self.trained_starts[index], self.lengths[index]
         return self.ids[first : first + length], self.trained[first_trained : first_trained + length]
 
+    @property
+    def items(self) -> np.ndarray | None:
+        """int64 ``[items + 1]``: item i is the documents ``items[i]:items[i + 1]``; None where every document is one."""
+        if SIDE not in self.columns:
+            return None
+        return np.append(np.flatnonzero(self.columns[SIDE] == 0), len(self))
+
+    def with_column(self, name: str, values: np.ndarray) -> TokenStore:
+        """The store with one more value for each document, such as a reference model's log-probability (float32) or ``weight``,
+        by which the loss of each of its targets is multiplied.
+
+        Raises:
+            ValueError: there are more or fewer values than documents.
+        """
+        if len(values) != len(self):
+            raise ValueError(f"{name}: {len(values)} values for {len(self)} documents")
+        return replace(self, columns={**self.columns, name: np.asarray(values)})
+
     def subset(self, indices: np.ndarray) -> TokenStore:
-        """A store of some of the documents, over the same file."""
-        columns = ("lengths", "targets", "rows", "hashes", "id_starts", "trained_starts")
-        return replace(self, **{name: getattr(self, name)[indices] for name in columns})
+        """A store of some of the documents, over the same file; whole items in their order, where there are such."""
+        names = ("lengths", "targets", "rows", "hashes", "id_starts", "trained_starts")
+        columns = {name: values[indices] for name, values in self.columns.items()}
+        return replace(self, columns=columns, **{name: getattr(self, name)[indices] for name in names})
 
     def split(self, share: float, seed: int) -> tuple[TokenStore, TokenStore]:
         """The documents in two, by seed: those to train on, and ``share`` of them (at least one) held out.
 
-        Equal rows stay on one side; pieces of one row need not.
+        Equal rows stay on one side, and items whole; pieces of one row need not.
         """
-        piece = np.arange(len(self)) - np.searchsorted(self.rows, self.rows)
-        _, group = np.unique(self.hashes + piece.astype(np.uint64) * ODD, return_inverse=True)
+        items = np.arange(len(self) + 1) if self.items is None else self.items
+        rows, hashes = self.rows[items[:-1]], self.hashes[items[:-1]]
+        piece = np.arange(len(rows)) - np.searchsorted(rows, rows)
+        _, group = np.unique(hashes + piece.astype(np.uint64) * ODD, return_inverse=True)
         order = np.random.default_rng([seed, 1 << 32]).permutation(group.max(initial=-1) + 1)
         held = max(1, round(share * len(order)))
         if held >= len(order):
             raise DataError(f"validation_split={share}: leaves none of {len(order)} documents to train on")
-        apart = np.isin(group, order[:held])
+        apart = np.repeat(np.isin(group, order[:held]), np.diff(items))
         return self.subset(np.flatnonzero(~apart)), self.subset(np.flatnonzero(apart))
 
     @classmethod
@@ -119,15 +147,13 @@ class TokenStore:
         for starts, column in ((id_starts, ids), (trained_starts, trained)):
             if (lengths < 0).any() or (starts < 0).any() or (starts + lengths > column.size).any():
                 raise DataError(f"{path}: its tokens do not lie in the file; delete it, and it will be built again")
-        targets, rows, hashes = (
-            np.concatenate(
-                [np.zeros(0, dtype), *(_values(reader.get_batch(n)[name], dtype) for n in range(reader.num_record_batches))]
-            )
-            for name, dtype in (("targets", np.int64), ("row", np.int64), ("hash", np.uint64))
-        )
+        batches = [reader.get_batch(n) for n in range(reader.num_record_batches)]
+        kinds = ("targets", np.int64), ("row", np.int64), ("hash", np.uint64)
+        targets, rows, hashes = (_joined(batches, *kind) for kind in kinds)
+        columns = {SIDE: _joined(batches, SIDE, np.int64)} if SIDE in reader.schema.names else {}
         return cls(
             path, lengths, targets, rows, hashes, DataReport.from_dict(meta["report"]), meta["max_id"], ids, trained,
-            id_starts, trained_starts,
+            id_starts, trained_starts, columns=columns,
         )  # fmt: skip
 
 
@@ -140,6 +166,10 @@ def _documents_in(batch: pa.RecordBatch, address: int) -> np.ndarray:
         for column in (ids, trained)
     )
     return np.stack([first + offsets[:-1], first_trained + trained_offsets[:-1], np.diff(offsets)])
+
+
+def _joined(batches: list[pa.RecordBatch], name: str, dtype: type) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *(_values(batch[name], dtype) for batch in batches)])
 
 
 def _values(column: pa.Array, dtype: type) -> np.ndarray:

@@ -39,7 +39,7 @@ MOST = 64
 """Shapes that are captured; further ones run as usual."""
 
 Result = TypeVar("Result")
-Shape = tuple[int, int, int, int | None, tuple[str, ...], bool]
+Shape = tuple[int, int, int, int | None, tuple[tuple[str, torch.Size], ...], bool]
 
 
 @dataclass
@@ -131,7 +131,8 @@ class GraphedStep:
         if first:
             self._begin(counts)
         batch = _rounded(batch)
-        beside = (*batch.segments, *([] if batch.weights is None else ["weights"]))
+        further = batch.segments if batch.weights is None else {**batch.segments, "weights": batch.weights}
+        beside = tuple((name, tensor.shape) for name, tensor in further.items())
         shape = (len(batch), len(batch.cu_seqlens), batch.max_seqlen, batch.trained, beside, first)
         if shape not in self.of_micro and shape in self.met and len(self.of_micro) < MOST and not self.failed:
             self._capture_micro(shape, batch)
