@@ -61,10 +61,10 @@ def row_of(family: str, kind: str, small: bool) -> dict:
         documents = [{"input_ids": ids} for ids in random_documents("ragged", 25 * width, width, vocabulary)]
         began = time.perf_counter()
         found = verify(model_of(family, small, torch.bfloat16), byte_tokenizer(), config, documents)
-    worst = {part: max(getattr(found, part), key=lambda row: row.share) for part in ("gradients", "updates")}
+    worst = {part: max(getattr(found, part), key=lambda row: row.ratio) for part in ("gradients", "updates")}
     return {
         "passed": found.passed, "failures": found.failures, "notes": found.notes, "seconds": time.perf_counter() - began,
-        "worst": {part: {"module": row.module, "share": row.share} for part, row in worst.items()},
+        "worst": {part: {"module": row.module, "share": row.ratio} for part, row in worst.items()},
         "losses": [row.to_dict() for row in found.losses],
     }  # fmt: skip
 

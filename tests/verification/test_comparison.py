@@ -62,26 +62,26 @@ def tally(modules, ours, plain, steps=5, still=()):
 
 def test_one_and_a_half_times_the_plain_arm_and_no_more(modules):
     rows = tally(modules, lambda name, step: 0.016 if name.endswith("experts.1") else 0.014, 0.01)
-    assert {name for name, row in rows.items() if row.share > 1} == {"layers.1.mlp.experts.1"}
-    assert rows["layers.1.mlp.experts.1"].share == pytest.approx(0.016 / 0.015, rel=1e-4)
+    assert {name for name, row in rows.items() if row.ratio > 1} == {"layers.1.mlp.experts.1"}
+    assert rows["layers.1.mlp.experts.1"].ratio == pytest.approx(0.016 / 0.015, rel=1e-4)
     assert rows["layers.0.q_proj"].cosine == pytest.approx(1 / math.sqrt(1 + 0.014**2), rel=1e-6)
 
 
 def test_the_floor_holds_where_the_plain_arm_is_exact(modules):
     rows = tally(modules, lambda name, step: 0.0009 if name == "layers.0.q_proj" else 0.0011, 0.0)
-    assert rows["layers.0.q_proj"].share < 1 < rows["layers.1.q_proj"].share
+    assert rows["layers.0.q_proj"].ratio < 1 < rows["layers.1.q_proj"].ratio
 
 
 def test_one_step_out_of_line_passes_unless_it_is_far_out(modules):
     for outlier, passes in ((0.05, True), (0.2, False)):
         rows = tally(modules, lambda name, step, outlier=outlier: outlier if step == 2 else 0.01, 0.01)
-        assert all((row.share <= 1) == passes for row in rows.values()), outlier
+        assert all((row.ratio <= 1) == passes for row in rows.values()), outlier
 
 
 def test_nothing_where_there_should_be_something(modules):
     rows = tally(modules, lambda name, step: 0.0, 0.01, still={"layers.1.o_proj.lora_A"})
     assert [name for name, row in rows.items() if row.missing] == ["layers.1.o_proj.lora_A"]
-    assert rows["layers.1.o_proj.lora_A"].share == math.inf
+    assert rows["layers.1.o_proj.lora_A"].ratio == math.inf
     assert rows["layers.1.o_proj.lora_A"].to_dict()["share_of_allowed"] is None
 
 
@@ -92,18 +92,18 @@ def test_a_gradient_that_is_only_rounding_has_no_relative_error(modules):
         tiny = name == "layers.1.q_proj.weight"
         f = torch.full(shape, 1e-9 if tiny else 1.0)
         found.add(name, f + (3e-9 if tiny else 0.0), f - (1e-9 if tiny else 0.0), f)
-    assert all(row.share < 1 for row in found.deviations(1e-6))
+    assert all(row.ratio < 1 for row in found.deviations(1e-6))
 
 
 def test_not_a_number_fails(modules):
     rows = tally(modules, lambda name, step: math.nan if name == "layers.0.q_proj" and step == 1 else 0.0, 0.01)
-    assert rows["layers.0.q_proj"].share == math.inf
+    assert rows["layers.0.q_proj"].ratio == math.inf
 
 
 @pytest.mark.parametrize("no_number", [math.nan, math.inf])
 def test_a_plain_arm_that_is_no_number_passes_nothing(modules, no_number):
     rows = tally(modules, lambda name, step: 4.0, no_number)
-    assert all(row.share == math.inf for row in rows.values())
+    assert all(row.ratio == math.inf for row in rows.values())
     fp32 = torch.tensor([100.0, 50.0], dtype=torch.float64)
     assert len(wrong_losses(step_losses([(50.0, fp32, fp32 * no_number, 100)] * 5, rounding_walk(2)))) == 5
 

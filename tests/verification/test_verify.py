@@ -87,7 +87,7 @@ def test_a_healthy_run_passes(tmp_path, seed, family, changes):
     found = compare(tmp_path, build(family, seed), seed=seed, **changes)
     assert found.passed, found.failures
     assert len(found.losses) == 5 and all(row.deviation >= 0 for row in found.gradients)
-    assert len(found.optimizer) == len(found.gradients) and all(row.share < 0.5 for row in found.optimizer)
+    assert len(found.optimizer) == len(found.gradients) and all(row.ratio < 0.5 for row in found.optimizer)
     for row in found.gradients:
         unused = row.norm_ratio == row.deviation == 0.0  # an expert that no token was sent to has no gradient in any arm
         assert row.cosine > 0.99 or row.plain > 0.1 or unused, row
@@ -308,7 +308,7 @@ def test_a_fault_of_the_optimizer_alone_fails_in_every_type(tmp_path, monkeypatc
     plant(monkeypatch)
     found = compare(tmp_path, tiny.llama(seed), mixed_precision=precision, seed=seed, **changes)
     assert re.search(r"q_proj.*: optimizer deviates", "\n".join(found.failures)), found.failures[:5]
-    assert found.optimizer[0].share > 3
+    assert found.optimizer[0].ratio > 3
 
 
 def a_constant_rate(*_):

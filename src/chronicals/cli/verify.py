@@ -81,13 +81,13 @@ def _show(found: Verification, console: Console) -> None:
     modules.add_column("module", overflow="fold")
     for name in ("of", "deviation", "plain's", "allowed", "cosine", "norm", ""):
         modules.add_column(name, no_wrap=True)
-    rows = sorted([*found.gradients, *found.updates, *found.optimizer], key=lambda row: -row.share)
+    rows = sorted([*found.gradients, *found.updates, *found.optimizer], key=lambda row: -row.ratio)
     for deviation in rows[:SHOWN]:
         modules.add_row(
             deviation.module, deviation.quantity,
             *(f"{value:.1e}" for value in (deviation.deviation, deviation.plain, deviation.allowed)),
             f"{deviation.cosine:.6f}", f"{deviation.norm_ratio:.4f}",
-            "[green]ok[/]" if deviation.share <= 1 else "[bold red]differs[/]",
+            "[green]ok[/]" if deviation.ratio <= 1 else "[bold red]differs[/]",
         )  # fmt: skip
     console.print(losses, "", modules)
     if len(rows) > SHOWN:
@@ -98,7 +98,7 @@ def _show(found: Verification, console: Console) -> None:
         console.print(f"[bold red]failed[/] {escape(failure)}", soft_wrap=True)
     if len(found.failures) > SHOWN:
         console.print(f"[bold red]failed[/] and {len(found.failures) - SHOWN} more, in the JSON of --output")
-    worst = max((row.share for row in rows), default=0.0)
+    worst = max((row.ratio for row in rows), default=0.0)
     told = f"{len(found.losses)} steps; the worst module is at {worst:.0%} of what is allowed"
     if found.passed:
         console.print(f"[bold green]passed[/] {told}", soft_wrap=True)

@@ -1,35 +1,35 @@
-"""The figures of three arms beside each other, and what they may differ by.
+"""Comparison of three arms: how far a run may deviate from fp32.
 
-g is what chronicals computes in a module, f the same of plain transformers in fp32, p of plain transformers in the run's
-own type; the squares are summed over the elements of the module before anything is divided.
+For each module, g is what chronicals computes (a gradient or an update), f the same by plain transformers in fp32, and p by
+plain transformers in the run's own dtype. Squares are summed over the elements of the module before anything is divided.
 
     deviation = ‖g − f‖ / ‖f‖        allowed = max(1.5 · ‖p − f‖ / ‖f‖, floor)
 
-The plain arm's is taken over all steps summed together. Ours is that too, or the median of the single steps where it is
-smaller: a fault is there in every step and enlarges both, while a rounding that sends a token to another expert, or a small
-gradient (an adapter whose B just left zero), makes one step an outlier and enlarges one of the two. For faults that come and
-go, all steps of ours summed together may not deviate by more than ``OUTLIERS`` times what is allowed.
+**Steps.** The plain arm's deviation is that of all steps summed together. Ours is the lower of that and the median of the
+single steps. A fault is in every step and raises both. A rounding that sends a token to another expert, or a small gradient (an
+adapter whose B has just left zero), makes one step an outlier and raises one of the two. Against faults in few steps, all our
+steps summed together may deviate by at most ``OUTLIERS`` times what is allowed.
 
-The scale ‖p − f‖ / ‖f‖ of a module is that of its kind (the same part of every layer, in the quadratic mean) or that of
-the middle one of all modules where these are larger: one module's own is the draw of a few roundings. Of experts and what
-routes to them it is that of the worst one in its worst step: which few tokens a rounding sends elsewhere, and so which
-experts and steps it concerns, is chance in both arms. A module whose ‖f‖ is below ``NEAR_ZERO`` of what its share of the
-elements would have is measured against that: what is zero but for rounding (the bias of keys) has no relative error.
+**Scale.** ‖p − f‖ / ‖f‖ of one module depends on a few random roundings. The scale of a module is therefore the largest of its
+own, the quadratic mean over its kind (the same part of every layer), and the median of all modules. For experts and their
+routers it is that of the worst one in its worst step, because it is chance in both arms which tokens, experts and steps a
+rounding affects. If ‖f‖ of a module is below ``NEAR_ZERO`` of what it would have in proportion to its elements, that value
+replaces ‖f‖: a gradient that is zero except for rounding (the bias of keys) has no relative error.
 
-Floors, for roundings that p does not show:
-    eps of the run's type: two roundings of the result, half a spacing each, for g may be stored once more than p is;
-    ``WALK · eps32 · sqrt(ROUNDED · layers)``: f itself is rounded in fp32, half a spacing in each of about ``ROUNDED``
-        operations a layer, forwards and backwards together, which add up as a random walk; ``WALK`` is sixteen of
-        those halves, for g − f holds two such walks, and sums over tokens cancel (up to five were seen);
-    of an update, eps32 · ‖w‖ / ‖Δw‖, since Δw is the difference of two weights rounded in fp32;
-    of an update, d + sqrt(UNCLEAR · d), d what the module's gradient deviates by or may deviate by, which is judged in
-        its own row: AdamW hands it on through its moments, and divides each element of a gradient by its own size, so an
-        element k roundings off zero is turned by 1 / k, and a share of 0.8 dk roundings of the elements of a normal
-        distribution lie there; those below ``CLEAR`` are left out, the squares of the others add up to 0.8 / CLEAR
+**Floors**, for roundings that p does not show:
+    eps of the run's dtype: two roundings of half a spacing, because g may be stored once more than p;
+    ``WALK · eps32 · sqrt(ROUNDED · layers)``: f itself is rounded in fp32, by half a spacing in each of about ``ROUNDED``
+        operations a layer, forward and backward together, which add up as a random walk. ``WALK`` is sixteen of these
+        halves: g − f holds two such walks, and sums over tokens cancel (up to five were seen);
+    for an update, eps32 · ‖w‖ / ‖Δw‖, since Δw is the difference of two weights rounded in fp32;
+    for an update, d + sqrt(UNCLEAR · d), where d is the deviation of the module's gradient or what is allowed for it (which
+        has a row of its own). AdamW passes d on through its moments. It also divides each element of a gradient by its own
+        size, so an element that is k roundings from zero changes by 1 / k; of normally distributed elements a fraction of
+        0.8 dk roundings is there. Elements below ``CLEAR`` are left out; the squares of the others add up to 0.8 / CLEAR
         roundings.
 
-Of the optimizer alone, which torch's AdamW repeats with our gradients, f is what that makes of them, and nothing but floors is
-allowed: the last but one, and the walk of f through the operations of an update, fewer than a layer's.
+For the optimizer alone, f is what torch's AdamW makes of our gradients, and only floors are allowed: that of a difference of
+two weights, and the random walk through an update, which has fewer operations than a layer.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ OUTLIERS = 4.0
 NEAR_ZERO = 1e-2
 WALK, ROUNDED = 8.0, 32
 MISSING = 0.9
-"""Deviation beyond which what is zero in ours is no rounding; all of it is 1."""
+"""A module of ours that is zero is missing if its deviation exceeds this; 1 is all of f."""
 
 CHANCE = 3.0
-"""Standard deviations by which a mean over documents may miss, of the spread that the plain arm shows."""
+"""Standard deviations by which a mean over documents may deviate, given the plain arm's spread over documents."""
 
 CLEAR = 4.0
-"""Standard deviations of its rounding by which an element of a gradient must be off zero to have a direction."""
+"""An element of a gradient has a reliable sign if it is at least this many standard deviations of its rounding from zero."""
 
 UNCLEAR = 0.8 / CLEAR
 
@@ -67,10 +67,10 @@ class Deviation:
     Attributes:
         quantity: ``gradient``, ``update``, or ``optimizer``: the update beside that of torch's AdamW from our gradients.
         module: its path.
-        deviation: ours, relative Frobenius distance from fp32: median of the steps, or all together where that is less.
-        overall, plain: ours and the plain arm's, all steps summed together; of the optimizer alone there is no plain arm.
-        allowed: what ``deviation`` may be at most, and a quarter of what ``overall`` may be.
-        cosine, norm_ratio: of ours and fp32, all steps together.
+        deviation: our relative Frobenius distance from fp32: the median of the steps, or of all steps together if lower.
+        overall, plain: ours and the plain arm's, all steps summed together; for the optimizer there is no plain arm.
+        allowed: the limit of ``deviation``; that of ``overall`` is ``OUTLIERS`` times as high.
+        cosine, norm_ratio: between ours and fp32, all steps together.
     """
 
     quantity: str
@@ -83,15 +83,15 @@ class Deviation:
     norm_ratio: float
 
     @property
-    def share(self) -> float:
-        """Of what is allowed; above 1 it fails, and so does what there is no number to set beside."""
+    def ratio(self) -> float:
+        """The deviation over what is allowed; above 1 the module fails. Infinite where a figure is not finite."""
         if self.missing or not math.isfinite(self.overall) or not math.isfinite(self.allowed):
             return math.inf
         return max(self.deviation, self.overall / OUTLIERS) / self.allowed
 
     @property
     def missing(self) -> bool:
-        """Whether ours is zero in every element and step where the other arms have something."""
+        """Whether ours is zero in every element and step, and the other arms are not."""
         return self.norm_ratio == 0 and self.overall > MISSING > self.plain
 
     def to_dict(self) -> dict:
@@ -100,7 +100,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class StepLoss:
-    """The loss of one step in the three arms, and what ours may differ from fp32 by."""
+    """The loss of one step in the three arms, and by how much ours may differ from fp32."""
 
     step: int
     ours: float
@@ -109,7 +109,8 @@ class StepLoss:
     allowed: float
 
     @property
-    def share(self) -> float:
+    def ratio(self) -> float:
+        """The difference from fp32 over what is allowed."""
         difference = abs(self.ours - self.fp32)
         return difference / self.allowed if math.isfinite(difference) and math.isfinite(self.allowed) else math.inf
 
@@ -118,22 +119,22 @@ class StepLoss:
 
 
 def _as_json(row: Deviation | StepLoss) -> dict:
-    """With null for what is no number, which JSON does not know."""
-    values = {**asdict(row), "share_of_allowed": row.share}
+    """The fields for JSON; numbers that are not finite become null."""
+    values = {**asdict(row), "share_of_allowed": row.ratio}
     return {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in values.items()}
 
 
 def rounding_walk(layers: int) -> float:
-    """Relative error of fp32 itself at the end of a backward pass through so many layers; see the module's docstring."""
+    """Relative error of fp32 itself after a backward pass through ``layers`` layers; see the module's docstring."""
     return WALK * torch.finfo(torch.float32).eps * math.sqrt(ROUNDED * layers)
 
 
 class Tally:
-    """Sums over the elements of each module, step by step, on the device until they are read.
+    """Sums over the elements of each module, one row for each step, kept on the device until they are read.
 
     Args:
         quantity: what is summed, for the table.
-        modules: whose rows there are.
+        modules: the modules, one row each.
         device: of the tensors that are added.
     """
 
@@ -160,7 +161,7 @@ class Tally:
         """Every module's, worst first.
 
         Args:
-            floor: at least so much is allowed; a number, or one for each module ``[M]``.
+            floor: least deviation that is allowed: one number, or one for each module ``[M]``.
         """
         each = self.sums()
         together = each.sum(0)
@@ -171,18 +172,24 @@ class Tally:
         fp32, _, _, dot, own = together.unbind(1)
         cosine, ratio = dot / (fp32 * own).sqrt().clamp(min=TINY), (own / fp32.clamp(min=TINY)).sqrt()
         rows = zip(self.modules.names, torch.stack([typical, ours, plain, allowed, cosine, ratio], 1).tolist())
-        return sorted((Deviation(self.quantity, name, *row) for name, row in rows), key=lambda row: -row.share)
+        return sorted((Deviation(self.quantity, name, *row) for name, row in rows), key=lambda row: -row.ratio)
 
     def _relative(self, sums: Tensor) -> tuple[Tensor, Tensor]:
-        """‖g − f‖ / ‖f‖ and ‖p − f‖ / ‖f‖, ``[..., M]``, a small ‖f‖ replaced by ``NEAR_ZERO`` of its share."""
+        """‖g − f‖ / ‖f‖ and ‖p − f‖ / ‖f‖, ``[..., M]``, a near-zero ‖f‖ replaced as the module's docstring says."""
         fp32, sizes = sums[..., 0], self.modules.sizes
-        share = fp32.sum(-1, keepdim=True) * sizes / sizes.sum()
-        base = torch.maximum(fp32, share * NEAR_ZERO**2).clamp(min=TINY)
+        in_proportion = fp32.sum(-1, keepdim=True) * sizes / sizes.sum()
+        base = torch.maximum(fp32, in_proportion * NEAR_ZERO**2).clamp(min=TINY)
         return (sums[..., 1] / base).sqrt(), (sums[..., 2] / base).sqrt()
 
     def _scale(self, plain: Tensor, plain_each: Tensor) -> Tensor:
-        """``[M]``: the largest of a module's own, the quadratic mean of its kind, and the median of all modules;
-        for routed ones the largest of theirs, ``[steps, M]`` by themselves."""
+        """``[M]``: the largest of a module's own deviation, the quadratic mean of its kind, and the median of all modules.
+
+        For routed modules the kind's is their largest in any step.
+
+        Args:
+            plain: deviations of the plain arm, all steps together, ``[M]``.
+            plain_each: by step, ``[steps, M]``.
+        """
         routed = self.modules.routed
         members: dict[str, list[int]] = {}
         for row, kind in enumerate(self.modules.kinds):
@@ -195,19 +202,19 @@ class Tally:
 
 
 def _median_where(values: Tensor, counts: Tensor) -> Tensor:
-    """``[M]``: the lower median over the steps ``[steps, M]`` that count; zero where none does."""
+    """``[M]``: the lower median over the steps of ``values[steps, M]`` where ``counts``; zero for a module without one."""
     return torch.where(counts, values, torch.nan).nanmedian(0).values.nan_to_num(0.0, math.inf, math.inf)
 
 
 def update_floors(gradients: list[Deviation], modules: Modules, weights: Tensor, changes: Tensor) -> Tensor:
-    """``[M]``: the floors of updates, from the rows of the gradients, ‖w‖ ``[M]`` and ‖Δw‖ ``[M]``."""
+    """``[M]``: the floors of updates, from the deviations of the gradients, ‖w‖ ``[M]`` and ‖Δw‖ ``[M]``."""
     off = {row.module: max(row.allowed, row.overall) for row in gradients}
     d = torch.tensor([off[name] for name in modules.names], dtype=torch.float64).nan_to_num(1.0, 1.0).clamp(max=1.0)
     return torch.maximum(d + (UNCLEAR * d).sqrt(), _of_a_difference(weights, changes))
 
 
 def optimizer_floors(weights: Tensor, changes: Tensor) -> Tensor:
-    """``[M]``: the floors of updates from the same gradients, from ‖w‖ ``[M]`` and ‖Δw‖ ``[M]``."""
+    """``[M]``: the floors of updates that start from equal gradients, from ‖w‖ ``[M]`` and ‖Δw‖ ``[M]``."""
     return rounding_walk(1) + _of_a_difference(weights, changes)
 
 
@@ -217,14 +224,14 @@ def _of_a_difference(weights: Tensor, changes: Tensor) -> Tensor:
 
 
 def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> list[StepLoss]:
-    """Each step's loss, with what ours may miss fp32 by.
+    """Each step's loss, with the allowed difference from fp32.
 
-    The allowance is ``ALLOWED`` times the larger of what the plain arm misses by (quadratic mean over the steps) and of
-    ``CHANCE`` standard deviations of a mean over the step's documents, each as far off as the plain arm's are.
+    Allowed is ``ALLOWED`` times the larger of two: the plain arm's difference (quadratic mean over the steps), and ``CHANCE``
+    standard deviations of the mean over the step's documents, by the plain arm's differences in single documents.
 
     Args:
-        found: a step's loss of ours; fp32's and the plain arm's sum over the targets of each document, float64
-            ``[documents]``; its targets.
+        found: for each step our loss; the sums of fp32 and of the plain arm over the targets of each document, float64
+            ``[documents]``; and the number of targets.
         walk: relative error of fp32 itself.
     """
     typical = math.sqrt(sum(float((p - f).sum() / count) ** 2 for _, f, p, count in found) / max(len(found), 1))
@@ -237,13 +244,13 @@ def step_losses(found: list[tuple[float, Tensor, Tensor, int]], walk: float) -> 
 
 
 def wrong_losses(losses: list[StepLoss]) -> list[StepLoss]:
-    """Those that fail: all that exceed the allowance if half of the steps do, else those beyond ``OUTLIERS`` times it."""
-    exceeding = [row for row in losses if row.share > 1]
-    return exceeding if 2 * len(exceeding) > len(losses) else [row for row in exceeding if row.share > OUTLIERS]
+    """The steps that fail: all above what is allowed if more than half are, else those above ``OUTLIERS`` times it."""
+    exceeding = [row for row in losses if row.ratio > 1]
+    return exceeding if 2 * len(exceeding) > len(losses) else [row for row in exceeding if row.ratio > OUTLIERS]
 
 
 def decided(fp32: Tensor, plain: Tensor, walk: float) -> Tensor:
-    """Where a gradient is clear of its rounding: AdamW's first update is its sign, and rounding has no sign."""
+    """Which elements of a gradient exceed their rounding. AdamW's first update is the sign, which rounding would decide."""
     present = fp32 != 0
     count = present.sum().clamp(min=1)
     spread = torch.maximum((plain.float() - fp32).square().sum(), (walk * fp32).square().sum())

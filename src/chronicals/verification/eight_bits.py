@@ -1,7 +1,7 @@
-"""A linear layer whose operands are rounded to 8 bits, in plain torch: the plain arm's where a run has FP8 products.
+"""A linear layer with operands rounded to FP8, in plain torch: for the plain arm of a run that has FP8 products.
 
-Every operand is divided by its largest value over that of e4m3 and rounded; products are fp32. Nothing is shared with the
-kernels; a weight has a scale of its own here, and that of its whole product there.
+Every operand is scaled by its amax over the largest number of e4m3 and rounded; products are fp32. It shares no code with the
+kernels. Here each weight has a scale of its own; there the weights of a merged product share one.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class _RoundedProduct(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         x8, weight8 = rounded(x), rounded(weight)
         ctx.save_for_backward(x8, weight8)
-        ctx.kinds = x.dtype, weight.dtype
+        ctx.dtypes = x.dtype, weight.dtype
         return F.linear(x8, weight8).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:  # type: ignore[override]
         x8, weight8 = ctx.saved_tensors
         dy8 = rounded(dy)
-        dx = (dy8 @ weight8).to(ctx.kinds[0]) if ctx.needs_input_grad[0] else None
-        dw = (dy8.flatten(0, -2).t() @ x8.flatten(0, -2)).to(ctx.kinds[1]) if ctx.needs_input_grad[1] else None
+        dx = (dy8 @ weight8).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
+        dw = (dy8.flatten(0, -2).t() @ x8.flatten(0, -2)).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
         return dx, dw
 
 
 def rounded_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x Wᵀ`` of rounded operands, ``[..., N]``, with a gradient of rounded operands."""
+    """``x Wᵀ``, ``[..., N]``, with rounded operands, in the backward pass too."""
     y: Tensor = _RoundedProduct.apply(x, weight)
     return y
 

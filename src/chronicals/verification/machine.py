@@ -1,4 +1,4 @@
-"""What this machine has, and what it lacks of what chronicals can use."""
+"""Hardware and versions of this machine, and which optional packages are missing."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ PURPOSES = {
     "wandb": "curves in Weights & Biases",
     "mlflow": "curves in MLflow",
 }
-"""Extras, and what each is for."""
+"""What each extra of the package is for."""
 
 
 def inspect_machine() -> dict[str, str | int]:
-    """Hardware, versions and backends, as they would be used."""
+    """Hardware, versions, and the backends that would be used."""
     facts: dict[str, str | int] = {
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "cores": os.cpu_count() or 1,
@@ -63,7 +63,7 @@ def inspect_machine() -> dict[str, str | int]:
 
 
 def missing_extras() -> dict[str, str]:
-    """Extras of which a package is missing or too old, each with what it is for and the command that installs it."""
+    """Extras with a package that is missing or too old: what each is for, and the command that installs it."""
     lacking = {}
     for extra, purpose in PURPOSES.items():
         if wrong := [words for requirement in _requirements(extra) if (words := _wrong(requirement))]:
@@ -72,12 +72,13 @@ def missing_extras() -> dict[str, str]:
 
 
 def untested_versions() -> list[str]:
-    """Packages that chronicals needs and whose installed release it does not admit."""
+    """Required packages whose installed version is outside the range that chronicals admits."""
     return [words for requirement in _requirements() if (words := _wrong(requirement))]
 
 
 def _requirements(extra: str = "") -> list[Requirement]:
-    """What chronicals requires on this machine: always, or for an extra alone. Empty where it runs without being installed."""
+    """Requirements on this machine: the required ones, or those of an extra. Empty if chronicals is not an installed
+    package."""
     try:
         listed = [Requirement(text) for text in importlib.metadata.requires("chronicals") or []]
     except importlib.metadata.PackageNotFoundError:
@@ -87,7 +88,7 @@ def _requirements(extra: str = "") -> list[Requirement]:
 
 
 def _wrong(requirement: Requirement) -> str | None:
-    """What is wrong with the installed release of a package, or None."""
+    """What is wrong with the installed version of a package, or None."""
     version = _version(requirement.name)
     if version is None:
         return f"{requirement.name} is not installed"

@@ -1,4 +1,4 @@
-"""Which weights make a module of the table: its own, those of an expert, or one matrix of an adapter."""
+"""Which weights form a module of the table: those of a layer, of one expert, or one matrix of an adapter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ class Modules:
     """The modules of a model's trained weights.
 
     Attributes:
-        names: a path for each module: of the layer that owns the weights, ``….experts.3`` for an expert among several
-            in one tensor, ``….q_proj.lora_A`` for a matrix of an adapter.
-        kinds: the same without the numbers of layers and experts, ``….layers.*.q_proj``; ``lora_A`` of every adapter's A.
-        routed: bool ``[M]``, whether a module is part of a block whose tokens are sent to experts that train.
+        names: a path for each module: that of the layer that owns the weights, ``….experts.3`` for one of several experts in a
+            tensor, ``….q_proj.lora_A`` for a matrix of an adapter.
+        kinds: the same without the numbers of layers and experts, ``….layers.*.q_proj``; ``lora_A`` for every adapter's A.
+        routed: bool ``[M]``, whether a module belongs to a block with experts that are trained.
         sizes: float64 ``[M]``, elements of each.
-        places: for the name of a weight the number of its first module, and how many modules share it along its first
+        places: for the name of a weight the index of its first module, and how many modules share it along its first
             dimension.
     """
 

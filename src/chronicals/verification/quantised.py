@@ -1,7 +1,8 @@
-"""Linear layers with quantised weights, in plain torch: by what they multiply, and in which type.
+"""Linear layers with quantised weights as plain torch: the dense weight that a layer multiplies by, and the dtype of its
+product.
 
-What a layer multiplies by is what it makes of the identity. On the way back that may be another one: bitsandbytes rounds the
-weight to the type it had before it was quantised, and on the way there to the type of the product.
+The dense weight is what the layer returns for the identity matrix. That of the backward pass may differ: bitsandbytes rounds it
+to the dtype the weight had before it was quantised, and that of the forward pass to the dtype of the product.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ ROWS = 1024
 """Rows of the identity that a layer multiplies at a time."""
 
 AGREES = 0.004
-"""Relative, of a product of random rows: bf16 misses by 0.001, inputs in 8 bits by 0.006."""
+"""Relative tolerance for a product of random rows: bf16 deviates by 0.001, inputs in 8 bits by 0.006."""
 
 
 def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Linear layers whose weights are no floating-point numbers of at least 16 bits, by their paths without adapters."""
+    """Linear layers whose weights are not floats of at least 16 bits, by their paths without adapters."""
     found = {}
     for path, layer in model.named_modules():
         weight = getattr(layer, "weight", None) if linear_shape(layer) else None
@@ -36,10 +37,10 @@ def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def dense_weight(path: str, layer: nn.Module) -> Tensor:
-    """``[out, in]``, fp32, by what ``layer`` multiplies.
+    """``[out, in]``, fp32: the weight by which ``layer`` multiplies in the forward pass.
 
     Raises:
-        ConfigurationError: its products are not those of a weight alone, since it rounds its inputs too.
+        ConfigurationError: the layer rounds its inputs too, so its product is not that of a weight alone.
     """
     wide, _ = linear_shape(layer)  # type: ignore[misc]
     device = next(layer.parameters()).device
@@ -57,12 +58,12 @@ def dense_weight(path: str, layer: nn.Module) -> Tensor:
 
 
 def multiply_as(own: nn.Module, plain: Any) -> None:
-    """Let the linear layer ``plain`` multiply as the quantised ``own`` does, in the type of its products where that has one."""
+    """Let the linear layer ``plain`` multiply as the quantised ``own`` does, in the dtype of its products if it sets one."""
     plain.forward = partial(_forward, plain, _weight_of_gradients(own), getattr(own, "compute_dtype", None))
 
 
 def _weight_of_gradients(layer: nn.Module) -> Tensor:
-    """``[out, in]``, fp32, by what gradients are multiplied on their way back."""
+    """``[out, in]``, fp32: the weight by which gradients are multiplied in the backward pass."""
     wide, narrow = linear_shape(layer)  # type: ignore[misc]
     parts = []
     with _without_bias(layer), torch.enable_grad():
@@ -74,7 +75,7 @@ def _weight_of_gradients(layer: nn.Module) -> Tensor:
 
 @contextmanager
 def _without_bias(layer: Any) -> Iterator[None]:
-    """Within: products alone; in training mode, since in evaluation bitsandbytes lays weights out anew on some CPUs."""
+    """Within: no bias; training mode, because in evaluation mode bitsandbytes changes the layout of weights on some CPUs."""
     training, bias = layer.training, layer.bias
     layer.train()
     layer.bias = None
@@ -87,16 +88,16 @@ def _without_bias(layer: Any) -> Iterator[None]:
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return F.linear(x, there.to(x.dtype))
+    def forward(ctx: Any, x: Tensor, weight: Tensor, weight_of_gradients: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_of_gradients)
+        return F.linear(x, weight.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (back,) = ctx.saved_tensors
-        return dy @ back.to(dy.dtype), None, None
+        (weight,) = ctx.saved_tensors
+        return dy @ weight.to(dy.dtype), None, None
 
 
-def _forward(layer: nn.Linear, back: Tensor, kind: torch.dtype | None, x: Tensor) -> Tensor:
-    y: Tensor = _Product.apply(x if kind is None else x.to(kind), layer.weight, back)
+def _forward(layer: nn.Linear, weight_of_gradients: Tensor, dtype: torch.dtype | None, x: Tensor) -> Tensor:
+    y: Tensor = _Product.apply(x if dtype is None else x.to(dtype), layer.weight, weight_of_gradients)
     return (y if layer.bias is None else y + layer.bias.to(y.dtype)).to(x.dtype)

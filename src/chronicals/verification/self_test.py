@@ -1,7 +1,7 @@
 """Every kernel against its definition in fp64, on this machine, with fresh random inputs.
 
-The error of a kernel in its own type is set beside the error of the plain operation in that type: it may be at most
-``ALLOWED`` times as large, or a rounding of the type where that is larger.
+The error of a kernel is compared with that of the plain operation in the same dtype: it may be at most ``ALLOWED`` times as
+large, or two roundings of the dtype if that is larger.
 """
 
 from __future__ import annotations
@@ -160,8 +160,8 @@ def self_test() -> list[SelfTest]:
     dropped = _compare_dropped(kernels, gate, random(8, width), random(tokens, 8))
     norms = [gate, up.float(), hidden.half()]
     norm, plain_norm, exact_norm = (
-        function([x.to(kind or x.dtype) for x in norms])
-        for function, kind in ((gradient_norm, None), (gradient_norm_reference, None), (_norm, torch.float64))
+        function([x.to(dtype or x.dtype) for x in norms])
+        for function, dtype in ((gradient_norm, None), (gradient_norm_reference, None), (_norm, torch.float64))
     )
     return [
         *compared, dropped, _judged("gradient_norm", kernels, [norm], [plain_norm], [exact_norm], torch.float32),
@@ -172,7 +172,7 @@ def self_test() -> list[SelfTest]:
 def _compare(
     name: str, runs_as: str, ours: Function, plain: Function, inputs: tuple[Tensor, ...], definition: Function | None = None
 ) -> SelfTest:
-    """The definition is the plain operation in fp64, unless it is another."""
+    """Compare result and gradients with ``definition`` in fp64, which is ``plain`` by default."""
     exact_inputs, definition = tuple(x.double() for x in inputs), definition or plain
     upstream = torch.randn_like(definition(*exact_inputs))
     exact = _outputs(definition, exact_inputs, upstream)
@@ -198,7 +198,7 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 
 def _compare_dropped(runs_as: str, x: Tensor, a: Tensor, g: Tensor, dropout: float = 0.1) -> SelfTest:
-    """The three products of an adapter under dropout, beside those of what the reference keeps."""
+    """The three products of an adapter under dropout, compared with products of the reference's dropped-out tensors."""
     seed = draw_seed(x)
 
     def by_products(x: Tensor, a: Tensor, g: Tensor) -> list[Tensor]:
@@ -213,11 +213,11 @@ def _compare_dropped(runs_as: str, x: Tensor, a: Tensor, g: Tensor, dropout: flo
 
 
 def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
-    """The change of weights that one update makes; the weights are bf16 and have a master."""
+    """Compare the change of bf16 weights with a master by one update."""
 
-    def weight_after(update: Callable[..., None], kind: torch.dtype) -> Tensor:
-        weight, mean, square = (x.to(kind, copy=True) for x in start)
-        tensors = Tensors([weight], [gradient.to(kind)], [mean], [square], [], [torch.ones((), device=device)])
+    def change_of_weight(update: Callable[..., None], dtype: torch.dtype) -> Tensor:
+        weight, mean, square = (x.to(dtype, copy=True) for x in start)
+        tensors = Tensors([weight], [gradient.to(dtype)], [mean], [square], [], [torch.ones((), device=device)])
         if update is fused_adamw_:
             high, low = split_master(weight)
             tensors.weights, tensors.lows = [high], [low]
@@ -226,9 +226,9 @@ def _compare_adamw(runs_as: str, device: torch.device) -> SelfTest:
 
     start = torch.randn(1001, device=device), torch.randn(1001, device=device) * 0.1, torch.rand(1001, device=device)
     gradient = torch.randn(1001, device=device)
-    exact = weight_after(fused_adamw_reference_, torch.float64)
+    exact = change_of_weight(fused_adamw_reference_, torch.float64)
     error, plain_error = (
-        float((weight_after(update, torch.float32) - exact).norm() / exact.norm())
+        float((change_of_weight(update, torch.float32) - exact).norm() / exact.norm())
         for update in (fused_adamw_, fused_adamw_reference_)
     )
     return SelfTest("adamw", runs_as, error, plain_error, error <= ALLOWED * plain_error)

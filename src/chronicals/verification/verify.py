@@ -265,7 +265,7 @@ class _Comparison:
                 failures.append(f"{found.module}: {found.quantity} is zero; in fp32 it is not")
             elif not math.isfinite(found.allowed):
                 failures.append(f"{found.module}: {found.quantity} of the plain arm is no number: nothing to set ours beside")
-            elif found.share > 1:
+            elif found.ratio > 1:
                 failures.append(
                     f"{found.module}: {found.quantity} deviates by {found.deviation:.2e}, allowed {found.allowed:.2e}"
                 )
