@@ -1,0 +1,184 @@
+"""Compiles every kernel for a card that need not be there.
+
+``python compile_for_card.py CAPABILITY KIB [SHARE SEED]``: the capability as 86 for 8.6, the shared memory that a program may
+have, and of all calls a share, drawn by a seed, if not all. A stand-in for Triton's driver says which card it is, and launches
+compile and do not run. Prints a line of JSON a kernel: its name and the bytes of shared memory that a program of it takes. Exit
+status 1 where one does not compile.
+"""
+
+import json
+import random as chance
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import torch
+
+CAPABILITY, KIB = map(int, sys.argv[1:3])
+HALF = torch.bfloat16 if CAPABILITY >= 80 else torch.float16
+
+
+def stand_in() -> None:
+    """Kernels believe that tensors are on the card."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    from chronicals.kernels import launch
+
+    class Card:
+        def get_current_target(self):
+            return GPUTarget("cuda", CAPABILITY, 32)
+
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+    driver.set_active(Card())
+    torch.Tensor.is_cuda = property(lambda self: True)
+    own_mm, own_addmm = torch.mm, torch.addmm  # of a CPU, which has no out_dtype
+    torch.mm = lambda a, b, out_dtype=None, **more: own_mm(a, b, **more).to(out_dtype or a.dtype)
+    torch.addmm = lambda x, a, b, out_dtype=None, out=None, **more: out.copy_(own_addmm(x.to(a.dtype), a, b, **more))
+    launch._is_current = lambda x: True
+    launch.shared_memory = lambda device: KIB << 10
+    launch.multiprocessors = lambda device: 64
+
+
+def compiling(threads: ThreadPoolExecutor) -> dict[str, int]:
+    """From here on launches compile; by kernel, the most shared memory of any of its variants, once the threads are done."""
+    import triton
+    from triton.runtime._async_compile import AsyncCompileMode, active_mode
+
+    kernels, run, mode = {}, triton.JITFunction.run, AsyncCompileMode(threads)
+
+    def compile_only(kernel, *args, grid, warmup, **options):
+        before = active_mode.set(mode)
+        try:
+            compiled = run(kernel, *args, grid=grid, warmup=True, **options)
+        finally:
+            active_mode.reset(before)
+        kernels[id(compiled)] = kernel._fn_name, compiled
+        return compiled
+
+    triton.JITFunction.run = compile_only
+    return kernels
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """Each kernel, forward and backward, by name."""
+    from chronicals import kernels as k
+    from chronicals.kernels import adamw, adamw_8bit, gradient_norm, nf4
+
+    def random(*shape, dtype=HALF):
+        return torch.randn(*shape).to(dtype).requires_grad_()
+
+    def both(function, *inputs):
+        out = function(*inputs)
+        outs = [x for x in (out if isinstance(out, tuple) else (out,)) if x.requires_grad]
+        torch.autograd.grad(outs, [x for x in inputs if x.requires_grad], [torch.ones_like(x) for x in outs])
+
+    def optimizer(kind, update, **lists):
+        weight = random(300, 1000).detach()
+        low = {"lows": [torch.zeros_like(weight, dtype=torch.int16)]} if torch.bfloat16 == HALF else {}
+        weight = weight if low else weight.float()
+        tensors = kind([weight], [torch.randn_like(weight)], steps=[torch.zeros(())], **low, **lists)
+        update(tensors, 1e-3, (0.9, 0.999), 1e-8, 0.1, torch.ones(()), torch.tensor(True))
+
+    found: dict[str, Callable[[], object]] = {}
+    for width in (896, 4096, 8192):
+        x, weight, bias = random(64, width), random(width), random(width)
+        found |= {
+            f"rmsnorm {width}": lambda x=x, w=weight: both(k.fused_rmsnorm, x, w),
+            f"add_rmsnorm {width}": lambda x=x, w=weight: both(k.fused_add_rmsnorm, x, x.detach().clone().requires_grad_(), w),
+            f"layernorm {width}": lambda x=x, w=weight, b=bias: both(k.fused_layernorm, x, w, b),
+            f"softmax {width}": lambda x=x: both(k.fused_softmax, x),
+            f"swiglu {width}": lambda x=x: both(k.fused_swiglu, x, x.detach().clone().requires_grad_()),
+            f"geglu {width}": lambda x=x: both(k.fused_geglu, x, x.detach().clone().requires_grad_()),
+        }
+    for heads, groups, width in ((14, 2, 64), (32, 8, 128), (8, 1, 256)):
+        q, key, table = random(64, heads, width), random(64, groups, width), torch.randn(64, width).to(HALF)
+        found |= {
+            f"qk_rope {width}": lambda q=q, key=key, t=table: both(lambda a, b: k.fused_qk_rope(a, b, t, t), q, key),
+            f"qk_norm_rope {width}": lambda q=q, key=key, t=table, w=width: both(
+                lambda a, b, c, d: k.fused_qk_norm_rope(a, b, c, d, t, t), q, key, random(w), random(w)
+            ),
+        }
+    hidden, head, targets = random(256, 1024), random(4096, 1024), torch.randint(0, 4096, (256,))
+    found |= {
+        "linear_cross_entropy": lambda: both(lambda h, w: k.linear_cross_entropy(h, w, targets), hidden, head),
+        "token_log_probability": lambda: both(lambda h, w: k.token_log_probability(h, w, targets)[0], hidden, head),
+        "gradient_norm": lambda: gradient_norm.gradient_norm([hidden.detach(), head.detach()]),
+        "adamw": lambda: optimizer(
+            adamw.Tensors, adamw.fused_adamw_, means=[torch.zeros(300, 1000)], squares=[torch.zeros(300, 1000)]
+        ),
+        "adamw_8bit": lambda: optimizer(
+            adamw_8bit.QuantizedTensors, adamw_8bit.adamw_8bit_,
+            means=[torch.zeros(300, 1000, dtype=torch.uint8)], squares=[torch.zeros(300, 1000, dtype=torch.uint8)],
+            mean_scales=[torch.zeros(1172)], square_scales=[torch.zeros(1172)],
+        ),
+        "nf4": lambda: four_bits(nf4),
+    }  # fmt: skip
+    for rank in (8, 16, 64):
+        found[f"adapters {rank}"] = partial(adapters, rank)
+    if CAPABILITY >= 89:
+        found["fp8"] = eight_bits
+    return found
+
+
+def adapters(rank: int) -> None:
+    """What adapters add to a product of 1024 to 2048 columns, with and without dropout."""
+    from chronicals.kernels import dropped_products
+    from chronicals.kernels.adapter_gradients import adapter_gradients
+
+    tokens, columns = 256, (1024, 512, 512)
+    x, a, seed = torch.randn(tokens, 1024).to(HALF), torch.randn(rank, 1024).to(HALF), torch.zeros(1, dtype=torch.int64)
+    u, g = (torch.randn(tokens, 3 * rank).to(HALF) for _ in range(2))
+    dy, up = torch.randn(tokens, sum(columns)).to(HALF), torch.randn(sum(columns), 3 * rank).to(HALF)
+    adapter_gradients(dy, up, u, g, columns, (rank,) * 3, (1.0,) * 3, HALF)
+    dropped_products.dropped_down(x, a, seed, 0.1, u[:, :rank])
+    dropped_products.dropped_gradient_of_down(g[:, :rank], x, seed, 0.1)
+    dropped_products.add_dropped_product_(x, g[:, :rank], a, seed, 0.1)
+
+
+def eight_bits() -> None:
+    from chronicals.kernels.fp8 import SCALINGS, fp8_quantize
+
+    for scaling in SCALINGS:
+        fp8_quantize(torch.randn(256, 1024).to(HALF), scaling, layout="both")
+
+
+def four_bits(nf4) -> None:
+    packed, absmax = nf4.quantize_nf4(torch.randn(256, 512).to(HALF))
+    for scales in (nf4.Scales(absmax), nf4.Scales(absmax.to(torch.uint8), absmax, torch.zeros(256), torch.zeros(()))):
+        nf4.dequantize_4bit(packed, scales, torch.empty(256, 512, dtype=HALF))
+
+
+def main() -> None:
+    stand_in()
+    failed = False
+    with ThreadPoolExecutor(2) as threads:
+        kernels = compiling(threads)
+        chosen = calls()
+        if len(sys.argv) > 3:
+            names = chance.Random(int(sys.argv[4])).sample(sorted(chosen), int(float(sys.argv[3]) * len(chosen)))
+            chosen = {name: chosen[name] for name in names}
+        for name, call in chosen.items():
+            try:
+                call()
+            except Exception as error:
+                failed = True
+                print(json.dumps({"call": name, "error": f"{type(error).__name__}: {error}"[:500]}))
+        for name, compiled in kernels.values():
+            try:
+                shared = (compiled.result() if hasattr(compiled, "result") else compiled).metadata.shared
+                print(json.dumps({"kernel": name, "shared": shared}))
+            except Exception as error:
+                failed = True
+                print(json.dumps({"kernel": name, "error": f"{type(error).__name__}: {error}"[:500]}))
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
