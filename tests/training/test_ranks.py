@@ -119,6 +119,7 @@ def test_gradients_are_added_between_what_is_replayed(seen):
         assert replayed.keys() == usual.keys()
         for name in usual:
             assert replayed[name] == pytest.approx(usual[name], rel=1e-6), name
+        assert usual["shown"] == [number + 2.5 for number in range(6)]  # of all four batches of a step
 
 
 def test_all_begin_with_the_weights_of_the_first(seen, tmp_path):

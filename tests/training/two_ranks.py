@@ -75,19 +75,21 @@ def weights_replayed(ranks: Ranks, replays: bool) -> dict[str, list[float]]:
 
     def objective(model, batch):
         used = [weights["both"], *([weights["second"]] if ranks.rank else [])]
-        return {"sum": Term(sum((weight * batch.targets[0]).sin().sum() for weight in used))}
+        shown = Term(batch.targets[0].float(), coefficient=0.0)
+        return {"sum": Term(sum((weight * batch.targets[0]).sin().sum() for weight in used)), "shown": shown}
 
     parts = EagerStep(None, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0)
     graphed = EmulatedStep(parts, parameters, parameters, optimizer)
-    chosen, seen = graphed if replays else parts, []
+    chosen, seen, shown = graphed if replays else parts, [], []
     for number in range(6):
         batches = [Batch(*[torch.tensor([number + 1 + ranks.rank + 2 * micro])] * 4, max_seqlen=1) for micro in (0, 1)]
         step = SimpleNamespace(batches=batches)
         reduce = partial(ranks.sum_gradients, parameters)
         scalars = train_step(step, {"targets": 4}, chosen.micro, reduce, chosen.update)
         seen += [float(scalars["loss"]), float(scalars["grad_norm"])]
+        shown.append(float(scalars["shown"]))
     assert (graphed.of_update is not None) == (replays and ranks.rank == 1) and (graphed.recorder.replays > 0) == replays
-    return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "seen": seen}
+    return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "seen": seen, "shown": shown}
 
 
 def replayed(rank: int, folder: Path):
