@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import INTERPRETED, WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
-from chronicals.kernels.peak import new_peak, raise_peak
+from chronicals.kernels.peak import absent, new_peak, raise_peak
 
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
@@ -235,13 +235,18 @@ def _rows_kernel(x_ptr, rows_ptr, scale_ptr, width, stride, LIMIT: tl.constexpr,
     tl.store(rows_ptr + row * width + column, values, mask=column < width)
 
 
-def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> list[Tensor]:
-    """Values and scale of the rows, then of the columns, whichever are asked for."""
-    (rows, width), made = x.shape, list[Tensor]()
-    for shape, wanted in (((rows, width), "rows"), ((width, rows), "columns")):
-        if layout in (wanted, "both"):
-            made += [x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape(shape, scaling), dtype=torch.float32)]
-    return made
+Outputs = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Values and scale of the rows, values and scale of the columns; ``absent`` those of the layout that is not asked for."""
+
+
+def _outputs(x: Tensor, scaling: str, dtype: torch.dtype, layout: str) -> Outputs:
+    def empty(shape: Sequence[int], wanted: bool) -> tuple[Tensor, Tensor]:
+        if not wanted:
+            return absent(x), absent(x)
+        return x.new_empty(shape, dtype=dtype), x.new_empty(scale_shape(shape, scaling), dtype=torch.float32)
+
+    rows, width = x.shape
+    return *empty((rows, width), layout != "columns"), *empty((width, rows), layout != "rows")
 
 
 def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
@@ -256,25 +261,28 @@ def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
 @torch.library.custom_op("chronicals::fp8_quantize", mutates_args=())
 def _quantize(
     x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     made = _outputs(x, scaling, dtype, layout)
     if not x.numel():
         for tensor in made:
             tensor.fill_(1.0)
         return made
+    by_rows, by_columns = made[:2], made[2:]
     (rows, width), stride, limit = x.shape, x.stride(0), LIMITS[dtype]
     if scaling == "row" and layout == "rows" and width <= WIDEST:
         block = next_power_of_2(width)
         warps = min(max(block // 1024, 1), 16)
-        _rows_kernel[(rows,)](x, *made, width, stride, limit, block, num_warps=warps)
+        _rows_kernel[(rows,)](x, *by_rows, width, stride, limit, block, num_warps=warps)
         return made
     known = most if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
     whole = rows % BLOCK == width % BLOCK == 0
     warps = 4 if x.dtype == torch.bfloat16 else 8
-    # of the layout that is not asked for nothing is read or written
+    if layout == "columns":  # nothing is written there, but the kernel reads its type
+        by_rows = by_columns
+    values, of_columns = by_rows if layout == "rows" else by_columns
     _tiles_kernel[(_tiles(x),)](
-        x, *extremes, *made[:2], _in_fours(made[-2]), made[-1], rows, width, stride, scaling, scale is not None,
+        x, *extremes, *by_rows, _in_fours(values), of_columns, rows, width, stride, scaling, scale is not None,
         layout != "columns", layout != "rows", limit, whole, BLOCK, num_warps=warps,
     )  # fmt: skip
     return made
@@ -310,7 +318,7 @@ def _scale(most: Tensor, limit: float) -> Tensor:
 @_quantize.register_fake
 def _(
     x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _outputs(x, scaling, dtype, layout)
 
 
@@ -346,9 +354,10 @@ def fp8_quantize(
     if not runs_triton(x) or lacks_fp8(x.device):
         scale = _scale(most.view(()), LIMITS[dtype]) if scale is None and most is not None else scale
         return fp8_quantize_reference(x, scaling, dtype, layout, scale)
-    made = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, most)
-    found = [Scaled(values, scale.t() if scaling == "block" else scale) for values, scale in zip(made[::2], made[1::2])]
-    return found[0] if layout != "columns" else None, found[-1] if layout != "rows" else None
+    rows, of_rows, columns, of_columns = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, most)
+    if scaling == "block":
+        of_rows, of_columns = of_rows.t(), of_columns.t()
+    return Scaled(rows, of_rows) if layout != "columns" else None, Scaled(columns, of_columns) if layout != "rows" else None
 
 
 @triton.jit

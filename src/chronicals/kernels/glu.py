@@ -121,21 +121,21 @@ def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
 
 
 @torch.library.custom_op("chronicals::glu_forward", mutates_args=())
-def _forward(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: bool) -> list[Tensor]:
-    """``[y]``, and its peak where that is wanted."""
-    out = [with_room(gate, gate.shape, room), *([new_peak(gate)] if finds_peak else [])]
+def _forward(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: bool) -> tuple[Tensor, Tensor]:
+    """y and its amax, ``absent`` if not wanted."""
+    y, peak = with_room(gate, gate.shape, room), new_peak(gate, finds_peak)
     if gate.numel():
-        grid, width, strides, tile = _grid([gate, up, out[0]])
+        grid, width, strides, tile = _grid([gate, up, y])
         _glu_forward_kernel[grid](
-            gate, up, out[0], out[-1], width, *strides, activation, finds_peak, tile.block, num_warps=tile.warps,
-            enable_fp_fusion=False,
+            gate, up, y, peak if finds_peak else None, width, *strides, activation, finds_peak, tile.block,
+            num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return out
+    return y, peak
 
 
 @_forward.register_fake
-def _(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: bool) -> list[Tensor]:
-    return [with_room(gate, gate.shape, room), *([new_peak(gate)] if finds_peak else [])]
+def _(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: bool) -> tuple[Tensor, Tensor]:
+    return with_room(gate, gate.shape, room), new_peak(gate, finds_peak)
 
 
 @torch.library.custom_op("chronicals::glu_backward", mutates_args=())
@@ -151,17 +151,17 @@ def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Te
 
 
 @torch.library.custom_op("chronicals::glu_of_both_backward", mutates_args=())
-def _backward_of_both(dy: Tensor, both: Tensor, activation: str, room: int, finds_peak: bool) -> list[Tensor]:
-    """``[d_both]``, and its peak where that is wanted."""
-    d_both, peak = with_room(both, both.shape, room), new_peak(both) if finds_peak else None
+def _backward_of_both(dy: Tensor, both: Tensor, activation: str, room: int, finds_peak: bool) -> tuple[Tensor, Tensor]:
+    """The gradient of both, and its amax, ``absent`` if not wanted."""
+    d_both, peak = with_room(both, both.shape, room), new_peak(both, finds_peak)
     (gate, up), (d_gate, d_up) = both.chunk(2, -1), d_both.chunk(2, -1)
-    _launch_backward(dy, gate, up, d_gate, d_up, peak, activation)
-    return [d_both] if peak is None else [d_both, peak]
+    _launch_backward(dy, gate, up, d_gate, d_up, peak if finds_peak else None, activation)
+    return d_both, peak
 
 
 @_backward_of_both.register_fake
-def _(dy: Tensor, both: Tensor, activation: str, room: int, finds_peak: bool) -> list[Tensor]:
-    return [with_room(both, both.shape, room), *([new_peak(both)] if finds_peak else [])]
+def _(dy: Tensor, both: Tensor, activation: str, room: int, finds_peak: bool) -> tuple[Tensor, Tensor]:
+    return with_room(both, both.shape, room), new_peak(both, finds_peak)
 
 
 def _launch_backward(
@@ -181,7 +181,7 @@ class _GLU(torch.autograd.Function):
         rows = in_rows(gate), in_rows(up)
         ctx.save_for_backward(*rows)
         ctx.activation = activation
-        (y,) = _forward(*rows, activation, 0, False)
+        y, _ = _forward(*rows, activation, 0, False)
         return y.view(gate.shape)
 
     @staticmethod

@@ -25,9 +25,14 @@ def raise_peak(peak_ptr, most):
     tl.atomic_max(peak_ptr, bits, mask=bits > tl.load(peak_ptr), sem="relaxed")
 
 
-def new_peak(like: Tensor) -> Tensor:
-    """A cell for ``raise_peak``, int32 ``[1]``, at 0."""
-    return like.new_zeros(1, dtype=torch.int32)
+def new_peak(like: Tensor, wanted: bool = True) -> Tensor:
+    """A cell for ``raise_peak``, int32 ``[1]``, at 0; ``absent`` where none is wanted."""
+    return like.new_zeros(1, dtype=torch.int32) if wanted else absent(like)
+
+
+def absent(like: Tensor) -> Tensor:
+    """In the place of a result that an operator does not have this time: its results have places, not a number."""
+    return like.new_empty(0)
 
 
 class Peak:
@@ -51,9 +56,9 @@ class Peak:
         return found[2]
 
 
-def with_peak(peak: Peak | None, x: Tensor, cell: Tensor | None = None) -> Tensor:
-    """``x``, whose largest absolute value ``peak`` now knows where a kernel found it."""
-    if peak is not None and cell is not None:
+def with_peak(peak: Peak | None, x: Tensor, cell: Tensor) -> Tensor:
+    """``x``, whose largest absolute value, found by a kernel in ``cell``, ``peak`` now knows, if anybody asked for it."""
+    if peak is not None:
         peak.put(x, cell)
     return x
 

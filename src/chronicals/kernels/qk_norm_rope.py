@@ -343,17 +343,17 @@ def _merged_backward(
     dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
     sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, room: int,
     finds_peak: bool,
-) -> list[Tensor]:  # fmt: skip
-    """The gradient of ``[T, (H + 2K) · D]``, those of both weights, and the peak of the former where that is wanted; all but
-    the weights and rstd ``[T, H or K, D]``."""
-    d_qkv, peak = gradient_like(dq_out, dk_out, dv, room), new_peak(q) if finds_peak else None
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradient of ``[T, (H + 2K) · D]``, those of both weights, and the amax of the former, ``absent`` if not wanted; all
+    but the weights and rstd are ``[T, H or K, D]``."""
+    d_qkv, peak = gradient_like(dq_out, dk_out, dv, room), new_peak(q, finds_peak)
     packed = (dense(dq_out), dense(dk_out), q, k, *heads_of(d_qkv, q.shape[1], k.shape[1]), dense(dv))
     dq_out, dk_out, q, k, dq, dk, place, dv = (x.transpose(0, 1)[None] for x in packed)
     sums = _launch_backward(
         dq_out, dk_out, q, k, q_weight, k_weight, cos[None], sin[None], q_rstd, k_rstd, dq, dk, offset, interleaved,
-        wants_weights, (dv, place), peak,
+        wants_weights, (dv, place), peak if finds_peak else None,
     )  # fmt: skip
-    return [d_qkv, sums] if peak is None else [d_qkv, sums, peak]
+    return d_qkv, sums, peak
 
 
 @_merged_backward.register_fake
@@ -361,9 +361,9 @@ def _(
     dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
     sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, room: int,
     finds_peak: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     sums = q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32)
-    return [gradient_like(dq_out, dk_out, dv, room), sums, *([new_peak(q)] if finds_peak else [])]
+    return gradient_like(dq_out, dk_out, dv, room), sums, new_peak(q, finds_peak)
 
 
 class _MergedQKNormRope(torch.autograd.Function):
@@ -385,9 +385,9 @@ class _MergedQKNormRope(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, wanted, (offset, interleaved, room) = ctx.saved_tensors, ctx.needs_input_grad[1:3], ctx.options
         options = offset, interleaved, any(wanted), room, ctx.peak is not None
-        d_qkv, sums, *peak = _merged_backward(*gradients, *saved, *options)
+        d_qkv, sums, amax = _merged_backward(*gradients, *saved, *options)
         of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4])) if any(wanted) else (None, None)
-        return with_peak(ctx.peak, d_qkv, *peak), *of_weights, *(None,) * 8
+        return with_peak(ctx.peak, d_qkv, amax), *of_weights, *(None,) * 8
 
 
 class _QKNormRope(torch.autograd.Function):

@@ -237,13 +237,13 @@ class _Rotation(torch.autograd.Function):
 @torch.library.custom_op("chronicals::qkv_rope_backward", mutates_args=())
 def _merged_gradient(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_peak: bool
-) -> list[Tensor]:  # fmt: skip
-    """``[d_qkv]``, and its peak where that is wanted."""
-    d_qkv, peak = gradient_like(d_q, d_k, d_v, room), new_peak(d_q) if finds_peak else None
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The gradient of all three, and its amax, ``absent`` if not wanted."""
+    d_qkv, peak = gradient_like(d_q, d_k, d_v, room), new_peak(d_q, finds_peak)
     of_qkv = heads_of(d_qkv, d_q.shape[1], d_k.shape[1])
     q, k, v, of_q, of_k, of_v = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, d_v, *of_qkv))
-    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, (v, of_v), peak)
-    return [d_qkv] if peak is None else [d_qkv, peak]
+    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, (v, of_v), peak if finds_peak else None)
+    return d_qkv, peak
 
 
 def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
@@ -254,8 +254,8 @@ def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
 @_merged_gradient.register_fake
 def _(
     d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_peak: bool
-) -> list[Tensor]:  # fmt: skip
-    return [gradient_like(d_q, d_k, d_v, room), *([new_peak(d_q)] if finds_peak else [])]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return gradient_like(d_q, d_k, d_v, room), new_peak(d_q, finds_peak)
 
 
 def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -31,7 +31,7 @@ from chronicals.kernels.launch import (
     triton,
     with_room,
 )
-from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
+from chronicals.kernels.peak import Peak, absent, magnitude, new_peak, raise_peak, with_peak
 
 WARPS_A_PROCESSOR = 16
 """Of the backward pass: as many programs a multiprocessor as make so many warps."""
@@ -124,37 +124,37 @@ def _rmsnorm_backward_kernel(
 @torch.library.custom_op("chronicals::rmsnorm_forward", mutates_args=())
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool
-) -> list[Tensor]:  # fmt: skip
-    """``[y, rstd]``, the sum where there is a residual, and the peak of y where that is wanted; ``x`` ``[rows, D]``."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """y, rstd, the sum (``absent`` without a residual) and the amax of y (``absent`` if not wanted); ``x`` is ``[rows, D]``."""
     y, rstd, total, peak = _outputs(x, residual, weight, room, finds_peak)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
         _rmsnorm_forward_kernel[(triton.cdiv(rows, tile.rows),)](
-            x, residual, weight, y, total, rstd, peak, rows, width, x.stride(0),
-            0 if residual is None else residual.stride(0), y.stride(0), eps, offset, residual is not None, weight is not None,
-            finds_peak, tile.rows, tile.block, num_warps=tile.warps, enable_fp_fusion=False,
+            x, residual, weight, y, None if residual is None else total, rstd, peak if finds_peak else None, rows, width,
+            x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0), eps, offset, residual is not None,
+            weight is not None, finds_peak, tile.rows, tile.block, num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return [y, rstd, *(out for out in (total, peak) if out is not None)]
+    return y, rstd, total, peak
 
 
 @_forward.register_fake
 def _(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool
-) -> list[Tensor]:  # fmt: skip
-    return [out for out in _outputs(x, residual, weight, room, finds_peak) if out is not None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    return _outputs(x, residual, weight, room, finds_peak)
 
 
 def _outputs(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int, finds_peak: bool
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (
         with_room(x, x.shape, room, result),
         x.new_empty(x.shape[:1], dtype=torch.float32),
-        None if residual is None else x.new_empty(x.shape, dtype=summed),
-        new_peak(x) if finds_peak else None,
+        absent(x) if residual is None else x.new_empty(x.shape, dtype=summed),
+        new_peak(x, finds_peak),
     )
 
 
@@ -162,30 +162,29 @@ def _outputs(
 def _backward(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
     room: int, finds_peak: bool,
-) -> list[Tensor]:  # fmt: skip
-    """``[ds]``, its peak and dw where they are wanted; ``extra`` is the gradient that reaches the sum by another way."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """ds, its amax and dw, both ``absent`` if not wanted; ``extra`` is the gradient that reaches the sum by another way."""
     rows, width = s.shape
     tile = _tile(width, backward=True)
     programs = min(triton.cdiv(rows, tile.rows), multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
-    ds, peak = with_room(s, s.shape, room), new_peak(s) if finds_peak else None
+    ds, peak = with_room(s, s.shape, room), new_peak(s, finds_peak)
     shares = s.new_empty((programs, width), dtype=torch.float32) if wants_weight else None
     if rows:
         _rmsnorm_backward_kernel[(programs,)](
-            dy, s, weight, rstd, extra, ds, shares, peak, rows, width, dy.stride(0), s.stride(0),
+            dy, s, weight, rstd, extra, ds, shares, peak if finds_peak else None, rows, width, dy.stride(0), s.stride(0),
             0 if extra is None else extra.stride(0), ds.stride(0), offset, weight is not None, wants_weight, extra is not None,
             finds_peak, tile.rows, tile.block, num_warps=tile.warps,
         )  # fmt: skip
-    dw = None if shares is None or weight is None else shares.sum(0).to(weight.dtype)
-    return [ds, *(out for out in (peak, dw) if out is not None)]
+    return ds, peak, absent(s) if shares is None or weight is None else shares.sum(0).to(weight.dtype)
 
 
 @_backward.register_fake
 def _(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
     room: int, finds_peak: bool,
-) -> list[Tensor]:  # fmt: skip
-    dw = torch.empty_like(weight) if weight is not None and wants_weight else None
-    return [with_room(s, s.shape, room), *(out for out in (new_peak(s) if finds_peak else None, dw) if out is not None)]
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    dw = torch.empty_like(weight) if weight is not None and wants_weight else absent(s)
+    return with_room(s, s.shape, room), new_peak(s, finds_peak), dw
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -198,13 +197,13 @@ class _RMSNorm(torch.autograd.Function):
         rows, weight = in_rows(x), None if weight is None else weight.contiguous()
         peak = peaks[0]
         of_residual = None if residual is None else in_rows(residual)
-        y, rstd, *rest = _forward(rows, of_residual, weight, eps, offset, rooms[0], peak is not None)
-        total = rows if residual is None else rest[0]
+        y, rstd, total, amax = _forward(rows, of_residual, weight, eps, offset, rooms[0], peak is not None)
+        total = rows if residual is None else total
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
         ctx.room, ctx.peak = rooms[1], peaks[1]
         ctx.set_materialize_grads(False)
-        y = with_peak(peak, y.view(x.shape) if x.ndim != 2 else y, rest[-1] if rest else None)
+        y = with_peak(peak, y.view(x.shape) if x.ndim != 2 else y, amax)
         return (y, x if residual is None else total.view(x.shape)) if forks else y
 
     @staticmethod
@@ -219,9 +218,8 @@ class _RMSNorm(torch.autograd.Function):
         else:
             wants_weight = weight is not None and ctx.needs_input_grad[2]
             rows, peak = None if extra is None else in_rows(extra), ctx.peak
-            ds, *rest = _backward(in_rows(dy), s, weight, rstd, rows, ctx.offset, wants_weight, ctx.room, peak is not None)
-            ds = with_peak(peak, ds.view(shape) if len(shape) != 2 else ds, rest[0] if rest else None)
-            dw = rest[-1] if wants_weight else None
+            ds, amax, dw = _backward(in_rows(dy), s, weight, rstd, rows, ctx.offset, wants_weight, ctx.room, peak is not None)
+            ds, dw = with_peak(peak, ds.view(shape) if len(shape) != 2 else ds, amax), dw if wants_weight else None
         of_x, of_residual = (None if kind is None else ds.to(kind) for kind in ctx.types)  # type: ignore[union-attr]
         return of_x, of_residual, dw, *(None,) * 5
 
