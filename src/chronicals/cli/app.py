@@ -25,7 +25,7 @@ from chronicals.cli.verify import verify
 from chronicals.cli.wording import LogFormatter, in_users_form
 
 WIDE = 120
-"""Columns in which a table holds the names of all flags whole; in fewer, and in a pipe, help is plain lines, which cut none."""
+"""Terminal columns that a help table needs to show all flags whole; with fewer, and in a pipe, help is plain lines."""
 
 app = typer.Typer(
     name="chronicals",
@@ -63,11 +63,11 @@ for command in (quickstart, train, evaluate, generate, benchmark, verify, doctor
 
 
 def main() -> None:
-    """Entry point: an error a user can mend is one paragraph and exit code 1; Ctrl-C after a checkpoint is 130."""
+    """Entry point. An error that the user can fix is one paragraph and exit code 1; Ctrl-C with a checkpoint is 130."""
     handler = _log_handler()
     handler.setFormatter(LogFormatter("%(message)s"))
-    others_speak = os.environ.get("RANK", "0") != "0"  # of torchrun's processes the first logs
-    logging.basicConfig(level=logging.WARNING if others_speak else logging.INFO, handlers=[handler])
+    first = os.environ.get("RANK", "0") == "0"  # of several processes only the first logs more than warnings
+    logging.basicConfig(level=logging.INFO if first else logging.WARNING, handlers=[handler])
     _quieten()
     try:
         app()
@@ -87,14 +87,14 @@ def main() -> None:
 
 
 def _words(error: Exception) -> str:
-    """What an error says; of one the system reported, the file first."""
+    """The text of an error; for an error of the system, the file first."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return str(error) or type(error).__name__
 
 
 def _log_handler() -> logging.Handler:
-    """Lines fitted to a terminal; into a file or a pipe, each message as the line it is."""
+    """Messages wrapped to a terminal; in a file or a pipe, one line each."""
     console = Console(stderr=True)
     if not console.is_terminal:
         return logging.StreamHandler()
@@ -102,6 +102,6 @@ def _log_handler() -> logging.Handler:
 
 
 def _quieten() -> None:
-    """Libraries that narrate their imports and their file writing do so only at warnings."""
+    """Set libraries that log their imports and file writing to warnings."""
     for name in ("httpx", "httpcore", "matplotlib", "fontTools", "transformers", "numba"):
         logging.getLogger(name).setLevel(logging.WARNING)

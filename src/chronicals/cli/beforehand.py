@@ -1,4 +1,4 @@
-"""What ``train`` lets other processes compile while it imports and loads."""
+"""What ``train`` has other processes compile while it imports libraries and loads the model."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ FLASH_ATTENTION = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch"
 
 
 def compile_data_functions() -> None:
-    """Those that numba compiles."""
+    """Start a process that compiles the data functions with numba, if they are not compiled yet."""
     if compilation.sources():
         beforehand.start(compilation.__name__, [], compilation.facts())
 
 
 def compile_attention(model: str, config: ChronicalsConfig) -> None:
-    """FlashAttention-4's kernels, where it is installed and the model's configuration is at hand and plain."""
+    """Start a process that compiles FlashAttention-4's kernels, if it is installed and the model's head sizes are known."""
     try:
         versions = [version(package) for package in FLASH_ATTENTION]
     except PackageNotFoundError:
@@ -33,7 +33,7 @@ def compile_attention(model: str, config: ChronicalsConfig) -> None:
 
 
 def _configuration(model: str) -> dict[str, Any]:
-    """Of a folder, or of a model of the hub that was downloaded before; empty without one."""
+    """The configuration of a model folder or of a hub model in the local cache; empty if there is none."""
     file: Path | None = Path(model) / "config.json"
     if not Path(model).is_dir():
         from huggingface_hub import try_to_load_from_cache
@@ -46,12 +46,12 @@ def _configuration(model: str) -> dict[str, Any]:
         file = Path(found) if isinstance(found, str) else None
     try:
         return json.loads(file.read_text()) if file is not None else {}
-    except (OSError, ValueError):  # whoever loads the model will say what is wrong
+    except (OSError, ValueError):  # loading the model will report it
         return {}
 
 
 def _heads(facts: dict[str, Any]) -> list[str]:
-    """Heads of queries, of keys, width of a head and softcap; empty where the configuration does not say."""
+    """Query heads, key heads, head width and softcap, as arguments; empty if the configuration lacks them."""
     text = facts.get("text_config") or facts
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):

@@ -30,7 +30,7 @@ def benchmark(
     recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below")] = None,
     mode: Annotated[str | None, typer.Option(help="full or lora (default: what the recipe does, else full)")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a round (default: 20, 8 for 8B)")] = None,
-    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them, compilation included, told apart")] = 5,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them that are not counted, compilation included")] = 5,
     against: Annotated[
         str, typer.Option(help="Peers, with commas: transformers,torch-compile,liger,unsloth,trl; those installed run")
     ] = "",
@@ -38,17 +38,17 @@ def benchmark(
         list[str] | None, typer.Option(help="Another arm of ours, field=value[,field=value]; may be repeated")
     ] = None,
     scouted_variant: Annotated[
-        list[str] | None, typer.Option(help="The same, run once and when all is decided; may be repeated")
+        list[str] | None, typer.Option(help="The same, run once, after the decisive rounds; may be repeated")
     ] = None,
     rounds: Annotated[int, typer.Option(min=0, help="Decisive rounds of ours and the two fastest peers")] = 3,
     time_limit: Annotated[float | None, typer.Option(min=0, help="Seconds for all of it, preparation included")] = None,
     arm_timeout: Annotated[float, typer.Option(help="Seconds one process may take")] = 300,
-    loss_tolerance: Annotated[float, typer.Option(help="Relative deviation of a loss from fp32 that has a speed")] = 0.01,
+    loss_tolerance: Annotated[float, typer.Option(help="Largest relative deviation of a loss from fp32")] = 0.01,
     norm_tolerance: Annotated[float, typer.Option(help="The same for a gradient norm")] = 0.10,
-    profile: Annotated[bool, typer.Option("--profile", help="Where the time goes, and a trace beside the output")] = False,
-    output: Annotated[Path | None, typer.Option(help="Write all of it to this JSON file, and bars beside it as PNG")] = None,
-    folder: Annotated[Path | None, typer.Option(help="Keep weights and compilers' caches here for the next row")] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit to record (default: what git says)")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Print where the time goes; a trace beside the output")] = False,
+    output: Annotated[Path | None, typer.Option(help="Write everything to this JSON file, and bars beside it as PNG")] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keep weights and compilers' caches here for later benchmarks")] = None,
+    commit: Annotated[str | None, typer.Option(help="Commit to record (default: git's)")] = None,
     **flags: Any,
 ) -> None:
     """How fast a recipe trains here.
@@ -60,8 +60,8 @@ def benchmark(
     `--data ragged` (documents of very different lengths) are made here. Each arm trains in a process of its own on the
     same weights, documents, order and labels.
 
-    A speed is refused where losses or gradient norms leave a plain fp32 run of the same steps, or a gradient is zero. So that
-    they can be compared the learning rate is constant, and where no flag and no recipe sets it small, without LoRA+.
+    An arm has no speed if its losses or gradient norms deviate from plain fp32 on the same steps, or a gradient is zero. For
+    this comparison the learning rate is constant; where no flag and no recipe sets it, it is small, and LoRA+ is off.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -113,7 +113,7 @@ def benchmark(
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Within, SIGTERM ends this process as Ctrl-C does: the arms are ended and the scratch folder is deleted."""
+    """Within: SIGTERM ends this process as Ctrl-C does; the arms are ended and the scratch folder is deleted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -125,7 +125,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], bool]:
-    """Model, data, the fields that were set, and whether they ask for adapters."""
+    """Model, data, the fields that were set, and whether they include adapters."""
     from chronicals.benchmark.work import OWN, SIZES
     from chronicals.config import ConfigurationError, Recipe
 
@@ -150,8 +150,8 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
 
 
 def _peers(against: str, data: str, lora: bool) -> list[str]:
-    """Peers by name; Unsloth runs without recomputation and with, and beside its packing with padded rows and, under LoRA,
-    through its compiled modules; named beside another of its ways, it is its packing without recomputation alone."""
+    """Peers by name. ``unsloth`` stands for several arms: without and with recomputation, where lengths differ also with padded
+    rows and, under LoRA, through its compiled modules. Beside another ``unsloth-…`` it is the first of these alone."""
     from chronicals.benchmark.processes import PEERS
     from chronicals.config import ConfigurationError
 
@@ -203,8 +203,8 @@ def _print(result: dict[str, Any], profile: bool) -> None:
         by_round = ", ".join(f"{part:.3f}" for part in ratio["by_round"])
         console.print(f"ours / {escape(name)}: [bold]{ratio['median']:.3f}[/] (rounds {by_round})")
     if floor:
-        kinds = ("products", "attention", "elementwise", "loss", "optimizer")
-        parts = ", ".join(f"{kind} {1e3 * floor[kind]:.2f}" for kind in kinds)
+        names = ("products", "attention", "elementwise", "loss", "optimizer")
+        parts = ", ".join(f"{name} {1e3 * floor[name]:.2f}" for name in names)
         rate, time = floor["tokens_per_second"], 1e3 * floor["seconds"]
         console.print("reference step (best time seen of each part, not a bound): ", end="")
         console.print(f"{rate:,.0f} tokens/s = {time:.2f} ms ({parts})")
@@ -220,7 +220,7 @@ def _print(result: dict[str, Any], profile: bool) -> None:
 
 
 def _speeds(result: dict[str, Any]) -> Any:
-    """Real tokens per second in the median, half the distance of the quartiles, bars, MFU, share of the reference, memory."""
+    """Median real tokens per second, half the distance of the quartiles, bars, MFU, ratio to the reference step, memory."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -248,7 +248,7 @@ def _share(part: float | None) -> str:
 
 
 def _proofs(result: dict[str, Any]) -> Any:
-    """What stands beside each speed: loss, gradient norm, what was trained, and how far from fp32."""
+    """What is printed beside each speed: loss, gradient norm, deviation from fp32, trained parameters, padding, warm-up."""
     from rich.markup import escape
     from rich.table import Table
 

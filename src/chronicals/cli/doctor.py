@@ -15,9 +15,9 @@ def doctor(
 ) -> None:
     """What this machine has and what will run on it.
 
-    Card, versions, the attention and kernels that are chosen, what is not installed and the command that installs it, and a
-    self-test of each kernel. The last line is the verdict; exit code 1 if a kernel differs from its definition.
-    `chronicals doctor --json` is what to attach to a report of a fault.
+    It prints card, versions, the chosen attention and kernels, optional packages that are missing with the command that
+    installs them, and a self-test of each kernel. The last line is the verdict; exit code 1 if a kernel differs from its
+    definition. Attach `chronicals doctor --json` to a bug report.
     """
     from rich.console import Console
     from rich.markup import escape

@@ -14,7 +14,7 @@ from chronicals.standard_json import to_json
 def evaluate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     data: Annotated[list[str], typer.Option(help="What to evaluate on, as `train --data` takes it; may be repeated")],
-    base_model: Annotated[str | None, typer.Option(help="The model of an adapter, where it does not say")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Base model of an adapter, where the adapter does not name it")] = None,
     max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack (default: the run's, else 2048)")] = None,
     batch_size: Annotated[int, typer.Option(help="Packs in a forward pass")] = 1,
     objective: Annotated[str | None, typer.Option(help="sft, or pretraining, in which every token counts")] = None,
@@ -28,17 +28,16 @@ def evaluate(
         str | None, typer.Option(help="For a tokenizer without one: chatml, zephyr, or a file with Jinja text")
     ] = None,
     columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
-    gate: Annotated[list[str] | None, typer.Option(help="Share of the rows a finding may touch, name=share")] = None,
+    gate: Annotated[list[str] | None, typer.Option(help="Fraction of the rows that a finding may concern, name=value")] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Where token stores are kept (default: ~/.cache/chronicals)")] = None,
     output: Annotated[Path | None, typer.Option(help="Also write the figures to this JSON file")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run Python code that comes with the model")] = False,
 ) -> None:
     """Held-out loss, perplexity and accuracy.
 
-    `chronicals evaluate chronicals-output --data held-out.jsonl` prints a table, and JSON on standard output. Means over every
-    target that training would train, tokenised as it would be. Width, objective, roles, turns, the gate, and
-    what becomes of completions and of longer rows are those of the run, where MODEL comes from one; else 2048, sft, the
-    assistant's, all, and what `train` does by default.
+    `chronicals evaluate chronicals-output --data held-out.jsonl` prints a table, and JSON on standard output. The figures are
+    means over all tokens that training would train. If MODEL comes from a run, its data settings are used: pack width,
+    objective, roles, turns, gate, completions and longer rows. Else they are the defaults of `train`.
     """
     from rich.console import Console
     from rich.table import Table

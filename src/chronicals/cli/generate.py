@@ -19,19 +19,19 @@ def generate(
     model: Annotated[str, typer.Argument(help="Model, adapter, checkpoint or folder of a run")],
     prompt: Annotated[str | None, typer.Option(help="Ask this and stop; without it a chat begins")] = None,
     system: Annotated[
-        str | None, typer.Option("--system", "--system-prompt", help="System message, which stands before the first question")
+        str | None, typer.Option("--system", "--system-prompt", help="System message before the first question")
     ] = None,
-    base_model: Annotated[str | None, typer.Option(help="The model of an adapter, where it does not say")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the likeliest token each time")] = 0.0,
+    base_model: Annotated[str | None, typer.Option(help="Base model of an adapter, where the adapter does not name it")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens")] = 256,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token")] = 0.0,
     top_p: Annotated[
-        float | None, typer.Option(help="Draw from the fewest tokens with this probability in all (default: the model's own)")
+        float | None, typer.Option(help="Draw from the fewest tokens with this total probability (default: the model's own)")
     ] = None,
     top_k: Annotated[
-        int | None, typer.Option(min=0, help="Draw from so many of the likeliest tokens, 0 from all (default: the model's own)")
+        int | None, typer.Option(min=0, help="Draw from this many of the likeliest tokens, 0: all (default: the model's own)")
     ] = None,
     repetition_penalty: Annotated[
-        float | None, typer.Option(help="Above 1, tokens that the text holds already become less likely")
+        float | None, typer.Option(help="Above 1, tokens that are in the text already become less likely")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of the sampling")] = 0,
     stream: Annotated[bool, typer.Option(help="Print an answer while it is made")] = True,
@@ -39,9 +39,9 @@ def generate(
 ) -> None:
     """Ask a trained model, once or in a chat.
 
-    `chronicals generate chronicals-output` begins a chat, `--prompt "what is 3?"` asks once. The model is asked exactly as it
-    was taught: through its chat template if it was trained on chats, plainly otherwise. A chat remembers what was said until
-    `/reset`; `/help` lists its commands. Answers go to standard output, all else to standard error.
+    `chronicals generate chronicals-output` begins a chat, `--prompt "what is 3?"` asks once. Prompts have the format of the
+    training: the chat template if the model was trained on chats, else plain text. A chat remembers what was said until
+    `/reset`; `/help` lists its commands. Answers go to standard output, everything else to standard error.
     `--temperature 0.7 --top-p 0.9` draws answers that vary, `--seed` repeats them.
     """
     from rich.console import Console
@@ -62,7 +62,7 @@ def generate(
 
 
 def _talk(chat: Chat, stream: bool, console: Console) -> bool:
-    """Ask what is typed until there is no more; returns whether the last question was answered."""
+    """Answer typed lines until the input ends; returns whether the last question was answered."""
     from rich.markup import escape
 
     turns = "" if chat.trained.chats else "each text is continued by itself: this model was not trained on chats; "
@@ -93,7 +93,7 @@ def _talk(chat: Chat, stream: bool, console: Console) -> bool:
 
 
 def _typed(console: Console) -> str | None:
-    """The next line; None at the end."""
+    """The next typed line; None at the end of the input."""
     try:
         return console.input("[bold]you[/] ").strip()
     except (EOFError, KeyboardInterrupt):
@@ -102,13 +102,13 @@ def _typed(console: Console) -> str | None:
 
 
 def _print_answer(chat: Chat, question: str, stream: bool) -> None:
-    """As it is: what looks like rich's markup is none."""
+    """Print an answer as plain text, without rich's markup."""
     parts: list[str] = []
 
     def say(part: str) -> None:
         parts.append(part)
         print(part, end="", flush=True)  # noqa: T201
 
-    told: Callable[[str], None] | None = say if stream else None
-    reply = chat.ask(question, told)
+    on_part: Callable[[str], None] | None = say if stream else None
+    reply = chat.ask(question, on_part)
     print(reply[len("".join(parts)) :], flush=True)  # noqa: T201

@@ -9,14 +9,15 @@ import typer
 
 
 def quickstart(
-    folder: Annotated[Path, typer.Option(help="Where to write; an earlier quickstart goes")] = Path("chronicals-quickstart"),
+    folder: Annotated[Path, typer.Option(help="Output; replaces an earlier quickstart")] = Path("chronicals-quickstart"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, split and order")] = 42,
 ) -> None:
     """Train a small model here and now.
 
-    No arguments, no download, CPU or GPU: `chronicals quickstart`. The data are the documentation strings of Python's standard
-    library as questions and answers, the tokenizer is trained on them, and the model answers two questions before and after:
-    one it was trained on, one held out.
+    `chronicals quickstart` needs no arguments, no download and no GPU. The data are the documentation strings of Python's
+    standard library as questions and answers. A tokenizer and a model are trained on them, and the model answers two questions
+    before
+    and after: one it was trained on, one held out.
     """
     import shlex
     import shutil
