@@ -76,7 +76,7 @@ def test_conversations_of_every_template_are_the_same(name):
         tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     records = [wild_record(tokenizer) for _ in range(12)]
     options = random.choice([{"train_on_turns": "last"}, {"train_on_roles": ["user", "assistant"]}])
-    for encoder in (Tokenizer(tokenizer), Tokenizer(tokenizer, **options), Tokenizer(tokenizer, "pretraining")):
+    for encoder in (Tokenizer(tokenizer), Tokenizer(tokenizer, **options), Tokenizer(tokenizer, "all")):
         assert_same(encoder, records)
 
 
@@ -202,9 +202,9 @@ def marking(before, after):
     return tokenizer
 
 
-@pytest.mark.parametrize("objective", ["sft", "pretraining"])
+@pytest.mark.parametrize("train_on", ["answers", "all"])
 @pytest.mark.parametrize("marks", [("", ""), ("<bos>", ""), ("<bos>", "<|endoftext|>")])
-def test_rows_of_every_kind_are_the_same_and_keep_their_order(marks, objective):
+def test_rows_of_every_kind_are_the_same_and_keep_their_order(marks, train_on):
     tokenizer = marking(*marks)
     wrong = [{"text": "a\ud800"}, {"text": 3}, {"prompt": "a", "completion": 3}, {"input_ids": [-1]}, {"a": 1}]
     make = [
@@ -216,7 +216,7 @@ def test_rows_of_every_kind_are_the_same_and_keep_their_order(marks, objective):
         lambda: random.choice(wrong),
         lambda: {"messages": [user("a\ud800"), assistant("b")]},
     ]
-    assert assert_same(Tokenizer(tokenizer, objective), [random.choice(make)() for _ in range(60)])
+    assert assert_same(Tokenizer(tokenizer, train_on), [random.choice(make)() for _ in range(60)])
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -66,7 +66,7 @@ def test_completions_are_plain_and_warned_about_unless_they_are_asked_to_be_chat
     without = tiny.tokenizer()
     without.chat_template = None
     assert not build_store(rows, Tokenizer(without), 64, tmp_path).report.count("plain_completion")
-    assert not store_of(rows, tmp_path, objective="pretraining").report.count("plain_completion")
+    assert not store_of(rows, tmp_path, train_on="all").report.count("plain_completion")
 
 
 def test_names_of_columns_in_a_recipe_are_those_of_configurations():

@@ -103,7 +103,7 @@ def test_the_same_however_many_rows_the_tokenizer_is_given_at_once(at_once):
 
 
 def test_the_same_under_other_settings():
-    of = encoder(objective="sft", train_on_roles=["user", "assistant"], train_on_turns="last")
+    of = encoder(train_on="answers", train_on_roles=["user", "assistant"], train_on_turns="last")
     of.overlong = "drop"
     rows = [(f"row {n}", row) for n, row in enumerate(planted_faults.CLEAN * 4)]
     assert_same_by_processes(rows, of)

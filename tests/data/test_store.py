@@ -25,8 +25,8 @@ from data import stock_templates
 WIDTH = 64
 
 
-def tokenizer(objective="sft"):
-    return Tokenizer(tiny.tokenizer(), objective)
+def tokenizer(train_on="answers"):
+    return Tokenizer(tiny.tokenizer(), train_on)
 
 
 def token_rows(count, longest=12):
@@ -127,7 +127,7 @@ def test_the_report_counts_what_is_stored(tmp_path):
 @pytest.mark.parametrize("width", [2, 3, 10])
 def test_a_long_row_of_pretraining_keeps_every_target_once(tmp_path, width, length):
     ids = random.sample(range(1000), length)
-    store = build_store([{"input_ids": ids}], tokenizer("pretraining"), width, tmp_path)
+    store = build_store([{"input_ids": ids}], tokenizer("all"), width, tmp_path)
     pairs = [pair for piece, _ in documents(store) for pair in itertools.pairwise(piece)]
     assert pairs == list(itertools.pairwise(ids))
     assert store.lengths.min() >= 2
@@ -295,7 +295,7 @@ def test_the_key_changes_with_whatever_changes_the_tokens(tmp_path):
         "order": (rows[::-1], tokenizer(), WIDTH),
         "fewer rows": (rows[:2], tokenizer(), WIDTH),
         "width": (rows, tokenizer(), WIDTH + 1),
-        "objective": (rows, tokenizer("pretraining"), WIDTH),
+        "objective": (rows, tokenizer("all"), WIDTH),
         "template": (rows, Tokenizer(other_template), WIDTH),
         "end of text": (rows, Tokenizer(other_end), WIDTH),
         "vocabulary": (rows, Tokenizer(more_tokens), WIDTH),

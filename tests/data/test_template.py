@@ -12,6 +12,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 import tiny
+from chronicals.config import ChronicalsConfig
 from chronicals.data import DataError, TemplateError, Tokenizer, stop_token_ids
 from chronicals.data.tokenizer_training import train_tokenizer
 from data import stock_templates
@@ -451,12 +452,12 @@ def test_labels_that_are_not_aligned_are_refused(labels, reason):
         Tokenizer(tiny.tokenizer()).encode({"input_ids": [1, 2, 3], "labels": labels}, "row 6")
 
 
-@pytest.mark.parametrize("objective", ["sft", "pretraining"])
+@pytest.mark.parametrize("train_on", ["answers", "all"])
 @pytest.mark.parametrize(("left", "right"), [(0, 3), (2, 0), (1, 4), (0, 0)])
 @pytest.mark.parametrize("kind", [int, bool])
-def test_padding_under_an_attention_mask_is_left_out(objective, left, right, kind):
+def test_padding_under_an_attention_mask_is_left_out(train_on, left, right, kind):
     """Also where labels would train it: padding is often the token that ends a text."""
-    tokenizer = Tokenizer(tiny.tokenizer(), objective)
+    tokenizer = Tokenizer(tiny.tokenizer(), train_on)
     pad, ids = tokenizer.tokenizer.eos_token_id, [5, 6, 7]
     row = {"input_ids": [pad] * left + ids + [pad] * right}
     row["attention_mask"] = [kind(0)] * left + [kind(1)] * 3 + [kind(0)] * right
@@ -510,7 +511,7 @@ EVERY_KIND = [
 
 @pytest.mark.parametrize("row", EVERY_KIND)
 def test_pretraining_trains_every_token_of_every_kind(row):
-    ids, trained = Tokenizer(tiny.tokenizer(), "pretraining").encode(row, "row 1")
+    ids, trained = Tokenizer(tiny.tokenizer(), "all").encode(row, "row 1")
     assert ids == Tokenizer(tiny.tokenizer()).encode(row, "row 1")[0]
     assert trained == [True] * len(ids)
 
@@ -539,12 +540,30 @@ def test_the_stop_token_of_a_template_is_where_its_answers_end(name):
     assert spans(ids, trained)[0][-1] == stop_token_ids(tokenizer)[0]
 
 
+@pytest.mark.parametrize(
+    ("fields", "trained"),
+    [
+        ({}, "answers"),
+        ({"objective": "pretraining"}, "all"),
+        ({"train_on": "all"}, "all"),
+        ({"objective": "pretraining", "train_on": "answers"}, "answers"),
+    ],
+)
+def test_what_is_trained_is_apart_from_the_objective(fields, trained):
+    row = {"prompt": "a question", "completion": " and its answer"}
+    configured = Tokenizer.configured(tiny.tokenizer(), ChronicalsConfig(**fields))
+    expected = Tokenizer(tiny.tokenizer(), trained)
+    assert configured.encode(row, "row 1") == expected.encode(row, "row 1")
+    assert configured.fingerprint() == expected.fingerprint()
+    assert all(configured.encode(row, "row 1")[1]) is (trained == "all")
+
+
 def test_pretraining_needs_no_mask_and_so_no_stop():
     """A template without a stop token can be pretrained on; only its rendering is used."""
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     row = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}]}
-    ids, trained = Tokenizer(tokenizer, "pretraining").encode(row, "row 1")
+    ids, trained = Tokenizer(tokenizer, "all").encode(row, "row 1")
     assert tokenizer.decode(ids) == "helloworld"
     assert all(trained)
     with pytest.raises(TemplateError):

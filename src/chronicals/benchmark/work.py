@@ -54,7 +54,7 @@ SIZES = (
 
 STEPS = {
     "batch_size", "max_seq_length", "gradient_accumulation_steps", "use_sequence_packing", "packing_strategy", "max_documents",
-    "overlong", "seed", "objective", "sections", "train_on_roles", "train_on_turns", "use_lora",
+    "overlong", "seed", "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "use_lora",
 }  # fmt: skip
 """Fields that decide what a step holds or trains, which arms must share to be compared."""
 

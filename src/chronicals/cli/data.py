@@ -44,6 +44,7 @@ def show(
     columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     max_seq_length: Annotated[int | None, typer.Option(min=2, help="Tokens in a pack (2048)")] = None,
     objective: Annotated[str | None, typer.Option(help="sft (unless said otherwise) or pretraining")] = None,
+    train_on: Annotated[str | None, typer.Option(help="answers or all tokens (unless said otherwise, the objective's)")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages are trained; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="all (unless said otherwise), or last")] = None,
     completions_as_chat: Annotated[
@@ -74,7 +75,7 @@ def show(
 
     flags: dict[str, Any] = {
         "model": model, "columns": columns, "chat_template": chat_template, "max_seq_length": max_seq_length,
-        "objective": objective, "train_on_turns": train_on_turns, "train_on_roles": train_on_roles,
+        "objective": objective, "train_on": train_on, "train_on_turns": train_on_turns, "train_on_roles": train_on_roles,
         "completions_as_chat": completions_as_chat, "overlong": overlong, "packing_strategy": packing_strategy,
         "max_documents": max_documents, "trust_remote_code": trust_remote_code,
     }  # fmt: skip

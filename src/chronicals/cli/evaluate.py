@@ -18,6 +18,7 @@ def evaluate(
     max_seq_length: Annotated[int | None, typer.Option(help="Tokens in a pack (default: the run's, else 2048)")] = None,
     batch_size: Annotated[int, typer.Option(help="Packs in a forward pass")] = 1,
     objective: Annotated[str | None, typer.Option(help="sft, or pretraining, in which every token counts")] = None,
+    train_on: Annotated[str | None, typer.Option(help="Which tokens count: answers or all")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Roles whose messages count; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="Which of their messages count: all, or the last alone")] = None,
     completions_as_chat: Annotated[
@@ -52,8 +53,9 @@ def evaluate(
     make_room_for(output)
     trained = load_trained(model, base_model, trust_remote_code)
     asked = {
-        "data": data, "max_seq_length": max_seq_length, "objective": objective, "train_on_roles": train_on_roles,
-        "train_on_turns": train_on_turns, "completions_as_chat": completions_as_chat, "overlong": overlong,
+        "data": data, "max_seq_length": max_seq_length, "objective": objective, "train_on": train_on,
+        "train_on_roles": train_on_roles, "train_on_turns": train_on_turns, "completions_as_chat": completions_as_chat,
+        "overlong": overlong,
         "chat_template": chat_template, "columns": columns, "gate": gate, "cache_dir": cache_dir,
     }  # fmt: skip
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.data_config}

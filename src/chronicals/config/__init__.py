@@ -1,6 +1,6 @@
 """The configuration of a run, its presets, and recipes in YAML."""
 
-from chronicals.config.config import ChronicalsConfig, Overlong, Role, Turns, explain
+from chronicals.config.config import ChronicalsConfig, Overlong, Role, TrainOn, Turns, explain
 from chronicals.config.data_source import DataSource
 from chronicals.config.errors import ConfigurationError
 from chronicals.config.presets import PRESETS, preset
@@ -14,6 +14,7 @@ __all__ = [
     "Overlong",
     "Recipe",
     "Role",
+    "TrainOn",
     "Turns",
     "explain",
     "preset",

@@ -94,6 +94,7 @@ Finite = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
+TrainOn = Literal["answers", "all"]
 Overlong = Literal["cut", "split", "drop"]
 MemoryPolicy = Literal[
     "recompute_elementwise", "recompute_layers", "offload_activations", "offload_frozen_weights", "tiled_mlp",
@@ -260,6 +261,9 @@ class ChronicalsConfig:
     sections: dict[str, dict[str, Any]] = Field(
         default_factory=dict, description="Settings of the objective by name: --dpo.beta 0.1, or in a recipe dpo: {beta: 0.1}"
     )
+    train_on: TrainOn | None = Field(
+        default=None, description="The answers, completions and texts of rows, or all tokens (default: the objective's)"
+    )
     train_on_roles: Annotated[list[Role], Field(min_length=1), BeforeValidator(_listed)] = Field(
         default=["assistant"], description="Whose messages of a conversation are trained"
     )
@@ -370,6 +374,11 @@ class ChronicalsConfig:
     def epochs(self) -> int | None:
         """Passes over the data: one where neither they nor steps were given, None where steps were."""
         return None if self.max_steps is not None else self.num_epochs or 1
+
+    @property
+    def trained_tokens(self) -> TrainOn:
+        """``train_on``, or what the objective has by default."""
+        return self.train_on or ("all" if self.objective == "pretraining" else "answers")
 
     @property
     def memory_policies(self) -> frozenset[MemoryPolicy]:

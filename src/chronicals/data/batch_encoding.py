@@ -159,7 +159,7 @@ class BatchEncoder:
                 return self._by_definition(record, where)
             ids = np.concatenate((before, texts[said][len(mark_ids) :]))
             trained = np.ones(len(ids), np.uint8)
-            trained[: len(before)] = self.encoder.objective == "pretraining"
+            trained[: len(before)] = self.encoder.train_on == "all"
             return ids, trained
 
         return finish
@@ -223,7 +223,7 @@ class BatchEncoder:
 
     def _answers(self, chat: Conversation) -> list[int]:
         """Numbers of the trained messages whose place the text may tell."""
-        if self.encoder.objective == "pretraining" or self.cuts is None:
+        if self.encoder.train_on == "all" or self.cuts is None:
             return []
         return [number for number in chat.trained if number and chat.messages[number]["role"] == "assistant"]
 
@@ -241,7 +241,7 @@ class BatchEncoder:
     def _mask(self, chat: RenderedChat, texts: Texts, place: tuple[bool, int], where: str) -> np.ndarray | None:
         """What is trained, or None where the text does not decide it."""
         ids = texts[place]
-        if self.encoder.objective == "pretraining":
+        if self.encoder.train_on == "all":
             return np.ones(len(ids), np.uint8)
         trained = np.zeros(len(ids), np.uint8)
         if not chat.conversation.trained:

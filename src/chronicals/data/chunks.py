@@ -169,7 +169,7 @@ class ChunkEncoder:
         for name in unread_fields(record, kind):
             report.note("unread_field", row, f"{where}: {name}")
         record = normalise(record, kind, where)
-        if self.tokenizer.objective != "pretraining":
+        if self.tokenizer.train_on == "answers":
             self._check_answers(row, kind, record, where, report)
             if kind == "completion" and self.tokenizer.tokenizer.chat_template is not None:
                 report.note("plain_completion", row, where)
@@ -239,6 +239,6 @@ class ChunkEncoder:
         """The rows as documents of at most the width."""
         pieces = []
         for row, kind in zip(rows, kinds, strict=True):
-            whole = kind != "text" and self.tokenizer.objective != "pretraining"
+            whole = kind != "text" and self.tokenizer.train_on == "answers"
             pieces += fit(*row, self.width, self.overlong or ("cut" if whole else "split"), report)
         return Documents.joined(pieces)

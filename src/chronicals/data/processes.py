@@ -152,7 +152,7 @@ class TokenizingProcesses:
         inner.save_pretrained(folder)
         how = {
             "class": kind.__name__, "fingerprint": tokenizer.fingerprint(), "width": self.encoder.width,
-            "overlong": self.encoder.overlong, "objective": tokenizer.objective,
+            "overlong": self.encoder.overlong, "train_on": tokenizer.train_on,
             "train_on_roles": sorted(tokenizer.train_on_roles), "train_on_turns": tokenizer.train_on_turns,
             "completions_as_chat": tokenizer.completions_as_chat,
         }  # fmt: skip

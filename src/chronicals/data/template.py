@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from chronicals.config import ChronicalsConfig, ConfigurationError, Role, Turns
+from chronicals.config import ChronicalsConfig, ConfigurationError, Role, TrainOn, Turns
 from chronicals.data.batch_encoding import BatchEncoder, Rows, TokenArrays
 from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.continuation import Continuation
@@ -30,6 +30,9 @@ __all__ = ["Message", "TemplateError", "TokenArrays", "Tokenizer", "Tokens", "st
 PROBE = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
 """A text that tokenizers of one vocabulary split in different ways; where Python does it, nothing else tells."""
 
+NAMES: dict[TrainOn, str] = {"answers": "sft", "all": "pretraining"}
+"""What the names of stores are made of."""
+
 Tokens = tuple[list[int], list[bool]]
 """Token ids, and for each whether it is trained."""
 
@@ -39,7 +42,7 @@ class Tokenizer:
 
     Args:
         tokenizer: a ``PreTrainedTokenizerBase``; its vocabulary and template must not change afterwards.
-        objective: ``sft`` trains answers, completions and texts; ``pretraining`` every token of every row.
+        train_on: ``answers`` of conversations, completions and texts, or ``all`` tokens of every row.
         train_on_roles: whose messages of a conversation are trained.
         train_on_turns: ``all`` of those messages, or the ``last`` of each conversation.
         completions_as_chat: rows of prompt and completion go through the chat template, as a question and its answer.
@@ -53,17 +56,19 @@ class Tokenizer:
     def __init__(
         self,
         tokenizer: Any,
-        objective: str = "sft",
+        train_on: TrainOn = "answers",
         train_on_roles: Collection[str] = ("assistant",),
         train_on_turns: Turns = "all",
         completions_as_chat: bool = False,
     ):
         if not train_on_roles or not set(train_on_roles) <= set(get_args(Role)):
             raise ConfigurationError(f"train_on_roles={list(train_on_roles)}: name at least one of {', '.join(get_args(Role))}")
+        if train_on not in get_args(TrainOn):
+            raise ConfigurationError(f"train_on={train_on!r}: must be one of {', '.join(get_args(TrainOn))}")
         if train_on_turns not in get_args(Turns):
             raise ConfigurationError(f"train_on_turns={train_on_turns!r}: must be one of {', '.join(get_args(Turns))}")
         self.tokenizer = tokenizer
-        self.objective = objective
+        self.train_on = train_on
         self.train_on_roles = frozenset(train_on_roles)
         self.train_on_turns = train_on_turns
         self.completions_as_chat = completions_as_chat
@@ -73,7 +78,7 @@ class Tokenizer:
     def configured(cls, tokenizer: Any, config: ChronicalsConfig) -> Tokenizer:
         """As a run's configuration has it."""
         return cls(
-            tokenizer, config.objective, config.train_on_roles, config.train_on_turns, config.completions_as_chat
+            tokenizer, config.trained_tokens, config.train_on_roles, config.train_on_turns, config.completions_as_chat
         )  # fmt: skip
 
     def encode(self, record: Record, where: str) -> Tokens:
@@ -127,7 +132,7 @@ class Tokenizer:
             vocabulary = described.partition('"added_tokens":')[2] or described
         else:
             vocabulary = json.dumps([sorted(inner.get_vocab().items()), type(inner).__qualname__, inner(PROBE)["input_ids"]])
-        trained: list[Any] = [self.objective, sorted(self.train_on_roles), self.train_on_turns]
+        trained: list[Any] = [NAMES[self.train_on], sorted(self.train_on_roles), self.train_on_turns]
         trained += [True] if self.completions_as_chat else []  # without it the tokens, and so the name, are those of before
         splits = bool(getattr(inner, "split_special_tokens", False))
         state = json.dumps([inner.chat_template, inner.special_tokens_map, splits, *trained], default=str, sort_keys=True)
@@ -158,7 +163,7 @@ class Tokenizer:
     def _chat(self, record: Record, where: str) -> Tokens:
         conversation = self.conversation(record, where)
         ids = self.template.ids(conversation.messages, conversation.tools, where=where)
-        if self.objective == "pretraining":
+        if self.train_on == "all":
             return ids, [True] * len(ids)
         trained = [False] * len(ids)
         for number in conversation.trained:
@@ -190,7 +195,7 @@ class Tokenizer:
         prompt, text = (check_text(record[name], name, where) for name in ("prompt", "completion"))
         before = self.prompt(prompt)
         after = [*without_end(self.continuation.ids(prompt, text, where), end), end]
-        return before + after, [self.objective == "pretraining"] * len(before) + [True] * len(after)
+        return before + after, [self.train_on == "all"] * len(before) + [True] * len(after)
 
     def _text(self, record: Record, where: str) -> Tokens:
         end = self.end(where)
@@ -202,7 +207,7 @@ class Tokenizer:
         if ids is None or (ids.size and not 0 <= ids.min() <= ids.max() < 2**31):
             raise DataError(f"{where}: input_ids must be a list of token ids")
         seen = _attended(record.get("attention_mask"), len(ids), where)
-        if labels is None or self.objective == "pretraining":
+        if labels is None or self.train_on == "all":
             return ids[seen].tolist(), [True] * len(ids[seen])
         labels = _integers(labels)
         if labels is None:

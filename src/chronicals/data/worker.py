@@ -38,7 +38,7 @@ def tokenizer_in(folder: Path, how: dict[str, Any]) -> Tokenizer:
     import transformers
 
     inner = getattr(transformers, how["class"]).from_pretrained(folder)
-    return Tokenizer(inner, how["objective"], how["train_on_roles"], how["train_on_turns"], how["completions_as_chat"])
+    return Tokenizer(inner, how["train_on"], how["train_on_roles"], how["train_on_turns"], how["completions_as_chat"])
 
 
 def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:

@@ -52,7 +52,8 @@ from chronicals.training.trackers import build_trackers
 logger = logging.getLogger(__name__)
 
 TAUGHT = (
-    "objective", "sections", "train_on_roles", "train_on_turns", "completions_as_chat", "max_seq_length", "overlong", "gate",
+    "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "completions_as_chat", "max_seq_length",
+    "overlong", "gate",
 )  # fmt: skip
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
 
