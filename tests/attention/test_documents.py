@@ -34,6 +34,17 @@ def test_head_widths(width):
     compare(lengths, qkv(sum(lengths), width=width))
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
+def test_values_narrower_than_keys(softcap):
+    """As in latent attention."""
+    lengths = random_lengths(4, 30)
+    q, k, v = qkv(sum(lengths), width=20)()
+    given = bounds(lengths), max(lengths)
+    out = document_attention(q, k, v[..., :7], *given, softcap=softcap)
+    whole = document_attention(q, k, v, *given, softcap=softcap)
+    torch.testing.assert_close(out, whole[..., :7], rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [[60], [0, 0, 5, 0, 2], [59, 1], [1, 59], [2] * 9], ids=str)
 def test_few_and_empty_documents(lengths):
     compare(lengths, qkv(sum(lengths)), window=5)
@@ -227,6 +238,7 @@ def test_a_wrong_mask_is_noticed(fault, monkeypatch):
 
 WRONG = {
     "shapes": lambda q, k, v, cu: dict(k_TKD=k[:-1]),
+    "have shapes": lambda q, k, v, cu: dict(k_TKD=k[..., :8], q_QHD=q[..., :8]),
     "cannot be shared": lambda q, k, v, cu: dict(q_QHD=q[:, :3]),
     "types": lambda q, k, v, cu: dict(v_TKD=v.double()),
     "cu_seqlens_q is torch.int64": lambda q, k, v, cu: dict(cu_seqlens_q=cu.long()),

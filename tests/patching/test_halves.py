@@ -76,6 +76,15 @@ def test_the_mlp_is_fused_beside_another_attention(policy):
     assert reasons == {"the whole twin did not agree with it"}
 
 
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+LATENT |= {"num_key_value_heads": 4, "first_k_dense_replace": 2}
+
+
+def test_the_mlp_is_fused_beside_latent_attention():
+    report = same_with(build("DeepseekV3", **LATENT), MLP_BY)
+    assert left_of(report, ATTENTION_HALF) == ["model.layers.0", "model.layers.1"]
+
+
 @pytest.mark.parametrize(("name", "by"), [("DiffLlama", MLP_BY), ("Mixtral", ATTENTION_BY)])
 def test_layers_made_again_give_the_same(name, by):
     model, batch = build(name, **ROUTED.get(name, {"attn_implementation": "eager"})), families.documents_batch()

@@ -34,9 +34,10 @@ def document_attention(
     flash: bool = True,
     room: int = 0,
 ) -> Tensor:
-    """Attention output ``[Q, H, D]``, in the dtype of the inputs.
+    """Attention output ``[Q, H, D]``, or as wide as the values, in the dtype of the inputs.
 
     Args:
+        v_TKD: may be narrower than the keys, as in latent attention; it is filled up with zeros.
         cu_seqlens_q: int32 ``[N + 1]``, ending at Q; repeated entries are empty documents.
         max_seqlen_q: bound on a document's queries.
         cu_seqlens_k: likewise of the keys, ending at T; by default queries and keys are the same tokens. A document has at
@@ -69,19 +70,21 @@ def document_attention(
     )  # fmt: skip
     chosen = BACKENDS[name]
     support = chosen.support(q_QHD.device.type)
-    missing = -head_dim % (support.multiple if support is not None else 1)
+    missing, narrow = -head_dim % (support.multiple if support is not None else 1), v_TKD.shape[-1]
     if missing:
-        q_QHD, k_TKD, v_TKD = (F.pad(x, (0, missing)) for x in (q_QHD, k_TKD, v_TKD))
+        q_QHD, k_TKD = (F.pad(x, (0, missing)) for x in (q_QHD, k_TKD))
+    if narrow < head_dim + missing:
+        v_TKD = F.pad(v_TKD, (0, head_dim + missing - narrow))
     scale = head_dim**-0.5 if scale is None else scale
     out = chosen.attend(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, room)
-    return out[..., :head_dim] if missing else out
+    return out[..., :narrow] if narrow < head_dim + missing else out
 
 
 def _check(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, window: int | None, softcap: float | None, sinks: Tensor | None
 ) -> None:
-    as_many = q.shape[0] == k.shape[0] or not spans.are_equal
-    if q.dim() != 3 or k.dim() != 3 or k.shape != v.shape or not as_many or q.shape[2] != k.shape[2]:
+    fits = q.dim() == k.dim() == v.dim() == 3 and k.shape[:2] == v.shape[:2] and v.shape[2] <= k.shape[2] == q.shape[2]
+    if not fits or (spans.are_equal and q.shape[0] != k.shape[0]):
         shapes, queries = ", ".join(str(tuple(x.shape)) for x in (q, k, v)), "T" if spans.are_equal else "Q"
         raise ValueError(f"q, k, v have shapes {shapes}; give [{queries}, H, D], [T, K, D], [T, K, D]")
     heads, groups = q.shape[1], k.shape[1]

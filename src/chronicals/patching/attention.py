@@ -227,22 +227,20 @@ def _attend(
     if not _can(implementation, module, q, k, v, options):
         return own(module, query, key, value, documents.mask(), **options)
     runs[0] += 1
-    rows, heads, length, width = q.shape
-    narrow = v.shape[-1]
-    v = F.pad(v, (0, width - narrow)) if narrow < width else v  # latent attention
+    rows, heads, length, width = *q.shape[:3], v.shape[-1]
     q_THD, k_TKD, v_TKD = (_real(x, documents.places) for x in (q, k, v))
     out = document_attention(
         q_THD, k_TKD, v_TKD, documents.bounds, documents.longest, scale=options.get("scaling"), window=documents.window,
         softcap=options.get("softcap"), sinks=options.get("s_aux"),
-    )[..., :narrow]  # fmt: skip
+    )  # fmt: skip
     if documents.places is not None:
-        out = out.new_zeros(rows * length, heads, narrow).index_copy(0, documents.places, out)
+        out = out.new_zeros(rows * length, heads, width).index_copy(0, documents.places, out)
     padding = documents.padding if outputs_at_padding else None
     if padding is not None:
         query, key, value = (x.index_select(0, padding.rows) for x in (query, key, value))
         last = own(module, query[:, :, -padding.longest :], key, value, padding.mask(), **options)[0]
         out = out.index_copy(0, padding.places, last.flatten(0, 1).index_select(0, padding.within).to(out.dtype))
-    return out.view(rows, length, heads, narrow), None
+    return out.view(rows, length, heads, width), None
 
 
 def _as_autocast(x: Tensor) -> Tensor:
