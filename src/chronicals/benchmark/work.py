@@ -37,8 +37,8 @@ MODES: dict[str, dict[str, Any]] = {
         "lora_target_modules": list(PROJECTIONS), "learning_rate": 1e-4,
     },
 }  # fmt: skip
-"""What a mode sets where the user does not. Learning rates are constant and small: weights kept in bf16 alone lose
-most of a small update to rounding, and over the steps that are compared this must stay within the tolerance."""
+"""The fields of a mode, unless the user sets them. Learning rates are constant and small: weights in bf16 without a master lose
+most of a small update to rounding, and over the compared steps that must stay within the tolerance."""
 
 OWN = (
     "max_steps", "num_epochs", "output_dir", "cache_dir", "save_steps", "eval_steps", "early_stopping_patience",
@@ -50,19 +50,19 @@ SIZES = (
     "batch_size", "max_seq_length", "gradient_accumulation_steps", "lora_rank", "lora_alpha", "lora_dropout",
     "lora_target_modules",
 )  # fmt: skip
-"""Fields that a benchmark sets where there is no recipe; one with a recipe takes what the recipe trains with."""
+"""Fields that a benchmark sets if there is no recipe; with a recipe they are the recipe's."""
 
 STEPS = {
     "batch_size", "max_seq_length", "gradient_accumulation_steps", "use_sequence_packing", "packing_strategy", "max_documents",
     "overlong", "seed", "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "use_lora",
 }  # fmt: skip
-"""Fields that decide what a step holds or trains, which arms must share to be compared."""
+"""Fields that decide what a step holds or trains; all arms must have the same."""
 
 SPARE_STEPS = 8
-"""Documents are made for so many steps beyond those measured: profiled steps and those that are prefetched."""
+"""Steps beyond those measured for which there are documents: profiled steps, and those that are prefetched."""
 
 PADDED_ROWS = 32
-"""Documents in a padded micro-batch of a peer at most, where lengths differ."""
+"""Most documents in a padded micro-batch of a peer, if lengths differ."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +83,12 @@ class Work:
     Attributes:
         folder: of this row.
         model: folder or hub name of the weights.
-        name: what the model is called in tables: a built-in shape, or its path.
+        name: the model's name in tables: a built-in shape, or its path.
         mode: ``full`` or ``lora``.
         data: ``fixed``, ``ragged``, or a file.
-        documents: the file that is read.
+        documents: file with the documents.
         fields: of the configuration of our arm.
-        steps, warm_up: measured steps of a round, and those before them that are told apart.
+        steps, warm_up: sampled steps of a round, and steps before them that are not sampled.
     """
 
     folder: Path
@@ -102,7 +102,7 @@ class Work:
     warm_up: int
 
     def config(self, run: str = "run", **changes: Any) -> ChronicalsConfig:
-        """The configuration of a run of ours, which ends before anything is saved."""
+        """The configuration of our run, which ends before anything is saved."""
         return ChronicalsConfig(
             **{
                 **self.fields,
@@ -170,7 +170,7 @@ def _adapted(wanted: list[str] | str | None) -> tuple[str, ...]:
 
 
 def documents_of(step: Step) -> list[Document]:
-    """The documents of a step; filler has no target and is left out."""
+    """The documents of a step, without padding, which has no target."""
     found = []
     for batch in step.batches:
         bounds, ids, targets = batch.cu_seqlens.tolist(), batch.input_ids.numpy(), batch.targets.numpy()
@@ -182,14 +182,14 @@ def documents_of(step: Step) -> list[Document]:
 
 
 def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, Any], steps: int | None, warm_up: int) -> Work:
-    """Decide a row and write its documents; the weights come later, from a process of their own.
+    """Plan a row and write its documents; ``prepare`` writes the weights later, in a process of its own.
 
     Args:
         folder: shared by rows; the row gets a folder in it.
         model: a built-in shape or a model's folder or hub name.
         data: ``fixed``, ``ragged`` or a file.
-        fields: what the user sets of the configuration; wins over the mode.
-        steps: measured in a round; None takes the shape's own number, or 20.
+        fields: configuration fields set by the user; they override those of the mode.
+        steps: sampled steps of a round; None takes the shape's number, or 20.
 
     Raises:
         ConfigurationError: an unknown mode, or built-in data for a model whose vocabulary is not known.
@@ -223,7 +223,7 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
 
 
 def _place(folder: Path, model: str) -> str:
-    """Where arms, which run in a folder of their own, find the weights: a path, or a hub name as it is."""
+    """The absolute path of the weights, for arms run in another folder; a hub name is returned unchanged."""
     if model in SHAPES:
         return str((folder / "weights" / model).absolute())
     path = Path(os.path.expanduser(model))
@@ -249,7 +249,7 @@ def _write_documents(work: Work, vocabulary: int) -> None:
 
 
 def prepare(work: Work) -> None:
-    """Write what the arms share: weights of a built-in shape, tokens, adapters. Runs in a process of its own."""
+    """Write what the arms share: weights of a built-in shape, tokens, adapters. It runs in a process of its own."""
     import torch
 
     from chronicals.benchmark.shapes import build_model
@@ -262,7 +262,8 @@ def prepare(work: Work) -> None:
 
 
 def _write_adapter(work: Work) -> None:
-    """A uniform as in a linear layer, rounded to bf16 so that every arm can hold it exactly; B zero."""
+    """Write adapters to start from: A uniform as in a linear layer, rounded to bf16 so that every arm holds it exactly; B
+    zero."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

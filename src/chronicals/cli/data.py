@@ -20,7 +20,7 @@ app = typer.Typer(name="data", no_args_is_help=True)
 
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 BAR = 96
-"""Letters that a pack is drawn with."""
+"""Characters that a whole pack is drawn with."""
 
 
 @app.callback()
@@ -59,8 +59,8 @@ def show(
 ) -> None:
     """Show rows as the model will see them: every token, what is trained, and how documents share packs.
 
-    Of a recipe its data, model and fields are taken; a flag overrides them. On a terminal trained tokens are green and the
-    others dim; elsewhere trained spans stand between ⟦ and ⟧.
+    From a recipe it takes data, model and fields; a flag overrides them. On a terminal trained tokens are green and the others
+    dim; elsewhere trained spans are between ⟦ and ⟧.
     """
     from rich.console import Console
 
@@ -111,11 +111,11 @@ def show(
 
 
 def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
-    """The rows that are shown, as training would read them, ``BadRow`` in the place of those it would leave out.
+    """The rows to show, as training would read them; ``BadRow`` for those it would leave out.
 
     Raises:
-        ConfigurationError: ``skip`` leaves none.
-        DataError: a row cannot be read and the gate lets no such row pass, or there is none at all.
+        ConfigurationError: ``skip`` skips all rows.
+        DataError: a row cannot be read and the gate's limit for that is zero, or there is no row at all.
     """
     from chronicals.config import ConfigurationError
     from chronicals.data import BadRow, DataError, read_records
@@ -134,10 +134,10 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
 
 
 def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:
-    """A document's tokens as text, special ones included, span by span of what is trained and what is not.
+    """A document's tokens as text, special tokens included, in spans of trained and other tokens.
 
     Args:
-        marks: set trained spans between ⟦ and ⟧, for where no colour is seen.
+        marks: put trained spans between ⟦ and ⟧, where colours are not shown.
     """
     import numpy as np
     from rich.text import Text
@@ -153,7 +153,7 @@ def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> 
 
 
 def packs(plan: PackPlan, store: TokenStore) -> list[Text]:
-    """A bar for each pack: its documents by row, in turning colours, and the rest of its width in dots."""
+    """A bar for each pack: its documents by row in alternating colours, and its padding in dots."""
     from rich.text import Text
 
     bars = []

@@ -15,7 +15,7 @@ from chronicals.cli.options import with_recipe_flags
 def train(
     recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below")] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint; the run in --output-dir knows its recipe")
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint, with the recipe kept in --output-dir")
     ] = False,
     resume_from: Annotated[
         Path | None,
@@ -28,9 +28,9 @@ def train(
 ) -> None:
     """Train a model: `chronicals train --model DIR_OR_HUB --data FILE`, or `chronicals train recipe.yaml`.
 
-    A flag overrides the field of the recipe, `--max-steps` also its `num_epochs`, and the reverse. Without both there is one
-    epoch. What is written to `--output-dir`: `model/` (or the adapter), `checkpoints/`, `metrics.jsonl`, `report.html`, and
-    `resume.yaml`, by which `chronicals train --resume --output-dir DIR` goes on; flags override it.
+    A flag overrides the field of the recipe; `--max-steps` also overrides its `num_epochs`, and the reverse. Without both there
+    is one epoch. A run writes to `--output-dir`: `model/` (the model or the adapter), `checkpoints/`, `metrics.jsonl`,
+    `report.html` and `resume.yaml`, with which `chronicals train --resume --output-dir DIR` goes on; flags override it.
     """
     import logging
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from chronicals.verification import Verification
 
 SHOWN = 15
-"""Rows of the table of modules; the JSON has them all."""
+"""Modules in the table; the JSON has all of them."""
 
 
 @with_recipe_flags
@@ -31,12 +31,12 @@ def verify(
 
     `chronicals verify --model MODEL --data your.jsonl` takes what `train` takes, and writes no model.
 
-    The first steps of the run are computed three times from the same weights: as `train` would, by plain transformers in
-    fp32 (eager attention, no packing, no accumulation), and by plain transformers in the run's own type. The loss of each
-    step and the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is; the update
-    must be what torch's AdamW makes of the run's own gradients but for roundings in fp32, and the learning rate of every step
-    of the whole run its schedule's. The last line is the verdict; exit code 1 if one of these is not so, or if something that
-    should be trained is not.
+    The first steps of the run are computed three times from the same weights: as `train` would, by plain transformers in fp32
+    (eager attention, no packing, no accumulation), and by plain transformers in the run's own dtype. The loss of each step and
+    the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is. The update must be that of
+    torch's AdamW for the run's own gradients, apart from roundings in fp32, and the learning rate of every step of the whole
+    run that of its schedule. The last line is the verdict; exit code 1 if one of these fails, or if something that should be
+    trained is not.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -77,7 +77,7 @@ def _show(found: Verification, console: Console) -> None:
     for row in found.losses:
         figures = (f"{value:.6f}" for value in (row.ours, row.fp32, row.plain))
         losses.add_row(str(row.step), *figures, f"{abs(row.ours - row.fp32):.1e}", f"{row.allowed:.1e}")
-    modules = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)  # what room there is has the name
+    modules = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)  # leaves the most columns for names
     modules.add_column("module", overflow="fold")
     for name in ("of", "deviation", "plain's", "allowed", "cosine", "norm", ""):
         modules.add_column(name, no_wrap=True)
@@ -99,8 +99,8 @@ def _show(found: Verification, console: Console) -> None:
     if len(found.failures) > SHOWN:
         console.print(f"[bold red]failed[/] and {len(found.failures) - SHOWN} more, in the JSON of --output")
     worst = max((row.ratio for row in rows), default=0.0)
-    told = f"{len(found.losses)} steps; the worst module is at {worst:.0%} of what is allowed"
+    summary = f"{len(found.losses)} steps; the worst module is at {worst:.0%} of what is allowed"
     if found.passed:
-        console.print(f"[bold green]passed[/] {told}", soft_wrap=True)
+        console.print(f"[bold green]passed[/] {summary}", soft_wrap=True)
     else:
-        console.print(f"[bold red]failed[/] {len(found.failures)} checks in {told}", soft_wrap=True)
+        console.print(f"[bold red]failed[/] {len(found.failures)} checks in {summary}", soft_wrap=True)
