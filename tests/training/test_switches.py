@@ -61,7 +61,7 @@ def sequence_packing(folder, monkeypatch, on):
     steps = counted(monkeypatch, session, "train_step")
     runs.train(folder, max_steps=1, use_sequence_packing=on)
     counts = steps[0][0][0].counts
-    return counts.documents > counts.packs
+    return counts["documents"] > counts["packs"]
 
 
 def gradient_checkpointing(folder, monkeypatch, on):

@@ -73,7 +73,7 @@ AUTO = "auto"
 
 DECIDED = frozenset({
     "learning_rate", "batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs", "warmup_steps", "memory", "keep",
-    "overlong", "max_documents", "dataset_num_proc", "trackers", "use_flash_attention", "use_fused_kernels",
+    "overlong", "train_on", "max_documents", "dataset_num_proc", "trackers", "use_flash_attention", "use_fused_kernels",
     "use_sequence_packing", "use_gradient_checkpointing", "use_torch_compile", "use_cuda_graphs", "use_lora_plus", "use_rslora",
     "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
 })  # fmt: skip
