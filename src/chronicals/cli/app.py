@@ -18,6 +18,7 @@ from chronicals.cli.data import app as data
 from chronicals.cli.doctor import doctor
 from chronicals.cli.evaluate import evaluate
 from chronicals.cli.generate import generate
+from chronicals.cli.merge import merge
 from chronicals.cli.options import Command
 from chronicals.cli.quickstart import quickstart
 from chronicals.cli.train import train
@@ -58,7 +59,7 @@ def begin(
 for registered in data.registered_commands:
     registered.cls = Command
 app.add_typer(data)
-for command in (quickstart, train, evaluate, generate, benchmark, verify, doctor):
+for command in (quickstart, train, evaluate, generate, merge, benchmark, verify, doctor):
     app.command(cls=Command)(command)
 
 

@@ -33,16 +33,7 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
         ValueError: the folder holds something else than plain LoRA, or its tensors do not fit the model, which is as it was.
     """
     folder = Path(folder)
-    try:
-        described = json.loads((folder / CONFIG_FILE).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
-    _refuse_what_is_not_plain_lora(folder, described)
-    absent = [field for field in NEEDED if described.get(field) is None]
-    if absent:
-        raise ValueError(
-            f"{folder / CONFIG_FILE}: {', '.join(absent)} is missing; it was cut or changed, save the adapter again"
-        )
+    described = describe_adapter(folder)
     attached = dict(adapters(model))
     config = _config(model, described, attached)
     if attached and model.chronicals_lora.scale != config.scale:
@@ -64,6 +55,25 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
             for own, stored in zip((layer.lora_A, layer.lora_B), matrices[path], strict=True):
                 own.copy_(stored)
     return model
+
+
+def describe_adapter(folder: Path) -> dict[str, Any]:
+    """What ``adapter_config.json`` says of a plain LoRA adapter.
+
+    Raises:
+        ValueError: it cannot be read, lacks a field, or is something else than plain LoRA.
+    """
+    try:
+        described = json.loads((folder / CONFIG_FILE).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
+    _refuse_what_is_not_plain_lora(folder, described)
+    absent = [field for field in NEEDED if described.get(field) is None]
+    if absent:
+        raise ValueError(
+            f"{folder / CONFIG_FILE}: {', '.join(absent)} is missing; it was cut or changed, save the adapter again"
+        )
+    return described
 
 
 def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) -> LoRAConfig:

@@ -1,0 +1,40 @@
+"""``chronicals merge``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def merge(
+    model: Annotated[str, typer.Argument(help="Adapter, checkpoint or folder of a run")],
+    output: Annotated[Path, typer.Option(help="Folder for the merged model; it must not exist")],
+    base_model: Annotated[str | None, typer.Option(help="The model of the adapter, where it does not say or has moved")] = None,
+) -> None:
+    """Write a whole model with the adapter in its weights.
+
+    `chronicals merge chronicals-output --output merged`: for programs that know no adapters. Weights are summed in fp32 and
+    rounded once to the dtype of the base's files, one at a time, so that the memory of the largest one is enough. `merge.json`
+    beside the model says what each weight was changed by and what rounding lost.
+    """
+    import shlex
+    import statistics
+
+    from rich.console import Console
+    from rich.markup import escape
+
+    from chronicals.export import merge as merge_files
+
+    merged = merge_files(model, output, base_model)
+    changed = [made for made in merged.changes.values() if made.change]
+    lost = max(made.lost for made in changed)
+    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    console.print(f"[bold]merged[/] {escape(merged.adapter)} into {escape(merged.base)}: {len(changed)} weights changed")
+    console.print(
+        f"a weight is changed by {statistics.median(made.change for made in changed):.2%} of its norm (median; most "
+        f"{max(made.change for made in changed):.2%}); rounding loses up to {lost:.2%} of a change"
+    )
+    console.print(f"[bold]model[/]  {escape(str(merged.folder))}")
+    console.print(f"next: chronicals generate {escape(shlex.quote(str(merged.folder)))}")

@@ -1,0 +1,130 @@
+"""Safetensors files, read and written a tensor at a time, so that no more than one is in memory.
+
+A file is 8 bytes (the length of the header, little endian), the header in JSON (by name: dtype, shape and where in what follows
+the tensor lies) and the tensors' bytes (format of safetensors 0.3 and later).
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Those that can be changed; tensors of others are copied as they are."""
+
+PIECE = 1 << 20
+"""Bytes that are copied at a time."""
+
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        dtype: as safetensors names it.
+        begin, end: bytes in the file.
+    """
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def read(self) -> Tensor:
+        """Raises ValueError where its dtype is not one of ``DTYPES``."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.file}: {self.name} is {self.dtype}, not one of {', '.join(DTYPES)}")
+        with self.file.open("rb") as file:
+            file.seek(self.begin)
+            content = bytearray(file.read(self.end - self.begin))
+        return torch.frombuffer(content, dtype=DTYPES[self.dtype]).view(self.shape) if content else torch.empty(self.shape)
+
+    def copy_to(self, out: BinaryIO) -> None:
+        """Its bytes, a few at a time."""
+        with self.file.open("rb") as file:
+            file.seek(self.begin)
+            left = self.end - self.begin
+            while left and (piece := file.read(min(left, PIECE))):
+                out.write(piece)
+                left -= len(piece)
+        if left:
+            raise ValueError(f"{self.file}: ends within {self.name}; download or save it again")
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The safetensors files of a model, those of its index where it has one.
+
+    Raises:
+        ValueError: there are none, or one that the index names is missing.
+    """
+    index = folder / INDEX
+    if index.exists():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        files = [folder / "model.safetensors"]
+    for file in files:
+        if not file.exists():
+            raise ValueError(f"{folder}: {file.name} is missing; weights are read from safetensors files alone")
+    return files
+
+
+def tensors_in(file: Path) -> Iterator[StoredTensor]:
+    """In the order of their bytes.
+
+    Raises:
+        ValueError: it is no safetensors file, or was cut.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as content:
+        first = content.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else size
+        if 8 + length > size:
+            raise ValueError(f"{file}: no safetensors file, or cut; download or save it again")
+        header: dict[str, Any] = json.loads(content.read(length))
+    header.pop("__metadata__", None)
+    for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        begin, end = about["data_offsets"]
+        if 8 + length + end > size:
+            raise ValueError(f"{file}: ends within {name}; download or save it again")
+        yield StoredTensor(file, name, about["dtype"], tuple(about["shape"]), 8 + length + begin, 8 + length + end)
+
+
+def write_file(
+    target: Path, tensors: list[StoredTensor], changed: Callable[[StoredTensor], Tensor | None],
+    shapes: Mapping[str, torch.Size],
+) -> None:  # fmt: skip
+    """Write a file with the same names and dtypes, one tensor after the other.
+
+    Args:
+        tensors: what the file holds.
+        changed: called for each in turn; the tensor that is written in its place, or None.
+        shapes: of those that ``changed`` gives another shape.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for stored in tensors:
+        shape = list(shapes.get(stored.name, stored.shape))
+        size = (stored.end - stored.begin) * torch.Size(shape).numel() // max(torch.Size(stored.shape).numel(), 1)
+        header[stored.name] = {"dtype": stored.dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for stored in tensors:
+            tensor = changed(stored)
+            if tensor is None:
+                stored.copy_to(out)
+            else:
+                out.write(tensor.to(DTYPES[stored.dtype]).contiguous().view(-1).view(torch.uint8).numpy().data)
