@@ -82,24 +82,24 @@ def test_two_ranks_stop_together(tmp_path):
     """Where a signal comes to one of them while they evaluate, so that the other has not heard of it."""
     told = """
 import faulthandler
-from chronicals.training import Interrupted, trainer
+from chronicals.training import Interrupted, loop
 
 faulthandler.dump_traceback_later(120, exit=True)
-evaluate = trainer.evaluate
+evaluate = loop.evaluate
 
 def signalled(*given):
     if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGTERM)
     return evaluate(*given)
 
-trainer.evaluate = signalled
+loop.evaluate = signalled
 try:
     runs.train(folder, validation_split=0.2, eval_steps=2, max_steps=6)
 except Interrupted as error:
     print(error)
 """
     said = with_two_ranks(tmp_path, told)
-    assert "stopped by SIGTERM after step 2" in said and "stopped by a signal to another rank after step 2" in said
+    assert "stopped by SIGTERM after step 2" in said and "stopped by SIGTERM on rank 0 after step 2" in said
 
 
 def test_packed_and_alone(tmp_path):

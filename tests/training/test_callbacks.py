@@ -1,14 +1,18 @@
-"""Progress is seen by everybody, whatever logging they configured or not."""
+"""Every event of a run is told, ``stop`` ends it, and progress is seen by everybody, whatever logging they configured."""
 
 import io
 import logging
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+import runs
+import tiny
+from chronicals.training import Callback, ChronicalsTrainer, Interrupted
 from chronicals.training.callbacks import ProgressBar
 from chronicals.training.heard import OURS, heard
 from chronicals.training.metrics import StepMetrics
@@ -90,3 +94,73 @@ def test_a_script_that_configures_nothing_sees_its_run(tmp_path):
     lines = done.stderr.splitlines()
     assert [line for line in lines if line.startswith("training: 6 steps")]
     assert len([line for line in lines if re.match(r"step \d/6 · loss", line)]) == 6
+
+
+class Told(Callback):
+    """Keeps the events of a run; ``act`` is called with the number of each step that is done."""
+
+    def __init__(self, act=lambda step: None):
+        self.events, self.act = [], act
+
+    def run_began(self, run):
+        self.events.append(("run_began", run.step))
+
+    def step_done(self, metrics):
+        self.events.append(("step_done", metrics.step))
+        self.act(metrics.step)
+
+    def evaluated(self, step, evaluation):
+        self.events.append(("evaluated", step))
+
+    def saved(self, step, folder):
+        assert (folder / "state.json").exists()
+        self.events.append(("saved", step))
+
+    def run_ended(self, run):
+        self.events.append((run.outcome, run.error))
+
+
+def test_every_event_is_told_in_order(tmp_path):
+    told = Told()
+    runs.train(tmp_path, callbacks=[told], max_steps=3, validation_split=0.2, eval_steps=2, save_steps=2)
+    written = told.events.index(("saved", 2))  # by a thread
+    assert told.events[:written].count(("evaluated", 2)) == 1 and told.events.pop(written)
+    steps = [("step_done", 1), ("step_done", 2), ("evaluated", 2), ("step_done", 3)]
+    assert told.events == [("run_began", 0), *steps, ("evaluated", 3), ("saved", 3), ("finished", None)]
+
+
+def test_what_ended_a_run_is_told(tmp_path):
+    def fail(step):
+        raise ValueError("full")
+
+    told = Told(fail)
+    with pytest.raises(ValueError, match="full"):
+        runs.train(tmp_path, callbacks=[told])
+    assert told.events[-1] == ("failed", "ValueError: full")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in a callback", "in a thread"])
+def test_stop_ends_a_run_with_a_checkpoint(tmp_path, elsewhere):
+    def stop(step):
+        if step == 2:
+            if elsewhere:
+                thread = threading.Thread(target=trainer.stop)
+                thread.start()
+                thread.join()
+            else:
+                trainer.stop()
+
+    told = Told(stop)
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), callbacks=[told])
+    with pytest.raises(Interrupted, match=r"stopped as asked after step 3; .*resume"):
+        trainer.train(tiny.chat_rows())
+    assert told.events[-2:] == [("saved", 3), ("interrupted", told.events[-1][1])] and "stopped as asked" in told.events[-1][1]
+    assert trainer.train(tiny.chat_rows(), resume=True).steps == 6
+
+
+def test_stop_without_a_checkpoint_writes_none(tmp_path):
+    told = Told(lambda step: trainer.stop(save=False))
+    trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path), callbacks=[told])
+    with pytest.raises(Interrupted):
+        trainer.train(tiny.chat_rows())
+    assert [event for event, _ in told.events] == ["run_began", "step_done", "step_done", "interrupted"]

@@ -15,8 +15,8 @@ import runs
 import tiny
 from chronicals.config.config import laid_over
 from chronicals.distributed import Ranks
-from chronicals.training import ChronicalsTrainer, TrainingError
-from chronicals.training.run import Run
+from chronicals.training.callbacks import Callbacks
+from chronicals.training.stopping import Stop
 
 sys.path.insert(0, str(Path(__file__).parent))
 import two_ranks
@@ -137,8 +137,8 @@ def test_each_draws_its_own_random_numbers(seen):
 
 def test_a_signal_to_one_stops_all_after_the_same_step(seen):
     first, second = seen("stop")
-    assert "stopped by a signal to another rank after step 2" in first
-    assert "stopped by SIGTERM after step 2" in second
+    assert "stopped as asked on rank 1 after step 2" in first
+    assert "stopped as asked after step 2" in second
 
 
 def test_all_go_on_from_the_first_ones_checkpoint(seen, whole):
@@ -171,22 +171,19 @@ def test_ranks_that_do_not_train_the_same_are_refused(seen, promise, named):
 
 def test_a_signal_while_the_ranks_agree_counts_the_next_time():
     """Or this one would leave alone."""
-    trainer = object.__new__(ChronicalsTrainer)
-    trainer._stop, trainer.device = None, torch.device("cpu")
+    stop = Stop()
 
     def sum_of_none(told):
-        trainer._stop = "stopped by SIGTERM"
+        stop.ask("stopped by SIGTERM")
         return told
 
-    trainer.ranks = SimpleNamespace(count=2, sum=sum_of_none)
-    assert [trainer._stopped_anywhere() for _ in range(2)] == [False, True]
+    ranks = SimpleNamespace(count=2, sum=sum_of_none, gather_values=lambda own: [own, None])
+    assert [stop.is_asked(ranks, torch.device("cpu"), Callbacks([], False, ranks), False) for _ in range(2)] == [False, True]
 
 
-def test_what_fails_before_the_first_step_stops_all():
-    """Callbacks are the first rank's alone: its error is told to the others."""
-    asked = []
-    trainer = object.__new__(ChronicalsTrainer)
-    trainer.callbacks, trainer._others_call = [], False
-    trainer.ranks = SimpleNamespace(first_does=lambda work, error: asked.append(error))
-    with trainer._callbacks_around(Run(1, Path()), None):
-        assert asked == [TrainingError]
+@pytest.mark.parametrize("event", ["run_began", "step_done", "evaluated", "saved", "run_ended"])
+def test_what_a_callback_raises_stops_all(seen, event):
+    """Callbacks are the first rank's alone: it raises its error, the others are told."""
+    first, second = seen("callbacks_fail")
+    assert first[event] == f"ValueError: {event}"
+    assert second[event] == ("" if event == "run_ended" else f"TrainingError: rank 0 stopped: ValueError: {event}")

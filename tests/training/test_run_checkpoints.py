@@ -12,7 +12,7 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.saving import describe
-from chronicals.training import Callback, CheckpointError, Evaluation, checkpoint, trainer
+from chronicals.training import Callback, CheckpointError, Evaluation, checkpoint, loop
 from chronicals.training.checkpoint import checkpoints
 
 OPTIONS = {"validation_split": 0.2, "eval_steps": 1, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0}
@@ -24,7 +24,7 @@ def losses(monkeypatch):
 
     def are(*values):
         given = iter(values)
-        monkeypatch.setattr(trainer, "evaluate", lambda *_: Evaluation(next(given), 1.0, 0.0, 1))
+        monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(next(given), 1.0, 0.0, 1))
 
     return are
 

@@ -12,7 +12,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import LoRALinear
 from chronicals.models import PresentedModel, presentation
 from chronicals.patching import decoder_layer, patch_parts
-from chronicals.training import graphs, session, trainer
+from chronicals.training import graphs, loop, session
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
 
@@ -89,7 +89,7 @@ def rslora(folder, monkeypatch, on):
 
 def lora_plus(folder, monkeypatch, on):
     """How many rates there are."""
-    optimizers = counted(monkeypatch, trainer, "set_learning_rate")
+    optimizers = counted(monkeypatch, loop, "set_learning_rate")
     runs.train(folder, max_steps=1, use_lora_plus=on, **LORA)
     return len({group["peak"] for group in optimizers[0][0][0].param_groups})
 

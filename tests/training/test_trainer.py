@@ -24,9 +24,9 @@ from chronicals.training import (
     TrainingError,
     audit,
     in_backward,
+    loop,
     preparation,
     session,
-    trainer,
 )
 
 
@@ -328,7 +328,7 @@ def test_early_stop(tmp_path):
 def test_an_early_stop_is_saved_and_lasts(tmp_path, monkeypatch):
     """Resumed, such a run is over, unless it is to be more patient."""
     losses = iter([3.0, 4.0, 4.0, 4.0])
-    monkeypatch.setattr(trainer, "evaluate", lambda *_: Evaluation(next(losses), 1.0, 0.0, 1))
+    monkeypatch.setattr(loop, "evaluate", lambda *_: Evaluation(next(losses), 1.0, 0.0, 1))
     options = {"validation_split": 0.2, "eval_steps": 1, "save_steps": None}
     assert runs.train(tmp_path, early_stopping_patience=2, **options).steps == 3
     before = runs.weights(tmp_path)

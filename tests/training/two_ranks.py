@@ -23,7 +23,7 @@ from chronicals.config.config import laid_over
 from chronicals.distributed import Ranks
 from chronicals.objectives import NextToken, Term
 from chronicals.optimizers import FusedAdamW
-from chronicals.training import CheckpointError, ChronicalsTrainer, Interrupted
+from chronicals.training import Callback, CheckpointError, ChronicalsTrainer, Interrupted
 from chronicals.training.alike import fingerprint
 from chronicals.training.precision import Precision
 from chronicals.training.step import EagerStep, train_step, update
@@ -132,7 +132,7 @@ def stop(rank: int, folder: Path):
         def __call__(self, model, batch):
             self.calls += 1
             if rank == 1 and self.calls == 3:
-                made._told_to_stop("stopped by SIGTERM")
+                made.stop()
             return super().__call__(model, batch)
 
     made = trainer(own_folder(folder / "stopped", rank))
@@ -148,6 +148,30 @@ def resumed(rank: int, folder: Path):
     made = trainer(own_folder(folder / "stopped", rank), seed=rank)
     result = made.train(tiny.chat_rows(), resume=True)
     return {"steps": result.steps, "weights": fingerprint(made.model.parameters()), "model": result.model_step}
+
+
+class Raises(Callback):
+    """Raises ``event`` at that event."""
+
+    def __init__(self, event):
+        def fail(*_):
+            raise ValueError(event)
+
+        setattr(self, event, fail)
+
+
+def callbacks_fail(rank: int, folder: Path):
+    """A callback of the first raises, at every event of a run that has one step, for all of them come after its last."""
+    words = {}
+    for event in ("run_began", "step_done", "evaluated", "saved", "run_ended"):
+        made = trainer(folder / f"{event}{rank}", max_steps=1, eval_steps=1)
+        made.callbacks = [Raises(event)] if rank == 0 else []
+        words[event] = ""
+        try:
+            made.train(tiny.chat_rows())
+        except Exception as error:
+            words[event] = f"{type(error).__name__}: {error}"
+    return words
 
 
 def refused(rank: int, folder: Path):
@@ -189,7 +213,10 @@ class Deaf(Ranks):
         list(tensors)
 
 
-PROMISES = (gradients, replayed, weights, random_numbers, stop, resumed, refused, other_settings, other_data, other_weights)
+PROMISES = (
+    gradients, replayed, weights, random_numbers, callbacks_fail, stop, resumed, refused, other_settings, other_data,
+    other_weights,
+)  # fmt: skip
 
 
 def main(folder: Path) -> None:

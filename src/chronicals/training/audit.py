@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.optimizers import FusedAdamW
+from chronicals.training.errors import TrainingError
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class Coverage:
         """Raise if any of the shares is zero; name what got no gradient.
 
         Raises:
-            RuntimeError: nothing is asked for, attached, has a gradient, or moved.
+            TrainingError: nothing is asked for, attached, has a gradient, or moved.
         """
         for name, remedy in {
             "asked": "no parameter requires a gradient; unfreeze some or use LoRA",
@@ -68,7 +69,7 @@ class Coverage:
             "moved": "the first step changed nothing; learning_rate may be too small for the weights",
         }.items():
             if not getattr(self, name):
-                raise RuntimeError(f"nothing is trained: {self}. {remedy[0].upper()}{remedy[1:]}")
+                raise TrainingError(f"nothing is trained: {self}. {remedy[0].upper()}{remedy[1:]}")
         if self.idle:
             some = ", ".join(self.idle[:5]) + (" …" if len(self.idle) > 5 else "")
             logger.warning("%d trainable tensors got no gradient in the first step: %s", len(self.idle), some)
@@ -94,6 +95,19 @@ class FirstStepAudit:
         self.with_gradient |= {
             name: p for name, p in self.attached.items() if p.grad is not None and bool(p.grad.count_nonzero())
         }
+
+    def close(self, applied: bool) -> Coverage | None:
+        """The coverage, logged and checked; None where the step was not applied.
+
+        Raises:
+            TrainingError: nothing is trained.
+        """
+        if not applied:
+            return None
+        coverage = self.coverage()
+        logger.info("%s", coverage)
+        coverage.check()
+        return coverage
 
     def coverage(self) -> Coverage:
         moved = [p for name, p in self.attached.items() if not torch.equal(self.before[name], self._mark(p))]

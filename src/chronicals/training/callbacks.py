@@ -1,4 +1,4 @@
-"""What happens around the loop: the file of metrics, a progress bar. A callback has four methods."""
+"""What a run tells those who watch it: the events, the file of metrics, the progress bar."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import math
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chronicals.distributed import Ranks
 from chronicals.standard_json import to_json
+from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation
 from chronicals.training.heard import is_heard
 from chronicals.training.metrics import StepMetrics
@@ -24,19 +28,97 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Override what you need; every method is called on the first rank only, and may call the model, to generate say."""
+    """Override the events you need. All are called on the first rank only, between steps, and may call the model, for example
+    to generate. An error that one raises ends the run on all ranks; to end it on purpose call ``ChronicalsTrainer.stop``.
+    """
 
     def run_began(self, run: Run) -> None:
-        """Before the first step; ``run`` knows total steps, first step and folders. What it raises stops the run."""
+        """The model is prepared and a checkpoint restored; the first step follows.
+
+        Args:
+            run: where the run stands: total steps, steps done, folders. It is kept up to date.
+        """
 
     def step_done(self, metrics: StepMetrics) -> None:
-        """When a step's metrics have arrived."""
+        """The metrics of a step have arrived, while the next step is computed already."""
 
     def evaluated(self, step: int, evaluation: Evaluation) -> None:
-        """After an evaluation on held-out data."""
+        """Held-out data was evaluated after ``step`` steps."""
+
+    def saved(self, step: int, folder: Path) -> None:
+        """The checkpoint of ``step`` is whole in ``folder``."""
 
     def run_ended(self, run: Run) -> None:
-        """After the last step; ``run.outcome`` says whether the run finished, was interrupted or failed."""
+        """The run is over, once for each ``run_began``.
+
+        Args:
+            run: ``run.outcome`` is "finished" (then the model and the report are written), "interrupted" (by a signal or
+                ``stop``) or "failed"; ``run.error`` says what ended it in the last two cases.
+        """
+
+
+class Callbacks:
+    """Tells the first rank's callbacks what happens.
+
+    With several ranks, what a callback raises is kept until all ranks ask for it, so that none waits for the first.
+
+    Args:
+        callbacks: in the order in which they are told; on the first rank.
+        may_call_the_model: whether one of them may.
+
+    Attributes:
+        error: what a callback raised, and not yet all ranks.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], may_call_the_model: bool, ranks: Ranks):
+        self.callbacks, self.may_call_the_model, self.ranks = callbacks, may_call_the_model, ranks
+        self.error: BaseException | None = None
+
+    def tell(self, event: Callable[[Callback], None]) -> None:
+        """Call ``event`` with each callback in order. Nothing more is told after an error."""
+        if self.error is not None:
+            return
+        try:
+            for callback in self.callbacks:
+                event(callback)
+        except BaseException as error:
+            if self.ranks.count == 1:
+                raise
+            self.error = error
+
+    def raise_anywhere(self) -> None:
+        """Raise what a callback raised, on the first rank, and TrainingError with its words on the others; all must ask."""
+        if self.ranks.count == 1:
+            return
+        words = None if self.error is None else f"{type(self.error).__name__}: {self.error}"
+        words = self.ranks.gather_values(words)[0]
+        if self.error is not None:
+            raise self.error
+        if words is not None:
+            raise TrainingError(f"rank 0 stopped: {words}")
+
+    @contextmanager
+    def around(self, run: Run) -> Iterator[None]:
+        """Within: the run is in progress. Those that were told that it began are told that it ended."""
+        began: list[Callback] = []
+
+        def begin(callback: Callback) -> None:
+            callback.run_began(run)
+            began.append(callback)
+
+        try:
+            self.tell(begin)
+            self.raise_anywhere()
+            yield
+            run.outcome = "finished"
+        except BaseException as error:
+            run.outcome = "interrupted" if isinstance(error, (Interrupted, KeyboardInterrupt)) else "failed"
+            run.error = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            with ExitStack() as ending:
+                for callback in reversed(began):
+                    ending.callback(callback.run_ended, run)
 
 
 class MetricsFile(Callback):

@@ -40,6 +40,7 @@ class Run:
         evaluation: the last one, if there was any.
         coverage: the first-step audit; None where the run was resumed past it.
         outcome: how it ended; ``failed`` until it has ended in another way.
+        error: what ended it before its time, in words; None where nothing did.
     """
 
     total_steps: int
@@ -57,6 +58,7 @@ class Run:
     best_evaluation: Evaluation | None = None
     coverage: Coverage | None = None
     outcome: Outcome = "failed"
+    error: str | None = None
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of it, as JSON."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -35,6 +36,9 @@ class RunCheckpoints:
 
     Args:
         keeps_best: whether the checkpoint of the step with the lowest held-out loss stays.
+
+    Attributes:
+        written: steps and folders of checkpoints that are whole and were not told yet, on the first rank.
     """
 
     def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Ranks, keeps_best: bool):
@@ -44,6 +48,7 @@ class RunCheckpoints:
         self._prepared = False
         self._background = Background()
         self._text_files: dict[str, bytes] = {}
+        self.written = deque[tuple[int, Path]]()
 
     def restore(
         self, folder: Path, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream
@@ -157,10 +162,14 @@ class RunCheckpoints:
             state = checkpoint.state_of(self.model, optimizer, random, facts)
             self._text_files = self._text_files or text_files(self.model, self.tokenizer)
             best = run.best_step if self.keeps_best else None
-            write = partial(
-                checkpoint.save_checkpoint, self.config.output_dir, run.step, self.model, self._text_files,
-                keep=self.config.save_total_limit, best=best,
-            )  # fmt: skip
+            step = run.step
+
+            def write(state: checkpoint.State) -> None:
+                folder = checkpoint.save_checkpoint(
+                    self.config.output_dir, step, self.model, self._text_files, state, self.config.save_total_limit, best
+                )
+                self.written.append((step, folder))
+
             if self._staging.fits(state.changing().values()):
                 state = state.staged(self._staging)
                 self._background.start(partial(self._write_staged, write, state))

@@ -15,16 +15,12 @@ from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
 from chronicals.benchmark.work import SPARE_STEPS, Work
 from chronicals.models import load_tokenizer
 from chronicals.models.loading import DTYPES
-from chronicals.training import Callback, ChronicalsTrainer
+from chronicals.training import Callback, ChronicalsTrainer, Interrupted
 from chronicals.training.metrics import StepMetrics
 from chronicals.training.run import Run
 
 CROWDED = 4
 """Where so many arms like it would not fit on the card together, its graphs are given back while it waits for its turn."""
-
-
-class Enough(Exception):
-    """All that is wanted has been measured; the run need not be saved."""
 
 
 class Collector(Callback):
@@ -52,7 +48,8 @@ class Collector(Callback):
             assert self.plan.trace is not None
             self.profiler = Profiler(self.plan.trace)
         if beyond == traced and not self._hand_in():
-            raise Enough
+            assert self.trainer is not None
+            self.trainer.stop(save=False)
 
     def _hand_in(self) -> bool:
         steps, coverage, profile = self.steps[: self.plan.in_all], self.run.coverage, None
@@ -102,7 +99,7 @@ def ours(work: Work, plan: ArmPlan) -> None:
     collector.trainer = trainer
     try:
         trainer.train(work.documents)
-    except Enough:
+    except Interrupted:  # all that is wanted has been measured
         pass
     finally:
         shutil.rmtree(config.output_dir, ignore_errors=True)

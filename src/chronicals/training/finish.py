@@ -1,0 +1,86 @@
+"""What a run leaves: the trained model, and the report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from chronicals.config import ChronicalsConfig
+from chronicals.data import Tokenizer, TokenStore
+from chronicals.distributed import Ranks
+from chronicals.models import input_device
+from chronicals.saving import save_model, text_files, write_folder
+from chronicals.training.callbacks import read_metrics
+from chronicals.training.checkpoint import MODEL
+from chronicals.training.errors import CheckpointError
+from chronicals.training.evaluation import Evaluation
+from chronicals.training.report import Report, Sample, data_reports
+from chronicals.training.run import Run, TrainingResult
+from chronicals.training.run_checkpoints import RunCheckpoints
+
+logger = logging.getLogger(__name__)
+
+TAUGHT = (
+    "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "completions_as_chat", "max_seq_length",
+    "overlong", "gate",
+)  # fmt: skip
+"""Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
+
+
+def about_data(store: TokenStore, tokenizer: Any, config: ChronicalsConfig) -> dict[str, Any]:
+    """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to score what was trained."""
+    return {
+        "kinds": store.kinds,
+        "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
+        "taught": {field: getattr(config, field) for field in TAUGHT},
+    }
+
+
+def finish(
+    run: Run, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Ranks, saved: RunCheckpoints,
+    about: Callable[[], dict[str, Any]], answers: Callable[[], list[Sample]],
+) -> TrainingResult:  # fmt: skip
+    """Load the best weights where those are kept, and write the model and the report on the first rank.
+
+    Args:
+        about: makes what ``about_data`` returns.
+        answers: makes the samples of the report.
+
+    Raises:
+        CheckpointError: the model cannot be written.
+    """
+    model_dir, report = run.output_dir / MODEL, run.output_dir / "report.html"
+    model_step = saved.restore_best(run) if saved.keeps_best else run.step
+    evaluation = run.best_evaluation if model_step == run.best_step else run.evaluation
+
+    def write() -> None:
+        beside = text_files(model, tokenizer)
+        write_folder(model_dir, lambda aside: save_model(aside, model, beside, about()))
+        try:
+            facts = _facts(run, model, ranks, model_step, evaluation)
+            title, metrics = f"chronicals: {run.output_dir.name}", read_metrics(run.output_dir / "metrics.jsonl")
+            data, device = data_reports(run.output_dir), input_device(model)
+            Report(title, facts, metrics, data, config, answers()).write(report, device)
+        except Exception as error:  # the model is there
+            logger.error("%s: the report cannot be written (%s: %s)", report, type(error).__name__, error)
+            with suppress(OSError):
+                report.unlink()
+
+    ranks.first_does(write, CheckpointError)
+    if model_step != run.step:
+        logger.info("%s holds the weights of step %d, which had the lowest held-out loss", model_dir, model_step)
+    return TrainingResult(run.step, model_step, run.last_loss, evaluation, run.coverage, model_dir, report)
+
+
+def _facts(run: Run, model: Any, ranks: Ranks, model_step: int, evaluation: Evaluation | None) -> dict[str, Any]:
+    return {
+        "model": model.config._name_or_path or type(model).__name__,
+        "steps": run.step,
+        "weights written": f"of step {model_step}",
+        "trainable parameters": f"{run.trainable_share:.2%}",
+        "last training loss": f"{run.last_loss:.4f}",
+        **({"held-out loss": f"{evaluation.loss:.4f}"} if evaluation else {}),
+        "processes": ranks.count,
+    }

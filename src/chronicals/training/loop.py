@@ -1,0 +1,163 @@
+"""The loop of a run: steps, and between them metrics, evaluations, checkpoints and the end."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from chronicals.data import BatchStream
+from chronicals.training.audit import FirstStepAudit
+from chronicals.training.callbacks import Callback, Callbacks
+from chronicals.training.errors import Interrupted, TrainingError
+from chronicals.training.evaluation import evaluate
+from chronicals.training.guard import check_step
+from chronicals.training.metrics import Moment, PendingMetrics
+from chronicals.training.resume import how_to_resume
+from chronicals.training.run import Run
+from chronicals.training.run_checkpoints import RunCheckpoints
+from chronicals.training.session import Session
+from chronicals.training.step import rate_factor, set_learning_rate
+from chronicals.training.stopping import Stop
+
+logger = logging.getLogger(__name__)
+
+
+class Loop:
+    """Of a run, from where it stands to its end.
+
+    Args:
+        session: within ``stepping``.
+        held_out: data to evaluate on, if there is any.
+        about: makes what a checkpoint says about the data of the run.
+    """
+
+    def __init__(
+        self, session: Session, run: Run, stream: BatchStream, held_out: BatchStream | None, saved: RunCheckpoints,
+        callbacks: Callbacks, stop: Stop, about: Callable[[], dict[str, Any]],
+    ):  # fmt: skip
+        self.session, self.run, self.stream, self.held_out, self.saved = session, run, stream, held_out, saved
+        self.callbacks, self.stop, self.about = callbacks, stop, about
+        self.config, self.device = session.config, session.precision.device
+
+    def train(self) -> None:
+        """Every step; the metrics of one arrive while the next is computed.
+
+        Raises:
+            TrainingError: going on would hide that nothing is learned.
+            Interrupted: the run was asked to stop.
+        """
+        run, session, config = self.run, self.session, self.config
+        audit = FirstStepAudit(session.model, session.optimizer) if run.applied == 0 else None
+        pending, began = None, Moment(self.device)
+        session.model.train()
+
+        for step in self.stream.steps(run.position, count=0 if self._gains_no_more() else run.total_steps - run.step):
+            factor = rate_factor(config, run.step, run.total_steps)
+            set_learning_rate(session.optimizer, factor)
+            scalars = session.train_once(step, audit.see_gradients if audit else None)
+            run.step, run.position = run.step + 1, step.state
+            if audit:
+                run.coverage = audit.close(bool(scalars["applied"]))
+                audit = None if run.coverage else FirstStepAudit(session.model, session.optimizer)  # the step was skipped
+            self.saved.prepare(run, session.optimizer)
+            if pending:
+                self._deliver(pending)
+            pending = PendingMetrics(
+                scalars, began, step=run.step, learning_rate=config.learning_rate * factor,
+                tokens=step.counts["tokens"], targets=step.counts["targets"],
+                fill=step.counts["tokens"] / step.counts["slots"], epoch=self.stream.epoch(step.state),
+            )  # fmt: skip
+            began = pending.moment
+            if due := self._due():
+                self._deliver(pending)
+                pending = None
+                if self._is_over_after(due):
+                    break
+                began = Moment(self.device)
+            self._tell_what_is_saved()
+        self.saved.finish()
+        self._tell_what_is_saved()
+        self.callbacks.raise_anywhere()
+
+    def _due(self) -> set[str]:
+        """What is to be done after this step; its metrics are waited for first."""
+        run, config, due = self.run, self.config, set()
+        last = run.step == run.total_steps
+        if self.held_out is not None and (last or (config.eval_steps and run.step % config.eval_steps == 0)):
+            due.add("evaluate")
+        if last or (config.save_steps and run.step % config.save_steps == 0):
+            due.add("save")
+        if self._asked_to_stop():
+            due.add("stop")
+        return due
+
+    def _is_over_after(self, due: set[str]) -> bool:
+        """Do what is due; whether the run is over, because held-out data gains no more.
+
+        Raises:
+            Interrupted: it was asked to stop, also while it evaluated.
+        """
+        run = self.run
+        better = "evaluate" in due and self._evaluate()
+        asked, enough = self._asked_to_stop(), self._gains_no_more()
+        if "save" in due or (better and self.saved.keeps_best) or enough or (asked and self.stop.save):
+            self.saved.save(run, self.session.optimizer, self.session.precision, self.stream, self.about())
+        if asked:
+            self.saved.finish()
+            self._tell_what_is_saved()
+            if self.callbacks.error is not None:
+                raise self.callbacks.error
+            raise Interrupted(f"{self.stop.reason} after step {run.step}; {how_to_resume(run.output_dir)}")
+        if enough:
+            after = "" if run.best_step is None else f", after step {run.best_step}"  # unknown to older checkpoints
+            lowest = f"the lowest held-out loss was {run.best_loss:.4f}{after}"
+            logger.info("stopped early after step %d: %s", run.step, lowest)
+        return enough
+
+    def _asked_to_stop(self) -> bool:
+        return self.stop.is_asked(self.session.ranks, self.device, self.callbacks, self.saved.failed)
+
+    def _gains_no_more(self) -> bool:
+        patience = self.config.early_stopping_patience
+        return patience is not None and self.run.evaluations_without_gain >= patience
+
+    def _deliver(self, pending: PendingMetrics) -> None:
+        metrics = pending.arrive()
+        check_step(self.run, metrics, self.config)
+        self._tell(lambda callback: callback.step_done(metrics))
+        self.run.last_loss = metrics.loss
+
+    def _evaluate(self) -> bool:
+        """Whether it is the best so far."""
+        assert self.held_out is not None
+        run, session = self.run, self.session
+        evaluation = evaluate(session.presented, session.objective, self.held_out, session.precision, session.ranks)
+        if not math.isfinite(evaluation.loss):
+            raise TrainingError(
+                f"held-out loss after step {run.step}: {evaluation.loss}, not a number: the weights were damaged by training, "
+                "which a lower learning_rate avoids, or what the model predicts for the held-out rows overflows; look at both. "
+                f"This step is not saved; {how_to_resume(run.output_dir)}"
+            )
+        better = run.evaluated(evaluation)
+        self._tell(lambda callback: callback.evaluated(run.step, evaluation))
+        return better
+
+    def _tell_what_is_saved(self) -> None:
+        """Checkpoints that were written since the last time."""
+        while self.saved.written:
+            self._tell_saved(*self.saved.written.popleft())
+
+    def _tell_saved(self, step: int, folder: Path) -> None:
+        self._tell(lambda callback: callback.saved(step, folder))
+
+    def _tell(self, event: Callable[[Callback], None]) -> None:
+        """A user's callback may call the model, which attends as before the run then, and leave it in another mode."""
+        if not self.callbacks.may_call_the_model:
+            self.callbacks.tell(event)
+            return
+        with self.session.presented.attending_as_before():
+            self.callbacks.tell(event)
+        self.session.model.train()

@@ -1,0 +1,80 @@
+"""Ends a run after the step at hand: by Ctrl-C or SIGTERM, or by ``ChronicalsTrainer.stop``."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from chronicals.distributed import Ranks
+from chronicals.training.callbacks import Callbacks
+
+logger = logging.getLogger(__name__)
+
+
+class Stop:
+    """Whether a run is to end, on any rank.
+
+    Attributes:
+        reason: why, in words; None while nobody asked.
+        save: whether a checkpoint is written first.
+    """
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.save = True
+
+    def ask(self, reason: str, save: bool = True) -> None:
+        """From any thread, and from signal handlers."""
+        self.save, self.reason = save, reason
+
+    def is_asked(self, ranks: Ranks, device: torch.device, callbacks: Callbacks, failed: bool) -> bool:
+        """Whether the run is to end after this step, the same on all ranks, which must all ask.
+
+        Args:
+            failed: whether this rank could not write a checkpoint; then, too, it is to end.
+
+        Raises:
+            BaseException: what a callback raised on the first rank since the last time; ``TrainingError`` on the others.
+        """
+        ends = failed or self.reason is not None
+        if ranks.count == 1:
+            return ends
+        own = [ends, self.reason is not None and not self.save, callbacks.error is not None]
+        asked, unsaved, raised = ranks.sum(torch.tensor(own, dtype=torch.float32, device=device)).tolist()
+        if raised:
+            callbacks.raise_anywhere()
+        if asked:
+            reasons = enumerate(ranks.gather_values(self.reason))
+            elsewhere = next((f"{reason} on rank {rank}" for rank, reason in reasons if reason is not None), None)
+            self.reason, self.save = self.reason or elsewhere, not unsaved
+        return bool(asked)  # where this rank alone was asked since then, all stop the next time
+
+    @contextmanager
+    def on_signals(self) -> Iterator[None]:
+        """Within, in the main thread: the first Ctrl-C or SIGTERM asks, the second ends the process at once."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+        def heed(number: int, _frame: object) -> None:
+            reason = f"stopped by {signal.Signals(number).name}"
+            logger.warning("%s: finishing the step and saving; again to stop at once", reason)
+            restore()
+            self.ask(reason)
+
+        for number in before:
+            signal.signal(number, heed)
+        try:
+            yield
+        finally:
+            restore()
