@@ -131,6 +131,7 @@ def adapters(rank: int) -> None:
     """What adapters add to a product of 1024 to 2048 columns, with and without dropout."""
     from chronicals.kernels import dropped_products
     from chronicals.kernels.adapter_gradients import adapter_gradients
+    from chronicals.kernels.adapter_padding import write_adapters
 
     tokens, columns = 256, (1024, 512, 512)
     x, a, seed = torch.randn(tokens, 1024).to(HALF), torch.randn(rank, 1024).to(HALF), torch.zeros(1, dtype=torch.int64)
@@ -140,6 +141,8 @@ def adapters(rank: int) -> None:
     dropped_products.dropped_down(x, a, seed, 0.1, u[:, :rank])
     dropped_products.dropped_gradient_of_down(g[:, :rank], x, seed, 0.1)
     dropped_products.add_dropped_product_(x, g[:, :rank], a, seed, 0.1)
+    downs, ups = ([torch.randn(*shape) for shape in shapes] for shapes in ([(rank, 1024)] * 3, [(n, rank) for n in columns]))
+    write_adapters(torch.zeros(3 * rank, 1024, dtype=HALF), up, columns, (rank,) * 3, downs, ups, (1.0,) * 3)
 
 
 def eight_bits() -> None:
