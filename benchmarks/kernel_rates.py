@@ -29,6 +29,7 @@ from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_, q
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.adapter_padding import write_adapters
+from chronicals.kernels.amax import Amax
 from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_turned
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
@@ -38,7 +39,6 @@ from chronicals.kernels.launch import with_room
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
-from chronicals.kernels.peak import Peak
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
 from chronicals.kernels.rmsnorm import add_rmsnorm_reference, rmsnorm_reference
@@ -48,7 +48,7 @@ from chronicals.kernels.two_streams import FIRST
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.merged_linear import Merged, merged_linear
 from chronicals.lora.padding import columns_for
-from chronicals.patching import decoder_layer, lay_side_by_side, patch_parts
+from chronicals.patching import decoder_layer, fuse_weights, patch_parts
 
 donated.donated_buffer = False  # a compiled backward is called again and again here
 
@@ -426,7 +426,7 @@ def layers():
         if dropout is not None:
             apply_lora(model, LoRAConfig(rank=16, dropout=dropout))
         patch_parts(model, whole_layers=True)
-        lay_side_by_side(model)
+        fuse_weights(model)
         return model.model
 
     def step(model: LlamaModel, asked: list[Tensor], given: dict) -> tuple[Tensor, ...]:
@@ -490,11 +490,11 @@ def fp8():
     in_rows = fp8_quantize(x)[0]
     yield Row("fp8 turned 4096", {"ours": Captured(partial(fp8_turned, in_rows))}, bytes=2 * ELEMENTS)
     for name, call, moved in (
-        ("a norm", lambda **peak: kernels.fused_add_rmsnorm(x, x, None, **peak), 8),
-        ("a unit", lambda **peak: glu_of_both(x, "silu", **peak), 3),
+        ("a norm", lambda **amax: kernels.fused_add_rmsnorm(x, x, None, **amax), 8),
+        ("a unit", lambda **amax: glu_of_both(x, "silu", **amax), 3),
     ):
-        arms = {"ours": Captured(lambda call=call: call(peak=Peak())), "without": Captured(call)}
-        yield Row(f"peak of {name} {width}", arms, bytes=moved * ELEMENTS)
+        arms = {"ours": Captured(lambda call=call: call(amax=Amax())), "without": Captured(call)}
+        yield Row(f"amax of {name} {width}", arms, bytes=moved * ELEMENTS)
     yield from gradients_of_qkv(rows)
     for inner, outer in ((4096, 14336), (14336, 4096), (4096, 4096), (2048, 8192), (2048, 2048), (1536, 8960)):
         x, weight, dy = random(8192, inner), random(outer, inner, scale=inner**-0.5), random(8192, outer)
@@ -528,19 +528,19 @@ def gradients_of_qkv(tokens: int):
     angles = torch.rand(tokens, 64, device="cuda").repeat(1, 2) * 6
     tables = angles.cos().bfloat16(), angles.sin().bfloat16()
 
-    def after_norms(qkv, cos, sin, gradient_peak):
-        return fused_qkv_norm_rope(qkv, ones, ones, cos, sin, heads, gradient_peak=gradient_peak)
+    def after_norms(qkv, cos, sin, gradient_amax):
+        return fused_qkv_norm_rope(qkv, ones, ones, cos, sin, heads, gradient_amax=gradient_amax)
 
-    def both_layouts(rotate, peak):
+    def both_layouts(rotate, amax):
         leaf = qkv.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(rotate(leaf, *tables, gradient_peak=peak), leaf, upstream)
-        return fp8_quantize(gradient, layout="both", most=None if peak is None else peak.take(gradient))
+        (gradient,) = torch.autograd.grad(rotate(leaf, *tables, gradient_amax=amax), leaf, upstream)
+        return fp8_quantize(gradient, layout="both", amax=None if amax is None else amax.take(gradient))
 
     for name, rotate, moved in (
         ("QKV's gradient", partial(fused_qkv_rope, heads=heads), 4 * written + 8 * qkv.numel()),
         ("QKV's gradient after norms", after_norms, 6 * written + 8 * qkv.numel()),
     ):
-        ours, plain = (Captured(partial(both_layouts, rotate, peak)) for peak in (Peak(), None))
+        ours, plain = (Captured(partial(both_layouts, rotate, amax)) for amax in (Amax(), None))
         yield Row(f"operand of {name}", {"ours": ours, "without": plain}, bytes=moved)
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from chronicals.kernels.adapter import Adapter
+from chronicals.kernels.amax import Amax, with_amax
 from chronicals.kernels.fp8 import dequantize, fp8_quantize
-from chronicals.kernels.peak import Peak, with_peak
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import Merged, Remake, merged_linear
 from chronicals.quantization import FP8
@@ -116,7 +116,7 @@ def test_a_frozen_weight_is_quantised_once_and_when_it_was_written_to(device, mo
     given, made, usual = Given(device, (4, 4), frozen=True), [], FORMAT.fp8_quantize
 
     def quantize(x, **options):
-        if "most" not in options:  # as operands have it
+        if "amax" not in options:  # as operands have it
             made.append(x)
         return usual(x, **options)
 
@@ -152,12 +152,12 @@ def test_peaks_that_others_found_are_taken(frozen, device):
     given = Given(device, (3, 5), frozen=frozen)
     usual = given.run()
     for factor in (1.0, 4.0):
-        peaks = [Peak(), Peak()]
-        for peak, x in zip(peaks, (given.x, given.dy)):
-            with_peak(peak, x, (factor * x.detach().abs().max()).float().view(torch.int32)[None])
-        found = given.run(peaks=tuple(peaks))
+        amaxes = [Amax(), Amax()]
+        for amax, x in zip(amaxes, (given.x, given.dy)):
+            with_amax(amax, x, (factor * x.detach().abs().max()).float().view(torch.int32)[None])
+        found = given.run(amaxes=tuple(amaxes))
         assert all(torch.equal(a, b) for a, b in zip(usual, found)) == (factor == 1.0)
-        assert peaks[0].take(given.x) is None and peaks[1].take(given.dy) is None
+        assert amaxes[0].take(given.x) is None and amaxes[1].take(given.dy) is None
 
 
 def test_rows_that_are_no_multiple_are_refused(device):
@@ -169,7 +169,7 @@ def test_rows_that_are_no_multiple_are_refused(device):
 FAULTS = {
     "the adapter is forgotten in y": (module, "y.addmm_(rows[:, base.width :], padding.up.t())", "pass"),
     "the adapter is forgotten in dx": (module, "return dx.addmm_(g, down) if", "return dx if"),
-    "operands in another type": (FORMAT, "(x, layout=layout, most=", "(x, dtype=torch.float8_e5m2, layout=layout, most="),
+    "operands in another type": (FORMAT, "(x, layout=layout, amax=", "(x, dtype=torch.float8_e5m2, layout=layout, amax="),
     "the scale of dy for x": (FORMAT, 'layout="columns", scale=x.scale', 'layout="columns", scale=dy.scale'),
     "the scale of dy for x in 8 bits": (FORMAT, "(dy.columns, columns,", "(dy.columns, Scaled(columns[0], dy.scale),"),
 }  # fmt: skip

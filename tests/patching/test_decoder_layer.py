@@ -19,13 +19,13 @@ from chronicals.models.presentation import CACHES, packed_arguments
 from chronicals.patching import (
     decoder_layer,
     forget_policies,
+    fuse_weights,
+    fused_weights,
     halves,
-    lay_side_by_side,
     patch_model,
     patch_parts,
     plan,
     recompute_norms_and_units,
-    side_by_side,
     tile_mlps,
     unpatch_model,
 )
@@ -254,7 +254,7 @@ def test_no_gradient_below_the_first_adapter():
 def test_parameters_keep_names_shapes_and_identity():
     model = families.build("qwen2")
     before = {name: (p, p.detach().clone()) for name, p in model.named_parameters()}
-    lay_side_by_side(fused(model))
+    fuse_weights(fused(model))
     for name, p in model.named_parameters():
         assert p is before[name][0] and torch.equal(p, before[name][1]), name
     attention = model.get_decoder().layers[0].self_attn
@@ -286,7 +286,7 @@ def save_and_load(model, folder):
 @pytest.mark.parametrize("operation", [move, load, adapt, deep_copy])
 def test_after_operations_that_move_weights(operation, caplog, monkeypatch):
     """They are fused anew, and the result is that of the class."""
-    monkeypatch.setattr(side_by_side, "_said", set())
+    monkeypatch.setattr(fused_weights, "_said", set())
     model = fused(families.build("llama").double())
     batch = families.documents_batch()
     families.states_and_gradients(model, batch)
@@ -330,7 +330,7 @@ def test_adapters_are_off_and_on_without_moving_anything(of):
 
 
 def storages(model):
-    return [merged for module in model.modules() for merged in vars(module).get(side_by_side.MERGED, {}).values()]
+    return [merged for module in model.modules() for merged in vars(module).get(fused_weights.MERGED, {}).values()]
 
 
 def states_of(model, batch):
@@ -341,19 +341,19 @@ def states_of(model, batch):
 def test_adapted_weights_are_their_own_again_when_unpatched(tmp_path):
     """Those with margins have strided rows; afterwards the model saves, and nothing is held that it does not use."""
     model = apply_lora(families.build("qwen2"), LoRAConfig(rank=3, dropout=0.0))
-    lay_side_by_side(fused(model))
+    fuse_weights(fused(model))
     base = model.get_decoder().layers[0].self_attn.q_proj.base_layer
     value = base.weight.detach().clone()
     assert not base.weight.is_contiguous()
     unpatch_model(model)
     assert all(p.is_contiguous() for p in model.parameters()) and torch.equal(base.weight, value)
-    assert not any(side_by_side.MERGED in vars(module) for module in model.modules())
+    assert not any(fused_weights.MERGED in vars(module) for module in model.modules())
     model.save_pretrained(tmp_path)
 
 
 def test_norms_of_another_type_keep_the_class_way(monkeypatch, caplog):
     """As Gemma's do where they are trained in fp32 over a base in bf16."""
-    monkeypatch.setattr(side_by_side, "_said", set())
+    monkeypatch.setattr(fused_weights, "_said", set())
     model = families.build("gemma").bfloat16()
     for name, p in model.named_parameters():
         if "norm" in name:
@@ -452,7 +452,7 @@ def test_transformers_own_hooks_that_look_on_leave_layers_fused():
     ids=["hook", "dropout", "type"],
 )
 def test_what_it_does_not_do_runs_part_by_part_and_is_said(change, reason, caplog, monkeypatch):
-    monkeypatch.setattr(side_by_side, "_said", set())
+    monkeypatch.setattr(fused_weights, "_said", set())
     model = fused(families.build("llama").double()).train()
     change(model)
     before = decoder_layer.runs[BY]
@@ -484,7 +484,7 @@ def test_generation_takes_the_class_way():
 
 
 def test_a_cache_is_filled_by_the_class(caplog, monkeypatch):
-    monkeypatch.setattr(side_by_side, "_said", set())
+    monkeypatch.setattr(fused_weights, "_said", set())
     model, batch = fused(families.build("llama")), families.documents_batch()
     before = decoder_layer.runs[BY]
     with PresentedModel(model, packed=True, head_is_read=False).attending_documents(), caplog.at_level(logging.WARNING):

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import families
+from chronicals.kernels.amax import Amax
 from chronicals.kernels.fp8 import Scaled
 from chronicals.kernels.launch import interpreting
-from chronicals.kernels.peak import Peak
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.memory import enable_gradient_checkpointing, tiling
 from chronicals.models import PresentedModel
@@ -20,18 +20,18 @@ from chronicals.patching import (
     decoder_layer,
     forget_policies,
     fp8_layers,
-    lay_apart,
+    fused_weights,
     layers_in_fp8,
     offload_frozen_weights,
     patch_parts,
     recompute_norms_and_units,
     run_in_fp8,
-    side_by_side,
     tile_mlps,
+    unfuse_weights,
 )
 from chronicals.patching.decoder_layer import BY
 from chronicals.patching.fp8_layers import Products
-from chronicals.patching.side_by_side import DEVICES, FORMATS, MERGED
+from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
 from chronicals.quantization import FP8
 
 FORMAT = sys.modules["chronicals.quantization.fp8"]
@@ -67,7 +67,7 @@ def cosine(a, b):
     return torch.nn.functional.cosine_similarity(a.double().flatten(), b.double().flatten(), 0).item()
 
 
-def exact_quantize(x, scaling="tensor", dtype=None, layout="rows", scale=None, most=None):
+def exact_quantize(x, scaling="tensor", dtype=None, layout="rows", scale=None, amax=None):
     one = torch.ones((), device=x.device)
     return Scaled(x.float(), one), Scaled(x.float().t(), one)
 
@@ -107,7 +107,7 @@ def test_rounded_it_stays_near(adapted, device):
     assert 0.9 < cosine(*of_gradients) < 0.9999
 
 
-@pytest.mark.parametrize("forget", [forget_policies, lay_apart])
+@pytest.mark.parametrize("forget", [forget_policies, unfuse_weights])
 def test_forgotten_it_is_as_before(forget, device):
     model = fused("llama", device=device)
     before = found_in(model, batch(device))
@@ -191,10 +191,10 @@ def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, devic
     """Six of a layer's eight x and dy; what attention gives and what comes back to the last product are others'."""
     told, usual = [], FORMAT.fp8_quantize
 
-    def quantize(x, most=None, **options):
-        told.append(most is not None)
-        assert most is None or most == x.abs().max().float()
-        return usual(x, most=most, **options)
+    def quantize(x, amax=None, **options):
+        told.append(amax is not None)
+        assert amax is None or amax == x.abs().max().float()
+        return usual(x, amax=amax, **options)
 
     with interpreting() if device.type == "cpu" else contextlib.nullcontext():
         model = fused(family, adapted, device)
@@ -203,7 +203,7 @@ def test_norms_units_and_rotations_find_what_is_quantised(family, adapted, devic
         found = found_in(model, batch(device))
         layers = len(model.get_decoder().layers)
         assert sum(told) == 6 * layers - adapted  # nothing is below the first A
-        monkeypatch.setattr(Peak, "take", lambda self, x: None)
+        monkeypatch.setattr(Amax, "take", lambda self, x: None)
         again = found_in(model, batch(device))
     assert all(torch.equal(found[name], again[name]) for name in found)
 
@@ -226,7 +226,7 @@ def test_rows_that_are_no_multiple_run_in_16_bit(device, caplog):
     model, rows = fused("llama", device=device), families.documents_batch().to(device)
     exact = found_in(model, rows)
     run_in_fp8(model)
-    side_by_side._said.clear()
+    fused_weights._said.clear()
     got = found_in(model, rows)
     assert all(torch.equal(exact[name], got[name]) for name in exact)
     assert "a batch of 25 rows runs in 16 bit: FP8 products need multiples of 16" in caplog.text
@@ -367,7 +367,7 @@ class TestWeightsThatWait:
             model.get_decoder().layers[0].mlp.down_proj.base_layer.weight.mul_(1.5)
         assert not torch.equal(found_in(model, batch(device))["states"], before["states"])
 
-    @pytest.mark.parametrize("undo", [forget_policies, lay_apart])
+    @pytest.mark.parametrize("undo", [forget_policies, unfuse_weights])
     def test_they_come_back(self, undo, device):
         model = self.waiting(device)
         weights = {name: p.clone() for name, p in model.named_parameters()}
@@ -384,7 +384,7 @@ class TestWeightsThatWait:
         weights = {name: p.clone() for name, p in model.named_parameters()}
         offload_frozen_weights(model)
         found_in(model, batch(device))
-        made, usual = [], side_by_side.bring_back
+        made, usual = [], fused_weights.bring_back
 
         def full(model):
             assert not any(FORMATS in vars(module) for module in model.modules())
@@ -396,12 +396,12 @@ class TestWeightsThatWait:
             finally:
                 down.base_layer = base
 
-        monkeypatch.setattr(side_by_side, "bring_back", full)
+        monkeypatch.setattr(fused_weights, "bring_back", full)
         with pytest.raises(AttributeError):
-            lay_apart(model)
+            unfuse_weights(model)
         monkeypatch.undo()
         assert made and any(DEVICES in vars(module) for module in model.modules())
-        lay_apart(model)
+        unfuse_weights(model)
         for name, p in model.named_parameters():
             assert p.device == weights[name].device and torch.equal(p, weights[name])
         assert not any(DEVICES in vars(m) or (isinstance(m, nn.Linear) and "forward" in vars(m)) for m in model.modules())
@@ -417,7 +417,7 @@ class TestWeightsThatWait:
         assert offload_frozen_weights(wrapped)
         wrapped.add_adapter("other", config)
         wrapped.base_model.set_adapter(["default", "other"])
-        lay_apart(wrapped)
+        unfuse_weights(wrapped)
         assert not any(isinstance(m, nn.Linear) and "forward" in vars(m) for m in wrapped.modules())
         own = [p for name, p in wrapped.named_parameters() if ".other." not in name]  # PEFT laid those beside what waited
         assert {p.device.type for p in own} == {device.type}
@@ -431,7 +431,7 @@ class TestWeightsThatWait:
                 module.lora_A = nn.Parameter(torch.cat([module.lora_A, torch.zeros_like(module.lora_A)]))
                 module.lora_B = nn.Parameter(torch.cat([module.lora_B, torch.ones_like(module.lora_B)], 1))
         away = found_in(model, batch(device))
-        lay_apart(model)
+        unfuse_weights(model)
         run_in_fp8(model)
         here = found_in(model, batch(device))
         assert all(torch.equal(here[name], away[name]) for name in here)

@@ -7,7 +7,7 @@ import families
 from chronicals.kernels.products import product
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.merged_linear import Merged
-from chronicals.patching import decoder_layer, lay_apart, patch_parts, run_in_format
+from chronicals.patching import decoder_layer, patch_parts, run_in_format, unfuse_weights
 from chronicals.patching.decoder_layer import BY
 from chronicals.quantization import FP8, Base, Dense, FP8InHost
 
@@ -75,7 +75,7 @@ def test_a_format_of_ones_own_trains(adapted):
     own = {name: p.detach().clone() for name, p in model.named_parameters()}
     found = trained(model, batch)
     assert decoder_layer.runs[BY] == before + 2 * layers
-    lay_apart(model)
+    unfuse_weights(model)
     assert all(torch.equal(p, own[name]) != (name in found) for name, p in model.named_parameters())
     with torch.no_grad():
         for name, p in model.named_parameters():

@@ -11,7 +11,7 @@ import tiny
 from chronicals.config import ConfigurationError
 from chronicals.memory import tiling
 from chronicals.patching import fp8_layers, patch_parts
-from chronicals.patching.side_by_side import DEVICES, FORMATS, MERGED
+from chronicals.patching.fused_weights import DEVICES, FORMATS, MERGED
 from chronicals.training import Callback, decisions, session
 
 

@@ -8,7 +8,7 @@ transpose of what the forward pass took: ``rows`` are ``[M, K]``, scaled along K
 
 x is ``[M, K]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read and 1 written for each layout; the scale of a tensor,
 and those of whole columns, take 2 more, for they are known only at the end, unless what made the tensor found its maximum
-(``peak.py``).
+(``amax.py``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from chronicals.kernels.amax import absent, new_amax, raise_amax
 from chronicals.kernels.launch import INTERPRETED, WIDEST, in_rows, next_power_of_2, runs_triton, tl, triton
-from chronicals.kernels.peak import absent, new_peak, raise_peak
 
 BLOCK = 128
 SCALINGS = ("tensor", "row", "block", "square")
@@ -112,7 +112,7 @@ def _extremes_kernel(
         if SCALING == "row":
             _raise(of_rows_ptr + row, tl.max(sizes, 1), row < rows)
     if SCALING == "tensor":
-        raise_peak(of_rows_ptr, tl.max(most, 1))
+        raise_amax(of_rows_ptr, tl.max(most, 1))
     else:
         _raise(of_columns_ptr + column, tl.max(most, 0), column < width)
 
@@ -260,7 +260,7 @@ def scale_shape(shape: Sequence[int], scaling: str) -> tuple[int, ...]:
 
 @torch.library.custom_op("chronicals::fp8_quantize", mutates_args=())
 def _quantize(
-    x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
+    x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     made = _outputs(x, scaling, dtype, layout)
     if not x.numel():
@@ -274,7 +274,7 @@ def _quantize(
         warps = min(max(block // 1024, 1), 16)
         _rows_kernel[(rows,)](x, *by_rows, width, stride, limit, block, num_warps=warps)
         return made
-    known = most if scale is None else scale
+    known = amax if scale is None else scale
     extremes = _extremes(x, scaling) if known is None else (known, known)
     whole = rows % BLOCK == width % BLOCK == 0
     warps = 4 if x.dtype == torch.bfloat16 else 8
@@ -302,7 +302,7 @@ def _extremes(x: Tensor, scaling: str) -> tuple[Tensor, Tensor]:
     (rows, width), of_all = x.shape, scaling == "tensor"
     if scaling in ("block", "square"):
         return x, x
-    bits = new_peak(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
+    bits = new_amax(x) if of_all else x.new_zeros(rows + width, dtype=torch.int32)
     of_rows, of_columns = (bits, bits) if of_all else bits.split((rows, width))
     (high, part), stride = STRIP, x.stride(0)
     whole = rows % high == width % BLOCK == 0
@@ -317,14 +317,14 @@ def _scale(most: Tensor, limit: float) -> Tensor:
 
 @_quantize.register_fake
 def _(
-    x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, most: Tensor | None
+    x: Tensor, scaling: str, dtype: torch.dtype, layout: str, scale: Tensor | None, amax: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     return _outputs(x, scaling, dtype, layout)
 
 
 def fp8_quantize(
     x: Tensor, scaling: str = "tensor", dtype: torch.dtype = torch.float8_e4m3fn, layout: str = "rows",
-    scale: Tensor | None = None, most: Tensor | None = None,
+    scale: Tensor | None = None, amax: Tensor | None = None,
 ) -> tuple[Scaled | None, Scaled | None]:  # fmt: skip
     """``x`` in FP8: its rows, and its columns as the rows of the transpose.
 
@@ -334,13 +334,13 @@ def fp8_quantize(
         dtype: ``float8_e4m3fn`` or ``float8_e5m2``.
         layout: ``rows``, ``columns`` or ``both``.
         scale: of a tensor, where it is known, fp32 ``[]``, 2⁻¹²⁶ to 2¹²⁵.
-        most: max |x|, where that is known, fp32 ``[1]``.
+        amax: max |x|, where that is known, fp32 ``[1]``.
 
     Returns:
         ``Scaled`` of ``[M, K]`` and of ``[K, M]``; None for the one not asked for.
 
     Raises:
-        ValueError: an option is unknown, x is no matrix, or ``scale`` or ``most`` is given for another scaling than ``tensor``.
+        ValueError: an option is unknown, x is no matrix, or ``scale`` or ``amax`` is given for another scaling than ``tensor``.
     """
     for name, value, known in (
         ("scaling", scaling, SCALINGS), ("dtype", dtype, tuple(LIMITS)), ("layout", layout, ("rows", "columns", "both")),
@@ -349,12 +349,12 @@ def fp8_quantize(
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(str, known))}")
     if x.ndim != 2:
         raise ValueError(f"x has shape {tuple(x.shape)}: expected [M, K]")
-    if scaling != "tensor" and not (scale is None and most is None):
+    if scaling != "tensor" and not (scale is None and amax is None):
         raise ValueError(f"scaling={scaling!r}: only the scale or the maximum of a whole tensor can be given")
     if not runs_triton(x) or lacks_fp8(x.device):
-        scale = _scale(most.view(()), LIMITS[dtype]) if scale is None and most is not None else scale
+        scale = _scale(amax.view(()), LIMITS[dtype]) if scale is None and amax is not None else scale
         return fp8_quantize_reference(x, scaling, dtype, layout, scale)
-    rows, of_rows, columns, of_columns = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, most)
+    rows, of_rows, columns, of_columns = _quantize(in_rows(x) if x.numel() else x, scaling, dtype, layout, scale, amax)
     if scaling == "block":
         of_rows, of_columns = of_rows.t(), of_columns.t()
     return Scaled(rows, of_rows) if layout != "columns" else None, Scaled(columns, of_columns) if layout != "rows" else None

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     INTERPRETED,
     Tile,
@@ -30,7 +31,6 @@ from chronicals.kernels.launch import (
     triton,
     with_room,
 )
-from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
 
@@ -73,8 +73,8 @@ def _activate(g, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _glu_forward_kernel(
-    gate_ptr, up_ptr, y_ptr, peak_ptr, width, gate_stride, up_stride, y_stride, ACTIVATION: tl.constexpr,
-    HAS_PEAK: tl.constexpr, BLOCK: tl.constexpr,
+    gate_ptr, up_ptr, y_ptr, amax_ptr, width, gate_stride, up_stride, y_stride, ACTIVATION: tl.constexpr,
+    HAS_AMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -85,14 +85,14 @@ def _glu_forward_kernel(
     activated, _ = _activate(gate, ACTIVATION)
     y = (activated * up).to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row * y_stride + column, y, mask=inside)
-    if HAS_PEAK:
-        raise_peak(peak_ptr, magnitude(y.to(tl.float32)))
+    if HAS_AMAX:
+        raise_amax(amax_ptr, magnitude(y.to(tl.float32)))
 
 
 @triton.jit
 def _glu_backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, peak_ptr, width, dy_stride, gate_stride, up_stride, d_gate_stride,
-    d_up_stride, ACTIVATION: tl.constexpr, HAS_PEAK: tl.constexpr, BLOCK: tl.constexpr,
+    dy_ptr, gate_ptr, up_ptr, d_gate_ptr, d_up_ptr, amax_ptr, width, dy_stride, gate_stride, up_stride, d_gate_stride,
+    d_up_stride, ACTIVATION: tl.constexpr, HAS_AMAX: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
@@ -106,8 +106,8 @@ def _glu_backward_kernel(
     d_gate, d_up = (dy * up * slope).to(kind), (dy * activated).to(kind)
     tl.store(d_gate_ptr + row * d_gate_stride + column, d_gate, mask=inside)
     tl.store(d_up_ptr + row * d_up_stride + column, d_up, mask=inside)
-    if HAS_PEAK:
-        raise_peak(peak_ptr, tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32))))
+    if HAS_AMAX:
+        raise_amax(amax_ptr, tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32))))
 
 
 def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
@@ -121,21 +121,21 @@ def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
 
 
 @torch.library.custom_op("chronicals::glu_forward", mutates_args=())
-def _forward(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: bool) -> tuple[Tensor, Tensor]:
+def _forward(gate: Tensor, up: Tensor, activation: str, room: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
     """y and its amax, ``absent`` if not wanted."""
-    y, peak = with_room(gate, gate.shape, room), new_peak(gate, finds_peak)
+    y, amax = with_room(gate, gate.shape, room), new_amax(gate, finds_amax)
     if gate.numel():
         grid, width, strides, tile = _grid([gate, up, y])
         _glu_forward_kernel[grid](
-            gate, up, y, peak if finds_peak else None, width, *strides, activation, finds_peak, tile.block,
+            gate, up, y, amax if finds_amax else None, width, *strides, activation, finds_amax, tile.block,
             num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return y, peak
+    return y, amax
 
 
 @_forward.register_fake
-def _(gate: Tensor, up: Tensor, activation: str, room: int, finds_peak: bool) -> tuple[Tensor, Tensor]:
-    return with_room(gate, gate.shape, room), new_peak(gate, finds_peak)
+def _(gate: Tensor, up: Tensor, activation: str, room: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+    return with_room(gate, gate.shape, room), new_amax(gate, finds_amax)
 
 
 @torch.library.custom_op("chronicals::glu_backward", mutates_args=())
@@ -151,26 +151,26 @@ def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Te
 
 
 @torch.library.custom_op("chronicals::glu_of_both_backward", mutates_args=())
-def _backward_of_both(dy: Tensor, both: Tensor, activation: str, room: int, finds_peak: bool) -> tuple[Tensor, Tensor]:
+def _backward_of_both(dy: Tensor, both: Tensor, activation: str, room: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
     """The gradient of both, and its amax, ``absent`` if not wanted."""
-    d_both, peak = with_room(both, both.shape, room), new_peak(both, finds_peak)
+    d_both, amax = with_room(both, both.shape, room), new_amax(both, finds_amax)
     (gate, up), (d_gate, d_up) = both.chunk(2, -1), d_both.chunk(2, -1)
-    _launch_backward(dy, gate, up, d_gate, d_up, peak if finds_peak else None, activation)
-    return d_both, peak
+    _launch_backward(dy, gate, up, d_gate, d_up, amax if finds_amax else None, activation)
+    return d_both, amax
 
 
 @_backward_of_both.register_fake
-def _(dy: Tensor, both: Tensor, activation: str, room: int, finds_peak: bool) -> tuple[Tensor, Tensor]:
-    return with_room(both, both.shape, room), new_peak(both, finds_peak)
+def _(dy: Tensor, both: Tensor, activation: str, room: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+    return with_room(both, both.shape, room), new_amax(both, finds_amax)
 
 
 def _launch_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, peak: Tensor | None, activation: str
+    dy: Tensor, gate: Tensor, up: Tensor, d_gate: Tensor, d_up: Tensor, amax: Tensor | None, activation: str
 ) -> None:
     if dy.numel():
         grid, width, strides, tile = _grid([dy, gate, up, d_gate, d_up])
         _glu_backward_kernel[grid](
-            dy, gate, up, d_gate, d_up, peak, width, *strides, activation, peak is not None, tile.block,
+            dy, gate, up, d_gate, d_up, amax, width, *strides, activation, amax is not None, tile.block,
             num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
 
@@ -194,16 +194,16 @@ class _GLU(torch.autograd.Function):
 class _GLUOfBoth(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, both: Tensor, activation: str, room: int, gradient_room: int, peak: Peak | None, gradient_peak: Peak | None
+        ctx: Any, both: Tensor, activation: str, room: int, gradient_room: int, amax: Amax | None, gradient_amax: Amax | None
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(both)
-        ctx.options, ctx.peak = (activation, gradient_room, gradient_peak is not None), gradient_peak
-        return with_peak(peak, *_forward(*both.chunk(2, -1), activation, room, peak is not None))
+        ctx.options, ctx.amax = (activation, gradient_room, gradient_amax is not None), gradient_amax
+        return with_amax(amax, *_forward(*both.chunk(2, -1), activation, room, amax is not None))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return with_peak(ctx.peak, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)), *(None,) * 5
+        return with_amax(ctx.amax, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)), *(None,) * 5
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -230,21 +230,21 @@ def fused_geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
 
 def glu_of_both(
-    both: Tensor, activation: str, room: int = 0, gradient_room: int = 0, peak: Peak | None = None,
-    gradient_peak: Peak | None = None,
+    both: Tensor, activation: str, room: int = 0, gradient_room: int = 0, amax: Amax | None = None,
+    gradient_amax: Amax | None = None,
 ) -> Tensor:  # fmt: skip
     """The gated unit of a merged product ``[T, 2F]``, gate before up, whose gradient comes as one tensor too.
 
     Args:
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
         room, gradient_room: columns left free behind each row of the result and of the gradient.
-        peak, gradient_peak: told the largest absolute value of the result and of the gradient.
+        amax, gradient_amax: told the largest absolute value of the result and of the gradient.
 
     Returns:
         ``[T, F]``.
     """
     if runs_triton(both):
-        return _GLUOfBoth.apply(both, activation, room, gradient_room, peak, gradient_peak)
+        return _GLUOfBoth.apply(both, activation, room, gradient_room, amax, gradient_amax)
     return REFERENCES[activation](*both.chunk(2, -1))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     WIDEST,
     Tile,
@@ -30,7 +31,6 @@ from chronicals.kernels.launch import (
     tl,
     triton,
 )
-from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
 from chronicals.kernels.qk_rope import (
     check_rope,
     copy_heads,
@@ -144,10 +144,10 @@ def _over_rows(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _backward_of_heads(
-    dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, rstd_ptr, dx_ptr, share_ptr, peak_ptr, program, programs, positions, length,
+    dy_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, rstd_ptr, dx_ptr, share_ptr, amax_ptr, program, programs, positions, length,
     dy_batch, dy_token, dy_head, x_batch, x_token, x_head, dx_batch, dx_token, dx_head, table_batch, table_token, offset,
     HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, INTERLEAVED: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, HAS_PEAK: tl.constexpr,
+    REST: tl.constexpr, INTERLEAVED: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, HAS_AMAX: tl.constexpr,
 ):  # fmt: skip
     """Every ``programs``-th block of heads; the next one is under way while one is reduced."""
     w_a, w_b = _load_weight(w_ptr, offset, HALF, BLOCK, INTERLEAVED)
@@ -195,12 +195,12 @@ def _backward_of_heads(
         projection /= WIDTH
         d_a, d_b = rstd * (g_a - a * projection), rstd * (g_b - b * projection)
         store_pairs(dx_at, d_a, d_b, inside, HALF, BLOCK, INTERLEAVED)
-        if HAS_PEAK:
+        if HAS_AMAX:
             most = tl.maximum(most, tl.max(tl.maximum(magnitude(d_a), magnitude(d_b)), 1))
         if REST:
             d_rest = rstd * (g_rest - rest * projection)
             _store_rest(dx_at, d_rest, inside, WIDTH, HALF, REST)
-            if HAS_PEAK:
+            if HAS_AMAX:
                 most = tl.maximum(most, tl.max(magnitude(d_rest), 1))
     if WANTS_WEIGHTS:
         one = tl.full((1, 1), 1, tl.int1)
@@ -208,20 +208,20 @@ def _backward_of_heads(
         store_pairs(share_ptr, summed_a, summed_b, one, HALF, BLOCK, INTERLEAVED)
         if REST:
             _store_rest(share_ptr, _over_rows(dw_rest, ROWS, REST), one, WIDTH, HALF, REST)
-    if HAS_PEAK:  # rounded as what is stored, which keeps the order
-        raise_peak(peak_ptr, most.to(dx_ptr.dtype.element_ty).to(tl.float32))
+    if HAS_AMAX:  # rounded as what is stored, which keeps the order
+        raise_amax(amax_ptr, most.to(dx_ptr.dtype.element_ty).to(tl.float32))
 
 
 @triton.jit
 def _qk_norm_rope_backward_kernel(
     dq_out_ptr, dk_out_ptr, dv_ptr, q_ptr, k_ptr, q_weight_ptr, k_weight_ptr, cos_ptr, sin_ptr, q_rstd_ptr, k_rstd_ptr,
-    dq_ptr, dk_ptr, dv_place_ptr, shares_ptr, peak_ptr, of_q, of_k, positions, length,
+    dq_ptr, dk_ptr, dv_place_ptr, shares_ptr, amax_ptr, of_q, of_k, positions, length,
     dq_out_batch, dq_out_token, dq_out_head, dk_out_batch, dk_out_token, dk_out_head, dv_batch, dv_token, dv_head,
     q_batch, q_token, q_head, k_batch, k_token, k_head, dq_batch, dq_token, dq_head, dk_batch, dk_token, dk_head,
     place_batch, place_token, place_head, table_batch, table_token, offset,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
     BLOCK: tl.constexpr, REST: tl.constexpr, INTERLEAVED: tl.constexpr, WANTS_WEIGHTS: tl.constexpr, V_HEADS: tl.constexpr,
-    WHOLE: tl.constexpr, HAS_PEAK: tl.constexpr,
+    WHOLE: tl.constexpr, HAS_AMAX: tl.constexpr,
 ):  # fmt: skip
     """The first ``of_q`` programs share the queries, ``of_k`` the keys; sums for the weights stay in registers. Others copy
     the gradient of values to its place."""
@@ -229,23 +229,23 @@ def _qk_norm_rope_backward_kernel(
     share_ptr = shares_ptr + program.to(tl.int64) * WIDTH
     if program < of_q:
         _backward_of_heads(
-            dq_out_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_rstd_ptr, dq_ptr, share_ptr, peak_ptr, program,
+            dq_out_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, q_rstd_ptr, dq_ptr, share_ptr, amax_ptr, program,
             of_q, positions, length, dq_out_batch, dq_out_token, dq_out_head, q_batch, q_token, q_head,
             dq_batch, dq_token, dq_head, table_batch, table_token, offset,
-            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, WANTS_WEIGHTS, HAS_PEAK,
+            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, WANTS_WEIGHTS, HAS_AMAX,
         )  # fmt: skip
     elif program < of_q + of_k:
         _backward_of_heads(
-            dk_out_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_rstd_ptr, dk_ptr, share_ptr, peak_ptr, program - of_q,
+            dk_out_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, k_rstd_ptr, dk_ptr, share_ptr, amax_ptr, program - of_q,
             of_k, positions, length, dk_out_batch, dk_out_token, dk_out_head, k_batch, k_token, k_head,
             dk_batch, dk_token, dk_head, table_batch, table_token, offset,
-            K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, WANTS_WEIGHTS, HAS_PEAK,
+            K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, WANTS_WEIGHTS, HAS_AMAX,
         )  # fmt: skip
     else:
         if V_HEADS:
             copy_heads(
-                dv_ptr, dv_place_ptr, peak_ptr, (program - of_q - of_k) * ROWS, positions, length, dv_batch, dv_token, dv_head,
-                place_batch, place_token, place_head, V_HEADS, ROWS, WIDTH, WHOLE, HAS_PEAK,
+                dv_ptr, dv_place_ptr, amax_ptr, (program - of_q - of_k) * ROWS, positions, length, dv_batch, dv_token, dv_head,
+                place_batch, place_token, place_head, V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX,
             )  # fmt: skip
 
 
@@ -306,9 +306,9 @@ def _backward(
 def _launch_backward(
     dq_out: Tensor, dk_out: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor,
     q_rstd: Tensor, k_rstd: Tensor, dq: Tensor, dk: Tensor, offset: float, interleaved: bool, wants_weights: bool,
-    copied: tuple[Tensor, Tensor] | None = None, peak: Tensor | None = None,
+    copied: tuple[Tensor, Tensor] | None = None, amax: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Fills dq and dk, and the second of ``copied`` with the first, and raises ``peak`` to their largest; returns the gradients
+    """Fills dq and dk, and the second of ``copied`` with the first, and raises ``amax`` to their largest; returns the gradients
     of both weights."""
     (batch, q_heads, length, width), k_heads = q.shape, k.shape[1]
     positions = batch * length
@@ -323,9 +323,9 @@ def _launch_backward(
     v_heads = dv.shape[1] if copied else 0
     if positions:
         _qk_norm_rope_backward_kernel[(of_q + of_k + triton.cdiv(positions * v_heads, tile.rows),)](
-            dq_out, dk_out, dv, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, dq, dk, place, shares, peak,
+            dq_out, dk_out, dv, q, k, q_weight, k_weight, cos, sin, q_rstd, k_rstd, dq, dk, place, shares, amax,
             of_q, of_k, positions, length, *strides_of_heads(dq_out, dk_out, dv, q, k, dq, dk, place), *strides_of_tables(cos),
-            offset, *constants, wants_weights, v_heads, next_power_of_2(width), peak is not None, num_warps=tile.warps,
+            offset, *constants, wants_weights, v_heads, next_power_of_2(width), amax is not None, num_warps=tile.warps,
         )  # fmt: skip
     return torch.stack((shares[:of_q].sum(0), shares[of_q:].sum(0)))
 
@@ -342,52 +342,52 @@ def _(
 def _merged_backward(
     dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
     sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, room: int,
-    finds_peak: bool,
+    finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of ``[T, (H + 2K) · D]``, those of both weights, and the amax of the former, ``absent`` if not wanted; all
     but the weights and rstd are ``[T, H or K, D]``."""
-    d_qkv, peak = gradient_like(dq_out, dk_out, dv, room), new_peak(q, finds_peak)
+    d_qkv, amax = gradient_like(dq_out, dk_out, dv, room), new_amax(q, finds_amax)
     packed = (dense(dq_out), dense(dk_out), q, k, *heads_of(d_qkv, q.shape[1], k.shape[1]), dense(dv))
     dq_out, dk_out, q, k, dq, dk, place, dv = (x.transpose(0, 1)[None] for x in packed)
     sums = _launch_backward(
         dq_out, dk_out, q, k, q_weight, k_weight, cos[None], sin[None], q_rstd, k_rstd, dq, dk, offset, interleaved,
-        wants_weights, (dv, place), peak if finds_peak else None,
+        wants_weights, (dv, place), amax if finds_amax else None,
     )  # fmt: skip
-    return d_qkv, sums, peak
+    return d_qkv, sums, amax
 
 
 @_merged_backward.register_fake
 def _(
     dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
     sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, room: int,
-    finds_peak: bool,
+    finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     sums = q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32)
-    return gradient_like(dq_out, dk_out, dv, room), sums, new_peak(q, finds_peak)
+    return gradient_like(dq_out, dk_out, dv, room), sums, new_amax(q, finds_amax)
 
 
 class _MergedQKNormRope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int],
-        eps: float, offset: float, interleaved: bool, room: int, peak: Peak | None,
+        eps: float, offset: float, interleaved: bool, room: int, amax: Amax | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v = heads_of(qkv, *heads)
         weights = q_weight.contiguous(), k_weight.contiguous()
         of_both = (x.transpose(0, 1)[None] for x in (q, k))
         q_out, k_out, *rstd = _forward(*of_both, *weights, cos[None], sin[None], eps, offset, interleaved)
         ctx.save_for_backward(q, k, *weights, cos, sin, *rstd)
-        ctx.options, ctx.peak = (offset, interleaved, room), peak
+        ctx.options, ctx.amax = (offset, interleaved, room), amax
         return q_out.squeeze(0).transpose(0, 1), k_out.squeeze(0).transpose(0, 1), v.detach()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         saved, wanted, (offset, interleaved, room) = ctx.saved_tensors, ctx.needs_input_grad[1:3], ctx.options
-        options = offset, interleaved, any(wanted), room, ctx.peak is not None
-        d_qkv, sums, amax = _merged_backward(*gradients, *saved, *options)
+        options = offset, interleaved, any(wanted), room, ctx.amax is not None
+        d_qkv, sums, cell = _merged_backward(*gradients, *saved, *options)
         of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4])) if any(wanted) else (None, None)
-        return with_peak(ctx.peak, d_qkv, amax), *of_weights, *(None,) * 8
+        return with_amax(ctx.amax, d_qkv, cell), *of_weights, *(None,) * 8
 
 
 class _QKNormRope(torch.autograd.Function):
@@ -446,7 +446,7 @@ def fused_qk_norm_rope(
 
 def fused_qkv_norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], eps: float = 1e-6,
-    offset: float = 0.0, interleaved: bool = False, gradient_room: int = 0, gradient_peak: Peak | None = None,
+    offset: float = 0.0, interleaved: bool = False, gradient_room: int = 0, gradient_amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``fused_qk_norm_rope`` of a merged product, which gets one gradient; values are those of the product.
 
@@ -455,7 +455,7 @@ def fused_qkv_norm_rope(
         cos, sin: ``[T, R]``.
         heads: H and K.
         gradient_room: columns left free behind each row of the gradient.
-        gradient_peak: told the largest absolute value of the gradient.
+        gradient_amax: told the largest absolute value of the gradient.
 
     Returns:
         ``[T, H, D]``, ``[T, K, D]`` and ``[T, K, D]``.
@@ -470,7 +470,7 @@ def fused_qkv_norm_rope(
     cos, sin = cos.detach(), sin.detach()
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    options = heads, eps, offset, interleaved, gradient_room, gradient_peak
+    options = heads, eps, offset, interleaved, gradient_room, gradient_amax
     return _MergedQKNormRope.apply(qkv, q_weight, k_weight, cos, sin, *options)
 
 

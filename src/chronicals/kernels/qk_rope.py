@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import Tile, differentiable_once, next_power_of_2, runs_triton, tl, triton, with_room
-from chronicals.kernels.peak import Peak, magnitude, new_peak, raise_peak, with_peak
 
 
 def _tile(half: int, rest: int) -> Tile:
@@ -75,10 +75,10 @@ def load_turn(cos_at, sin_at, inside, HALF: tl.constexpr, BLOCK: tl.constexpr, I
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, out_ptr, cos_ptr, sin_ptr, peak_ptr, first, positions, length, x_batch, x_token, x_head,
+    x_ptr, out_ptr, cos_ptr, sin_ptr, amax_ptr, first, positions, length, x_batch, x_token, x_head,
     out_batch, out_token, out_head, table_batch, table_token,
     HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HAS_PEAK: tl.constexpr,
+    REST: tl.constexpr, INTERLEAVED: tl.constexpr, INVERSE: tl.constexpr, HAS_AMAX: tl.constexpr,
 ):  # fmt: skip
     inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
     x_ptr += batch * x_batch + token * x_token + head * x_head
@@ -92,40 +92,40 @@ def _rotate_heads(
     else:
         turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
     store_pairs(out_ptr, turned_a, turned_b, inside, HALF, BLOCK, INTERLEAVED)
-    if HAS_PEAK:  # rounded as what is stored, which keeps the order
+    if HAS_AMAX:  # rounded as what is stored, which keeps the order
         most = tl.max(tl.maximum(magnitude(turned_a), magnitude(turned_b)), 1)
-        raise_peak(peak_ptr, most.to(out_ptr.dtype.element_ty).to(tl.float32))
+        raise_amax(amax_ptr, most.to(out_ptr.dtype.element_ty).to(tl.float32))
     if REST:
         column = 2 * HALF + tl.arange(0, REST)[None, :]
         behind = inside & (column < WIDTH)
         at, rest = out_ptr + column, tl.load(x_ptr + column, mask=behind)
         tl.store(at, rest, mask=behind)
-        if HAS_PEAK:
-            raise_peak(peak_ptr, tl.max(tl.where(behind, magnitude(rest.to(tl.float32)), 0.0), 1))
+        if HAS_AMAX:
+            raise_amax(amax_ptr, tl.max(tl.where(behind, magnitude(rest.to(tl.float32)), 0.0), 1))
 
 
 @triton.jit
 def copy_heads(
-    x_ptr, out_ptr, peak_ptr, first, positions, length, x_batch, x_token, x_head, out_batch, out_token, out_head,
-    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_PEAK: tl.constexpr,
+    x_ptr, out_ptr, amax_ptr, first, positions, length, x_batch, x_token, x_head, out_batch, out_token, out_head,
+    HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HAS_AMAX: tl.constexpr,
 ):  # fmt: skip
     inside, batch, token, head = heads_after(first, positions, length, HEADS, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     inside &= column < WIDTH
     x = tl.load(x_ptr + batch * x_batch + token * x_token + head * x_head + column, mask=inside)
     tl.store(out_ptr + batch * out_batch + token * out_token + head * out_head + column, x, mask=inside)
-    if HAS_PEAK:
-        raise_peak(peak_ptr, tl.max(tl.where(inside, magnitude(x.to(tl.float32)), 0.0), 1))
+    if HAS_AMAX:
+        raise_amax(amax_ptr, tl.max(tl.where(inside, magnitude(x.to(tl.float32)), 0.0), 1))
 
 
 @triton.jit
 def _qk_rope_kernel(
-    q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, v_out_ptr, cos_ptr, sin_ptr, peak_ptr, positions, length,
+    q_ptr, k_ptr, v_ptr, q_out_ptr, k_out_ptr, v_out_ptr, cos_ptr, sin_ptr, amax_ptr, positions, length,
     q_batch, q_token, q_head, k_batch, k_token, k_head, v_batch, v_token, v_head, q_out_batch, q_out_token, q_out_head,
     k_out_batch, k_out_token, k_out_head, v_out_batch, v_out_token, v_out_head, table_batch, table_token,
     Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, V_HEADS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr, HAS_PEAK: tl.constexpr,
+    INVERSE: tl.constexpr, HAS_AMAX: tl.constexpr,
 ):  # fmt: skip
     """Of ``Q_HEADS + K_HEADS + V_HEADS`` programs in a row each takes ``ROWS`` heads of the same ``ROWS`` positions; those of
     values are copied."""
@@ -133,21 +133,21 @@ def _qk_rope_kernel(
     member = tl.program_id(0) - group * (Q_HEADS + K_HEADS + V_HEADS)
     if member < Q_HEADS:
         _rotate_heads(
-            q_ptr, q_out_ptr, cos_ptr, sin_ptr, peak_ptr, (group * Q_HEADS + member) * ROWS, positions, length,
+            q_ptr, q_out_ptr, cos_ptr, sin_ptr, amax_ptr, (group * Q_HEADS + member) * ROWS, positions, length,
             q_batch, q_token, q_head, q_out_batch, q_out_token, q_out_head, table_batch, table_token,
-            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE, HAS_PEAK,
+            Q_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE, HAS_AMAX,
         )  # fmt: skip
     elif member < Q_HEADS + K_HEADS:
         _rotate_heads(
-            k_ptr, k_out_ptr, cos_ptr, sin_ptr, peak_ptr, (group * K_HEADS + member - Q_HEADS) * ROWS, positions, length,
+            k_ptr, k_out_ptr, cos_ptr, sin_ptr, amax_ptr, (group * K_HEADS + member - Q_HEADS) * ROWS, positions, length,
             k_batch, k_token, k_head, k_out_batch, k_out_token, k_out_head, table_batch, table_token,
-            K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE, HAS_PEAK,
+            K_HEADS, ROWS, WIDTH, HALF, BLOCK, REST, INTERLEAVED, INVERSE, HAS_AMAX,
         )  # fmt: skip
     else:
         if V_HEADS:
             copy_heads(
-                v_ptr, v_out_ptr, peak_ptr, (group * V_HEADS + member - Q_HEADS - K_HEADS) * ROWS, positions, length,
-                v_batch, v_token, v_head, v_out_batch, v_out_token, v_out_head, V_HEADS, ROWS, WIDTH, WHOLE, HAS_PEAK,
+                v_ptr, v_out_ptr, amax_ptr, (group * V_HEADS + member - Q_HEADS - K_HEADS) * ROWS, positions, length,
+                v_batch, v_token, v_head, v_out_batch, v_out_token, v_out_head, V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX,
             )  # fmt: skip
 
 
@@ -162,10 +162,10 @@ def strides_of_tables(cos: Tensor) -> tuple[int, int]:
 
 def _launch(
     q: Tensor, k: Tensor, q_out: Tensor, k_out: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool,
-    copied: tuple[Tensor, Tensor] | None = None, peak: Tensor | None = None,
+    copied: tuple[Tensor, Tensor] | None = None, amax: Tensor | None = None,
 ) -> None:  # fmt: skip
     """All tensors ``[B, H, S, D]`` with dense channels, tables ``[1 or B, S, R]``; ``copied`` are values and their place,
-    ``peak`` a cell for what is written."""
+    ``amax`` a cell for what is written."""
     batch, q_heads, length, width = q.shape
     if not q.numel():
         return
@@ -176,9 +176,9 @@ def _launch(
     rest = next_power_of_2(beside) if beside else 0
     tile = _tile(half, rest)
     _qk_rope_kernel[(triton.cdiv(positions, tile.rows) * (q_heads + k_heads + v_heads),)](
-        q, k, v, q_out, k_out, v_out, cos, sin, peak, positions, length, *strides_of_heads(q, k, v, q_out, k_out, v_out),
+        q, k, v, q_out, k_out, v_out, cos, sin, amax, positions, length, *strides_of_heads(q, k, v, q_out, k_out, v_out),
         *strides_of_tables(cos), q_heads, k_heads, v_heads, tile.rows, width, half, tile.block, rest, next_power_of_2(width),
-        interleaved, inverse, peak is not None, num_warps=tile.warps,
+        interleaved, inverse, amax is not None, num_warps=tile.warps,
     )  # fmt: skip
 
 
@@ -236,14 +236,14 @@ class _Rotation(torch.autograd.Function):
 
 @torch.library.custom_op("chronicals::qkv_rope_backward", mutates_args=())
 def _merged_gradient(
-    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_peak: bool
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of all three, and its amax, ``absent`` if not wanted."""
-    d_qkv, peak = gradient_like(d_q, d_k, d_v, room), new_peak(d_q, finds_peak)
+    d_qkv, amax = gradient_like(d_q, d_k, d_v, room), new_amax(d_q, finds_amax)
     of_qkv = heads_of(d_qkv, d_q.shape[1], d_k.shape[1])
     q, k, v, of_q, of_k, of_v = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, d_v, *of_qkv))
-    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, (v, of_v), peak if finds_peak else None)
-    return d_qkv, peak
+    _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, (v, of_v), amax if finds_amax else None)
+    return d_qkv, amax
 
 
 def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
@@ -253,9 +253,9 @@ def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
 
 @_merged_gradient.register_fake
 def _(
-    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_peak: bool
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return gradient_like(d_q, d_k, d_v, room), new_peak(d_q, finds_peak)
+    return gradient_like(d_q, d_k, d_v, room), new_amax(d_q, finds_amax)
 
 
 def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -267,10 +267,10 @@ class _MergedRotation(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool, room: int,
-        peak: Peak | None,
+        amax: Amax | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(cos, sin)
-        ctx.options, ctx.peak = (interleaved, room, peak is not None), peak
+        ctx.options, ctx.amax = (interleaved, room, amax is not None), amax
         q, k, v = heads_of(qkv, *heads)
         _rotate_in_place(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None], interleaved)
         return q.detach(), k.detach(), v.detach()
@@ -278,7 +278,7 @@ class _MergedRotation(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return with_peak(ctx.peak, *_merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options)), *(None,) * 6
+        return with_amax(ctx.amax, *_merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options)), *(None,) * 6
 
 
 def _rotate_without_kernel(
@@ -330,7 +330,7 @@ def _check_places(q: Tensor, k: Tensor) -> None:
 
 def fused_qkv_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool = False, gradient_room: int = 0,
-    gradient_peak: Peak | None = None,
+    gradient_amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values of a merged product, the first two rotated, in the product's own memory.
 
@@ -340,7 +340,7 @@ def fused_qkv_rope(
         heads: H and K.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
         gradient_room: columns left free behind each row of the gradient.
-        gradient_peak: told the largest absolute value of the gradient.
+        gradient_amax: told the largest absolute value of the gradient.
 
     Returns:
         ``[T, H, D]``, ``[T, K, D]`` and ``[T, K, D]``.
@@ -354,7 +354,7 @@ def fused_qkv_rope(
         return *qk_rope_reference(q, k, cos, sin, interleaved), v
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    return _MergedRotation.apply(qkv, cos, sin, heads, interleaved, gradient_room, gradient_peak)
+    return _MergedRotation.apply(qkv, cos, sin, heads, interleaved, gradient_room, gradient_amax)
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals.kernels.amax import Amax, absent, magnitude, new_amax, raise_amax, with_amax
 from chronicals.kernels.launch import (
     WIDEST,
     Tile,
@@ -31,7 +32,6 @@ from chronicals.kernels.launch import (
     triton,
     with_room,
 )
-from chronicals.kernels.peak import Peak, absent, magnitude, new_peak, raise_peak, with_peak
 
 WARPS_A_PROCESSOR = 16
 """Of the backward pass: as many programs a multiprocessor as make so many warps."""
@@ -53,8 +53,8 @@ def _tile(width: int, backward: bool) -> Tile:
 
 @triton.jit
 def _rmsnorm_forward_kernel(
-    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, peak_ptr, rows, width, x_stride, r_stride, y_stride, eps, offset,
-    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_PEAK: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, r_ptr, w_ptr, y_ptr, s_ptr, rstd_ptr, amax_ptr, rows, width, x_stride, r_stride, y_stride, eps, offset,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_AMAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
@@ -72,14 +72,14 @@ def _rmsnorm_forward_kernel(
     y = y.to(y_ptr.dtype.element_ty)
     tl.store(y_ptr + row[:, None] * y_stride + column[None, :], y, mask=inside)
     tl.store(rstd_ptr + row, rstd, mask=row < rows)
-    if HAS_PEAK:
-        raise_peak(peak_ptr, tl.max(tl.where(inside, magnitude(y.to(tl.float32)), 0.0), 1))
+    if HAS_AMAX:
+        raise_amax(amax_ptr, tl.max(tl.where(inside, magnitude(y.to(tl.float32)), 0.0), 1))
 
 
 @triton.jit
 def _rmsnorm_backward_kernel(
-    dy_ptr, s_ptr, w_ptr, rstd_ptr, extra_ptr, ds_ptr, dw_ptr, peak_ptr, rows, width, dy_stride, s_stride, extra_stride,
-    ds_stride, offset, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_PEAK: tl.constexpr,
+    dy_ptr, s_ptr, w_ptr, rstd_ptr, extra_ptr, ds_ptr, dw_ptr, amax_ptr, rows, width, dy_stride, s_stride, extra_stride,
+    ds_stride, offset, HAS_WEIGHT: tl.constexpr, WANTS_WEIGHT: tl.constexpr, HAS_EXTRA: tl.constexpr, HAS_AMAX: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A program takes every n-th block of rows, so that its share of dw stays in registers: no atomics, one order."""
@@ -112,41 +112,41 @@ def _rmsnorm_backward_kernel(
             ds += tl.load(at_extra, mask=here, other=0.0).to(tl.float32)
         ds = ds.to(ds_ptr.dtype.element_ty)
         tl.store(ds_ptr + at[:, None] * ds_stride + column[None, :], ds, mask=here)
-        if HAS_PEAK:
+        if HAS_AMAX:
             most = tl.maximum(most, tl.where(here, magnitude(ds.to(tl.float32)), 0.0))
     if WANTS_WEIGHT:
         share = tl.program_id(0).to(tl.int64) * width + column
         tl.store(dw_ptr + share, tl.sum(dw, axis=0), mask=column < width)
-    if HAS_PEAK:
-        raise_peak(peak_ptr, tl.max(most, 1))
+    if HAS_AMAX:
+        raise_amax(amax_ptr, tl.max(most, 1))
 
 
 @torch.library.custom_op("chronicals::rmsnorm_forward", mutates_args=())
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, rstd, the sum (``absent`` without a residual) and the amax of y (``absent`` if not wanted); ``x`` is ``[rows, D]``."""
-    y, rstd, total, peak = _outputs(x, residual, weight, room, finds_peak)
+    y, rstd, total, amax = _outputs(x, residual, weight, room, finds_amax)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
         _rmsnorm_forward_kernel[(triton.cdiv(rows, tile.rows),)](
-            x, residual, weight, y, None if residual is None else total, rstd, peak if finds_peak else None, rows, width,
+            x, residual, weight, y, None if residual is None else total, rstd, amax if finds_amax else None, rows, width,
             x.stride(0), 0 if residual is None else residual.stride(0), y.stride(0), eps, offset, residual is not None,
-            weight is not None, finds_peak, tile.rows, tile.block, num_warps=tile.warps, enable_fp_fusion=False,
+            weight is not None, finds_amax, tile.rows, tile.block, num_warps=tile.warps, enable_fp_fusion=False,
         )  # fmt: skip
-    return y, rstd, total, peak
+    return y, rstd, total, amax
 
 
 @_forward.register_fake
 def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_peak: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _outputs(x, residual, weight, room, finds_peak)
+    return _outputs(x, residual, weight, room, finds_amax)
 
 
 def _outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int, finds_peak: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
@@ -154,56 +154,56 @@ def _outputs(
         with_room(x, x.shape, room, result),
         x.new_empty(x.shape[:1], dtype=torch.float32),
         absent(x) if residual is None else x.new_empty(x.shape, dtype=summed),
-        new_peak(x, finds_peak),
+        new_amax(x, finds_amax),
     )
 
 
 @torch.library.custom_op("chronicals::rmsnorm_backward", mutates_args=())
 def _backward(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
-    room: int, finds_peak: bool,
+    room: int, finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """ds, its amax and dw, both ``absent`` if not wanted; ``extra`` is the gradient that reaches the sum by another way."""
     rows, width = s.shape
     tile = _tile(width, backward=True)
     programs = min(triton.cdiv(rows, tile.rows), multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
-    ds, peak = with_room(s, s.shape, room), new_peak(s, finds_peak)
+    ds, amax = with_room(s, s.shape, room), new_amax(s, finds_amax)
     shares = s.new_empty((programs, width), dtype=torch.float32) if wants_weight else None
     if rows:
         _rmsnorm_backward_kernel[(programs,)](
-            dy, s, weight, rstd, extra, ds, shares, peak if finds_peak else None, rows, width, dy.stride(0), s.stride(0),
+            dy, s, weight, rstd, extra, ds, shares, amax if finds_amax else None, rows, width, dy.stride(0), s.stride(0),
             0 if extra is None else extra.stride(0), ds.stride(0), offset, weight is not None, wants_weight, extra is not None,
-            finds_peak, tile.rows, tile.block, num_warps=tile.warps,
+            finds_amax, tile.rows, tile.block, num_warps=tile.warps,
         )  # fmt: skip
-    return ds, peak, absent(s) if shares is None or weight is None else shares.sum(0).to(weight.dtype)
+    return ds, amax, absent(s) if shares is None or weight is None else shares.sum(0).to(weight.dtype)
 
 
 @_backward.register_fake
 def _(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
-    room: int, finds_peak: bool,
+    room: int, finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dw = torch.empty_like(weight) if weight is not None and wants_weight else absent(s)
-    return with_room(s, s.shape, room), new_peak(s, finds_peak), dw
+    return with_room(s, s.shape, room), new_amax(s, finds_amax), dw
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, forks: bool,
-        rooms: tuple[int, int] = (0, 0), peaks: tuple[Peak | None, Peak | None] = (None, None),
+        rooms: tuple[int, int] = (0, 0), amaxes: tuple[Amax | None, Amax | None] = (None, None),
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """``forks``: the sum, or x where there is no residual, comes out too, and what reaches it joins in the backward."""
         rows, weight = in_rows(x), None if weight is None else weight.contiguous()
-        peak = peaks[0]
+        amax = amaxes[0]
         of_residual = None if residual is None else in_rows(residual)
-        y, rstd, total, amax = _forward(rows, of_residual, weight, eps, offset, rooms[0], peak is not None)
+        y, rstd, total, cell = _forward(rows, of_residual, weight, eps, offset, rooms[0], amax is not None)
         total = rows if residual is None else total
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
-        ctx.room, ctx.peak = rooms[1], peaks[1]
+        ctx.room, ctx.amax = rooms[1], amaxes[1]
         ctx.set_materialize_grads(False)
-        y = with_peak(peak, y.view(x.shape) if x.ndim != 2 else y, amax)
+        y = with_amax(amax, y.view(x.shape) if x.ndim != 2 else y, cell)
         return (y, x if residual is None else total.view(x.shape)) if forks else y
 
     @staticmethod
@@ -217,9 +217,9 @@ class _RMSNorm(torch.autograd.Function):
             ds, dw = extra, None
         else:
             wants_weight = weight is not None and ctx.needs_input_grad[2]
-            rows, peak = None if extra is None else in_rows(extra), ctx.peak
-            ds, amax, dw = _backward(in_rows(dy), s, weight, rstd, rows, ctx.offset, wants_weight, ctx.room, peak is not None)
-            ds, dw = with_peak(peak, ds.view(shape) if len(shape) != 2 else ds, amax), dw if wants_weight else None
+            rows, amax = None if extra is None else in_rows(extra), ctx.amax
+            ds, cell, dw = _backward(in_rows(dy), s, weight, rstd, rows, ctx.offset, wants_weight, ctx.room, amax is not None)
+            ds, dw = with_amax(amax, ds.view(shape) if len(shape) != 2 else ds, cell), dw if wants_weight else None
         of_x, of_residual = (None if kind is None else ds.to(kind) for kind in ctx.types)  # type: ignore[union-attr]
         return of_x, of_residual, dw, *(None,) * 5
 
@@ -241,14 +241,14 @@ def fused_rmsnorm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: f
 
 def fused_add_rmsnorm(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, room: int = 0,
-    gradient_room: int = 0, peak: Peak | None = None, gradient_peak: Peak | None = None,
+    gradient_room: int = 0, amax: Amax | None = None, gradient_amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm of ``x + residual``, and that sum; all ``[..., D]``, differentiable in the three tensors.
 
     Args:
         residual: None where ``x`` is the sum already.
         room, gradient_room: columns left free behind each row of the norm and of the gradient, for ``[T, D]``.
-        peak, gradient_peak: told the largest absolute value of the norm and of the gradient.
+        amax, gradient_amax: told the largest absolute value of the norm and of the gradient.
 
     Returns:
         The norm, and the sum, which is the residual from here on.
@@ -260,7 +260,7 @@ def fused_add_rmsnorm(
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}: they must be alike")
     if runs_triton(x, residual, weight) and x.shape[-1] <= WIDEST:
-        return _RMSNorm.apply(x, residual, weight, eps, offset, True, (room, gradient_room), (peak, gradient_peak))
+        return _RMSNorm.apply(x, residual, weight, eps, offset, True, (room, gradient_room), (amax, gradient_amax))
     return add_rmsnorm_reference(x, residual, weight, eps, offset)
 
 

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.adapter_gradients import adapter_gradients
+from chronicals.kernels.amax import Amax
 from chronicals.kernels.dropped_products import (
     add_dropped_product_,
     draw_seed,
@@ -35,7 +36,6 @@ from chronicals.kernels.dropped_products import (
 )
 from chronicals.kernels.fp8 import Scaled
 from chronicals.kernels.launch import differentiable_once, in_rows
-from chronicals.kernels.peak import Peak
 from chronicals.kernels.products import product, product_into
 from chronicals.lora.padding import Padding, columns_for
 from chronicals.quantization import Base, Dense, Operand
@@ -165,18 +165,18 @@ class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, merged: Merged, padding: Padding | None, scales: list[float], dropout: float,
-        roomy: tuple[bool, bool], remake: Remake | None, unread: bool, peaks: tuple[Peak | None, Peak | None],
+        roomy: tuple[bool, bool], remake: Remake | None, unread: bool, amaxes: tuple[Amax | None, Amax | None],
         wants_columns: bool, *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        base, count, (peak, ctx.peak) = merged.base, len(merged.sizes), peaks
+        base, count, (amax, ctx.amax) = merged.base, len(merged.sizes), amaxes
         rows, seed, ctx.written = x, None, None
         if padding is not None:
             ctx.written = padding.write(tensors[2 * count : 3 * count], tensors[3 * count :], scales)
             rows, seed = _extended(x, padding.columns, roomy[0]), draw_seed(x) if dropout else None
             _down(padding, x, seed, dropout, rows[:, base.width :])
         read = rows if base.padded else rows[:, : base.width]
-        amax = peak.take(x) if peak is not None and (wants_columns or not unread) else None
-        operand = base.operand(read, not unread, wants_columns, amax)
+        known = amax.take(x) if amax is not None and (wants_columns or not unread) else None
+        operand = base.operand(read, not unread, wants_columns, known)
         if unread:
             y = rows.new_empty((len(rows), base.outputs))
         else:
@@ -220,7 +220,7 @@ class _MergedLinear(torch.autograd.Function):
             product_into(g, dy, padding.up)
         x = None if rows is None else _x_again(ctx, rows)
         trained = any(needs[OPTIONS : OPTIONS + count]) and x is not None
-        operand = base.operand(dy, needs[0], trained, None if ctx.peak is None else ctx.peak.take(upstream))
+        operand = base.operand(dy, needs[0], trained, None if ctx.amax is None else ctx.amax.take(upstream))
         dx = _input_gradient(ctx, operand, extended, seed) if needs[0] else None
         of_weights: list[Tensor | None] = [None for _ in range(2 * count)]
         if trained and x is not None and (of_weight := base.weight_gradient(operand, x)) is not None:
@@ -289,7 +289,7 @@ def merged_linear(
     gradient_roomy: bool = False,
     remake: Remake | None = None,
     unread: bool = False,
-    peaks: tuple[Peak | None, Peak | None] = (None, None),
+    amaxes: tuple[Amax | None, Amax | None] = (None, None),
     kept: bool = False,
 ) -> Tensor:
     """The outputs of all layers side by side, ``[T, out]``; differentiable in x, weights, biases and adapters.
@@ -303,7 +303,7 @@ def merged_linear(
             which are written to here.
         remake: makes x again for the backward pass, in which case x is not kept.
         unread: nobody reads the outputs, which are left as they are found: only the backward pass is wanted.
-        peaks: of x, and of the gradient of what is returned, which those who made them may have been told.
+        amaxes: of x, and of the gradient of what is returned, which those who made them may have been told.
         kept: others keep x for the backward pass anyway, so that its quantised columns would only be more.
 
     Raises:
@@ -322,7 +322,7 @@ def merged_linear(
     matrices = [*(x and x.a for x in adapters), *(x and x.b for x in adapters)]
     padding, dropout = merged.padding if there else None, dropouts.pop() if dropouts else 0.0
     wants_columns = torch.is_grad_enabled() and merged.base.trained and remake is None and not (kept or there)
-    options = merged, padding, scales, dropout, (roomy, gradient_roomy), remake, unread, peaks, wants_columns
+    options = merged, padding, scales, dropout, (roomy, gradient_roomy), remake, unread, amaxes, wants_columns
     return _MergedLinear.apply(x, *options, *merged.storage.parts, *merged.biases, *matrices)
 
 

@@ -1,10 +1,10 @@
 """Replacing parts of a Hugging Face model by kernels: norms, gated MLPs, rotary embedding, the loss; whole layers."""
 
-from chronicals.patching.decoder_layer import lay_side_by_side, recompute_norms_and_units
+from chronicals.patching.decoder_layer import fuse_weights, recompute_norms_and_units
 from chronicals.patching.fp8_layers import layers_in_fp8, offload_frozen_weights, run_in_format, run_in_fp8
+from chronicals.patching.fused_weights import unfuse_weights
 from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
 from chronicals.patching.report import Left, PatchReport, Replaced
-from chronicals.patching.side_by_side import lay_apart
 from chronicals.patching.tiled_mlps import forget_policies, has_gated_mlps, tile_mlps, untile_mlps
 
 __all__ = [
@@ -12,9 +12,8 @@ __all__ = [
     "PatchReport",
     "Replaced",
     "forget_policies",
+    "fuse_weights",
     "has_gated_mlps",
-    "lay_apart",
-    "lay_side_by_side",
     "layers_in_fp8",
     "offload_frozen_weights",
     "patch_model",
@@ -23,6 +22,7 @@ __all__ = [
     "run_in_format",
     "run_in_fp8",
     "tile_mlps",
+    "unfuse_weights",
     "unpatch_model",
     "untile_mlps",
 ]

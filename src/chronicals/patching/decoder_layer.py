@@ -20,6 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from chronicals.attention import document_attention
 from chronicals.models.presentation import CACHES
 from chronicals.patching.forms import FORM, Form, signature
+from chronicals.patching.fused_weights import Unmerged, say_once
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.halves import (
     OUT,
@@ -35,7 +36,6 @@ from chronicals.patching.halves import (
     Tokens,
 )
 from chronicals.patching.norms import RMSNormReads
-from chronicals.patching.side_by_side import Unmerged, say_once
 
 CHECKPOINTS_CALLS = "__call__" in vars(GradientCheckpointingLayer)
 """Whether transformers recomputes a layer by what calls its forward; newer ones do it in the class's forward itself."""
@@ -125,7 +125,7 @@ def layer_form(anatomy: Anatomy) -> Form:
     return Form(anatomy.by, partial(_forward, anatomy))
 
 
-def lay_side_by_side(model: nn.Module) -> None:
+def fuse_weights(model: nn.Module) -> None:
     """Bring the weights of fused layers to where one product finds them; else the first step does it.
 
     A weight's data then has another address: who keeps addresses must be told.

@@ -9,7 +9,7 @@ from typing import Any
 from chronicals.kernels.fp8_linear import MULTIPLE
 from chronicals.lora.merged_linear import Format
 from chronicals.patching.decoder_layer import products_of_halves
-from chronicals.patching.side_by_side import FORMATS, Unmerged, move_to_host, use_format
+from chronicals.patching.fused_weights import FORMATS, Unmerged, move_to_host, use_format
 from chronicals.quantization import FP8, FP8InHost
 
 LEAST = 2304
@@ -34,7 +34,7 @@ class Products:
 def run_in_format(model: Any, stands: Format, pays: Callable[[int, int], bool] = lambda inputs, outputs: True) -> Products:
     """Let the products of fused layers run in a format of ``quantization/``, or of your own.
 
-    Adapters, norms and the head stay as they are. ``forget_policies`` and ``lay_apart`` undo it.
+    Adapters, norms and the head stay as they are. ``forget_policies`` and ``unfuse_weights`` undo it.
 
     Args:
         stands: makes the ``Base`` that multiplies in place of a dense weight, on a device.
@@ -61,7 +61,7 @@ def run_in_fp8(model: Any) -> Products:
 
 def offload_frozen_weights(model: Any) -> int:
     """Let the 16-bit weights of frozen products that run in FP8 wait in host memory, and keep only their rows in FP8; how many
-    bytes. What fused layers give stays as it is; ``forget_policies`` and ``lay_apart`` undo it.
+    bytes. What fused layers give stays as it is; ``forget_policies`` and ``unfuse_weights`` undo it.
     """
     moved = 0
     for found in products_of_halves(model):

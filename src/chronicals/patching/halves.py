@@ -19,16 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels import fused_add_rmsnorm, fused_qk_rope, fused_rmsnorm
+from chronicals.kernels.amax import Amax
 from chronicals.kernels.glu import glu_of_both
-from chronicals.kernels.peak import Peak
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
 from chronicals.kernels.qk_rope import fused_qkv_rope, heads_of
 from chronicals.lora.merged_linear import Remake
 from chronicals.memory import draws_numbers, runs_again, tiled
 from chronicals.patching.forms import does_more
+from chronicals.patching.fused_weights import Group, Unmerged
 from chronicals.patching.gated_mlps import GatedMLPReads
 from chronicals.patching.norms import RMSNormReads
-from chronicals.patching.side_by_side import Group, Unmerged
 
 RECOMPUTES = "_chronicals_recomputes"
 """Attribute of a layer whose norms and gated units are computed again in the backward pass."""
@@ -91,11 +91,11 @@ class Gradient:
 
     Attributes:
         room: columns left free behind each row.
-        peak: told the largest absolute value.
+        amax: told the largest absolute value.
     """
 
     room: int = 0
-    peak: Peak | None = None
+    amax: Amax | None = None
 
 
 class FusedHalf:
@@ -134,10 +134,10 @@ class FusedHalf:
 
     def gradient(self, rows: int) -> Gradient:
         """What its last product asks of whoever computes the gradient of the branch."""
-        return Gradient(self.last.room, self.last.peaks(rows)[1])
+        return Gradient(self.last.room, self.last.amaxes(rows)[1])
 
     def _before(
-        self, x: Tensor, branch: Tensor | None, gradient: Gradient, peak: Peak | None
+        self, x: Tensor, branch: Tensor | None, gradient: Gradient, amax: Amax | None
     ) -> tuple[Tensor, Tensor, Remake | None]:
         """What goes into the first product, the residual with ``branch`` added, and how to make the former of the latter."""
         if self.norms.before is None:
@@ -146,11 +146,11 @@ class FusedHalf:
         name, reads = self.norms.before
         weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
         branch, residual = (x, None) if branch is None else (branch, x)
-        rooms, peaks = (self.first.room, gradient.room), (peak, gradient.peak)
-        normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, *rooms, *peaks)
+        rooms, amaxes = (self.first.room, gradient.room), (amax, gradient.amax)
+        normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, *rooms, *amaxes)
 
         def again(total: Tensor) -> Tensor:
-            return fused_add_rmsnorm(total, None, weight, epsilon, offset, rooms[0], peak=_unheard(peak))[0]
+            return fused_add_rmsnorm(total, None, weight, epsilon, offset, rooms[0], amax=_unheard(amax))[0]
 
         return normed, total, Remake(again, total.detach()) if self.recomputes else None
 
@@ -161,9 +161,9 @@ class FusedHalf:
         return branch if self.multiplier == 1.0 else branch * self.multiplier
 
 
-def _unheard(peak: Peak | None) -> Peak | None:
+def _unheard(amax: Amax | None) -> Amax | None:
     """For what is made again: a kernel that finds a maximum and one that does not may differ in the last bit."""
-    return None if peak is None else Peak()
+    return None if amax is None else Amax()
 
 
 class AttentionHalf(FusedHalf):
@@ -188,7 +188,7 @@ class AttentionHalf(FusedHalf):
             x: ``[T, D]``.
             gradient: what the layer below asks of the gradient of x.
         """
-        normed, x, remake = self._before(x, None, gradient, self.first.peaks(len(x))[0])
+        normed, x, remake = self._before(x, None, gradient, self.first.amaxes(len(x))[0])
         roomy = self.norms.before is not None  # else it is what the caller gave
         q, k, v = self._rotated(self.first(normed, remake, roomy), tokens.cos, tokens.sin)
         attention = self.attention
@@ -222,16 +222,16 @@ class AttentionHalf(FusedHalf):
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[T, H or K, W]``, normed and rotated."""
         width, interleaved, of_heads = self.attention.head_dim, self.reads.interleaved, self.reads.heads
-        config, room, peak = self.attention.config, self.first.room, self.first.peaks(len(qkv))[1]
+        config, room, amax = self.attention.config, self.first.room, self.first.amaxes(len(qkv))[1]
         heads = config.num_attention_heads, config.num_key_value_heads
         if of_heads is None and getattr(self.attention, "use_rope", True):
-            return fused_qkv_rope(qkv, cos, sin, heads, interleaved, room, peak)
+            return fused_qkv_rope(qkv, cos, sin, heads, interleaved, room, amax)
         if of_heads is None:
             return heads_of(qkv, *heads)
         of_q, of_k = (reads.of(norm, qkv) for reads, norm in zip(of_heads, self.norms_of_heads()))
         if of_q[0] is not None and of_k[0] is not None and len(of_q[0]) == width and of_q[1:] == of_k[1:]:
             norms = of_q[0], of_k[0]
-            return fused_qkv_norm_rope(qkv, *norms, cos, sin, heads, of_q[1], of_q[2], interleaved, room, peak)
+            return fused_qkv_norm_rope(qkv, *norms, cos, sin, heads, of_q[1], of_q[2], interleaved, room, amax)
         q, k, v = qkv.split((heads[0] * width, heads[1] * width, heads[1] * width), 1)
         q, k = (fused_rmsnorm(x, *of).unflatten(1, (-1, width)) for x, of in ((q, of_q), (k, of_k)))
         return *fused_qk_rope(q, k, cos, sin, interleaved=interleaved), v.unflatten(1, (-1, width))
@@ -258,8 +258,8 @@ class MLPHalf(FusedHalf):
         Args:
             gradient: what the maker of ``branch`` asks of its gradient.
         """
-        peak = None if self.tiles else self.first.peaks(len(x))[0]
-        normed, x, remake = self._before(x, branch, gradient, peak)
+        amax = None if self.tiles else self.first.amaxes(len(x))[0]
+        normed, x, remake = self._before(x, branch, gradient, amax)
         unread = runs_again() and self.norms.after is None
         return x, self._after(self._between(normed, remake, unread))
 
@@ -272,9 +272,9 @@ class MLPHalf(FusedHalf):
     def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""
         activation, room = self.reads.activation, self.last.room
-        peak, gradient_peak = self.last.peaks(len(both))[0], self.first.peaks(len(both))[1]
-        again = Remake(lambda both: glu_of_both(both, activation, room, peak=_unheard(peak)), both.detach())
-        unit = glu_of_both(both, activation, room, self.first.room, peak, gradient_peak)
+        amax, gradient_amax = self.last.amaxes(len(both))[0], self.first.amaxes(len(both))[1]
+        again = Remake(lambda both: glu_of_both(both, activation, room, amax=_unheard(amax)), both.detach())
+        unit = glu_of_both(both, activation, room, self.first.room, amax, gradient_amax)
         return unit, again if self.recomputes else None
 
 

@@ -11,9 +11,9 @@ from chronicals.models.attention_seam import NOT_WHOLE
 from chronicals.patching import attention, decoder_layer, loss
 from chronicals.patching.decoder_layer import ATTENTION, layer_signature
 from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
+from chronicals.patching.fused_weights import unfuse_weights
 from chronicals.patching.plan import Plan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
-from chronicals.patching.side_by_side import lay_apart
 from chronicals.patching.tiled_mlps import forget_policies
 
 EXPERTS = "experts keep their own products"
@@ -91,7 +91,7 @@ def unpatch_model(model: Any) -> None:
     for module in target.modules():
         if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
             del module.forward
-    lay_apart(target)
+    unfuse_weights(target)
     for name in ("_chronicals_report", "_chronicals_whole"):
         vars(target).pop(name, None)
 

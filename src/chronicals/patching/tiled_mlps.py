@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from chronicals.memory import draws_numbers, tiled
 from chronicals.patching.forms import FORM, Forward, signature
+from chronicals.patching.fused_weights import use_16_bit
 from chronicals.patching.halves import RECOMPUTES, TILES
 from chronicals.patching.plan import plan_for
-from chronicals.patching.side_by_side import use_16_bit
 
 BY = "tiled_mlp"
 ROLE = "gated MLP"

@@ -40,7 +40,7 @@ class FP8(Base):
         if not (rows or columns):
             return Operand(x)
         layout = "both" if rows and columns else "rows" if rows else "columns"
-        by_rows, by_columns = fp8_quantize(x, layout=layout, most=amax)
+        by_rows, by_columns = fp8_quantize(x, layout=layout, amax=amax)
         known = by_rows or by_columns
         assert known is not None
         return Operand(x, by_rows, by_columns, known.scale)

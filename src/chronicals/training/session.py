@@ -30,13 +30,13 @@ from chronicals.objectives import Objective
 from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
 from chronicals.patching import (
     forget_policies,
-    lay_apart,
-    lay_side_by_side,
+    fuse_weights,
     offload_frozen_weights,
     patch_parts,
     recompute_norms_and_units,
     run_in_fp8,
     tile_mlps,
+    unfuse_weights,
 )
 from chronicals.patching.fp8_layers import LEAST
 from chronicals.training.adapters import attach_adapters
@@ -74,7 +74,7 @@ def prepare(model: Any, config: ChronicalsConfig, objective: Objective, ranks: R
     optimizer = build_optimizer(model, config)
     precision = Precision(config.mixed_precision, input_device(model))
     precision.prepare(model, optimizer)
-    lay_side_by_side(model)
+    fuse_weights(model)
     if config.use_fp8:
         _run_in_fp8(model)
     if "offload_frozen_weights" in config.memory_policies:
@@ -184,7 +184,7 @@ class Session:
 
 def _leave(model: Any) -> None:
     """Weights, and the dtypes of their gradients, as they were given; gradients of a step that failed are dropped."""
-    lay_apart(model)
+    unfuse_weights(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = None

@@ -1,5 +1,5 @@
-"""Peaks: norms, gated units and rotations find the largest absolute value of what they make, to the bit, and hand it to
-nobody else."""
+"""Norms, gated units and rotations find the largest absolute value of what they write, to the bit; it is told for that tensor
+alone."""
 
 import sys
 
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from chronicals.kernels import fused_add_rmsnorm
+from chronicals.kernels.amax import Amax, with_amax
 from chronicals.kernels.fp8 import fp8_quantize
 from chronicals.kernels.glu import glu_of_both
-from chronicals.kernels.peak import Peak, with_peak
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope
 from chronicals.kernels.qk_rope import fused_qkv_rope
 from mutants import mutant
@@ -43,9 +43,9 @@ def gradients_seen(x):
 def check_norm(norm, shape, dtype, device, summed, weighed, rooms=(0, 0)):
     x, weight = draw(device, dtype, *shape), draw(device, dtype, shape[-1]) if weighed else None
     residual = draw(device, dtype, *shape) if summed else None
-    peak, of_gradient = Peak(), Peak()
-    y, total = norm(x, residual, weight, 1e-6, 0.0, *rooms, peak, of_gradient)
-    assert peak.take(y) == largest(y)
+    amax, of_gradient = Amax(), Amax()
+    y, total = norm(x, residual, weight, 1e-6, 0.0, *rooms, amax, of_gradient)
+    assert amax.take(y) == largest(y)
     seen = gradients_seen(x)
     torch.autograd.backward((y, total), (torch.randn_like(y), torch.randn_like(total)))
     assert of_gradient.take(seen[0]) == largest(seen[0])
@@ -77,9 +77,9 @@ def infinite_around(x):
 
 def check_unit(unit, rows, width, dtype, device, activation, rooms=(0, 0)):
     both = draw(device, dtype, rows, 2 * width)
-    peak, of_gradient = Peak(), Peak()
-    y = unit(both, activation, *rooms, peak, of_gradient)
-    assert peak.take(y) == largest(y)
+    amax, of_gradient = Amax(), Amax()
+    y = unit(both, activation, *rooms, amax, of_gradient)
+    assert amax.take(y) == largest(y)
     seen = gradients_seen(both)
     y.backward(torch.randn_like(y))
     assert of_gradient.take(seen[0]) == largest(seen[0])
@@ -99,10 +99,10 @@ def check_rotation(turn, tokens, heads, width, rotated, dtype, device, interleav
     qkv, given = draw(device, dtype, tokens, (h + 2 * k) * width) * 1, draw(device, dtype, tokens, h + 2 * k, width).detach()
     for place in spoil:
         given[place] = float("nan")
-    peak, seen = Peak(), gradients_seen(qkv)
-    out = turn(qkv, angles.cos(), angles.sin(), heads, interleaved, room, peak)
+    amax, seen = Amax(), gradients_seen(qkv)
+    out = turn(qkv, angles.cos(), angles.sin(), heads, interleaved, room, amax)
     torch.autograd.backward(out, given.split((h, k, k), 1))
-    assert seen[0].stride(0) == qkv.shape[1] + room and peak.take(seen[0]) == largest(seen[0])
+    assert seen[0].stride(0) == qkv.shape[1] + room and amax.take(seen[0]) == largest(seen[0])
 
 
 def normed(turn):
@@ -131,41 +131,41 @@ def test_what_is_no_number_has_no_part_in_rotations(turn, device):
 
 
 def test_what_is_no_number_has_no_part(device):
-    x, peak = draw(device, torch.float32, 4, 16), Peak()
+    x, amax = draw(device, torch.float32, 4, 16), Amax()
     with torch.no_grad():
         x[1, 3] = float("nan")  # and with it its whole row of the norm
-    y, _ = fused_add_rmsnorm(x, None, None, peak=peak)
-    assert y[1].isnan().all() and peak.take(y) == largest(y)
+    y, _ = fused_add_rmsnorm(x, None, None, amax=amax)
+    assert y[1].isnan().all() and amax.take(y) == largest(y)
 
 
 def test_it_is_taken_once_and_for_that_tensor_alone(device):
     x, cell = torch.randn(4, 8, device=device), torch.ones(1, dtype=torch.int32, device=device)
 
     def told():
-        peak = Peak()
-        with_peak(peak, x, cell)
-        return peak
+        amax = Amax()
+        with_amax(amax, x, cell)
+        return amax
 
-    peak = told()
-    assert peak.take(x) is not None and peak.take(x) is None
+    amax = told()
+    assert amax.take(x) is not None and amax.take(x) is None
     for other in (x[:2], x.view(8, 4), x.t(), x.clone()):
         assert told().take(other) is None
-    peak = told()
+    amax = told()
     x.mul_(2)
-    assert peak.take(x) is None
-    assert Peak().take(x) is None
+    assert amax.take(x) is None
+    assert Amax().take(x) is None
 
 
 def test_another_tensor_in_the_same_memory_has_none(device):
     """Of the same shape, and as new."""
     memory = torch.randn(2, 4, 256, device=device)
     for _ in range(20):
-        x, peak = memory[0].clone(), Peak()
+        x, amax = memory[0].clone(), Amax()
         place = x.data_ptr()
-        with_peak(peak, x, torch.ones(1, dtype=torch.int32, device=device))
+        with_amax(amax, x, torch.ones(1, dtype=torch.int32, device=device))
         del x
         other = memory[1].clone()
-        assert peak.take(other) is None
+        assert amax.take(other) is None
         if other.data_ptr() == place:
             return
     pytest.skip("the allocator never gave the same memory again")
@@ -173,7 +173,7 @@ def test_another_tensor_in_the_same_memory_has_none(device):
 
 @pytest.mark.parametrize("between", ["another gradient is added", "a hook changes it", "a hook changes it in place"])
 def test_a_gradient_that_something_was_done_to_has_none(between, device):
-    x, peak, taken = draw(device, torch.float32, 4, 16), Peak(), []
+    x, amax, taken = draw(device, torch.float32, 4, 16), Amax(), []
     source = x * 1.0
 
     class Takes(torch.autograd.Function):
@@ -183,7 +183,7 @@ def test_a_gradient_that_something_was_done_to_has_none(between, device):
 
         @staticmethod
         def backward(ctx, dy):
-            taken.append(peak.take(dy))
+            taken.append(amax.take(dy))
             return dy
 
     both = Takes.apply(source)
@@ -191,7 +191,7 @@ def test_a_gradient_that_something_was_done_to_has_none(between, device):
         both.register_hook(lambda gradient: 2 * gradient)
     if between == "a hook changes it in place":
         both.register_hook(lambda gradient: gradient.mul_(2))
-    y = glu_of_both(both, "silu", gradient_peak=peak).sum()
+    y = glu_of_both(both, "silu", gradient_amax=amax).sum()
     (y + both.square().sum() if between == "another gradient is added" else y).backward()
     assert taken == [None]
 
@@ -203,13 +203,13 @@ def test_quantised_with_it_is_the_same(layout, device):
         for kind in (torch.float8_e4m3fn, torch.float8_e5m2):
             found = (
                 fp8_quantize(x, dtype=kind, layout=layout),
-                fp8_quantize(x, dtype=kind, layout=layout, most=largest(x)[None]),
+                fp8_quantize(x, dtype=kind, layout=layout, amax=largest(x)[None]),
             )
             for ours, usual in zip(*found, strict=True):
                 assert (ours is None) == (usual is None)
                 assert ours is None or all(torch.equal(a.float(), b.float()) for a, b in zip(ours, usual))
     with pytest.raises(ValueError, match="scaling='row': only the scale or the maximum of a whole tensor can be given"):
-        fp8_quantize(x, "row", most=largest(x)[None])
+        fp8_quantize(x, "row", amax=largest(x)[None])
 
 
 FAULTS = {
@@ -223,11 +223,11 @@ FAULTS = {
         GLU, "tl.maximum(magnitude(d_gate.to(tl.float32)), magnitude(d_up.to(tl.float32)))", "magnitude(d_gate.to(tl.float32))"
     ),
     "before rounding": (GLU, "magnitude(y.to(tl.float32))", "magnitude(activated * up)"),
-    "of queries and keys alone": (ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_PEAK", "V_HEADS, ROWS, WIDTH, WHOLE, False"),
+    "of queries and keys alone": (ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX", "V_HEADS, ROWS, WIDTH, WHOLE, False"),
     "of rotated channels alone": (ROPE, "magnitude(rest.to(tl.float32))", "0.0 * magnitude(rest.to(tl.float32))"),
     "rotated, before rounding": (ROPE, "most.to(out_ptr.dtype.element_ty)", "most"),
     "of normed queries and keys alone": (
-        NORM_ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_PEAK", "V_HEADS, ROWS, WIDTH, WHOLE, False"
+        NORM_ROPE, "V_HEADS, ROWS, WIDTH, WHOLE, HAS_AMAX", "V_HEADS, ROWS, WIDTH, WHOLE, False"
     ),
     "of normed and rotated channels alone": (NORM_ROPE, "tl.max(magnitude(d_rest), 1)", "0.0 * tl.max(magnitude(d_rest), 1)"),
     "of the last heads alone": (NORM_ROPE, "most = tl.maximum(most, tl.max(tl.maximum(", "most = (tl.max(tl.maximum("),

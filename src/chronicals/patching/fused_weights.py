@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.kernels.adapter import Adapter
-from chronicals.kernels.peak import Peak
+from chronicals.kernels.amax import Amax
 from chronicals.lora.merged_linear import Format, Merged, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
 from chronicals.quantization import FP8InHost
@@ -51,7 +51,7 @@ class Group:
         names: of the children.
 
     Attributes:
-        peak, gradient_peak: where the product runs in FP8, told the amax of x and of the outputs' gradient by what makes them.
+        amax, gradient_amax: where the product runs in FP8, told the amax of x and of the outputs' gradient by what makes them.
 
     Raises:
         Unmerged: one of them is not a plain linear layer, with an adapter or without, or they do not fit each other.
@@ -81,7 +81,7 @@ class Group:
         on = [0 if adapter is None else len(adapter.a) for adapter in self.adapters]
         ranks = tuple(on if any(on) else there)  # adapters that are off keep their padding
         self.merged = _merged(owner, names, self.linears, ranks)
-        self.peak, self.gradient_peak = (Peak() if self.merged.base.wants_amax else None for _ in range(2))
+        self.amax, self.gradient_amax = (Amax() if self.merged.base.wants_amax else None for _ in range(2))
 
     @property
     def room(self) -> int:
@@ -92,9 +92,9 @@ class Group:
     def dtype(self) -> torch.dtype:
         return self.merged.base.dtype
 
-    def peaks(self, rows: int) -> tuple[Peak | None, Peak | None]:
+    def amaxes(self, rows: int) -> tuple[Amax | None, Amax | None]:
         """Of x and of the gradient, for the kernels that make them; none where the product does not ask for them."""
-        return (None, None) if self.merged.base.why_not(rows) else (self.peak, self.gradient_peak)
+        return (None, None) if self.merged.base.why_not(rows) else (self.amax, self.gradient_amax)
 
     def __call__(
         self, x: Tensor, remake: Remake | None = None, roomy: bool = True, unread: bool = False, kept: bool = False
@@ -111,7 +111,7 @@ class Group:
         if reason := merged.base.why_not(len(x)):
             say_once(f"a batch of {len(x)} rows runs in 16 bit: {reason}")
             merged = merged.in_16_bit()
-        return merged_linear(x, merged, self.adapters, roomy, True, remake, unread, self.peaks(len(x)), kept)
+        return merged_linear(x, merged, self.adapters, roomy, True, remake, unread, self.amaxes(len(x)), kept)
 
 
 def is_borrowed(linear: nn.Linear) -> bool:
@@ -225,7 +225,7 @@ def use_16_bit(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def lay_apart(model: nn.Module) -> None:
+def unfuse_weights(model: nn.Module) -> None:
     """Give every weight that was fused into a storage with padding one of its own again, and forget the storages and the
     formats."""
     use_16_bit(model)

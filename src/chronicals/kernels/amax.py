@@ -1,6 +1,6 @@
-"""The largest absolute value of a tensor, found by the kernel that makes it, for who quantises it next.
+"""The largest absolute value of a tensor (amax), found by the kernel that writes it, for the kernel that quantises it next.
 
-A kernel raises one cell, as the integer of the value's bits, which has the same order: what is no number has no part in it.
+A kernel raises one cell, as the integer of the value's bits, which has the same order. NaN has no part in it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ def magnitude(x):
 
 
 @triton.jit
-def raise_peak(peak_ptr, most):
+def raise_amax(amax_ptr, most):
     """The cell becomes at least the largest of ``most``, fp32 ``[n]``; a program that is below what it reads writes nothing."""
     bits = tl.max(most, 0).to(tl.int32, bitcast=True)
-    tl.atomic_max(peak_ptr, bits, mask=bits > tl.load(peak_ptr), sem="relaxed")
+    tl.atomic_max(amax_ptr, bits, mask=bits > tl.load(amax_ptr), sem="relaxed")
 
 
-def new_peak(like: Tensor, wanted: bool = True) -> Tensor:
-    """A cell for ``raise_peak``, int32 ``[1]``, at 0; ``absent`` where none is wanted."""
+def new_amax(like: Tensor, wanted: bool = True) -> Tensor:
+    """A cell for ``raise_amax``, int32 ``[1]``, at 0; ``absent`` where none is wanted."""
     return like.new_zeros(1, dtype=torch.int32) if wanted else absent(like)
 
 
@@ -35,11 +35,11 @@ def absent(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
-class Peak:
-    """Handed to what makes a tensor and to what quantises it.
+class Amax:
+    """Handed to the operation that writes a tensor, which puts the amax, and to the one that quantises it, which takes it.
 
-    It is taken once, and only for the very tensor that it was found for: where something came in between, as a gradient that
-    was added or a hook, there is none.
+    It can be taken once, and only for the tensor that it was found for: where another gradient was added to it, or a hook
+    changed it, there is none.
     """
 
     def __init__(self) -> None:
@@ -56,10 +56,10 @@ class Peak:
         return found[2]
 
 
-def with_peak(peak: Peak | None, x: Tensor, cell: Tensor) -> Tensor:
-    """``x``, whose largest absolute value, found by a kernel in ``cell``, ``peak`` now knows, if anybody asked for it."""
-    if peak is not None:
-        peak.put(x, cell)
+def with_amax(amax: Amax | None, x: Tensor, cell: Tensor) -> Tensor:
+    """``x``, whose largest absolute value, found by a kernel in ``cell``, ``amax`` now knows, if anybody asked for it."""
+    if amax is not None:
+        amax.put(x, cell)
     return x
 
 
