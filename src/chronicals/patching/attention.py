@@ -1,11 +1,11 @@
 """The attention seam: padded and packed rows become documents, which attend without a mask.
 
-Within the seam (``chronicals.models.attention_seam``) transformers makes the masks of a model by one of ours, which is told
-how a mask comes about. Where that is causality, padding on the right, packed positions and a sliding window and nothing else,
-a lazy mask is made, and ``document_attention`` runs over the bounds of the documents. Anything else (a cache, padding on the
-left, a mask of somebody's own, dropout, ``torch.compile``) goes to the implementation that the configuration names.
+Within the seam (``chronicals.models.attention_seam``) transformers makes the masks of a model by one of ours, which is given
+the parts of a mask. Where these are causality, padding on the right, packed positions and a sliding window and nothing else, a
+lazy mask is made, and ``document_attention`` runs over the bounds of the documents. Anything else (a cache, padding on the
+left, another mask, dropout, ``torch.compile``) goes to the implementation that the configuration names.
 
-What is a document is what transformers takes for one: positions that restart count where there is neither an
+Documents are those of transformers: in packed rows they begin where ``position_ids`` restart, if there is neither an
 ``attention_mask`` nor a cache (``use_cache=False``).
 
 Shapes: B rows, S positions, T real tokens, H query heads, K key/value heads, D head width.
@@ -32,14 +32,14 @@ from chronicals.patching.lazy_logits import autocast_type
 from chronicals.patching.lazy_mask import Documents, LazyMask, Padding
 
 NAME = "attention"
-"""As the report and a plan call it."""
+"""Its name in the report and in a plan's reasons."""
 
 BY = "document_attention"
 PREFIX = "chronicals_over_"
-"""Before the name of a mask function of transformers: the one of ours in its place. No configuration carries such a name."""
+"""Prefix of the names of our mask functions, before the name of transformers' own. No configuration contains such a name."""
 
 IMPLEMENTATIONS = ("eager", "sdpa")
-"""What ours can stand before; the flash implementations take documents themselves."""
+"""Implementations that document attention replaces; the flash implementations take documents themselves."""
 
 ABOUT_PACKS = (
     "packs: as without the patch, documents in one row are kept apart by position_ids that restart, and only without an "
@@ -48,19 +48,24 @@ ABOUT_PACKS = (
 ABOUT_PADDING = "padding: outputs at padding on the right of rows are zero (outputs_at_padding=False)"
 
 runs = [0]
-"""How often documents were attended: a proof on a twin sees whether its class comes by here."""
+"""Number of calls of document attention, by which a proof on a twin sees whether its class uses the seam."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a mask function consists of."""
+    """The parts of a mask function.
+
+    Attributes:
+        window: tokens that a query sees, itself included, or None.
+        packs: ``[B, S]``, the number of each token's document, or None.
+    """
 
     window: int | None = None
     packs: Tensor | None = None
 
 
 def why_not(model: Any) -> str:
-    """Why the attention of this instance must stay; empty where it need not."""
+    """Why the attention of this instance cannot be replaced; empty if it can."""
     for config in text_configs(model):
         if config._attn_implementation not in IMPLEMENTATIONS:
             return f"{config._attn_implementation} is left as it is"
@@ -76,7 +81,7 @@ def is_offered(model: Any) -> bool:
 
 
 def install(model: Any, outputs_at_padding: bool = True) -> None:
-    """Let documents attend in the model's text; towers of other kinds keep theirs.
+    """Use document attention in the text model; vision and audio towers keep their attention.
 
     Args:
         outputs_at_padding: False leaves them zero, and refuses labels there.
@@ -103,7 +108,7 @@ def remove(model: Any) -> None:
 
 
 def _refuse_labels_at_padding(_model: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raises ValueError where something is to be predicted from padding, whose outputs are left zero."""
+    """Raises ValueError if there are labels at padding, whose outputs are zero."""
     mask, labels = kwargs.get("attention_mask"), kwargs.get("shift_labels")
     labels = kwargs.get("labels") if labels is None else labels
     if not (isinstance(mask, Tensor) and isinstance(labels, Tensor)) or torch.compiler.is_compiling():
@@ -137,9 +142,9 @@ def _is_square(q_length: Any, kv_length: Any, options: dict[str, Any]) -> bool:
 
 
 def _pattern(function: Any) -> Pattern | None:
-    """What the parts of a mask function amount to, or None where one is not known.
+    """The parts of a mask function, or None if one of them is unknown.
 
-    transformers composes closures; they are told by the names they were defined under and by what they hold.
+    transformers composes closures; a closure is recognised by its qualified name and read through its variables.
     """
     if function is causal_mask_function:
         return Pattern()
@@ -244,9 +249,9 @@ def _attend(
 
 
 def _as_autocast(x: Tensor) -> Tensor:
-    """In the type in which attention runs under autocast, which takes its inputs so: rotation leaves queries and keys wider."""
-    kind = autocast_type(x)
-    return x if kind is None or x.dtype == torch.float64 else x.to(kind)
+    """Cast to the dtype of autocast, if it is on: the rotation leaves queries and keys in fp32."""
+    dtype = autocast_type(x)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 def _real(x_BHSD: Tensor, places: Tensor | None) -> Tensor:

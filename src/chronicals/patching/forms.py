@@ -1,4 +1,4 @@
-"""A form: what a kind of module computes, as a kernel; recognised by structure and proved on a module of a twin.
+"""A form: the computation of one kind of module as kernels, recognised by structure and proved on a module of a twin.
 
 A candidate is compared with the module's own forward, values and gradients of the input and of every parameter, on
 random inputs of several scales. Numbers that a module keeps (an epsilon, a multiplier) are random during the proof, so
@@ -27,13 +27,14 @@ Forward = Callable[[Any, Tensor], Tensor]
 
 
 OF_A_RUN = ("training", "forward", "gradient_checkpointing")
+"""Attributes of a module that a run sets, which say nothing of its kind."""
 
 FORM = OURS
-"""Attribute by which a function of ours is known among a module's own."""
+"""Attribute of functions that replace a module's forward: the name of their form."""
 
 
 LOOKS_ON = "transformers.utils.output_capturing"
-"""Module of hooks that change nothing."""
+"""Module of transformers whose hooks record values and change nothing."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class Form:
     """What runs in place of a module's forward.
 
     Attributes:
-        by: its name, for the report.
-        forward: of the module and its input.
-        reads: what a larger form needs to compute the same by itself, where the kind of module has that.
+        by: its name in the report.
+        forward: takes the module and its input.
+        reads: how the module is read by a larger form that contains it, such as a fused decoder layer; None if it cannot be.
     """
 
     by: str
@@ -78,8 +79,8 @@ def takes_one_tensor(module: nn.Module) -> bool:
 
 
 def does_more(module: nn.Module) -> bool:
-    """Whether calling it would do more than its class's forward, or ours in its place; transformers' own hooks, which stay once
-    hidden states were asked for, look on."""
+    """Whether a call of the module does more than the forward of its class, or ours in its place: it has hooks or another
+    forward. Hooks of transformers that record hidden states do not count; they stay once such states were asked for."""
     own = vars(module).get("forward")
     if own is not None and not hasattr(getattr(own, "__func__", None), FORM):
         return True
@@ -88,7 +89,7 @@ def does_more(module: nn.Module) -> bool:
 
 
 def drops(module: nn.Module) -> bool:
-    """Whether it is dropout with a probability, which no form draws."""
+    """Whether it is dropout with a probability above 0, which no form computes."""
     return isinstance(module, nn.Dropout) and bool(module.p)
 
 

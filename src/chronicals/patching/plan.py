@@ -1,4 +1,4 @@
-"""What of a class and configuration can be replaced: found on its twin once, part by part and then as a whole."""
+"""What can be replaced in models of a class and configuration: proved on its twin, once, part by part and then together."""
 
 from __future__ import annotations
 
@@ -36,14 +36,22 @@ LENGTHS = (7, 1, 9, 4)
 """Of the documents that whole layers are proved on."""
 DISAGREES = "the whole twin did not agree with it"
 TOLERANCE, FLOOR = 1e-4, 1e-2
-"""Of a tensor's gradient in fp64, in its norm, relative to the larger of its own and a hundredth of the mean of all: the
-gradient of a key's bias is nothing but rounding, and classes round to fp32 here and there."""
+"""Largest norm of a gradient's difference in fp64, relative to the larger of its own norm and FLOOR times the mean norm of all
+gradients: the gradient of a key bias is rounding only, and some classes round to fp32 inside."""
 
 
 @dataclass
 class Plan:
-    """Forms by the signature of a module, decoder layers with one or both halves fused by theirs, and whether the seams of loss
-    and attention hold; ``reasons`` for the rest; ``code`` is that of the classes it was proved with."""
+    """What was proved for a class and configuration.
+
+    Attributes:
+        forms: role and form by the signature of a module.
+        layers: form of a decoder layer with one or both halves fused, by the layer's signature.
+        seen: by signature of the twin's modules, why it is not replaced; empty if it is.
+        loss, attention: whether these can be replaced.
+        reasons: by name of a part, why it cannot.
+        code: by class, the forward that it was proved with and the functions beside that.
+    """
 
     forms: dict[tuple, tuple[str, Form]] = field(default_factory=dict)
     layers: dict[tuple, Form] = field(default_factory=dict)
@@ -59,10 +67,11 @@ class Plan:
         return bool(self.layers) and all(form.by == decoder_layer.BY for form in self.layers.values())
 
     def is_of_today(self) -> bool:
-        """Whether nobody replaced a forward, or a function beside it, since it was made."""
+        """Whether no forward, and no function beside one, was replaced since the proof."""
         return all(_code_of(cls) == code for cls, code in self.code.items())
 
     def without(self, role: str) -> Plan:
+        """The plan without the forms of a role, or without the loss."""
         kept = {key: entry for key, entry in self.forms.items() if entry[0] != role}
         seen = self.seen | {key: DISAGREES for key in self.forms if key not in kept}
         return Plan(kept, {}, seen, self.loss and role != loss.NAME, self.attention, dict(self.reasons))
@@ -75,7 +84,7 @@ _PLANS: dict[tuple[type, str], Plan] = {}
 
 
 def plan_for(model: Any) -> Plan:
-    """The plan of the class and configuration of ``model``, whose own tensors are not touched; cached."""
+    """The plan for the class and configuration of ``model``; its tensors are not touched. Cached."""
     try:
         config = twin_config(model.config)
     except (AttributeError, TypeError, ValueError) as error:
@@ -94,7 +103,7 @@ def _code_of(cls: type[nn.Module]) -> tuple:
 
 
 def _from_shells(model: nn.Module, reason: str) -> Plan:
-    """Where there is no twin: every part by itself, on a shell of it; loss and attention need the whole."""
+    """Without a twin: every part proved by itself, on a shell of it. Loss and attention need a whole model and stay."""
     plan = Plan(reasons={loss.NAME: reason, attention.NAME: reason})
     with plain_surroundings():
         for module in model.modules():
@@ -181,8 +190,8 @@ def _layers_hold(twin: Any, forms: dict[tuple, Form], expected: Run) -> bool:
 
 
 def _run_packed(twin: Any) -> Run:
-    """As ``run``, of documents that lie end to end: their hidden states, weighed at random for the gradients, stand among
-    these, since what they sum to may be next to nothing."""
+    """As ``run``, of packed documents: the hidden states are returned among the gradients, under the name "", and their sum
+    with random weights is differentiated; the loss is 0."""
     generator = torch.Generator().manual_seed(8)
     ids = torch.randint(FIRST_TOKEN, len(twin.get_input_embeddings().weight), (sum(LENGTHS),), generator=generator)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
@@ -197,7 +206,7 @@ def _run_packed(twin: Any) -> Run:
 
 
 def _why_not_documents(twin: Any) -> str:
-    """Whether the twin gives the same on rows of every kind when its attention takes them as documents; empty if so."""
+    """Why the twin's attention cannot take rows as documents; empty if loss and gradients stay the same for all kinds."""
     rows = kinds_of_rows(twin)
     try:
         expected = {kind: run(twin, **inputs) for kind, inputs in rows.items()}
@@ -221,7 +230,7 @@ def _why_not_documents(twin: Any) -> str:
 
 
 def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
-    """Plain, padded on either side, and packed; the tokens at padding are no targets but in one kind."""
+    """Plain rows, rows padded on either side, rows padded with targets at the padding, and packed rows."""
     generator = torch.Generator().manual_seed(7)
     size = model.get_input_embeddings().weight.shape[0]
     ids = torch.randint(FIRST_TOKEN, size, (2, 9), generator=generator)
@@ -248,7 +257,7 @@ def _find(plan: Plan, key: tuple, module: nn.Module, only: Collection[str] = ())
 
 
 def _checked(twin: Any, plan: Plan, expected: Run) -> Plan:
-    """The plan, less the roles with which the whole twin would give another loss or another gradient."""
+    """The plan without the role with which the whole twin gives another loss or another gradient."""
     if _holds(twin, plan, expected):
         return plan
     for role in (loss.NAME, *reversed(RECOGNISERS)):
