@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -18,6 +20,9 @@ from chronicals.distributed.launch import Launch
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+_announcements = itertools.count()
+"""Numbers of what the first rank has done, the same on all ranks, which take part in the same order."""
 
 
 @dataclass(frozen=True)
@@ -114,15 +119,6 @@ class Ranks:
         dist.all_gather(found, sent)
         return [other.to(tensor.device) for other in found]
 
-    def _share(self, value: Any) -> Any:
-        """The first rank's ``value`` (plain JSON) on every rank."""
-        content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        length = torch.tensor(len(content), device=self._device)
-        dist.broadcast(length, src=0)
-        sent = content.to(self._device) if self.first else torch.empty(int(length), dtype=torch.uint8, device=self._device)
-        dist.broadcast(sent, src=0)
-        return json.loads(sent.cpu().numpy().tobytes())
-
     def gather_values(self, value: Any) -> list[Any]:
         """The values (plain JSON) of all ranks, in their order."""
         if self.count == 1:
@@ -134,30 +130,44 @@ class Ranks:
         return [json.loads(other[:length].numpy().tobytes()) for other, length in zip(self.gather(padded), lengths)]
 
     def first_does(self, work: Callable[[], Result], error: type[Exception]) -> Result:
-        """Let the first rank do something while the others wait; its result (plain JSON) on all of them.
+        """Let the first rank do something while the others wait, however long; its result (plain JSON) on all of them.
+
+        They wait at the store over which the processes found each other, so no collective of the device times out and signals
+        are heard.
 
         Raises:
             Exception: what ``work`` raised, on the first rank; ``error`` with its words on the others, which do not wait on.
         """
         if self.count == 1:
             return work()
-        result, failure = None, None
-        if self.first:
-            try:
-                result = work()
-            except Exception as raised:
-                failure = raised
-        result, words = self._share([result, f"{type(failure).__name__}: {failure}" if failure else None])
-        if failure is not None:
-            raise failure
-        if words is not None:
-            raise error(f"rank 0 stopped: {words}")
+        key = f"chronicals/{next(_announcements)}"
+        store = dist.distributed_c10d._get_default_store()
+        if not self.first:
+            result, words = json.loads(_awaited(store, key))
+            if words is not None:
+                raise error(f"rank 0 stopped: {words}")
+            return result
+        try:
+            result = work()
+        except Exception as failure:
+            store.set(key, json.dumps([None, f"{type(failure).__name__}: {failure}"]))
+            raise
+        store.set(key, json.dumps([result, None]))
         return result
 
     @property
     def _device(self) -> torch.device:
         """Where tensors must be to be sent."""
         return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _awaited(store: dist.Store, key: str) -> bytes:
+    """What the first rank has set, asked for more and more rarely."""
+    pause = 0.001
+    while not store.check([key]):
+        time.sleep(pause)
+        pause = min(1.5 * pause, 0.25)
+    return store.get(key)
 
 
 def card_of(local_rank: int) -> int:

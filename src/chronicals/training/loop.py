@@ -41,6 +41,7 @@ class Loop:
         self.session, self.run, self.stream, self.held_out, self.saved = session, run, stream, held_out, saved
         self.callbacks, self.stop, self.about = callbacks, stop, about
         self.config, self.device = session.config, session.precision.device
+        self._told = False
 
     def train(self) -> None:
         """Every step; the metrics of one arrive while the next is computed.
@@ -118,6 +119,10 @@ class Loop:
         return enough
 
     def _asked_to_stop(self) -> bool:
+        """Several ranks ask each other only after the metrics of a step, which are the same on all, have said that one was told
+        to stop: asking waits for the device."""
+        if self.session.ranks.count > 1 and not self._told:
+            return False
         return self.stop.is_asked(self.session.ranks, self.device, self.callbacks, self.saved.failed)
 
     def _gains_no_more(self) -> bool:
@@ -126,6 +131,7 @@ class Loop:
 
     def _deliver(self, pending: PendingMetrics) -> None:
         metrics = pending.arrive()
+        self._told |= pending.told
         check_step(self.run, metrics, self.config)
         self._tell(lambda callback: callback.step_done(metrics))
         self.run.last_loss = metrics.loss

@@ -72,7 +72,11 @@ class Moment:
 
 
 class PendingMetrics:
-    """Scalars of a step that began at ``began``, on their way from the device."""
+    """Scalars of a step that began at ``began``, on their way from the device.
+
+    Attributes:
+        told: whether a rank wants all to stop; known after ``arrive``.
+    """
 
     def __init__(self, scalars: dict[str, Tensor], began: Moment, **known: float):
         self.names, self.known, self.began = list(scalars), known, began
@@ -82,6 +86,7 @@ class PendingMetrics:
         self.values = torch.empty_like(stacked, device="cpu", pin_memory=on_card)
         self.values.copy_(stacked, non_blocking=on_card)
         self.moment = Moment(self.device)
+        self.told = False
 
     def arrive(self) -> StepMetrics:
         """Wait until the step is done."""
@@ -90,6 +95,7 @@ class PendingMetrics:
             self.moment.event.synchronize()
             memory = torch.cuda.max_memory_allocated(self.device) / 2**30
         got = dict(zip(self.names, self.values.tolist()))
+        self.told = got.pop("told", 0.0) > 0
         return StepMetrics(
             loss=got.pop("loss"),
             grad_norm=got.pop("grad_norm"),

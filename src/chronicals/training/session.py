@@ -106,6 +106,8 @@ class Session:
         parameters: those that are trained.
         before_update: called before weights are changed, between the backward pass and the update, or before the backward pass
             where that updates.
+        told: whether this rank wants all to stop; asked in every step of several ranks, whose scalars then have ``told``: how
+            many of them do.
     """
 
     model: Any
@@ -118,6 +120,8 @@ class Session:
     precision: Precision
     parameters: list[Tensor]
     before_update: Callable[[], None] | None = field(init=False, default=None)
+    told: Callable[[], bool] = field(init=False, default=lambda: False)
+    _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
     _parts: EagerStep | UpdatesInBackward = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
     _compiles: bool = field(init=False, default=False)
@@ -161,16 +165,19 @@ class Session:
             self._compiles = False
         if self._graphed is not None and inspect is None:
             with self._graphed.on_stream():
-                return train_step(step, counts, self._graphed.micro, self._reduce, self._graphed.update)
+                scalars = train_step(step, counts, self._graphed.micro, self._reduce, self._graphed.update)
+            return {**scalars, **self._beside}
         self._parts.inspect = inspect
         scalars = train_step(step, counts, self._parts.micro, self._reduce, self._parts.update)
         self._parts.inspect = None
-        return scalars
+        return {**scalars, **self._beside}
 
     def _reduce(self, scalars: list[Tensor]) -> Tensor | None:
         if self.before_update is not None:
             self.before_update()
-        return self.ranks.sum_gradients(self.parameters, scalars)
+        if self.ranks.count > 1:
+            self._beside = {"told": torch.full((), float(self.told()), device=self.precision.device)}
+        return self.ranks.sum_gradients(self.parameters, [*scalars, *self._beside.values()])
 
     def release_graphs(self) -> None:
         """Give back the memory of CUDA graphs between steps; later steps are captured anew."""

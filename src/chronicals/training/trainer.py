@@ -171,6 +171,7 @@ class ChronicalsTrainer:
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks)
         about = functools.cache(lambda: about_data(train_store, self.tokenizer, config))
         session.before_update = saved.hold_update
+        session.told = lambda: saved.failed or self._stop.reason is not None or callbacks.error is not None
         with self._stop.on_signals(), callbacks.around(run):
             with saved, session.stepping():
                 Loop(session, run, stream, held_out, saved, callbacks, self._stop, about).train()

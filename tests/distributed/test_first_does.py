@@ -1,0 +1,47 @@
+"""The first rank does something while the others wait at the store, not in a collective."""
+
+import itertools
+import threading
+
+import pytest
+import torch.distributed as dist
+
+from chronicals.distributed import Ranks, ranks
+
+
+@pytest.fixture
+def store(monkeypatch):
+    made = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: made)
+    monkeypatch.setattr(ranks, "_announcements", itertools.repeat(1))
+    return made
+
+
+def waiting():
+    """The second rank's part, in a thread, and what came of it."""
+    seen = []
+
+    def wait():
+        try:
+            seen.append(Ranks(1, 2).first_does(lambda: pytest.fail("the second rank did it"), OSError))
+        except OSError as error:
+            seen.append(str(error))
+
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    return thread, seen
+
+
+def test_the_others_have_its_result(store):
+    thread, seen = waiting()
+    assert Ranks(0, 2).first_does(lambda: {"a": [1, None]}, OSError) == {"a": [1, None]}
+    thread.join(20)
+    assert seen == [{"a": [1, None]}]
+
+
+def test_the_others_stop_with_its_error(store):
+    thread, seen = waiting()
+    with pytest.raises(KeyError, match="b"):
+        Ranks(0, 2).first_does(lambda: {}["b"], OSError)
+    thread.join(20)
+    assert seen == ["rank 0 stopped: KeyError: 'b'"]
