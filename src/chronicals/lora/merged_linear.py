@@ -174,7 +174,7 @@ class _MergedLinear(torch.autograd.Function):
             ctx.written = padding.write(tensors[2 * count : 3 * count], tensors[3 * count :], scales)
             rows, seed = _extended(x, padding.columns, roomy[0]), draw_seed(x) if dropout else None
             _down(padding, x, seed, dropout, rows[:, base.width :])
-        read = rows if base.padded else rows[:, : base.width]
+        read = rows if base.padded or padding is None else rows[:, : base.width]
         known = amax.take(x) if amax is not None and (wants_columns or not unread) else None
         operand = base.operand(read, not unread, wants_columns, known)
         if unread:

@@ -1,10 +1,11 @@
 """The weights of several linear layers in one storage, so that one product serves them all.
 
-Parameters keep names, shapes and identity; only their data are elsewhere. Each call checks by addresses that they still are,
-since ``.to()``, a load with ``assign=True`` or a new adapter moves them; then they are fused anew, and a warning says so once.
+Parameters keep names, shapes and identity; only their data move into the storage. Each call checks their addresses, because
+``.to()``, a load with ``assign=True`` or a new adapter moves the data again; then they are fused anew, with one warning.
+Data that others place, as FSDP does, are borrowed: they are never moved, and several such layers are not fused.
 
-A product can run in another format than that of its weights (``quantization/``), and frozen weights that such a format stands
-for can be moved to host memory. Whoever calls such a layer by itself is given the weight for the call.
+A product can run in another format than that of its weights (``quantization/``). Where FP8 replaces frozen weights, these can
+be moved to host memory; a layer that is called by itself then copies its weight to the device for the call.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ class Group:
 
 
 def is_borrowed(linear: nn.Linear) -> bool:
-    """Whether others place the weight's data, as FSDP does, which gathers shards into memory of its own for each forward pass,
-    and DeepSpeed's ZeRO. What is moved from there is trained no more."""
+    """Whether others place the weight's data: FSDP, which gathers shards into its own memory for each forward pass, or
+    DeepSpeed's ZeRO. A copy elsewhere would keep the weights of the first step."""
     return getattr(linear, "_is_fsdp_managed_module", False) or hasattr(linear.weight, "ds_id")
 
 
@@ -215,7 +216,7 @@ def bring_back(model: nn.Module) -> None:
 
 def use_16_bit(model: nn.Module) -> None:
     """Let every product run in the format of its weights again, and bring back what is in host memory."""
-    for owner in model.modules():  # first of all, what stands for the weights is let go of: they must fit again
+    for owner in model.modules():  # first free what the formats hold: the weights in host memory must fit on the device
         known = vars(owner).get(MERGED, {})
         for names in vars(owner).pop(FORMATS, {}):
             merged = known.pop(names, None)

@@ -51,12 +51,12 @@ class Dense(Base):
     @property
     def up(self) -> Tensor:
         """Padding beside W, ``[N, R]``."""
-        return self._with_up()[:, self.width :]
+        return self._with_up()[:, self.width :] if self.columns else self.matrix[:, :0]
 
     @property
     def down(self) -> Tensor:
         """Padding below W, ``[R, K]``."""
-        return self._with_down()[self.outputs :]
+        return self._with_down()[self.outputs :] if self.columns else self.matrix[:0]
 
     def _with_up(self) -> Tensor:
         return self.matrix.as_strided((self.outputs, self.width + self.columns), self.matrix.stride())
