@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,8 +28,9 @@ from chronicals.data.documents import Documents
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import Unparsed
+from chronicals.data.rows import TRAINED
 from chronicals.data.sources import Source, bytes_to_read, file_digests, read_unparsed, source_fingerprint
-from chronicals.data.store import SCHEMA, TokenStore
+from chronicals.data.store import SCHEMA, SIDE, TokenStore
 from chronicals.data.template import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ def open_store(
     embedding_rows: int | None = None,
     training: TokenStore | None = None,
     report_file: Path | None = None,
+    kinds: Collection[str] = TRAINED,
 ) -> TokenStore:
     """Tokenised data that has passed the gate; its report is logged.
 
@@ -63,6 +65,7 @@ def open_store(
         embedding_rows: of the model, if there is one.
         training: what is trained on, where this is held-out data.
         report_file: where the report is written as JSON, also when the gate stays shut.
+        kinds: of rows that the objective takes.
 
     Raises:
         DataError: training on it would be wrong.
@@ -70,7 +73,7 @@ def open_store(
     """
     check_shares(config.gate)
     name = name or (str(source) if isinstance(source, (str, Path)) else "dataset")
-    encoder = Tokenizer.configured(tokenizer, config)
+    encoder = Tokenizer.configured(tokenizer, config, kinds)
     store = build_store(
         source, encoder, config.max_seq_length, config.cache_dir, builder, config.overlong, config.seed, config.dataset_num_proc
     )
@@ -246,15 +249,16 @@ def _bytes_aside(path: Path) -> int:
 
 def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses) -> None:
     """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
+    schema = SCHEMA if tokenising.encoder.tokenizer.kinds <= {*TRAINED} else SCHEMA.append(pa.field(SIDE, pa.int64()))
     counts, aside = _Counts(), _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
         with _collecting_by_chunks(), tokenising, open(aside, "wb") as raw:
-            with pa.ipc.new_file(pa.PythonFile(raw), SCHEMA) as writer:
+            with pa.ipc.new_file(pa.PythonFile(raw), schema) as writer:
                 for chunk, encoded in tokenising.encoded(chunks_of(rows)):
                     counts.add(chunk, encoded)
                     if len(encoded.documents):
-                        writer.write_batch(_record_batch(encoded.documents, encoded.hashes))
+                        writer.write_batch(_record_batch(encoded.documents, encoded.hashes, schema))
                     gc.collect(0)
             raw.flush()
             os.fsync(raw.fileno())
@@ -278,11 +282,11 @@ def _collecting_by_chunks() -> Iterator[None]:
             gc.enable()
 
 
-def _record_batch(documents: Documents, hashes: np.ndarray) -> pa.RecordBatch:
+def _record_batch(documents: Documents, hashes: np.ndarray, schema: pa.Schema) -> pa.RecordBatch:
     offsets = _column(documents.offsets.astype(np.int32))
     lists = [pa.ListArray.from_arrays(offsets, _column(values)) for values in (documents.ids, documents.trained)]
-    numbers = [_column(values) for values in (documents.targets, documents.rows, hashes)]
-    return pa.RecordBatch.from_arrays([*lists, *numbers], schema=SCHEMA)
+    numbers = [_column(values) for values in (documents.targets, documents.rows, hashes, documents.sides)]
+    return pa.RecordBatch.from_arrays([*lists, *numbers][: len(schema)], schema=schema)
 
 
 def _column(values: np.ndarray) -> pa.Array:

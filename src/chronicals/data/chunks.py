@@ -7,6 +7,7 @@ out and counted; the gate judges at the end.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,11 +18,13 @@ import numpy as np
 
 from chronicals.config import Overlong
 from chronicals.data.conversation import chosen, messages_of
-from chronicals.data.documents import Documents, Marks, fit
+from chronicals.data.documents import Documents, Marks, Piece, fit
 from chronicals.data.gate import DataError, DataReport
+from chronicals.data.preferences import sides_of
 from chronicals.data.records import BadRow, Line, Record, Unparsed, parsed
 from chronicals.data.rows import (
     CHATS,
+    TRAINED,
     as_instruction,
     check_answers,
     conversation_oddities,
@@ -101,6 +104,7 @@ class _Recognised:
     chunk: Chunk
     report: DataReport
     rows: list[int] = field(default_factory=list)
+    sides: list[int] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
     wheres: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
@@ -147,25 +151,39 @@ class ChunkEncoder:
         found = _Recognised(chunk, DataReport(rows=len(chunk.records)))
         for row, (where, record) in enumerate(zip(chunk.wheres, chunk.records, strict=True), chunk.first):
             try:
-                kind, normal = self._normal(row, parsed(record), where, found.report)
+                kind, documents = self._documents(row, parsed(record), where, found.report)
             except DataError as fault:
                 found.report.note(fault.rule, row, str(fault))
                 continue
-            self._inspect(row, kind, texts_of(normal), where, found.report)
-            found.rows.append(row)
-            found.kinds.append(kind)
-            found.wheres.append(where)
-            found.records.append(normal)
+            self._inspect(row, kind, [text for normal in documents for text in texts_of(normal)], where, found.report)
+            for side, normal in enumerate(documents):
+                found.rows.append(row)
+                found.sides.append(side)
+                found.kinds.append(kind)
+                found.wheres.append(where)
+                found.records.append(normal)
         return found
 
-    def _normal(self, row: int, record: Record | BadRow, where: str, report: DataReport) -> tuple[str, Record]:
-        """The kind of a row and its normal form; counts what is odd in a conversation."""
+    def _documents(self, row: int, record: Record | BadRow, where: str, report: DataReport) -> tuple[str, list[Record]]:
+        """The kind of what a row's documents are made of, and the normal form of each; counts what is odd in it."""
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
         kind = kind_of(record, where)
+        kinds = self.tokenizer.kinds
+        if kind not in kinds and kind in TRAINED:
+            raise DataError(f"{where}: is of kind {kind}; the objective takes {', '.join(sorted(kinds))}", "unusable_kind")
+        records = [(kind, record)]
+        if kind == "preference" and kind in kinds:
+            records = [(kind_of(side, where), side) for side in sides_of(record, where)]
+        documents = [self._normal(row, side, *one, where, report) for side, one in enumerate(records)]
+        return documents[0][0], [normal for _, normal in documents]
+
+    def _normal(self, row: int, side: int, kind: str, record: Record, where: str, report: DataReport) -> tuple[str, Record]:
+        """The kind as which a document of a row is encoded, and its normal form."""
         if kind == "completion":
             kind, record = self._completion(row, record, where, report)
-        report.kinds[kind] = report.kinds.get(kind, 0) + 1
+        if side == 0:
+            report.kinds[kind] = report.kinds.get(kind, 0) + 1
         for name in unread_fields(record, kind):
             report.note("unread_field", row, f"{where}: {name}")
         record = normalise(record, kind, where)
@@ -211,21 +229,26 @@ class ChunkEncoder:
 
     def _checked(self, found: _Recognised, encoded: list[TokenArrays | DataError]) -> Encoded:
         """The documents, counted; rows that were refused or hold no target are left out."""
-        rows, kinds, report = [], [], found.report
-        for row, kind, tokens in zip(found.rows, found.kinds, encoded, strict=True):
+        items, report = dict[int, tuple[str, list[Piece]]](), found.report
+        refused = dict[int, DataError]()
+        for row, side, kind, tokens in zip(found.rows, found.sides, found.kinds, encoded, strict=True):
             if isinstance(tokens, DataError):
-                report.note(tokens.rule, row, str(tokens))
+                refused.setdefault(row, tokens)
             else:
-                rows.append((row, *tokens))
-                kinds.append(kind)
-        read = Documents.joined(rows)
-        fitted = read if read.lengths.max(initial=0) <= self.width else self._fitted(rows, kinds, report)
+                items.setdefault(row, (kind, []))[1].append(Piece(row, side, *tokens))
+        for row, error in refused.items():
+            report.note(error.rule, row, str(error))
+            items.pop(row, None)
+        whole = [piece for _, item in items.values() for piece in item]
+        pieces = [piece for kind, item in items.values() for piece in self._fitted(kind, item, report)]
+        read = Documents.joined(whole)
+        fitted = read if len(pieces) == len(whole) and all(map(operator.is_, pieces, whole)) else Documents.joined(pieces)
         read.inspect(self.marks, report)
-        kept = fitted.only(fitted.targets > 0)
+        kept = fitted.trained_items()
         for row in np.setdiff1d(fitted.rows, kept.rows):
-            lost = read.targets[np.searchsorted(read.rows, row)] > 0
+            lost = read.targets[read.rows == row].min() > 0
             report.note("masked_by_cut" if lost else "masked_row", int(row))
-        hashes = read.hashes()[np.searchsorted(read.rows, kept.rows)]
+        hashes = read.hashes_of(kept.rows)
         report.documents, report.tokens, report.targets = len(kept), len(kept.ids), int(kept.targets.sum())
         for finding in report.findings.values():
             if not finding.example and finding.rows:
@@ -233,12 +256,7 @@ class ChunkEncoder:
             finding.places = [found.chunk.wheres[row - 1 - found.chunk.first] for row in finding.rows]
         return Encoded(kept, hashes, report)
 
-    def _fitted(
-        self, rows: list[tuple[int, np.ndarray, np.ndarray]], kinds: list[str], report: DataReport
-    ) -> Documents:  # fmt: skip
-        """The rows as documents of at most the width."""
-        pieces = []
-        for row, kind in zip(rows, kinds, strict=True):
-            whole = kind != "text" and self.tokenizer.train_on == "answers"
-            pieces += fit(*row, self.width, self.overlong or ("cut" if whole else "split"), report)
-        return Documents.joined(pieces)
+    def _fitted(self, kind: str, item: list[Piece], report: DataReport) -> list[Piece]:
+        """A row's item in documents of at most the width together, or the pieces of a text."""
+        whole = kind != "text" and self.tokenizer.train_on == "answers"
+        return fit(item, self.width, self.overlong or ("cut" if whole else "split"), report)

@@ -10,6 +10,7 @@ import functools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -47,6 +48,15 @@ class Marks:
         return cls(bos, pad, tuple(stops), re.compile("|".join(written)) if written else None)
 
 
+class Piece(NamedTuple):
+    """A document by itself: the row it is from, its place in its item, token ids, and for each whether it is trained."""
+
+    row: int
+    side: int
+    ids: np.ndarray
+    trained: np.ndarray
+
+
 @dataclass(frozen=True)
 class Documents:
     """Several documents end to end.
@@ -56,21 +66,23 @@ class Documents:
         trained: uint8 ``[T]``, 1 where the token is trained.
         offsets: int64 ``[N + 1]``.
         rows: int64 ``[N]``, the row each came from, from 0 in reading order.
+        sides: int64 ``[N]``, the place of each in its item, which begins at each 0.
     """
 
     ids: np.ndarray
     trained: np.ndarray
     offsets: np.ndarray
     rows: np.ndarray
+    sides: np.ndarray
 
     @classmethod
-    def joined(cls, pieces: Sequence[tuple[int, np.ndarray, np.ndarray]]) -> Documents:
-        """From ``(row, ids, trained)`` of each."""
-        ids = np.concatenate([ids for _, ids, _ in pieces] or [np.zeros(0, np.int32)])
-        trained = np.concatenate([trained for _, _, trained in pieces] or [np.zeros(0, np.uint8)])
+    def joined(cls, pieces: Sequence[Piece]) -> Documents:
+        ids = np.concatenate([piece.ids for piece in pieces] or [np.zeros(0, np.int32)])
+        trained = np.concatenate([piece.trained for piece in pieces] or [np.zeros(0, np.uint8)])
         offsets = np.zeros(len(pieces) + 1, np.int64)
-        np.cumsum([len(ids) for _, ids, _ in pieces], out=offsets[1:])
-        return cls(ids, trained, offsets, np.array([row for row, _, _ in pieces], np.int64))
+        np.cumsum([len(piece.ids) for piece in pieces], out=offsets[1:])
+        rows, sides = (np.array([piece[at] for piece in pieces], np.int64) for at in (0, 1))
+        return cls(ids, trained, offsets, rows, sides)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -87,6 +99,11 @@ class Documents:
         first = np.where(filled, self.trained[np.minimum(self.offsets[:-1], max(len(self.trained) - 1, 0))], 0)
         return running[self.offsets[1:]] - running[self.offsets[:-1]] - first
 
+    def trained_items(self) -> Documents:
+        """Without the items of which a document has no target."""
+        item = np.cumsum(self.sides == 0)
+        return self.only(~np.isin(item, item[self.targets == 0]))
+
     def only(self, kept: np.ndarray) -> Documents:
         """Those where ``kept`` (bool ``[N]``) holds."""
         if kept.all():
@@ -94,7 +111,8 @@ class Documents:
         positions = np.repeat(kept, self.lengths)
         offsets = np.concatenate([[0], np.cumsum(self.lengths[kept])])
         return replace(
-            self, ids=self.ids[positions], trained=self.trained[positions], offsets=offsets, rows=self.rows[kept]
+            self, ids=self.ids[positions], trained=self.trained[positions], offsets=offsets, rows=self.rows[kept],
+            sides=self.sides[kept],
         )  # fmt: skip
 
     def hashes(self) -> np.ndarray:
@@ -104,6 +122,12 @@ class Documents:
         mixed = _splitmix(self.ids.astype(np.uint64) + places * np.uint64(0x9E3779B97F4A7C15))
         running = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
         return _splitmix(running[self.offsets[1:]] - running[starts] + self.lengths.astype(np.uint64))
+
+    def hashes_of(self, rows: np.ndarray) -> np.ndarray:
+        """uint64, for each of ``rows`` the same where all tokens of all its documents are the same."""
+        known, first = np.unique(self.rows, return_index=True)
+        by_side = self.hashes() * (2 * self.sides + 1).astype(np.uint64)
+        return np.add.reduceat(by_side, first)[np.searchsorted(known, rows)] if len(first) else by_side
 
     def inspect(self, marks: Marks, report: DataReport) -> None:
         """Count what the gate finds in tokens."""
@@ -130,25 +154,39 @@ class Documents:
             report.note(rule, int(row))
 
 
-def fit(
-    row: int, ids: np.ndarray, trained: np.ndarray, width: int, overlong: Overlong, report: DataReport
-) -> list[tuple[int, np.ndarray, np.ndarray]]:
-    """The row as documents of at most ``width`` tokens; what was done is counted.
+def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -> list[Piece]:
+    """A row's item, or the documents that a row without company is split into, in at most ``width`` tokens; what was done is
+    counted.
 
-    Pieces of a split row overlap by one token, so that every target keeps its place in exactly one of them.
+    Pieces of a split row overlap by one token, so that every target keeps its place in exactly one of them. Of an item whose
+    documents are together too long, the longest are cut to one length.
     """
-    if len(ids) <= width:
-        return [(row, ids, trained)]
+    row, _, ids, trained = item[0]
+    total = sum(len(piece.ids) for piece in item)
+    if total <= width:
+        return item
     if overlong == "drop":
-        report.note("dropped_row", row, f"{len(ids):,} tokens")
+        report.note("dropped_row", row, f"{total:,} tokens")
         return []
-    if overlong == "split" and width > 1:
-        report.note("split_row", row, f"{len(ids):,} tokens")
-        return [(row, ids[i : i + width], trained[i : i + width]) for i in range(0, len(ids) - 1, width - 1)]
-    report.note("cut_row", row, f"{len(ids):,} tokens")
-    if trained[width:].any():
+    if overlong == "split" and width > 1 and len(item) == 1:
+        report.note("split_row", row, f"{total:,} tokens")
+        return [Piece(row, 0, ids[i : i + width], trained[i : i + width]) for i in range(0, len(ids) - 1, width - 1)]
+    report.note("cut_row", row, f"{total:,} tokens")
+    most = _common_length([len(piece.ids) for piece in item], width)
+    if any(piece.trained[most:].any() for piece in item):
         report.note("cut_stop", row)
-    return [(row, ids[:width], trained[:width])]
+    return [piece._replace(ids=piece.ids[:most], trained=piece.trained[:most]) for piece in item]
+
+
+def _common_length(lengths: list[int], width: int) -> int:
+    """The most tokens that each document may keep so that all of them have ``width`` together."""
+    left, most = width, width
+    for done, length in enumerate(sorted(lengths)):
+        most = left // (len(lengths) - done)
+        if length > most:
+            break
+        left -= length
+    return most
 
 
 def _splitmix(values: np.ndarray) -> np.ndarray:

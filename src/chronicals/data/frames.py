@@ -87,17 +87,18 @@ def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
 
 def frame_of_encoded(encoded: Encoded) -> Frame:
     documents = encoded.documents
-    arrays = [documents.offsets, documents.rows, encoded.hashes, documents.ids, documents.trained]
+    arrays = [documents.offsets, documents.rows, documents.sides, encoded.hashes, documents.ids, documents.trained]
     header = {"documents": len(documents), "tokens": len(documents.ids), "report": asdict(encoded.report)}
     return header, b"".join(array.tobytes() for array in arrays)
 
 
 def encoded_of_frame(header: Mapping[str, Any], body: bytes) -> Encoded:
     documents, tokens = header["documents"], header["tokens"]
-    kinds = (np.int64, documents + 1), (np.int64, documents), (np.uint64, documents), (np.int32, tokens), (np.uint8, tokens)
+    numbers = (np.int64, documents + 1), (np.int64, documents), (np.int64, documents), (np.uint64, documents)
+    kinds = *numbers, (np.int32, tokens), (np.uint8, tokens)
     arrays, begin = [], 0
     for kind, count in kinds:
         arrays.append(np.frombuffer(body, kind, count, begin))
         begin += arrays[-1].nbytes
-    offsets, rows, hashes, ids, trained = arrays
-    return Encoded(Documents(ids, trained, offsets, rows), hashes, DataReport.from_dict(header["report"]))
+    offsets, rows, sides, hashes, ids, trained = arrays
+    return Encoded(Documents(ids, trained, offsets, rows, sides), hashes, DataReport.from_dict(header["report"]))

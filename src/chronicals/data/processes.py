@@ -154,7 +154,7 @@ class TokenizingProcesses:
             "class": kind.__name__, "fingerprint": tokenizer.fingerprint(), "width": self.encoder.width,
             "overlong": self.encoder.overlong, "train_on": tokenizer.train_on,
             "train_on_roles": sorted(tokenizer.train_on_roles), "train_on_turns": tokenizer.train_on_turns,
-            "completions_as_chat": tokenizer.completions_as_chat,
+            "completions_as_chat": tokenizer.completions_as_chat, "kinds": sorted(tokenizer.kinds),
         }  # fmt: skip
         (folder / HOW).write_text(json.dumps(how))
 

@@ -47,6 +47,9 @@ TELLING = frozenset().union(*(fields for _, fields in KINDS)) - frozenset().unio
 READ = TELLING | frozenset().union(*PAIRS) | {"history", "system", "tools", "labels", "attention_mask"}
 """Every field that is read."""
 
+TRAINED = ("chat", "completion", "instruction", "text", "tokens")
+"""The kinds of which each row is one document."""
+
 CHATS = ("chat", "instruction")
 """The kinds that go through the chat template."""
 

@@ -21,7 +21,7 @@ from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.continuation import Continuation
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
-from chronicals.data.rows import Record, as_instruction, kind_of, normalise
+from chronicals.data.rows import TRAINED, Record, as_instruction, kind_of, normalise
 from chronicals.data.spans import trained_span
 from chronicals.data.texts import check_text, without_double_beginning, without_end
 
@@ -46,6 +46,7 @@ class Tokenizer:
         train_on_roles: whose messages of a conversation are trained.
         train_on_turns: ``all`` of those messages, or the ``last`` of each conversation.
         completions_as_chat: rows of prompt and completion go through the chat template, as a question and its answer.
+        kinds: of rows that the objective takes; a ``preference`` becomes an item of two documents.
 
     A message's own ``train`` (true or false) wins over both.
 
@@ -60,6 +61,7 @@ class Tokenizer:
         train_on_roles: Collection[str] = ("assistant",),
         train_on_turns: Turns = "all",
         completions_as_chat: bool = False,
+        kinds: Collection[str] = TRAINED,
     ):
         if not train_on_roles or not set(train_on_roles) <= set(get_args(Role)):
             raise ConfigurationError(f"train_on_roles={list(train_on_roles)}: name at least one of {', '.join(get_args(Role))}")
@@ -72,14 +74,14 @@ class Tokenizer:
         self.train_on_roles = frozenset(train_on_roles)
         self.train_on_turns = train_on_turns
         self.completions_as_chat = completions_as_chat
+        self.kinds = frozenset(kinds)
         self.template = ChatTemplate(tokenizer)
 
     @classmethod
-    def configured(cls, tokenizer: Any, config: ChronicalsConfig) -> Tokenizer:
+    def configured(cls, tokenizer: Any, config: ChronicalsConfig, kinds: Collection[str] = TRAINED) -> Tokenizer:
         """As a run's configuration has it."""
-        return cls(
-            tokenizer, config.trained_tokens, config.train_on_roles, config.train_on_turns, config.completions_as_chat
-        )  # fmt: skip
+        trained = config.trained_tokens, config.train_on_roles, config.train_on_turns
+        return cls(tokenizer, *trained, config.completions_as_chat, kinds)
 
     def encode(self, record: Record, where: str) -> Tokens:
         """Token ids of a row and the mask of what is trained.
@@ -134,6 +136,7 @@ class Tokenizer:
             vocabulary = json.dumps([sorted(inner.get_vocab().items()), type(inner).__qualname__, inner(PROBE)["input_ids"]])
         trained: list[Any] = [NAMES[self.train_on], sorted(self.train_on_roles), self.train_on_turns]
         trained += [True] if self.completions_as_chat else []  # without it the tokens, and so the name, are those of before
+        trained += [] if self.kinds == frozenset(TRAINED) else [sorted(self.kinds)]
         splits = bool(getattr(inner, "split_special_tokens", False))
         state = json.dumps([inner.chat_template, inner.special_tokens_map, splits, *trained], default=str, sort_keys=True)
         return hashlib.sha256(f"{vocabulary}{state}".encode()).hexdigest()

@@ -38,7 +38,8 @@ def tokenizer_in(folder: Path, how: dict[str, Any]) -> Tokenizer:
     import transformers
 
     inner = getattr(transformers, how["class"]).from_pretrained(folder)
-    return Tokenizer(inner, how["train_on"], how["train_on_roles"], how["train_on_turns"], how["completions_as_chat"])
+    trained = how["train_on"], how["train_on_roles"], how["train_on_turns"]
+    return Tokenizer(inner, *trained, how["completions_as_chat"], how["kinds"])
 
 
 def serve(encoder: ChunkEncoder, same: bool, pipes: Pipes) -> None:

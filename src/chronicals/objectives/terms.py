@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
+from chronicals.data.rows import TRAINED
 from chronicals.models import PresentedModel, Term, Terms
 
 Count = int | float | Tensor
@@ -42,10 +43,12 @@ class Objective(ABC):
 
     Attributes:
         Settings: dataclass of its settings, the section of its name in a configuration.
+        row_kinds: the kinds of row that it takes; of a ``preference`` it gets items of two documents.
         full_learning_rate, adapter_learning_rate: the default of ``learning_rate``, where all weights or adapters are trained.
     """
 
     Settings: ClassVar[type] = NoSettings
+    row_kinds: ClassVar[tuple[str, ...]] = TRAINED
     full_learning_rate: ClassVar[float] = 2e-4
     adapter_learning_rate: ClassVar[float] = 2e-4
 

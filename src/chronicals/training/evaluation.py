@@ -93,7 +93,7 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
     """
     objective = build_objective(config)
     embedding_rows = model.get_input_embeddings().weight.shape[0]
-    store = open_store(data, tokenizer, config, embedding_rows=embedding_rows)
+    store = open_store(data, tokenizer, config, embedding_rows=embedding_rows, kinds=objective.row_kinds)
     check_positions(model, store.longest)
     stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)
     device = input_device(model)

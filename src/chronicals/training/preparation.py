@@ -13,6 +13,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Ranks, card_of
 from chronicals.models import input_device
+from chronicals.objectives import OBJECTIVES
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,10 @@ def open_stores(
 
     def opened(name: str, source: Source, training: TokenStore | None = None) -> TokenStore:
         called = str(source) if isinstance(source, (str, Path)) else name
-        return open_store(source, tokenizer, config, called, ranks.local_rank == 0, embedding_rows, training, report_of(name))
+        return open_store(
+            source, tokenizer, config, called, ranks.local_rank == 0, embedding_rows, training, report_of(name),
+            OBJECTIVES[config.objective].row_kinds,
+        )  # fmt: skip
 
     if held_out is not None and config.validation_split:
         raise ConfigurationError(
