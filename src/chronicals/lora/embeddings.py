@@ -1,4 +1,4 @@
-"""Embeddings that go with an adapter: tokens were added to the base, and the base's own files do not hold their rows."""
+"""Embeddings that are saved with an adapter, because tokens were added and the base's files lack their rows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from chronicals.models import BASE_ROWS
 logger = logging.getLogger(__name__)
 
 STORED = "_chronicals_stores_embeddings"
-"""Attribute of a model whose adapter came with embeddings: it is saved with them again."""
+"""Attribute of a model whose adapter was loaded with embeddings; they are saved with it again."""
 
 Weights = dict[tuple[str, str], Tensor]
-"""Of the input embedding and the head: tensors by the path of the layer and the name of the parameter."""
+"""Tensors of the input embedding and the head, by the path of the layer and the name of the parameter."""
 
 
 def _layers(model: Any) -> dict[str, nn.Module]:
-    """The input embedding and the head, without an adapter on it, by path."""
+    """The input embedding and the head by path; of an adapted head its base layer."""
     ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
     return {
         path: getattr(module, "base_layer", module)
@@ -30,11 +30,13 @@ def _layers(model: Any) -> dict[str, nn.Module]:
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:
-    """Names of those weights, where the base has another number of rows, or one that is not known, or where they came with
-    the adapter; else none. A head that is tied to the embedding is stored as the embedding.
+    """Names of the weights of embedding and head if they must be saved with the adapter; else none.
+
+    They must if the embedding's rows differ from the base's, if the base's rows are unknown, or if they were loaded with the
+    adapter. A head that is tied to the embedding is stored once, as the embedding.
 
     Args:
-        base: folder or hub name of the base; None where the model was not loaded from one.
+        base: folder or hub name of the base; None if the model was not loaded from one.
     """
     if not getattr(model, STORED, False) and not _is_resized(model, base):
         return []
@@ -48,15 +50,19 @@ def embeddings_to_store(model: Any, base: str | None) -> list[str]:
 
 
 def remember_base_rows(model: Any) -> None:
-    """Keep how many rows the embedding has in the files of the model's base, where they can be read: when the adapter is
-    saved, they may be gone or out of reach."""
+    """Keep the number of embedding rows in the files of the model's base as an attribute, if they can be read.
+
+    When the adapter is saved, the files may be gone or unreachable.
+    """
     if getattr(model, BASE_ROWS, None) is None and model.config._name_or_path:
         setattr(model, BASE_ROWS, _rows_in_files(model, model.config._name_or_path))
 
 
 def _rows_in_files(model: Any, base: str) -> int | None:
-    """Rows of the embedding that the configuration at a folder, or of a hub name in the cache, says; None where it cannot be
-    read. A model that was loaded by its hub name has left its configuration in the cache: nothing is asked for."""
+    """Rows of the embedding by the configuration in a folder, or in the cache for a hub name; None if it cannot be read.
+
+    A model that was loaded by its hub name left its configuration in the cache, so the hub is not asked.
+    """
     try:
         config = type(model.config).from_pretrained(base, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -66,7 +72,7 @@ def _rows_in_files(model: Any, base: str) -> int | None:
 
 
 def _is_resized(model: Any, base: str | None) -> bool:
-    """Whether the embedding has other rows than in the files of the base, or may have, because it is not known how many."""
+    """Whether the embedding's rows differ from those in the base's files, or may differ because those are unknown."""
     rows, there = model.get_input_embeddings().weight.shape[0], getattr(model, BASE_ROWS, None)
     if there is None and base is None:  # made in memory: no file has any of its weights
         return False
@@ -80,10 +86,10 @@ def _is_resized(model: Any, base: str | None) -> bool:
 
 
 def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> Weights:
-    """Take those weights out of an adapter's tensors, whose names begin with ``prefix``.
+    """Remove the weights of embedding and head from an adapter's tensors, whose names begin with ``prefix``, and return them.
 
     Raises:
-        ValueError: what PEFT stores of an adapted head is another weight than the model's.
+        ValueError: the base weight that PEFT stored for an adapted head is not the model's.
     """
     found: Weights = {}
     for path, layer in _layers(model).items():
@@ -98,22 +104,22 @@ def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> We
 
 
 def _is_of_another_model(stored: Tensor, own: Tensor) -> bool:
-    """Whether most of the rows that both have differ; rows of added tokens do where they were drawn at random."""
+    """Whether most of the common rows differ; a few do where rows of added tokens were random."""
     rows = min(len(stored), len(own))
-    kind = min(stored.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
-    differ = stored[:rows].to(kind) != own[:rows].detach().to(stored.device, kind)
+    dtype = min(stored.dtype, own.dtype, key=lambda dtype: dtype.itemsize)
+    differ = stored[:rows].to(dtype) != own[:rows].detach().to(stored.device, dtype)
     return bool(differ.flatten(1).any(dim=1).float().mean() > 0.5) if own.ndim > 1 else False
 
 
 def rows_of(model: Any, stored: Weights) -> int:
-    """Rows of the embedding as stored, or else as they are."""
+    """The number of rows of the stored embedding; without one, of the model's."""
     known = [len(tensor) for tensor in stored.values()]
     return known[0] if known else model.get_input_embeddings().weight.shape[0]
 
 
 @torch.no_grad()
 def take_embeddings(model: Any, stored: Weights) -> None:
-    """Put stored weights into the model, whose embedding and head first get as many rows."""
+    """Copy stored weights into the model, after resizing its embedding and head to their rows."""
     if not stored:
         return
     if (rows := rows_of(model, stored)) != model.get_input_embeddings().weight.shape[0]:

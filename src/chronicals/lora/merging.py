@@ -1,4 +1,4 @@
-"""Merging: ``W + s · B A`` takes the place of a linear layer and its adapter."""
+"""Merging: a linear layer with an adapter becomes a plain linear layer with the weight ``W + s · B A``."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from chronicals.lora.layers import LoRALinear, adapters
 
 @torch.no_grad()
 def merge_adapters(model: Any) -> None:
-    """Replace every adapted layer by its base with the adapter in it, summed in fp32 and rounded once to the weight's type.
+    """Replace every adapted layer by its base layer with the merged weight, summed in fp32 and rounded once to its dtype.
 
-    A head that was tied to the embedding gets a weight of its own. All weights stay frozen, as PEFT leaves them.
+    A head that was tied to the embedding gets a weight of its own. All weights stay frozen, as with PEFT.
 
     Raises:
-        ValueError: there are no adapters of ours, or a weight is quantised; the model is as it was.
+        ValueError: there are no adapters of ours, or a weight is quantised; the model is unchanged.
     """
     adapted = dict(adapters(model))
     if not adapted:
@@ -48,7 +48,7 @@ def _merged(layer: LoRALinear) -> Tensor:
 
 
 def _untie_adapted_head(model: Any) -> None:
-    """The embedding must stay what it is when the head's weight changes."""
+    """Give an adapted head a copy of a weight that it shares with the embedding, so that merging does not change the latter."""
     head = model.get_output_embeddings()
     if not isinstance(head, LoRALinear) or head.base_layer.weight is not model.get_input_embeddings().weight:
         return
