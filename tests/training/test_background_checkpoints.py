@@ -156,7 +156,15 @@ def test_frozen_weights_are_not_copied(tmp_path, monkeypatch):
         return inner(self, tensors)
 
     monkeypatch.setattr(staging.Staging, "copy", copy)
-    runs.train(tmp_path, use_lora=True, lora_rank=4, max_steps=1)
+    runs.train(tmp_path, use_lora=True, lora_rank=4, save_steps=1, max_steps=2)
     (tensors,) = copied
     weights = [name for place, name in tensors if place == "weights" and isinstance(tensors[place, name], torch.nn.Parameter)]
     assert weights and all("lora_" in name for name in weights)
+
+
+def test_that_of_the_last_step_is_written_without_a_copy(tmp_path, monkeypatch):
+    """A copy would cost its memory and time, and nothing goes on beside it."""
+    copied, inner = [], staging.Staging.copy
+    monkeypatch.setattr(staging.Staging, "copy", lambda self, tensors: copied.append(len(tensors)) or inner(self, tensors))
+    runs.train(tmp_path, **OPTIONS)
+    assert len(copied) == OPTIONS["max_steps"] - 1 and len(checkpoints(tmp_path / "run")) == OPTIONS["max_steps"]

@@ -140,8 +140,8 @@ class RunCheckpoints:
     ) -> None:  # fmt: skip
         """Begin the checkpoint of this step, whose metrics have arrived; all ranks must ask.
 
-        Its tensors are copied while the next forward and backward pass run, and written by a thread. The checkpoint before it
-        is finished first.
+        Its tensors are copied while the next forward and backward pass run, and written by a thread; those of the last step are
+        written at once. The checkpoint before it is finished first.
 
         Raises:
             CheckpointError: this one or the one before it cannot be written.
@@ -170,7 +170,9 @@ class RunCheckpoints:
                 )
                 self.written.append((step, folder))
 
-            if self._staging.fits(state.changing().values()):
+            if step == run.total_steps:  # nothing goes on beside it that would be worth a copy
+                write(state)
+            elif self._staging.fits(state.changing().values()):
                 state = state.staged(self._staging)
                 self._background.start(partial(self._write_staged, write, state))
             else:
