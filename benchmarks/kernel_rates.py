@@ -35,7 +35,7 @@ from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
-from chronicals.kernels.launch import with_room
+from chronicals.kernels.launch import with_padding
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
@@ -356,9 +356,9 @@ def adapters():
     }
     for name, (inner, sizes) in layers.items():
         weights = [random(size, inner, scale=inner**-0.5) for size in sizes]
-        room = columns_for([rank] * len(sizes))
-        x = with_room(weights[0], (tokens, inner), room).normal_().requires_grad_()
-        upstream = with_room(weights[0], (tokens, sum(sizes)), room).normal_()
+        padding = columns_for([rank] * len(sizes))
+        x = with_padding(weights[0], (tokens, inner), padding).normal_().requires_grad_()
+        upstream = with_padding(weights[0], (tokens, sum(sizes)), padding).normal_()
         merged, frozen = (Merged.fused(weights, [None] * len(sizes), [r] * len(sizes)) for r in (rank, 0))
         matrices = [(random(rank, inner).float().requires_grad_(), random(n, rank).float().requires_grad_()) for n in sizes]
 
@@ -392,9 +392,9 @@ def adapters():
 def gradients_of_adapters(tokens: int, sizes: tuple[int, ...], rank: int):
     """Both at the wide end, beside the two products that read dy one after the other."""
     ranks = [rank] * len(sizes)
-    room = columns_for(ranks)
-    dy, g = random(tokens, sum(sizes) + room).split([sum(sizes), room], 1)
-    up, u = torch.zeros_like(random(sum(sizes), room)), random(tokens, room)
+    padding = columns_for(ranks)
+    dy, g = random(tokens, sum(sizes) + padding).split([sum(sizes), padding], 1)
+    up, u = torch.zeros_like(random(sum(sizes), padding)), random(tokens, padding)
     for n, rows in enumerate(up.split(sizes)):
         rows[:, n * rank :][:, :rank].normal_()
     call = partial(adapter_gradients, dy, up, u, g, sizes, ranks, [1.0] * len(sizes), torch.float32)
@@ -418,7 +418,7 @@ def layers():
         vocab_size=256, max_position_embeddings=tokens,
     )  # fmt: skip
     x = random(1, tokens, 4096).requires_grad_()
-    upstream = with_room(x, (tokens, 4096), columns_for([16])).normal_()[None]  # as the norm above gives it
+    upstream = with_padding(x, (tokens, 4096), columns_for([16])).normal_()[None]  # as the norm above gives it
 
     def built(dropout: float | None) -> LlamaModel:
         with torch.device("cuda"):

@@ -40,11 +40,11 @@ def gradients_seen(x):
     return seen
 
 
-def check_norm(norm, shape, dtype, device, summed, weighed, rooms=(0, 0)):
+def check_norm(norm, shape, dtype, device, summed, weighed, paddings=(0, 0)):
     x, weight = draw(device, dtype, *shape), draw(device, dtype, shape[-1]) if weighed else None
     residual = draw(device, dtype, *shape) if summed else None
     amax, of_gradient = Amax(), Amax()
-    y, total = norm(x, residual, weight, 1e-6, 0.0, *rooms, amax, of_gradient)
+    y, total = norm(x, residual, weight, 1e-6, 0.0, *paddings, amax, of_gradient)
     assert amax.take(y) == largest(y)
     seen = gradients_seen(x)
     torch.autograd.backward((y, total), (torch.randn_like(y), torch.randn_like(total)))
@@ -62,12 +62,12 @@ def test_of_norms(shape, summed, weighed, device):
 def test_columns_left_free_have_no_part(device, monkeypatch):
     """Whatever lies in them."""
     for module in (RMSNORM, GLU, ROPE):
-        usual = module.with_room
-        monkeypatch.setattr(module, "with_room", lambda *a, usual=usual, **k: infinite_around(usual(*a, **k)))
-    check_norm(fused_add_rmsnorm, (5, 37), torch.float32, device, True, True, rooms=(8, 16))
-    check_unit(glu_of_both, 5, 37, torch.float32, device, "silu", rooms=(8, 16))
+        usual = module.with_padding
+        monkeypatch.setattr(module, "with_padding", lambda *a, usual=usual, **k: infinite_around(usual(*a, **k)))
+    check_norm(fused_add_rmsnorm, (5, 37), torch.float32, device, True, True, paddings=(8, 16))
+    check_unit(glu_of_both, 5, 37, torch.float32, device, "silu", paddings=(8, 16))
     for turn in (fused_qkv_rope, normed(fused_qkv_norm_rope)):
-        check_rotation(turn, 5, (3, 1), 6, 4, torch.float32, device, room=16)
+        check_rotation(turn, 5, (3, 1), 6, 4, torch.float32, device, padding=16)
 
 
 def infinite_around(x):
@@ -75,10 +75,10 @@ def infinite_around(x):
     return x
 
 
-def check_unit(unit, rows, width, dtype, device, activation, rooms=(0, 0)):
+def check_unit(unit, rows, width, dtype, device, activation, paddings=(0, 0)):
     both = draw(device, dtype, rows, 2 * width)
     amax, of_gradient = Amax(), Amax()
-    y = unit(both, activation, *rooms, amax, of_gradient)
+    y = unit(both, activation, *paddings, amax, of_gradient)
     assert amax.take(y) == largest(y)
     seen = gradients_seen(both)
     y.backward(torch.randn_like(y))
@@ -92,7 +92,7 @@ def test_of_units(rows, width, activation, device):
         check_unit(glu_of_both, rows, width, dtype, device, activation)
 
 
-def check_rotation(turn, tokens, heads, width, rotated, dtype, device, interleaved=False, room=0, spoil=()):
+def check_rotation(turn, tokens, heads, width, rotated, dtype, device, interleaved=False, padding=0, spoil=()):
     """The largest gradient may reach queries, keys or values, ``spoil`` is where there is none."""
     h, k = heads
     angles = torch.randn(tokens, rotated, device=device)
@@ -100,9 +100,9 @@ def check_rotation(turn, tokens, heads, width, rotated, dtype, device, interleav
     for place in spoil:
         given[place] = float("nan")
     amax, seen = Amax(), gradients_seen(qkv)
-    out = turn(qkv, angles.cos(), angles.sin(), heads, interleaved, room, amax)
+    out = turn(qkv, angles.cos(), angles.sin(), heads, interleaved, padding, amax)
     torch.autograd.backward(out, given.split((h, k, k), 1))
-    assert seen[0].stride(0) == qkv.shape[1] + room and amax.take(seen[0]) == largest(seen[0])
+    assert seen[0].stride(0) == qkv.shape[1] + padding and amax.take(seen[0]) == largest(seen[0])
 
 
 def normed(turn):
@@ -115,13 +115,13 @@ def normed(turn):
     return run
 
 
-@pytest.mark.parametrize("room", [0, 16])
+@pytest.mark.parametrize("padding", [0, 16])
 @pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
 @pytest.mark.parametrize(("heads", "width", "rotated"), HEADS, ids=str)
 @pytest.mark.parametrize("turn", [fused_qkv_rope, normed(fused_qkv_norm_rope)], ids=["alone", "after norms"])
-def test_of_rotations(turn, heads, width, rotated, interleaved, room, device):
+def test_of_rotations(turn, heads, width, rotated, interleaved, padding, device):
     for dtype in TYPES:
-        check_rotation(turn, 13, heads, width, rotated, dtype, device, interleaved, room)
+        check_rotation(turn, 13, heads, width, rotated, dtype, device, interleaved, padding)
 
 
 @pytest.mark.parametrize("turn", [fused_qkv_rope, normed(fused_qkv_norm_rope)], ids=["alone", "after norms"])

@@ -377,14 +377,14 @@ def test_planted_faults_are_found(name, device):
 def in_parts(function=None, heads=(4, 2), width=64):
     """``fused_qkv_norm_rope`` as a function of queries, keys and values, which are merged before; or the parts themselves."""
 
-    def ours(cos, sin, eps, offset, interleaved, room):
+    def ours(cos, sin, eps, offset, interleaved, padding):
         def run(q, k, v, q_weight, k_weight):
             qkv = torch.cat([x.flatten(1) for x in (q, k, v)], 1)
-            return function(qkv, q_weight, k_weight, cos, sin, heads, eps, offset, interleaved, room)
+            return function(qkv, q_weight, k_weight, cos, sin, heads, eps, offset, interleaved, padding)
 
         return run
 
-    def plain(cos, sin, eps, offset, interleaved, room):
+    def plain(cos, sin, eps, offset, interleaved, padding):
         both = definition(cos, sin, -2, eps, offset, interleaved)
         return lambda q, k, v, q_weight, k_weight: (*both(q, k, q_weight, k_weight), v)
 
@@ -397,12 +397,12 @@ def in_parts(function=None, heads=(4, 2), width=64):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
-    ("heads", "width", "rotated", "offset", "interleaved", "room"),
+    ("heads", "width", "rotated", "offset", "interleaved", "padding"),
     [((4, 2), 64, 64, 0.0, False, 0), ((3, 1), 96, 32, 1.0, True, 16), ((2, 2), 80, 80, 0.0, False, 32)],
 )
-def test_merged(heads, width, rotated, offset, interleaved, room, dtype, device):
+def test_merged(heads, width, rotated, offset, interleaved, padding, dtype, device):
     of, draw = in_parts(module.fused_qkv_norm_rope, heads, width)
-    options = *tables(13, rotated, device=device), 1e-6, offset, interleaved, room
+    options = *tables(13, rotated, device=device), 1e-6, offset, interleaved, padding
     plain, _ = in_parts(None, heads, width)
     assert_as_exact_as_plain(of(*options), plain(*options), draw(dtype, device))
 
@@ -411,7 +411,7 @@ def test_the_gradient_of_what_is_merged_has_room(device):
     cos, sin = tables(13, 64, device=device)
     qkv = torch.randn(13, 8 * 64, device=device, requires_grad=True)
     given = [torch.randn(n, 13, 64, device=device).transpose(0, 1) for n in (4, 2, 2)]  # which lie anyhow
-    outs = module.fused_qkv_norm_rope(qkv, *weights(64, torch.float32, device), cos, sin, (4, 2), gradient_room=16)
+    outs = module.fused_qkv_norm_rope(qkv, *weights(64, torch.float32, device), cos, sin, (4, 2), gradient_padding=16)
     (found,) = torch.autograd.grad(outs, qkv, given)
     assert found.shape == qkv.shape and found.stride() == (8 * 64 + 16, 1)
     assert torch.equal(found[:, 6 * 64 :], given[2].flatten(1))

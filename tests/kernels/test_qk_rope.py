@@ -318,20 +318,20 @@ def test_compiled(device):
     compare(default_layout(2, 4, 3, 13, 16, torch.float32, device), cos, sin, heads=1, function=compiled)
 
 
-def assert_gradient_of_all_three(function, heads, width, rotated, room, device):
+def assert_gradient_of_all_three(function, heads, width, rotated, padding, device):
     (h, k), (cos, sin) = heads, tables(37, rotated, device=device)
     qkv = torch.randn(37, (h + 2 * k) * width, device=device, requires_grad=True)
     given = [torch.randn(n, 37, width, device=device).transpose(0, 1) for n in (h, k, k)]
-    (found,) = torch.autograd.grad(function(qkv * 1, cos, sin, heads, gradient_room=room), qkv, given)
+    (found,) = torch.autograd.grad(function(qkv * 1, cos, sin, heads, gradient_padding=padding), qkv, given)
     q, k = module.qk_rope_reference(given[0], given[1], cos, -sin)
     torch.testing.assert_close(found, torch.cat([q, k, given[2]], 1).flatten(1), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("room", [0, 16])
+@pytest.mark.parametrize("padding", [0, 16])
 @pytest.mark.parametrize(("heads", "width", "rotated"), [((3, 1), 6, 4), ((4, 2), 64, 64)])
-def test_the_gradient_of_all_three_is_one_tensor(heads, width, rotated, room, device):
+def test_the_gradient_of_all_three_is_one_tensor(heads, width, rotated, padding, device):
     """From gradients that lie anyhow; values pass as they are."""
-    assert_gradient_of_all_three(module.fused_qkv_rope, heads, width, rotated, room, device)
+    assert_gradient_of_all_three(module.fused_qkv_rope, heads, width, rotated, padding, device)
 
 
 def test_values_of_another_head_are_noticed(device):

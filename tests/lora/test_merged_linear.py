@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.dropped_products import draw_seed, dropped_reference
-from chronicals.kernels.launch import with_room
+from chronicals.kernels.launch import with_padding
 from chronicals.lora import merged_linear as module
 from chronicals.lora.merged_linear import Merged, Remake, merged_linear, merged_linear_reference
 from chronicals.lora.padding import columns_for
@@ -20,13 +20,13 @@ RANKS = [(0,), (0, 0, 0), (4,), (3, 3, 3), (0, 5, 0), (8, 0)]
 SIZES = (24, 7, 13)
 
 
-def roomy(x, room):
-    made = with_room(x, x.shape, room)
+def padded(x, padding):
+    made = with_padding(x, x.shape, padding)
     made.copy_(x)
     return made
 
 
-def functions(ranks, biased, made_with_room, dropout=0.0, of=module, scales=(0.5, 1.5, 2.5)):
+def functions(ranks, biased, made_with_padding, dropout=0.0, of=module, scales=(0.5, 1.5, 2.5)):
     """Ours and the plain one, of x, the weights, the biases, and the A and B of the layers that have them."""
     count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
 
@@ -43,9 +43,9 @@ def functions(ranks, biased, made_with_room, dropout=0.0, of=module, scales=(0.5
         weights, biases, adapters = parts(tensors)
         merged = of.Merged.fused(weights, biases, ranks)
         columns = merged.padding.columns
-        x = _Roomy.apply(x, columns) if made_with_room else x * 1
-        y = of.merged_linear(x, merged, adapters, made_with_room, made_with_room)
-        return _GradientRoomy.apply(y, columns) if made_with_room else y * 1
+        x = _Padded.apply(x, columns) if made_with_padding else x * 1
+        y = of.merged_linear(x, merged, adapters, made_with_padding, made_with_padding)
+        return _GradientPadded.apply(y, columns) if made_with_padding else y * 1
 
     def plain(x, *tensors):
         return merged_linear_reference(x, *parts(tensors))
@@ -53,25 +53,25 @@ def functions(ranks, biased, made_with_room, dropout=0.0, of=module, scales=(0.5
     return ours, plain
 
 
-class _Roomy(torch.autograd.Function):
+class _Padded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, room):
-        return roomy(x, room)
+    def forward(ctx, x, padding):
+        return padded(x, padding)
 
     @staticmethod
     def backward(ctx, g):
         return g, None
 
 
-class _GradientRoomy(torch.autograd.Function):
+class _GradientPadded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, room):
-        ctx.room = room
+    def forward(ctx, y, padding):
+        ctx.padding = padding
         return y * 1
 
     @staticmethod
     def backward(ctx, g):
-        return roomy(g, ctx.room), None
+        return padded(g, ctx.padding), None
 
 
 def draw(ranks, biased, dtype, device, rows=13, width=20):
@@ -89,12 +89,12 @@ def draw(ranks, biased, dtype, device, rows=13, width=20):
     return drawn
 
 
-@pytest.mark.parametrize("made_with_room", [True, False], ids=["room", "dense"])
+@pytest.mark.parametrize("made_with_padding", [True, False], ids=["padding", "dense"])
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("ranks", RANKS, ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_equals_the_layers_one_by_one(dtype, ranks, biased, made_with_room, device):
-    ours, plain = functions(ranks, biased, made_with_room)
+def test_equals_the_layers_one_by_one(dtype, ranks, biased, made_with_padding, device):
+    ours, plain = functions(ranks, biased, made_with_padding)
     assert_as_exact_as_plain(ours, plain, draw(ranks, biased, dtype, device))
 
 
@@ -162,9 +162,9 @@ def test_dropout_in_forward_and_backward_is_the_same(device):
     torch.autograd.gradcheck(value, (tensors[0].requires_grad_(),))
 
 
-def with_its_mask(ranks, biased, made_with_room, of=module):
+def with_its_mask(ranks, biased, made_with_padding, of=module):
     """Ours under dropout, and the plain formula, in torch, with the mask that ours draws."""
-    ours, _ = functions(ranks, biased, made_with_room, dropout=0.5, of=of)
+    ours, _ = functions(ranks, biased, made_with_padding, dropout=0.5, of=of)
     count, adapted = len(ranks), [n for n, rank in enumerate(ranks) if rank]
 
     def seeded(x, *tensors):
@@ -186,12 +186,12 @@ def with_its_mask(ranks, biased, made_with_room, of=module):
     return seeded, plain
 
 
-@pytest.mark.parametrize("made_with_room", [True, False], ids=["room", "dense"])
+@pytest.mark.parametrize("made_with_padding", [True, False], ids=["padding", "dense"])
 @pytest.mark.parametrize(("ranks", "biased"), [((3, 3, 3), False), ((0, 5, 0), True)], ids=str)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_under_dropout_equals_the_formula_with_its_mask(dtype, ranks, biased, made_with_room, device):
+def test_under_dropout_equals_the_formula_with_its_mask(dtype, ranks, biased, made_with_padding, device):
     """Of every output and gradient: a mean over draws does not see which mask a gradient was made with."""
-    assert_as_exact_as_plain(*with_its_mask(ranks, biased, made_with_room), draw(ranks, biased, dtype, device))
+    assert_as_exact_as_plain(*with_its_mask(ranks, biased, made_with_padding), draw(ranks, biased, dtype, device))
 
 
 @pytest.mark.parametrize(
@@ -279,11 +279,11 @@ def test_x_with_what_lies_behind_its_rows_is_of_another_version(dropout, device)
     """Who has moved x elsewhere must not take that for what is saved here."""
     x, w, a, b = (t.requires_grad_() for t in draw((3,), False, torch.float32, device)())
     merged, saved = Merged.fused([w], [None], (3,)), []
-    roomy = with_room(x, x.shape, merged.padding.columns).copy_(x.detach()).data.requires_grad_()
+    padded = with_padding(x, x.shape, merged.padding.columns).copy_(x.detach()).data.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        merged_linear(roomy, merged, [Adapter(a, b, 0.5, dropout)], roomy=True)
-    (own,) = [t for t in saved if t.untyped_storage().data_ptr() == roomy.untyped_storage().data_ptr()]
-    assert own._version != roomy._version
+        merged_linear(padded, merged, [Adapter(a, b, 0.5, dropout)], padded=True)
+    (own,) = [t for t in saved if t.untyped_storage().data_ptr() == padded.untyped_storage().data_ptr()]
+    assert own._version != padded._version
 
 
 def test_an_adapter_changed_before_the_backward_is_refused(device):

@@ -521,7 +521,7 @@ def test_other_layers_keep_their_parts(family):
         ("if not beta or", "if True or", "attention half"),
         ("scale=attention.scaling", "scale=1.01 * attention.scaling", "attention half"),
         ("return x, self._after(self._between(", "return 2 * x, self._after(self._between(", "MLP half"),
-        ("activation, room, self.first.room", "activation.replace('silu', 'gelu'), room, self.first.room", "MLP half"),
+        ("activation, padding, self.first.", "activation.replace('silu', 'gelu'), padding, self.first.", "MLP half"),
     ],
 )
 def test_a_wrong_half_is_not_taken(old, new, kept, monkeypatch):

@@ -32,7 +32,7 @@ def document_attention(
     sinks: Tensor | None = None,
     backend: str | None = None,
     flash: bool = True,
-    room: int = 0,
+    padding: int = 0,
 ) -> Tensor:
     """Attention output ``[Q, H, D]``, or as wide as the values, in the dtype of the inputs.
 
@@ -50,7 +50,7 @@ def document_attention(
         sinks: ``[H]``, a logit each head may spend its attention on.
         backend: one of ``BACKENDS``; chosen by ``choose_backend`` if None.
         flash: False chooses no backend of FlashAttention.
-        room: values that may be left free behind the heads of each token, by a backend that can.
+        padding: values that may be left free behind the heads of each token, by a backend that can.
 
     Raises:
         ValueError: shapes or types do not fit, or ``backend`` cannot do what is asked.
@@ -76,7 +76,7 @@ def document_attention(
     if narrow < head_dim + missing:
         v_TKD = F.pad(v_TKD, (0, head_dim + missing - narrow))
     scale = head_dim**-0.5 if scale is None else scale
-    out = chosen.attend(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, room)
+    out = chosen.attend(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, padding)
     return out[..., :narrow] if narrow < head_dim + missing else out
 
 

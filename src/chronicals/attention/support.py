@@ -35,7 +35,7 @@ class Spans:
 
 
 Attend = Callable[[Tensor, Tensor, Tensor, Spans, float, int | None, float | None, Tensor | None, int], Tensor]
-"""``(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, room)`` to ``[Q, H, D]``."""
+"""``(q_QHD, k_TKD, v_TKD, spans, scale, window, softcap, sinks, padding)`` to ``[Q, H, D]``."""
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from chronicals.kernels.launch import (
     runs_triton,
     tl,
     triton,
-    with_room,
+    with_padding,
 )
 
 APPROXIMATIONS = {"none": "gelu", "tanh": "gelu_tanh"}
@@ -121,9 +121,9 @@ def _grid(tensors: list[Tensor]) -> tuple[tuple[int], int, list[int], Tile]:
 
 
 @torch.library.custom_op("chronicals::glu_forward", mutates_args=())
-def _forward(gate: Tensor, up: Tensor, activation: str, room: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+def _forward(gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
     """y and its amax, ``absent`` if not wanted."""
-    y, amax = with_room(gate, gate.shape, room), new_amax(gate, finds_amax)
+    y, amax = with_padding(gate, gate.shape, padding), new_amax(gate, finds_amax)
     if gate.numel():
         grid, width, strides, tile = _grid([gate, up, y])
         _glu_forward_kernel[grid](
@@ -134,8 +134,8 @@ def _forward(gate: Tensor, up: Tensor, activation: str, room: int, finds_amax: b
 
 
 @_forward.register_fake
-def _(gate: Tensor, up: Tensor, activation: str, room: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
-    return with_room(gate, gate.shape, room), new_amax(gate, finds_amax)
+def _(gate: Tensor, up: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+    return with_padding(gate, gate.shape, padding), new_amax(gate, finds_amax)
 
 
 @torch.library.custom_op("chronicals::glu_backward", mutates_args=())
@@ -151,17 +151,17 @@ def _(dy: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Te
 
 
 @torch.library.custom_op("chronicals::glu_of_both_backward", mutates_args=())
-def _backward_of_both(dy: Tensor, both: Tensor, activation: str, room: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+def _backward_of_both(dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
     """The gradient of both, and its amax, ``absent`` if not wanted."""
-    d_both, amax = with_room(both, both.shape, room), new_amax(both, finds_amax)
+    d_both, amax = with_padding(both, both.shape, padding), new_amax(both, finds_amax)
     (gate, up), (d_gate, d_up) = both.chunk(2, -1), d_both.chunk(2, -1)
     _launch_backward(dy, gate, up, d_gate, d_up, amax if finds_amax else None, activation)
     return d_both, amax
 
 
 @_backward_of_both.register_fake
-def _(dy: Tensor, both: Tensor, activation: str, room: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
-    return with_room(both, both.shape, room), new_amax(both, finds_amax)
+def _(dy: Tensor, both: Tensor, activation: str, padding: int, finds_amax: bool) -> tuple[Tensor, Tensor]:
+    return with_padding(both, both.shape, padding), new_amax(both, finds_amax)
 
 
 def _launch_backward(
@@ -194,11 +194,12 @@ class _GLU(torch.autograd.Function):
 class _GLUOfBoth(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, both: Tensor, activation: str, room: int, gradient_room: int, amax: Amax | None, gradient_amax: Amax | None
+        ctx: Any, both: Tensor, activation: str, padding: int, gradient_padding: int, amax: Amax | None,
+        gradient_amax: Amax | None,
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(both)
-        ctx.options, ctx.amax = (activation, gradient_room, gradient_amax is not None), gradient_amax
-        return with_amax(amax, *_forward(*both.chunk(2, -1), activation, room, amax is not None))
+        ctx.options, ctx.amax = (activation, gradient_padding, gradient_amax is not None), gradient_amax
+        return with_amax(amax, *_forward(*both.chunk(2, -1), activation, padding, amax is not None))
 
     @staticmethod
     @differentiable_once
@@ -230,21 +231,21 @@ def fused_geglu(gate: Tensor, up: Tensor, approximate: str = "none") -> Tensor:
 
 
 def glu_of_both(
-    both: Tensor, activation: str, room: int = 0, gradient_room: int = 0, amax: Amax | None = None,
+    both: Tensor, activation: str, padding: int = 0, gradient_padding: int = 0, amax: Amax | None = None,
     gradient_amax: Amax | None = None,
 ) -> Tensor:  # fmt: skip
     """The gated unit of a merged product ``[T, 2F]``, gate before up, whose gradient comes as one tensor too.
 
     Args:
         activation: ``silu``, ``gelu`` or ``gelu_tanh``.
-        room, gradient_room: columns left free behind each row of the result and of the gradient.
+        padding, gradient_padding: columns left free behind each row of the result and of the gradient.
         amax, gradient_amax: told the largest absolute value of the result and of the gradient.
 
     Returns:
         ``[T, F]``.
     """
     if runs_triton(both):
-        return _GLUOfBoth.apply(both, activation, room, gradient_room, amax, gradient_amax)
+        return _GLUOfBoth.apply(both, activation, padding, gradient_padding, amax, gradient_amax)
     return REFERENCES[activation](*both.chunk(2, -1))
 
 

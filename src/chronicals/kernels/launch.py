@@ -120,10 +120,10 @@ def in_rows(x: Tensor) -> Tensor:
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
 
 
-def with_room(like: Tensor, shape: Sequence[int], room: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty ``[rows, width]`` with ``room`` columns free behind each row, where a product may lay what belongs to it."""
+def with_padding(like: Tensor, shape: Sequence[int], padding: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Empty ``[rows, width]`` whose rows have ``padding`` columns behind them, for what adapters add to a product."""
     rows, width = shape
-    return like.new_empty((rows, width + room), dtype=dtype)[:, :width]
+    return like.new_empty((rows, width + padding), dtype=dtype)[:, :width]
 
 
 @functools.cache

@@ -341,12 +341,12 @@ def _(
 @torch.library.custom_op("chronicals::qkv_norm_rope_backward", mutates_args=())
 def _merged_backward(
     dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
-    sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, room: int,
+    sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, padding: int,
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradient of ``[T, (H + 2K) · D]``, those of both weights, and the amax of the former, ``absent`` if not wanted; all
     but the weights and rstd are ``[T, H or K, D]``."""
-    d_qkv, amax = gradient_like(dq_out, dk_out, dv, room), new_amax(q, finds_amax)
+    d_qkv, amax = gradient_like(dq_out, dk_out, dv, padding), new_amax(q, finds_amax)
     packed = (dense(dq_out), dense(dk_out), q, k, *heads_of(d_qkv, q.shape[1], k.shape[1]), dense(dv))
     dq_out, dk_out, q, k, dq, dk, place, dv = (x.transpose(0, 1)[None] for x in packed)
     sums = _launch_backward(
@@ -359,32 +359,32 @@ def _merged_backward(
 @_merged_backward.register_fake
 def _(
     dq_out: Tensor, dk_out: Tensor, dv: Tensor, q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor,
-    sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, room: int,
+    sin: Tensor, q_rstd: Tensor, k_rstd: Tensor, offset: float, interleaved: bool, wants_weights: bool, padding: int,
     finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     sums = q.new_empty((2, q.shape[-1] * wants_weights), dtype=torch.float32)
-    return gradient_like(dq_out, dk_out, dv, room), sums, new_amax(q, finds_amax)
+    return gradient_like(dq_out, dk_out, dv, padding), sums, new_amax(q, finds_amax)
 
 
 class _MergedQKNormRope(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int],
-        eps: float, offset: float, interleaved: bool, room: int, amax: Amax | None,
+        eps: float, offset: float, interleaved: bool, padding: int, amax: Amax | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         q, k, v = heads_of(qkv, *heads)
         weights = q_weight.contiguous(), k_weight.contiguous()
         of_both = (x.transpose(0, 1)[None] for x in (q, k))
         q_out, k_out, *rstd = _forward(*of_both, *weights, cos[None], sin[None], eps, offset, interleaved)
         ctx.save_for_backward(q, k, *weights, cos, sin, *rstd)
-        ctx.options, ctx.amax = (offset, interleaved, room), amax
+        ctx.options, ctx.amax = (offset, interleaved, padding), amax
         return q_out.squeeze(0).transpose(0, 1), k_out.squeeze(0).transpose(0, 1), v.detach()
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        saved, wanted, (offset, interleaved, room) = ctx.saved_tensors, ctx.needs_input_grad[1:3], ctx.options
-        options = offset, interleaved, any(wanted), room, ctx.amax is not None
+        saved, wanted, (offset, interleaved, padding) = ctx.saved_tensors, ctx.needs_input_grad[1:3], ctx.options
+        options = offset, interleaved, any(wanted), padding, ctx.amax is not None
         d_qkv, sums, cell = _merged_backward(*gradients, *saved, *options)
         of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4])) if any(wanted) else (None, None)
         return with_amax(ctx.amax, d_qkv, cell), *of_weights, *(None,) * 8
@@ -446,7 +446,7 @@ def fused_qk_norm_rope(
 
 def fused_qkv_norm_rope(
     qkv: Tensor, q_weight: Tensor, k_weight: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], eps: float = 1e-6,
-    offset: float = 0.0, interleaved: bool = False, gradient_room: int = 0, gradient_amax: Amax | None = None,
+    offset: float = 0.0, interleaved: bool = False, gradient_padding: int = 0, gradient_amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """``fused_qk_norm_rope`` of a merged product, which gets one gradient; values are those of the product.
 
@@ -454,7 +454,7 @@ def fused_qkv_norm_rope(
         qkv: ``[T, (H + 2K) · D]``.
         cos, sin: ``[T, R]``.
         heads: H and K.
-        gradient_room: columns left free behind each row of the gradient.
+        gradient_padding: columns left free behind each row of the gradient.
         gradient_amax: told the largest absolute value of the gradient.
 
     Returns:
@@ -470,7 +470,7 @@ def fused_qkv_norm_rope(
     cos, sin = cos.detach(), sin.detach()
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    options = heads, eps, offset, interleaved, gradient_room, gradient_amax
+    options = heads, eps, offset, interleaved, gradient_padding, gradient_amax
     return _MergedQKNormRope.apply(qkv, q_weight, k_weight, cos, sin, *options)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.amax import Amax, magnitude, new_amax, raise_amax, with_amax
-from chronicals.kernels.launch import Tile, differentiable_once, next_power_of_2, runs_triton, tl, triton, with_room
+from chronicals.kernels.launch import Tile, differentiable_once, next_power_of_2, runs_triton, tl, triton, with_padding
 
 
 def _tile(half: int, rest: int) -> Tile:
@@ -236,26 +236,26 @@ class _Rotation(torch.autograd.Function):
 
 @torch.library.custom_op("chronicals::qkv_rope_backward", mutates_args=())
 def _merged_gradient(
-    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_amax: bool
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The gradient of all three, and its amax, ``absent`` if not wanted."""
-    d_qkv, amax = gradient_like(d_q, d_k, d_v, room), new_amax(d_q, finds_amax)
+    d_qkv, amax = gradient_like(d_q, d_k, d_v, padding), new_amax(d_q, finds_amax)
     of_qkv = heads_of(d_qkv, d_q.shape[1], d_k.shape[1])
     q, k, v, of_q, of_k, of_v = (dense(x).transpose(0, 1)[None] for x in (d_q, d_k, d_v, *of_qkv))
     _launch(q, k, of_q, of_k, cos[None], sin[None], interleaved, True, (v, of_v), amax if finds_amax else None)
     return d_qkv, amax
 
 
-def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, room: int) -> Tensor:
-    """Rows for all three side by side, with room behind; unwritten."""
-    return with_room(d_q, (len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2]), room)
+def gradient_like(d_q: Tensor, d_k: Tensor, d_v: Tensor, padding: int) -> Tensor:
+    """Rows for all three side by side, with padding behind; unwritten."""
+    return with_padding(d_q, (len(d_q), sum(x.shape[1] for x in (d_q, d_k, d_v)) * d_q.shape[2]), padding)
 
 
 @_merged_gradient.register_fake
 def _(
-    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, room: int, finds_amax: bool
+    d_q: Tensor, d_k: Tensor, d_v: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return gradient_like(d_q, d_k, d_v, room), new_amax(d_q, finds_amax)
+    return gradient_like(d_q, d_k, d_v, padding), new_amax(d_q, finds_amax)
 
 
 def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -266,11 +266,11 @@ def heads_of(qkv: Tensor, q_heads: int, k_heads: int) -> tuple[Tensor, Tensor, T
 class _MergedRotation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool, room: int,
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool, padding: int,
         amax: Amax | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         ctx.save_for_backward(cos, sin)
-        ctx.options, ctx.amax = (interleaved, room, amax is not None), amax
+        ctx.options, ctx.amax = (interleaved, padding, amax is not None), amax
         q, k, v = heads_of(qkv, *heads)
         _rotate_in_place(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos[None], sin[None], interleaved)
         return q.detach(), k.detach(), v.detach()
@@ -329,7 +329,7 @@ def _check_places(q: Tensor, k: Tensor) -> None:
 
 
 def fused_qkv_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool = False, gradient_room: int = 0,
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int], interleaved: bool = False, gradient_padding: int = 0,
     gradient_amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Queries, keys and values of a merged product, the first two rotated, in the product's own memory.
@@ -339,7 +339,7 @@ def fused_qkv_rope(
         cos, sin: ``[T, R]``, as in ``fused_qk_rope``.
         heads: H and K.
         interleaved: channels are paired as (2i, 2i + 1), not (i, i + R/2).
-        gradient_room: columns left free behind each row of the gradient.
+        gradient_padding: columns left free behind each row of the gradient.
         gradient_amax: told the largest absolute value of the gradient.
 
     Returns:
@@ -354,7 +354,7 @@ def fused_qkv_rope(
         return *qk_rope_reference(q, k, cos, sin, interleaved), v
     if cos.stride() != sin.stride() or cos.stride(-1) != 1:
         cos, sin = cos.contiguous(), sin.contiguous()
-    return _MergedRotation.apply(qkv, cos, sin, heads, interleaved, gradient_room, gradient_amax)
+    return _MergedRotation.apply(qkv, cos, sin, heads, interleaved, gradient_padding, gradient_amax)
 
 
 def check_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -30,7 +30,7 @@ from chronicals.kernels.launch import (
     runs_triton,
     tl,
     triton,
-    with_room,
+    with_padding,
 )
 
 WARPS_A_PROCESSOR = 16
@@ -123,10 +123,10 @@ def _rmsnorm_backward_kernel(
 
 @torch.library.custom_op("chronicals::rmsnorm_forward", mutates_args=())
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_amax: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """y, rstd, the sum (``absent`` without a residual) and the amax of y (``absent`` if not wanted); ``x`` is ``[rows, D]``."""
-    y, rstd, total, amax = _outputs(x, residual, weight, room, finds_amax)
+    y, rstd, total, amax = _outputs(x, residual, weight, padding, finds_amax)
     rows, width = x.shape
     if rows:
         tile = _tile(width, backward=False)
@@ -140,18 +140,18 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, room: int, finds_amax: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    return _outputs(x, residual, weight, room, finds_amax)
+    return _outputs(x, residual, weight, padding, finds_amax)
 
 
 def _outputs(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, room: int, finds_amax: bool
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, padding: int, finds_amax: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     summed = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     result = summed if weight is None else torch.promote_types(summed, weight.dtype)
     return (
-        with_room(x, x.shape, room, result),
+        with_padding(x, x.shape, padding, result),
         x.new_empty(x.shape[:1], dtype=torch.float32),
         absent(x) if residual is None else x.new_empty(x.shape, dtype=summed),
         new_amax(x, finds_amax),
@@ -161,13 +161,13 @@ def _outputs(
 @torch.library.custom_op("chronicals::rmsnorm_backward", mutates_args=())
 def _backward(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
-    room: int, finds_amax: bool,
+    padding: int, finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """ds, its amax and dw, both ``absent`` if not wanted; ``extra`` is the gradient that reaches the sum by another way."""
     rows, width = s.shape
     tile = _tile(width, backward=True)
     programs = min(triton.cdiv(rows, tile.rows), multiprocessors(s.device) * max(1, WARPS_A_PROCESSOR // tile.warps))
-    ds, amax = with_room(s, s.shape, room), new_amax(s, finds_amax)
+    ds, amax = with_padding(s, s.shape, padding), new_amax(s, finds_amax)
     shares = s.new_empty((programs, width), dtype=torch.float32) if wants_weight else None
     if rows:
         _rmsnorm_backward_kernel[(programs,)](
@@ -181,27 +181,27 @@ def _backward(
 @_backward.register_fake
 def _(
     dy: Tensor, s: Tensor, weight: Tensor | None, rstd: Tensor, extra: Tensor | None, offset: float, wants_weight: bool,
-    room: int, finds_amax: bool,
+    padding: int, finds_amax: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     dw = torch.empty_like(weight) if weight is not None and wants_weight else absent(s)
-    return with_room(s, s.shape, room), new_amax(s, finds_amax), dw
+    return with_padding(s, s.shape, padding), new_amax(s, finds_amax), dw
 
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, forks: bool,
-        rooms: tuple[int, int] = (0, 0), amaxes: tuple[Amax | None, Amax | None] = (None, None),
+        paddings: tuple[int, int] = (0, 0), amaxes: tuple[Amax | None, Amax | None] = (None, None),
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """``forks``: the sum, or x where there is no residual, comes out too, and what reaches it joins in the backward."""
         rows, weight = in_rows(x), None if weight is None else weight.contiguous()
         amax = amaxes[0]
         of_residual = None if residual is None else in_rows(residual)
-        y, rstd, total, cell = _forward(rows, of_residual, weight, eps, offset, rooms[0], amax is not None)
+        y, rstd, total, cell = _forward(rows, of_residual, weight, eps, offset, paddings[0], amax is not None)
         total = rows if residual is None else total
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset, ctx.types = offset, (x.dtype, None if residual is None else residual.dtype)
-        ctx.room, ctx.amax = rooms[1], amaxes[1]
+        ctx.padding, ctx.amax = paddings[1], amaxes[1]
         ctx.set_materialize_grads(False)
         y = with_amax(amax, y.view(x.shape) if x.ndim != 2 else y, cell)
         return (y, x if residual is None else total.view(x.shape)) if forks else y
@@ -218,7 +218,8 @@ class _RMSNorm(torch.autograd.Function):
         else:
             wants_weight = weight is not None and ctx.needs_input_grad[2]
             rows, amax = None if extra is None else in_rows(extra), ctx.amax
-            ds, cell, dw = _backward(in_rows(dy), s, weight, rstd, rows, ctx.offset, wants_weight, ctx.room, amax is not None)
+            options = ctx.offset, wants_weight, ctx.padding, amax is not None
+            ds, cell, dw = _backward(in_rows(dy), s, weight, rstd, rows, *options)
             ds, dw = with_amax(amax, ds.view(shape) if len(shape) != 2 else ds, cell), dw if wants_weight else None
         of_x, of_residual = (None if kind is None else ds.to(kind) for kind in ctx.types)  # type: ignore[union-attr]
         return of_x, of_residual, dw, *(None,) * 5
@@ -240,14 +241,14 @@ def fused_rmsnorm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: f
 
 
 def fused_add_rmsnorm(
-    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, room: int = 0,
-    gradient_room: int = 0, amax: Amax | None = None, gradient_amax: Amax | None = None,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0, padding: int = 0,
+    gradient_padding: int = 0, amax: Amax | None = None, gradient_amax: Amax | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """RMSNorm of ``x + residual``, and that sum; all ``[..., D]``, differentiable in the three tensors.
 
     Args:
         residual: None where ``x`` is the sum already.
-        room, gradient_room: columns left free behind each row of the norm and of the gradient, for ``[T, D]``.
+        padding, gradient_padding: columns left free behind each row of the norm and of the gradient, for ``[T, D]``.
         amax, gradient_amax: told the largest absolute value of the norm and of the gradient.
 
     Returns:
@@ -260,7 +261,7 @@ def fused_add_rmsnorm(
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}: they must be alike")
     if runs_triton(x, residual, weight) and x.shape[-1] <= WIDEST:
-        return _RMSNorm.apply(x, residual, weight, eps, offset, True, (room, gradient_room), (amax, gradient_amax))
+        return _RMSNorm.apply(x, residual, weight, eps, offset, True, (padding, gradient_padding), (amax, gradient_amax))
     return add_rmsnorm_reference(x, residual, weight, eps, offset)
 
 

@@ -165,14 +165,14 @@ class _MergedLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, merged: Merged, padding: Padding | None, scales: list[float], dropout: float,
-        roomy: tuple[bool, bool], remake: Remake | None, unread: bool, amaxes: tuple[Amax | None, Amax | None],
+        padded: tuple[bool, bool], remake: Remake | None, unread: bool, amaxes: tuple[Amax | None, Amax | None],
         wants_columns: bool, *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         base, count, (amax, ctx.amax) = merged.base, len(merged.sizes), amaxes
         rows, seed, ctx.written = x, None, None
         if padding is not None:
             ctx.written = padding.write(tensors[2 * count : 3 * count], tensors[3 * count :], scales)
-            rows, seed = _extended(x, padding.columns, roomy[0]), draw_seed(x) if dropout else None
+            rows, seed = _extended(x, padding.columns, padded[0]), draw_seed(x) if dropout else None
             _down(padding, x, seed, dropout, rows[:, base.width :])
         read = rows if base.padded or padding is None else rows[:, : base.width]
         known = amax.take(x) if amax is not None and (wants_columns or not unread) else None
@@ -192,7 +192,7 @@ class _MergedLinear(torch.autograd.Function):
         kept = any(needs[OPTIONS : OPTIONS + count]) or any(needs[OPTIONS + 2 * count :])  # biases want dy alone
         ctx.make = remake.make if remake is not None and kept else None
         ctx.save_for_backward(source if kept else None, seed, *tensors[2 * count :])
-        ctx.merged, ctx.padding, ctx.scales, ctx.dropout, ctx.roomy = merged, padding, scales, dropout, roomy[1]
+        ctx.merged, ctx.padding, ctx.scales, ctx.dropout, ctx.padded = merged, padding, scales, dropout, padded[1]
         ctx.kind = next((x.dtype for x in tensors[2 * count :] if x is not None), None)
         return y
 
@@ -207,7 +207,7 @@ class _MergedLinear(torch.autograd.Function):
         if ctx.make is not None:
             rows = _made_again(ctx, rows, seed)
         dy, needs, count = in_rows(upstream), ctx.needs_input_grad, len(merged.sizes)
-        extended = dy if padding is None else _extended(dy, padding.columns, ctx.roomy)
+        extended = dy if padding is None else _extended(dy, padding.columns, ctx.padded)
         g = extended[:, base.outputs :]
         of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
         adapting = any(needs[OPTIONS + 2 * count :])
@@ -285,8 +285,8 @@ def merged_linear(
     x: Tensor,
     merged: Merged,
     adapters: Sequence[Adapter | None],
-    roomy: bool = False,
-    gradient_roomy: bool = False,
+    padded: bool = False,
+    gradient_padded: bool = False,
     remake: Remake | None = None,
     unread: bool = False,
     amaxes: tuple[Amax | None, Amax | None] = (None, None),
@@ -299,7 +299,7 @@ def merged_linear(
     Args:
         x: ``[T, in]``.
         adapters: of each layer, of the ranks that ``merged`` has padding for, or None; none at all leaves the padding as it is.
-        roomy, gradient_roomy: x, and the gradient of what is returned, were made with the padding's columns behind each row,
+        padded, gradient_padded: x, and the gradient of what is returned, were made with the padding's columns behind each row,
             which are written to here.
         remake: makes x again for the backward pass, in which case x is not kept.
         unread: nobody reads the outputs, which are left as they are found: only the backward pass is wanted.
@@ -322,7 +322,7 @@ def merged_linear(
     matrices = [*(x and x.a for x in adapters), *(x and x.b for x in adapters)]
     padding, dropout = merged.padding if there else None, dropouts.pop() if dropouts else 0.0
     wants_columns = torch.is_grad_enabled() and merged.base.trained and remake is None and not (kept or there)
-    options = merged, padding, scales, dropout, (roomy, gradient_roomy), remake, unread, amaxes, wants_columns
+    options = merged, padding, scales, dropout, (padded, gradient_padded), remake, unread, amaxes, wants_columns
     return _MergedLinear.apply(x, *options, *merged.storage.parts, *merged.biases, *matrices)
 
 

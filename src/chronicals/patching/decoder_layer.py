@@ -189,7 +189,7 @@ def _through(
         x, branch = KeptHalf(layer, anatomy.norms[0], lambda x: getattr(layer, ATTENTION)(hidden_states=x, **given))(x)
     else:
         # the layer below is built alike: its down product wants the gradient as this one's does
-        below = Gradient() if mlp is None else Gradient(mlp.last.room)
+        below = Gradient() if mlp is None else Gradient(mlp.last.padding)
         x, branch = attention(x, _tokens(given), below)
     if mlp is None:
         x, branch = KeptHalf(layer, anatomy.norms[1], getattr(layer, MLP))(x, branch)

@@ -85,7 +85,7 @@ class Group:
         self.amax, self.gradient_amax = (Amax() if self.merged.base.wants_amax else None for _ in range(2))
 
     @property
-    def room(self) -> int:
+    def padding(self) -> int:
         """Padding columns that x and the gradient of the outputs should be made with."""
         return self.merged.padding.columns if any(self.adapters) else 0
 
@@ -98,7 +98,7 @@ class Group:
         return (None, None) if self.merged.base.why_not(rows) else (self.amax, self.gradient_amax)
 
     def __call__(
-        self, x: Tensor, remake: Remake | None = None, roomy: bool = True, unread: bool = False, kept: bool = False
+        self, x: Tensor, remake: Remake | None = None, padded: bool = True, unread: bool = False, kept: bool = False
     ) -> Tensor:  # fmt: skip
         """The outputs side by side.
 
@@ -106,13 +106,13 @@ class Group:
             remake: how x is made again.
             unread: nobody reads what is returned.
             kept: what made x keeps it as well.
-            roomy: x was made with ``room`` behind its rows, if its strides say so; so may be the gradient that comes back.
+            padded: x was made with ``padding`` behind its rows, if its strides say so; so may be the gradient that comes back.
         """
         merged = self.merged
         if reason := merged.base.why_not(len(x)):
             say_once(f"a batch of {len(x)} rows runs in 16 bit: {reason}")
             merged = merged.in_16_bit()
-        return merged_linear(x, merged, self.adapters, roomy, True, remake, unread, self.amaxes(len(x)), kept)
+        return merged_linear(x, merged, self.adapters, padded, True, remake, unread, self.amaxes(len(x)), kept)
 
 
 def is_borrowed(linear: nn.Linear) -> bool:

@@ -42,7 +42,7 @@ Product = tuple[nn.Module, tuple[str, ...], Group]
 """The module whose children make one product, their names, and where their weights lie."""
 
 Attend = Callable[..., Tensor]
-"""``(q [T, H, W], k [T, K, W], v [T, K, W], scale=, window=, softcap=, room=)`` to ``[T, H, W]``."""
+"""``(q [T, H, W], k [T, K, W], v [T, K, W], scale=, window=, softcap=, padding=)`` to ``[T, H, W]``."""
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ class Gradient:
     """What the product that made a branch asks of whoever computes the branch's gradient.
 
     Attributes:
-        room: columns left free behind each row.
+        padding: columns left free behind each row.
         amax: told the largest absolute value.
     """
 
-    room: int = 0
+    padding: int = 0
     amax: Amax | None = None
 
 
@@ -134,7 +134,7 @@ class FusedHalf:
 
     def gradient(self, rows: int) -> Gradient:
         """What its last product asks of whoever computes the gradient of the branch."""
-        return Gradient(self.last.room, self.last.amaxes(rows)[1])
+        return Gradient(self.last.padding, self.last.amaxes(rows)[1])
 
     def _before(
         self, x: Tensor, branch: Tensor | None, gradient: Gradient, amax: Amax | None
@@ -146,11 +146,11 @@ class FusedHalf:
         name, reads = self.norms.before
         weight, epsilon, offset = reads.of(getattr(self.layer, name), x)
         branch, residual = (x, None) if branch is None else (branch, x)
-        rooms, amaxes = (self.first.room, gradient.room), (amax, gradient.amax)
-        normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, *rooms, *amaxes)
+        paddings, amaxes = (self.first.padding, gradient.padding), (amax, gradient.amax)
+        normed, total = fused_add_rmsnorm(branch, residual, weight, epsilon, offset, *paddings, *amaxes)
 
         def again(total: Tensor) -> Tensor:
-            return fused_add_rmsnorm(total, None, weight, epsilon, offset, rooms[0], amax=_unheard(amax))[0]
+            return fused_add_rmsnorm(total, None, weight, epsilon, offset, paddings[0], amax=_unheard(amax))[0]
 
         return normed, total, Remake(again, total.detach()) if self.recomputes else None
 
@@ -189,12 +189,12 @@ class AttentionHalf(FusedHalf):
             gradient: what the layer below asks of the gradient of x.
         """
         normed, x, remake = self._before(x, None, gradient, self.first.amaxes(len(x))[0])
-        roomy = self.norms.before is not None  # else it is what the caller gave
-        q, k, v = self._rotated(self.first(normed, remake, roomy), tokens.cos, tokens.sin)
+        padded = self.norms.before is not None  # else it is what the caller gave
+        q, k, v = self._rotated(self.first(normed, remake, padded), tokens.cos, tokens.sin)
         attention = self.attention
         attended = tokens.attend(
             self._scaled_by_position(q, tokens), k, v, scale=attention.scaling, window=self._window(),
-            softcap=getattr(attention, "attn_logit_softcapping", None), room=self.last.room,
+            softcap=getattr(attention, "attn_logit_softcapping", None), padding=self.last.padding,
         )  # fmt: skip
         return x, self._after(self.last(attended.flatten(1), kept=True))
 
@@ -222,16 +222,16 @@ class AttentionHalf(FusedHalf):
     def _rotated(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values ``[T, H or K, W]``, normed and rotated."""
         width, interleaved, of_heads = self.attention.head_dim, self.reads.interleaved, self.reads.heads
-        config, room, amax = self.attention.config, self.first.room, self.first.amaxes(len(qkv))[1]
+        config, padding, amax = self.attention.config, self.first.padding, self.first.amaxes(len(qkv))[1]
         heads = config.num_attention_heads, config.num_key_value_heads
         if of_heads is None and getattr(self.attention, "use_rope", True):
-            return fused_qkv_rope(qkv, cos, sin, heads, interleaved, room, amax)
+            return fused_qkv_rope(qkv, cos, sin, heads, interleaved, padding, amax)
         if of_heads is None:
             return heads_of(qkv, *heads)
         of_q, of_k = (reads.of(norm, qkv) for reads, norm in zip(of_heads, self.norms_of_heads()))
         if of_q[0] is not None and of_k[0] is not None and len(of_q[0]) == width and of_q[1:] == of_k[1:]:
             norms = of_q[0], of_k[0]
-            return fused_qkv_norm_rope(qkv, *norms, cos, sin, heads, of_q[1], of_q[2], interleaved, room, amax)
+            return fused_qkv_norm_rope(qkv, *norms, cos, sin, heads, of_q[1], of_q[2], interleaved, padding, amax)
         q, k, v = qkv.split((heads[0] * width, heads[1] * width, heads[1] * width), 1)
         q, k = (fused_rmsnorm(x, *of).unflatten(1, (-1, width)) for x, of in ((q, of_q), (k, of_k)))
         return *fused_qk_rope(q, k, cos, sin, interleaved=interleaved), v.unflatten(1, (-1, width))
@@ -271,10 +271,10 @@ class MLPHalf(FusedHalf):
 
     def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""
-        activation, room = self.reads.activation, self.last.room
+        activation, padding = self.reads.activation, self.last.padding
         amax, gradient_amax = self.last.amaxes(len(both))[0], self.first.amaxes(len(both))[1]
-        again = Remake(lambda both: glu_of_both(both, activation, room, amax=_unheard(amax)), both.detach())
-        unit = glu_of_both(both, activation, room, self.first.room, amax, gradient_amax)
+        again = Remake(lambda both: glu_of_both(both, activation, padding, amax=_unheard(amax)), both.detach())
+        unit = glu_of_both(both, activation, padding, self.first.padding, amax, gradient_amax)
         return unit, again if self.recomputes else None
 
 

@@ -81,10 +81,10 @@ def _common(
 @torch.library.custom_op("chronicals::flash_attn_4_forward", mutates_args=())
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None, room: int = 0,
+    window: int | None, softcap: float | None, sinks: Tensor | None, padding: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     forward, _ = _kernels(q.device)
-    out, lse = _outputs(q, room)
+    out, lse = _outputs(q, padding)
     common = _common(cu_q, cu_k, max_q, max_k, scale, window, sinks)
     with torch.cuda.device_of(q):
         forward(q, k, v, softcap=softcap, out=out, lse=lse, return_lse=True, **common)
@@ -94,14 +94,14 @@ def _forward(
 @_forward.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int, max_k: int, scale: float,
-    window: int | None, softcap: float | None, sinks: Tensor | None, room: int = 0,
+    window: int | None, softcap: float | None, sinks: Tensor | None, padding: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return _outputs(q, room)
+    return _outputs(q, padding)
 
 
-def _outputs(q: Tensor, room: int) -> tuple[Tensor, Tensor]:
+def _outputs(q: Tensor, padding: int) -> tuple[Tensor, Tensor]:
     tokens, heads, width = q.shape
-    out = q.new_empty((tokens, heads * width + room))[:, : heads * width].unflatten(1, (heads, width))
+    out = q.new_empty((tokens, heads * width + padding))[:, : heads * width].unflatten(1, (heads, width))
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -150,10 +150,10 @@ _forward.register_autograd(_gradients, setup_context=_save)
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, room: int = 0,
+    sinks: Tensor | None, padding: int = 0,
 ) -> Tensor:  # fmt: skip
     bounds = spans.cu_q, None if spans.are_equal else spans.cu_k, spans.max_q, spans.max_k
-    return _forward(q, k, v, *bounds, scale, window, softcap, sinks, room)[0]
+    return _forward(q, k, v, *bounds, scale, window, softcap, sinks, padding)[0]
 
 
 BACKEND = Backend(

@@ -89,7 +89,7 @@ def make_block_mask(spans: Spans, queries: int, keys: int, window: int | None) -
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, _room: int = 0,
+    sinks: Tensor | None, _padding: int = 0,
 ) -> Tensor:  # fmt: skip
     def capped(score: Tensor, *_place: Tensor) -> Tensor:
         assert softcap is not None

@@ -10,11 +10,11 @@ from chronicals.attention.support import HALVES, Backend, Spans, Support
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, room: int = 0,
+    sinks: Tensor | None, padding: int = 0,
 ) -> Tensor:  # fmt: skip
     from chronicals.attention.backends import flex
 
-    return flex.attend(q, k, v, spans, scale, window, softcap, sinks, room)
+    return flex.attend(q, k, v, spans, scale, window, softcap, sinks, padding)
 
 
 BACKEND = Backend(

@@ -15,7 +15,7 @@ from chronicals.attention.support import Backend, Spans, Support
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None, _room: int = 0,
+    sinks: Tensor | None, _padding: int = 0,
 ) -> Tensor:  # fmt: skip
     queries = _slices(spans.cu_q, len(q))
     keys = queries if spans.are_equal else _slices(spans.cu_k, len(k), "cu_seqlens_k", "k")
