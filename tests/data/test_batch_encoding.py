@@ -8,7 +8,8 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 import tiny
-from chronicals.data import DataError, TemplateError, Tokenizer, batch_encoding, template
+from chronicals.data import DataError, TemplateError, Tokenizer, batch_encoding
+from chronicals.data.batch_encoding import BatchEncoder
 from chronicals.data.tokenizer_training import train_tokenizer
 from data import stock_templates
 from data.stock_templates import assistant, shipped, user, with_template
@@ -47,17 +48,18 @@ def one_by_one(encoder, records):
 
 def assert_same(encoder, records):
     """In batches of any size, by threads beside and on one core; returns how many rows have tokens."""
-    assert_same_as_now(encoder, records)
-    encoder.on_one_core()
-    return assert_same_as_now(encoder, records)
+    many = batch_encoding.BatchEncoder(encoder)
+    assert_same_as_now(many, records)
+    many.on_one_core()
+    return assert_same_as_now(many, records)
 
 
-def assert_same_as_now(encoder, records):
+def assert_same_as_now(many, records):
     size = random.choice([1, 3, 100])
     wheres = [f"row {number}" for number in range(len(records))]
     parts = [(records[n : n + size], wheres[n : n + size]) for n in range(0, len(records), size)]
-    batch = [row for rows in encoder.encode_batches(parts) for row in rows]
-    expected = one_by_one(encoder, records)
+    batch = [row for rows in many.encode(parts) for row in rows]
+    expected = one_by_one(many.encoder, records)
     assert len(batch) == len(expected)
     for got, wanted in zip(batch, expected):
         if isinstance(wanted, DataError):
@@ -141,24 +143,24 @@ def test_plain_conversations_are_not_left_to_the_definition(name, monkeypatch):
     encoder = Tokenizer(with_template(shipped(name)))
     expected = one_by_one(encoder, records)
     monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("left to the definition"))
-    for (ids, trained), (wanted, mask) in zip(encoder.encode_batch(records, ["row"] * 20), expected):
+    for (ids, trained), (wanted, mask) in zip(BatchEncoder(encoder).encode_batch(records, ["row"] * 20), expected):
         assert (ids.tolist(), trained.astype(bool).tolist()) == (wanted, mask)
 
 
 def test_on_one_core_rows_are_not_left_to_the_rust_part(monkeypatch):
-    encoder = Tokenizer(tiny.tokenizer())
-    encoder.on_one_core()
-    monkeypatch.setattr(batch_encoding.BatchEncoder, "_by_rust", lambda *_: pytest.fail("left to the Rust part"))
-    assert assert_same_as_now(encoder, [{"text": "a"}, {"prompt": "a", "completion": "é"}, *tiny.chat_rows(5)]) == 7
+    many = BatchEncoder(Tokenizer(tiny.tokenizer()))
+    many.on_one_core()
+    monkeypatch.setattr(BatchEncoder, "_by_rust", lambda *_: pytest.fail("left to the Rust part"))
+    assert assert_same_as_now(many, [{"text": "a"}, {"prompt": "a", "completion": "é"}, *tiny.chat_rows(5)]) == 7
 
 
 def test_a_template_that_cannot_be_read_is_said_where_it_is_used():
     tokenizer = tiny.tokenizer()
     for template_text in ("{% for", {"a": "b", "c": "d"}, None):
         tokenizer.chat_template = template_text
-        encoder = Tokenizer(tokenizer)
-        encoder.on_one_core()
-        assert assert_same_as_now(encoder, tiny.chat_rows(2)) == 0
+        many = BatchEncoder(Tokenizer(tokenizer))
+        many.on_one_core()
+        assert assert_same_as_now(many, tiny.chat_rows(2)) == 0
 
 
 def merging():
@@ -175,20 +177,20 @@ def test_an_answer_that_merges_with_its_opening_is_refused_alike():
 def test_the_comparison_finds_a_bound_that_is_not_checked(monkeypatch):
     tokenizer, records = merging()
     broken = mutant(batch_encoding, "if row.ids[place : place + len(ids)].tolist() == ids else None", "if True else None")
-    monkeypatch.setattr(template, "BatchEncoder", broken.BatchEncoder)
+    monkeypatch.setattr(batch_encoding, "BatchEncoder", broken.BatchEncoder)
     with pytest.raises(AssertionError):
         assert_same(Tokenizer(tokenizer), records)
 
 
 def test_the_comparison_finds_an_answer_that_ends_too_late(monkeypatch):
-    monkeypatch.setattr(batch_encoding.BatchEncoder, "_closing", lambda self, conversation, number, row, *_: len(row.ends) - 1)
+    monkeypatch.setattr(BatchEncoder, "_closing", lambda self, conversation, number, row, *_: len(row.ends) - 1)
     with pytest.raises(AssertionError):
         assert_same(Tokenizer(tiny.tokenizer()), [stock_templates.record("turns")])
 
 
 def test_a_template_that_cannot_be_masked_gives_the_error_for_each_row():
     encoder = Tokenizer(with_template(shipped("deepseekv3")))
-    rows = encoder.encode_batch([stock_templates.record("single") for _ in range(3)], ["a:1", "a:2", "a:3"])
+    rows = BatchEncoder(encoder).encode_batch([stock_templates.record("single") for _ in range(3)], ["a:1", "a:2", "a:3"])
     assert [type(row) for row in rows] == [TemplateError] * 3
     assert [str(row).split(": ")[0] for row in rows] == ["a:1", "a:2", "a:3"]
 
@@ -223,10 +225,10 @@ def test_rows_of_every_kind_are_the_same_and_keep_their_order(marks, train_on):
 def test_what_the_last_caller_left_in_the_tokenizer_does_not_matter(alone):
     tokenizer = tiny.tokenizer()
     tokenizer(["a", "b c d e f"], padding="max_length", truncation=True, max_length=2)
-    encoder = Tokenizer(tokenizer)
+    many = BatchEncoder(Tokenizer(tokenizer))
     if alone:
-        encoder.on_one_core()
-    assert assert_same_as_now(encoder, [{"text": "what is the answer?"}, *tiny.chat_rows(2)]) == 3
+        many.on_one_core()
+    assert assert_same_as_now(many, [{"text": "what is the answer?"}, *tiny.chat_rows(2)]) == 3
 
 
 def test_a_tokenizer_that_splits_special_tokens_is_taken_at_its_word():
@@ -236,4 +238,4 @@ def test_a_tokenizer_that_splits_special_tokens_is_taken_at_its_word():
 
 
 def test_no_rows_are_no_rows():
-    assert Tokenizer(tiny.tokenizer()).encode_batch([], []) == []
+    assert BatchEncoder(Tokenizer(tiny.tokenizer())).encode_batch([], []) == []

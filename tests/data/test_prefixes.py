@@ -7,6 +7,7 @@ import pytest
 import stock_templates as stock
 
 from chronicals.data import DataError, Tokenizer, prefixes
+from chronicals.data.batch_encoding import BatchEncoder
 from chronicals.data.prefixes import Prefixes
 
 TOLD = [
@@ -116,7 +117,7 @@ def test_what_is_told_of_stock_templates_is_right_and_of_the_popular_all_is(name
 def test_masks_of_long_conversations_are_those_of_the_definition(name):
     encoder = Tokenizer(stock.with_template({**LINEAR, **OTHERS}[name], eos_token="<|im_end|>"))
     rows = [{"messages": [m for _ in range(16) for m in (stock.user(stock.saying()), stock.assistant(stock.saying()))]}]
-    found = encoder.encode_batch(rows, ["row 1"])
+    found = BatchEncoder(encoder).encode_batch(rows, ["row 1"])
     try:
         ids, trained = encoder.encode(rows[0], "row 1")
     except DataError as error:
@@ -133,7 +134,7 @@ def test_a_long_conversation_is_rendered_a_few_times(monkeypatch):
     counted = lambda *given, **how: calls.append(1) or render(*given, **how)  # noqa: E731
     monkeypatch.setattr(encoder.tokenizer, "apply_chat_template", counted)
     row = {"messages": plain(random.choice([40, 80, 160]))}
-    (found,) = encoder.encode_batch([row], ["row 1"])
+    (found,) = BatchEncoder(encoder).encode_batch([row], ["row 1"])
     assert found[1].any() and len(calls) < 12
 
 

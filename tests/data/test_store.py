@@ -20,6 +20,7 @@ import chronicals
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.data import DataError, Tokenizer, TokenStore, build_store, building, chunks
+from chronicals.data.batch_encoding import BatchEncoder
 from data import stock_templates
 
 WIDTH = 64
@@ -212,7 +213,7 @@ def test_the_same_content_is_opened_and_not_tokenised_again(tmp_path, monkeypatc
     rows = tiny.chat_rows(10)
     first = build_store(rows, tokenizer(), WIDTH, tmp_path)
     written = first.path.stat()
-    monkeypatch.setattr(Tokenizer, "encode_batches", refuse)
+    monkeypatch.setattr(BatchEncoder, "encode", refuse)
     again = build_store((dict(row) for row in rows), tokenizer(), WIDTH, tmp_path)
     assert again.path == first.path
     assert (again.path.stat().st_mtime_ns, again.path.stat().st_ino) == (written.st_mtime_ns, written.st_ino)
@@ -227,7 +228,7 @@ def test_a_file_is_known_by_its_content_wherever_it_lies(tmp_path, monkeypatch):
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(text)
     first = build_store(tmp_path / "a.jsonl", tokenizer(), WIDTH, tmp_path / "cache")
-    monkeypatch.setattr(Tokenizer, "encode_batches", refuse)
+    monkeypatch.setattr(BatchEncoder, "encode", refuse)
     assert build_store(str(tmp_path / "b.jsonl"), tokenizer(), WIDTH, tmp_path / "cache").path == first.path
 
 
@@ -242,7 +243,7 @@ def test_a_file_that_changed_is_tokenised_again(tmp_path):
 
 
 def test_a_file_that_changes_while_it_is_tokenised_is_refused(tmp_path, monkeypatch):
-    path, encode = tmp_path / "a.jsonl", Tokenizer.encode_batches
+    path, encode = tmp_path / "a.jsonl", BatchEncoder.encode
     path.write_text('{"text": "hello world"}\n')
 
     def write_and_encode(self, batches):
@@ -250,7 +251,7 @@ def test_a_file_that_changes_while_it_is_tokenised_is_refused(tmp_path, monkeypa
             more.write('{"text": "more"}\n')
         return encode(self, batches)
 
-    monkeypatch.setattr(Tokenizer, "encode_batches", write_and_encode)
+    monkeypatch.setattr(BatchEncoder, "encode", write_and_encode)
     with pytest.raises(DataError, match=r"a\.jsonl: was written to while it was tokenised; start again"):
         build_store(path, tokenizer(), WIDTH, tmp_path / "cache")
     assert not [file for file in (tmp_path / "cache").iterdir() if file.suffix != ".json" or len(file.stem) == 32]
@@ -368,7 +369,7 @@ def test_a_store_is_written_chunk_by_chunk(tmp_path, monkeypatch):
 
 def test_a_build_that_is_interrupted_leaves_no_file_behind(tmp_path, monkeypatch):
     rows = token_rows(5)
-    monkeypatch.setattr(Tokenizer, "encode_batches", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(BatchEncoder, "encode", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         build_store(rows, tokenizer(), WIDTH, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -397,9 +398,10 @@ BUILDER = """
     from pathlib import Path
     import tiny
     from chronicals.data import Tokenizer, build_store
+    from chronicals.data.batch_encoding import BatchEncoder
 
     me, other, cache = sys.argv[1], sys.argv[2], Path(sys.argv[3])
-    encode, tokenizer = Tokenizer.encode_batches, Tokenizer(tiny.tokenizer())
+    encode, tokenizer = BatchEncoder.encode, Tokenizer(tiny.tokenizer())
 
     def together(self, batches):
         (cache / f"begun-{source.stem}-{me}").touch()
@@ -409,7 +411,7 @@ BUILDER = """
             time.sleep(0.0005)
         return encode(self, batches)
 
-    Tokenizer.encode_batches = together
+    BatchEncoder.encode = together
     for source in sorted(cache.glob("rows-*.jsonl")):
         store = build_store(source, tokenizer, 64, cache / "stores")
         print(source.name, store.key, len(store), int(sum(store.document(n)[0].sum() for n in range(len(store)))))
@@ -492,7 +494,7 @@ def test_a_process_that_does_not_build_waits_for_the_file(tmp_path, monkeypatch)
                 (tmp_path / "here" / there.name).write_bytes(there.read_bytes())
 
     monkeypatch.setattr(building.time, "sleep", sleep)
-    monkeypatch.setattr(Tokenizer, "encode_batches", refuse)
+    monkeypatch.setattr(BatchEncoder, "encode", refuse)
     store = build_store(rows, tokenizer(), WIDTH, tmp_path / "here", builder=False)
     assert len(waits) == 3
     assert documents(store) == expected(rows)

@@ -22,7 +22,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -33,10 +33,8 @@ from chronicals.data.gate import DataError
 from chronicals.data.prefixes import Prefixes
 from chronicals.data.rows import Record, kind_of
 from chronicals.data.spans import followed_by_another, not_said
+from chronicals.data.template import Tokenizer
 from chronicals.data.texts import check_text, closed, is_unicode, without_double_beginning, without_end
-
-if TYPE_CHECKING:
-    from chronicals.data.template import Tokenizer
 
 TokenArrays = tuple[np.ndarray, np.ndarray]
 """Token ids (int32), and for each whether it is trained (uint8)."""
@@ -75,8 +73,18 @@ class BatchEncoder:
 
     def on_one_core(self) -> None:
         """From now on tokenise in the caller's own thread by tiktoken, and as before what that may give other ids."""
+        self.encoder.template.copy_globals_once()
         if self.fast:
             self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
+
+    def encode_batch(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
+        """What ``Tokenizer.encode_normalised`` gives for each row, or the error it raises.
+
+        Args:
+            records: rows as ``rows.normalise`` leaves them.
+            wheres: what errors call them.
+        """
+        return next(self.encode([(records, wheres)]))
 
     def encode(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
         """For each batch, its rows' tokens, or the errors that ``Tokenizer.encode`` raises for them.

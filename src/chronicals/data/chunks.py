@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from chronicals.config import Overlong
+from chronicals.data.batch_encoding import BatchEncoder, TokenArrays
 from chronicals.data.conversation import chosen, messages_of
 from chronicals.data.documents import Documents, Marks, Piece, fit
 from chronicals.data.gate import DataError, DataReport
@@ -34,7 +35,7 @@ from chronicals.data.rows import (
     texts_of,
     unread_fields,
 )  # fmt: skip
-from chronicals.data.template import TokenArrays, Tokenizer
+from chronicals.data.template import Tokenizer
 
 CHUNK_ROWS, CHUNK_LETTERS = 512, 1 << 22
 """A chunk ends at so many rows, or at so many letters or given ids."""
@@ -127,6 +128,7 @@ class ChunkEncoder:
 
     def __post_init__(self) -> None:
         self.marks = Marks.of(self.tokenizer)
+        self.rows = BatchEncoder(self.tokenizer)
 
     def encoded(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         """Each chunk and what it became; while one is tokenised, without the GIL, the next is taken and recognised."""
@@ -141,7 +143,7 @@ class ChunkEncoder:
                     yield found.records[rows], found.wheres[rows]
 
         tokens = list[TokenArrays | DataError]()
-        for some in self.tokenizer.encode_batches(batches()):
+        for some in self.rows.encode(batches()):
             tokens += some
             if len(tokens) == len(begun[0].rows):
                 yield begun[0].chunk, self._checked(begun.popleft(), tokens)

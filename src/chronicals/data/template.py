@@ -1,8 +1,8 @@
 """One way from a row to token ids and the mask of what is trained; training, evaluation and generation all take it.
 
 A conversation is rendered by the tokenizer's own chat template (``chat_template``), and its mask is found by rendering
-prefixes of it (``spans``). ``encode`` is the definition, a row at a time; ``encode_batch`` gives the same for many rows at
-once (``batch_encoding``).
+prefixes of it (``spans``). ``encode`` is the definition, a row at a time; ``batch_encoding`` gives the same for many rows at
+once.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, get_args
 
 import numpy as np
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Role, TrainOn, Turns
-from chronicals.data.batch_encoding import BatchEncoder, Rows, TokenArrays
 from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.continuation import Continuation
 from chronicals.data.conversation import Conversation, chosen, messages_of
@@ -25,7 +24,7 @@ from chronicals.data.rows import TRAINED, Record, as_instruction, kind_of, norma
 from chronicals.data.spans import trained_span
 from chronicals.data.texts import check_text, without_double_beginning, without_end
 
-__all__ = ["Message", "TemplateError", "TokenArrays", "Tokenizer", "Tokens", "stop_token_ids"]
+__all__ = ["Message", "TemplateError", "Tokenizer", "Tokens", "stop_token_ids"]
 
 PROBE = "Ünïcode, 12345 + 67  x\n\tEnd.  don't \uff21\uff22 漢字 🙂"
 """A text that tokenizers of one vocabulary split in different ways; where Python does it, nothing else tells."""
@@ -97,28 +96,6 @@ class Tokenizer:
     def encode_normalised(self, record: Record, where: str) -> Tokens:
         """``encode`` of a row as ``rows.normalise`` leaves it."""
         return _ENCODERS[kind_of(record, where)](self, record, where)
-
-    def encode_batch(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
-        """What ``encode`` gives for each row, or the error it raises, from one call of the tokenizer's own threads.
-
-        Args:
-            records: rows as ``rows.normalise`` leaves them.
-            wheres: what errors call them.
-        """
-        return next(self.encode_batches([(records, wheres)]))
-
-    def encode_batches(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
-        """``encode_batch`` of each; the next one is taken and begun while one is tokenised."""
-        return self._batch.encode(batches)
-
-    def on_one_core(self) -> None:
-        """For a process that does nothing else: from now on batches are tokenised in the thread that asks for them."""
-        self._batch.on_one_core()
-        self.template.copy_globals_once()
-
-    @functools.cached_property
-    def _batch(self) -> BatchEncoder:
-        return BatchEncoder(self)
 
     @functools.cached_property
     def continuation(self) -> Continuation:

@@ -104,8 +104,8 @@ def main() -> None:
     how = json.loads((folder / HOW).read_text())
     tokenizer = tokenizer_in(folder, how)
     same = tokenizer.fingerprint() == how["fingerprint"]
-    tokenizer.on_one_core()
     encoder = ChunkEncoder(tokenizer, how["width"], how["overlong"], AT_ONCE)
+    encoder.rows.on_one_core()
     list(encoder.encoded([Chunk(0, ["a row"], [{"text": "a"}])]))  # what the first row makes, all share
     gc.freeze()
     sys.exit(divided(pipes, lambda own: serve(encoder, same, own)))
