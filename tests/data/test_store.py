@@ -331,7 +331,7 @@ def test_the_key_changes_with_the_order_in_which_a_template_writes_fields(tmp_pa
 
 @pytest.mark.parametrize("row", [{"text": "hello world"}, tiny.chat_rows(1)[0]], ids=["text", "chat"])
 def test_padding_set_on_the_tokenizer_elsewhere_changes_no_key(tmp_path, row):
-    """Ranks that only open stores must look for the names that the building rank gives, second store included."""
+    """Mesh that only open stores must look for the names that the building rank gives, second store included."""
     inner = tiny.tokenizer()
     before = Tokenizer(inner).fingerprint()
     inner(["a", "b c d"], padding=True, truncation=True, max_length=5)

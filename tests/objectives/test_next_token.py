@@ -9,7 +9,7 @@ import runs
 import tiny
 from chronicals.batch import IGNORED
 from chronicals.data.loader import Memory
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.models import present
 from chronicals.objectives import Term, divide
 from chronicals.training import Callback
@@ -90,9 +90,9 @@ def test_several_processes_must_be_told(tmp_path, monkeypatch):
     weigh(monkeypatch, by_token)
     (step,) = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), runs.config(tmp_path)).steps(count=1)
     with pytest.raises(ValueError, match=r"Batch.weights.*2 processes as counts"):
-        counts_of(step, Ranks(0, 2))
+        counts_of(step, Mesh(0, 2))
     told = replace(step, counts={**step.counts, "weight": 0.75})
-    assert counts_of(told, Ranks(0, 2)) == {**step.counts, "weight": 0.75}
+    assert counts_of(told, Mesh(0, 2)) == {**step.counts, "weight": 0.75}
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])

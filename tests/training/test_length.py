@@ -14,7 +14,7 @@ import runs
 import tiny
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packing import PackPlan
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.length import Length, fit_batch
 from chronicals.training.step import rate_factor
@@ -122,12 +122,12 @@ def test_a_resumed_run_keeps_the_batch_it_had(tmp_path):
     changed = json.loads(state.read_text())
     changed["config"].update(batch_size=3, gradient_accumulation_steps=2)
     state.write_text(json.dumps(changed))
-    config = fit_batch(usual(tmp_path), plan(6), Ranks(), state.parent)
+    config = fit_batch(usual(tmp_path), plan(6), Mesh(), state.parent)
     assert (config.batch_size, config.gradient_accumulation_steps) == (3, 2)
-    config = fit_batch(usual(tmp_path, batch_size=5), plan(6), Ranks(), state.parent)
+    config = fit_batch(usual(tmp_path, batch_size=5), plan(6), Mesh(), state.parent)
     assert (config.batch_size, config.gradient_accumulation_steps) == (5, 2)
     state.write_text("{")
-    config = fit_batch(usual(tmp_path), plan(6), Ranks(), state.parent)
+    config = fit_batch(usual(tmp_path), plan(6), Mesh(), state.parent)
     assert (config.batch_size, config.gradient_accumulation_steps) == (1, 1)
 
 
@@ -145,7 +145,7 @@ def test_a_resumed_run_keeps_its_length_where_none_is_set(tmp_path, caplog, befo
     batch = {"batch_size": 1, "gradient_accumulation_steps": 1}
     (tmp_path / "state.json").write_text(json.dumps({"config": before | batch}))
     with caplog.at_level(logging.INFO):
-        config = fit_batch(ChronicalsConfig(**now), plan(60), Ranks(), tmp_path)
+        config = fit_batch(ChronicalsConfig(**now), plan(60), Mesh(), tmp_path)
     assert (config.max_steps, config.num_epochs) == taken
     assert ("neither max_steps nor num_epochs is set" in caplog.text) == (not now and any(taken))
 

@@ -14,7 +14,7 @@ import torch
 import runs
 import tiny
 from chronicals.config.config import laid_over
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.training.callbacks import Callbacks
 from chronicals.training.stopping import Stop
 
@@ -103,7 +103,7 @@ def seen(tmp_path_factory):
 
 def test_gradients_are_added_and_what_nobody_uses_stays(seen):
     """As one process that does the work of both: a weight without a gradient on any rank is neither decayed nor moved."""
-    one = two_ranks.weights_used(Ranks(), of_rank=lambda _: [0, 1])
+    one = two_ranks.weights_used(Mesh(), of_rank=lambda _: [0, 1])
     first, second = seen("gradients")
     assert first == second
     for name in one:

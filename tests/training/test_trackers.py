@@ -15,7 +15,7 @@ import pytest
 import runs
 import tiny
 from chronicals.config import ConfigurationError
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
 from chronicals.training import trackers as module
 from chronicals.training.callbacks import read_metrics
@@ -313,7 +313,7 @@ def test_tensorboard_is_the_default_and_none_can_be_had(tmp_path):
 
 def test_only_the_first_rank_has_trackers(tmp_path, monkeypatch):
     config = runs.config(tmp_path, trackers=["tensorboard"])
-    monkeypatch.setattr(Ranks, "current", classmethod(lambda cls: Ranks(rank=1, count=2)))
+    monkeypatch.setattr(Mesh, "current", classmethod(lambda cls: Mesh(rank=1, count=2)))
     assert ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), config).callbacks == []
 
 

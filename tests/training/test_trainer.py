@@ -12,7 +12,7 @@ import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import DataError
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.lora import LoRAConfig, adapters, apply_lora, load_adapter, save_adapter
 from chronicals.objectives import NextToken
 from chronicals.objectives.terms import Term
@@ -659,5 +659,5 @@ def test_the_models_card_becomes_the_current_one(monkeypatch):
     current = []
     monkeypatch.setattr(preparation, "input_device", lambda _: torch.device("cuda", 1))
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    preparation.one_device(tiny.llama(), Ranks())
+    preparation.one_device(tiny.llama(), Mesh())
     assert current == [torch.device("cuda", 1)]

@@ -20,7 +20,7 @@ import runs
 import tiny
 from chronicals.batch import Batch
 from chronicals.config.config import laid_over
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.objectives import NextToken, Term
 from chronicals.optimizers import FusedAdamW
 from chronicals.training import Callback, CheckpointError, ChronicalsTrainer, Interrupted
@@ -47,7 +47,7 @@ def trainer(folder: Path, seed: int = 0, **changes):
     return ChronicalsTrainer(tiny.llama(seed), tiny.tokenizer(), runs.config(folder, **changed))
 
 
-def weights_used(ranks: Ranks, of_rank=lambda rank: [rank]) -> dict[str, list[float]]:
+def weights_used(ranks: Mesh, of_rank=lambda rank: [rank]) -> dict[str, list[float]]:
     """Three steps of AdamW with decay over weights that are used now and then; ``of_rank`` are those that this one is."""
     torch.manual_seed(0)
     weights = {name: torch.nn.Parameter(torch.randn(2, 3)) for name in USED}
@@ -60,13 +60,13 @@ def weights_used(ranks: Ranks, of_rank=lambda rank: [rank]) -> dict[str, list[fl
                 total.backward()
                 loss += total.detach()
         parameters = list(weights.values())
-        held = ranks.sum_gradients(parameters, [loss])
+        held = ranks.reduce(parameters, [loss])
         update(parameters, optimizer, Precision("fp32", torch.device("cpu")), None, held)
         optimizer.zero_grad()
     return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "loss": [float(loss)]}
 
 
-def weights_replayed(ranks: Ranks, replays: bool) -> dict[str, list[float]]:
+def weights_replayed(ranks: Mesh, replays: bool) -> dict[str, list[float]]:
     """Steps of two micro-batches over weights of which rank 0 never uses one."""
     torch.manual_seed(0)
     weights = {name: torch.nn.Parameter(torch.randn(2, 3)) for name in ("both", "second")}
@@ -84,7 +84,7 @@ def weights_replayed(ranks: Ranks, replays: bool) -> dict[str, list[float]]:
     for number in range(6):
         batches = [Batch(*[torch.tensor([number + 1 + ranks.rank + 2 * micro])] * 4, max_seqlen=1) for micro in (0, 1)]
         step = SimpleNamespace(batches=batches)
-        reduce = partial(ranks.sum_gradients, parameters)
+        reduce = partial(ranks.reduce, parameters)
         scalars = train_step(step, {"targets": 4}, chosen.micro, reduce, chosen.update)
         seen += [float(scalars["loss"]), float(scalars["grad_norm"])]
         shown.append(float(scalars["shown"]))
@@ -93,11 +93,11 @@ def weights_replayed(ranks: Ranks, replays: bool) -> dict[str, list[float]]:
 
 
 def replayed(rank: int, folder: Path):
-    return [weights_replayed(Ranks.current(), replays) for replays in (False, True)]
+    return [weights_replayed(Mesh.current(), replays) for replays in (False, True)]
 
 
 def gradients(rank: int, folder: Path):
-    return weights_used(Ranks.current())
+    return weights_used(Mesh.current())
 
 
 def weights(rank: int, folder: Path):
@@ -208,7 +208,7 @@ def other_weights(rank: int, folder: Path):
         return str(error)
 
 
-class Deaf(Ranks):
+class Deaf(Mesh):
     def same_weights(self, tensors):
         list(tensors)
 
@@ -221,7 +221,7 @@ PROMISES = (
 
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
-    rank = Ranks.current().rank
+    rank = Mesh.current().rank
     for promise in PROMISES:
         try:
             seen = promise(rank, folder)

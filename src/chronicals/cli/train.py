@@ -50,7 +50,7 @@ def train(
 
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.data.loader import plan_of
-    from chronicals.distributed import Ranks
+    from chronicals.distributed import Mesh
     from chronicals.models.loading import DTYPES
     from chronicals.objectives import build_objective
     from chronicals.saving import SavedModel
@@ -61,14 +61,14 @@ def train(
     from chronicals.training.resume import checkpoint_to_resume, holds_a_run, sole_writer
 
     build_objective(config)  # its settings are wrong before anything is loaded, or not at all
-    ranks, holds_run = Ranks.current(), holds_a_run(config.output_dir)
-    console = Console(emoji=False, highlight=False, soft_wrap=True, quiet=not ranks.first)
+    ranks, holds_run = Mesh.current(), holds_a_run(config.output_dir)
+    console = Console(emoji=False, highlight=False, soft_wrap=True, quiet=not ranks.writer)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
     if check:
         embedding_rows = saved.embedding_rows(plan.trust_remote_code)
         reports = None if holds_run else config.output_dir  # a run's own say what it was trained on
-        if reports is not None and ranks.first:
+        if reports is not None and ranks.writer:
             reports.mkdir(parents=True, exist_ok=True)
         store, _ = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
         resumed = checkpoint_to_resume(config.output_dir, resume_from or resume, ranks) if resume_from or resume else None
@@ -83,7 +83,7 @@ def train(
             with sole_writer(config.output_dir):
                 plan.write_to(config.output_dir)
 
-    ranks.first_does(keep_recipe, CheckpointError)
+    ranks.writer_does(keep_recipe, CheckpointError)
     result = ChronicalsTrainer(model, tokenizer, config).train(*plan.sources, resume=resume_from or resume)
     console.print(f"[bold]trained[/] {result.steps} steps, last loss {result.loss:.4f}")
     if result.evaluation:

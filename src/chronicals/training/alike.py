@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 
 OF_A_MACHINE = frozenset({"output_dir", "cache_dir", "dataset_num_proc", "trackers", "project", "run_name"})
 """Fields of the configuration that may differ from rank to rank."""
@@ -19,7 +19,7 @@ AT_A_TIME = 1 << 22
 """Elements that are summed at a time: torch makes 8 bytes of each."""
 
 
-def prove_alike(ranks: Ranks, facts: Mapping[str, Any]) -> None:
+def prove_alike(ranks: Mesh, facts: Mapping[str, Any]) -> None:
     """Compare ``facts`` (plain JSON) of all ranks, which must all ask.
 
     Raises:

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.standard_json import to_json
 from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation
@@ -70,7 +70,7 @@ class Callbacks:
         error: what a callback raised, and not yet all ranks.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], may_call_the_model: bool, ranks: Ranks):
+    def __init__(self, callbacks: Sequence[Callback], may_call_the_model: bool, ranks: Mesh):
         self.callbacks, self.may_call_the_model, self.ranks = callbacks, may_call_the_model, ranks
         self.error: BaseException | None = None
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from chronicals import saving
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import (
     CheckpointError,
@@ -192,7 +192,7 @@ def optimizer_tensors(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor]:
     }
 
 
-def random_states(ranks: Ranks) -> dict[str, Tensor]:
+def random_states(ranks: Mesh) -> dict[str, Tensor]:
     """Those of all ranks, which must all ask: ``cpu`` and ``cuda`` are the first one's, ``cpu.1`` and so on the others'."""
     own = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Source, filler_token, open_store
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
 from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.training.precision import Precision
@@ -62,10 +62,10 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: PresentedModel, objective: Objective, stream: BatchStream, precision: Precision, ranks: Ranks | None = None
+    model: PresentedModel, objective: Objective, stream: BatchStream, precision: Precision, ranks: Mesh | None = None
 ) -> Evaluation:
     """Score every document of ``stream`` once, without dropout; the model's modules return to the modes they were in."""
-    ranks = ranks or Ranks()
+    ranks = ranks or Mesh()
     counts = Counter[str]()  # of sums of weights, too
     sums, terms = dict[str, Tensor](), dict[str, Term]()
     with in_evaluation(model.model):

@@ -9,7 +9,7 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import Tokenizer, TokenStore
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.models import input_device
 from chronicals.saving import save_model, text_files, write_folder
 from chronicals.training.callbacks import read_metrics
@@ -39,7 +39,7 @@ def about_data(store: TokenStore, tokenizer: Any, config: ChronicalsConfig) -> d
 
 
 def finish(
-    run: Run, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Ranks, saved: RunCheckpoints,
+    run: Run, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh, saved: RunCheckpoints,
     about: Callable[[], dict[str, Any]], answers: Callable[[], list[Sample]],
 ) -> TrainingResult:  # fmt: skip
     """Load the best weights where those are kept, and write the model and the report on the first rank.
@@ -68,13 +68,13 @@ def finish(
             with suppress(OSError):
                 report.unlink()
 
-    ranks.first_does(write, CheckpointError)
+    ranks.writer_does(write, CheckpointError)
     if model_step != run.step:
         logger.info("%s holds the weights of step %d, which had the lowest held-out loss", model_dir, model_step)
     return TrainingResult(run.step, model_step, run.last_loss, evaluation, run.coverage, model_dir, report)
 
 
-def _facts(run: Run, model: Any, ranks: Ranks, model_step: int, evaluation: Evaluation | None) -> dict[str, Any]:
+def _facts(run: Run, model: Any, ranks: Mesh, model_step: int, evaluation: Evaluation | None) -> dict[str, Any]:
     return {
         "model": model.config._name_or_path or type(model).__name__,
         "steps": run.step,

@@ -13,7 +13,7 @@ import torch
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data.packing import PackPlan
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.objectives import default_learning_rate
 from chronicals.training import checkpoint
 
@@ -70,7 +70,7 @@ class Length:
         )
 
 
-def fit_learning_rate(config: ChronicalsConfig, ranks: Ranks, model: Any = None) -> ChronicalsConfig:
+def fit_learning_rate(config: ChronicalsConfig, ranks: Mesh, model: Any = None) -> ChronicalsConfig:
     """``config`` with the objective's default ``learning_rate``, for adapters or for all weights, where none was set. It is
     logged.
 
@@ -81,13 +81,13 @@ def fit_learning_rate(config: ChronicalsConfig, ranks: Ranks, model: Any = None)
         return config
     adapters = config.use_lora or hasattr(model, "chronicals_lora") or bool(getattr(model, "peft_config", None))
     rate = default_learning_rate(config, adapters)
-    if ranks.first:
+    if ranks.writer:
         trained = "adapters" if adapters else "full fine-tuning"
         logger.info("learning rate: %g, the default of objective %s for %s", rate, config.objective, trained)
     return config.fitted(learning_rate=rate)
 
 
-def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Ranks, resumed: Path | None = None) -> ChronicalsConfig:
+def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Mesh, resumed: Path | None = None) -> ChronicalsConfig:
     """``config`` with a batch that leaves an epoch about ``STEPS_AN_EPOCH`` steps: a default one shrinks, one that was set
     stays and is warned about. Where neither ``max_steps`` nor ``num_epochs`` is set, a resumed run keeps its own. Every rank
     gets the values of the first. The length of the run is logged.
@@ -108,7 +108,7 @@ def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Ranks, resumed: P
     shrunk = {name: size for name, size in zip(SHRUNK, agreed) if size != getattr(config, name)}
     fitted = config.fitted(**length_before, **shrunk)
     length = Length.of(fitted, plan, ranks.count)
-    if ranks.first:
+    if ranks.writer:
         if not before:
             _say_shrunk(config, fitted, Length.of(config, plan, ranks.count), length)
         _warn_of_few_steps(config, fitted, length)
@@ -141,11 +141,11 @@ def _warn_of_few_steps(asked: ChronicalsConfig, fitted: ChronicalsConfig, length
         logger.warning("little data: %s; raise num_epochs or lower max_seq_length for more updates", run)
 
 
-def _length_of_run(before: Mapping[str, Any], ranks: Ranks) -> dict[str, int]:
+def _length_of_run(before: Mapping[str, Any], ranks: Mesh) -> dict[str, int]:
     """That of ``LENGTHS`` which the run began with, as the first rank knows it, and says; empty where it had neither."""
     steps, epochs = ranks.gather(torch.tensor([before.get(name) or 0 for name in LENGTHS]))[0].tolist()
     name, value = ("num_epochs", epochs) if epochs else ("max_steps", steps)  # of both, epochs were set and steps a default
-    if value and ranks.first:
+    if value and ranks.writer:
         logger.info("neither max_steps nor num_epochs is set: %s=%d, as the run began with", name, value)
     return {name: value} if value else {}
 

@@ -11,14 +11,14 @@ from transformers import GenerationConfig
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
-from chronicals.distributed import Ranks, card_of
+from chronicals.distributed import Mesh, card_of
 from chronicals.models import input_device
 from chronicals.objectives import OBJECTIVES
 
 logger = logging.getLogger(__name__)
 
 
-def one_device(model: Any, ranks: Ranks) -> torch.device:
+def one_device(model: Any, ranks: Mesh) -> torch.device:
     """The single device of the model, which becomes the current one; a process of several moves it to its own card.
 
     Raises:
@@ -66,7 +66,7 @@ def open_stores(
     embedding_rows: int,
     tokenizer: Any,
     config: ChronicalsConfig,
-    ranks: Ranks,
+    ranks: Mesh,
     reports: Path | None = None,
 ) -> tuple[TokenStore, TokenStore | None]:
     """Tokenised data that has passed the gate.
@@ -82,7 +82,7 @@ def open_stores(
     """
 
     def report_of(name: str) -> Path | None:
-        return reports / f"{name}.json" if reports and ranks.first else None
+        return reports / f"{name}.json" if reports and ranks.writer else None
 
     def opened(name: str, source: Source, training: TokenStore | None = None) -> TokenStore:
         called = str(source) if isinstance(source, (str, Path)) else name

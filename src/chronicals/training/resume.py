@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.saving import MANIFEST
 from chronicals.training import checkpoint
 from chronicals.training.errors import CheckpointError
@@ -48,10 +48,10 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 @contextmanager
-def claimed(output_dir: Path, ranks: Ranks) -> Iterator[None]:
+def claimed(output_dir: Path, ranks: Mesh) -> Iterator[None]:
     """``sole_writer``, as which the first rank stands for all."""
     with ExitStack() as held:
-        ranks.first_does(lambda: held.enter_context(sole_writer(output_dir)), CheckpointError)
+        ranks.writer_does(lambda: held.enter_context(sole_writer(output_dir)), CheckpointError)
         yield
 
 
@@ -64,7 +64,7 @@ def how_to_resume(output_dir: Path) -> str:
     return f"go on with train(..., resume=True) and output_dir={str(output_dir)!r}"
 
 
-def checkpoint_to_resume(output_dir: Path, resume: bool | str | Path, ranks: Ranks) -> Path | None:
+def checkpoint_to_resume(output_dir: Path, resume: bool | str | Path, ranks: Mesh) -> Path | None:
     """The checkpoint that a run goes on from; None if it begins at step 0.
 
     Args:
@@ -85,7 +85,7 @@ def checkpoint_to_resume(output_dir: Path, resume: bool | str | Path, ranks: Ran
             found = _named(Path(resume).expanduser(), output_dir)
         return None if found is None else str(found)
 
-    chosen = ranks.first_does(choose, CheckpointError)
+    chosen = ranks.writer_does(choose, CheckpointError)
     return None if chosen is None else Path(chosen)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, text_files
 from chronicals.training import checkpoint
@@ -41,7 +41,7 @@ class RunCheckpoints:
         written: steps and folders of checkpoints that are whole and were not told yet, on the first rank.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Ranks, keeps_best: bool):
+    def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig, ranks: Mesh, keeps_best: bool):
         self.model, self.tokenizer, self.config, self.ranks = model, tokenizer, config, ranks
         self.keeps_best = keeps_best
         self._staging = Staging(next(parameter.device for parameter in model.parameters() if parameter.requires_grad))
@@ -58,7 +58,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it was another run: other data, another order of documents, another model.
         """
-        found = self.ranks.first_does(lambda: self._load(folder, optimizer, stream), CheckpointError)
+        found = self.ranks.writer_does(lambda: self._load(folder, optimizer, stream), CheckpointError)
         state, random_states = found["state"], found["random_states"]
         self._send_weights()
         self._send_optimizer(optimizer)
@@ -130,7 +130,7 @@ class RunCheckpoints:
             return
         self._prepared = True
         midway = self.keeps_best or (self.config.save_steps or run.total_steps) < run.total_steps
-        if self.ranks.first and midway:
+        if self.ranks.writer and midway:
             state = checkpoint.state_of(self.model, optimizer, {}, {})
             if self._staging.fits(state.changing().values()):
                 self._staging.prepare(state.changing().values())
@@ -179,7 +179,7 @@ class RunCheckpoints:
                 logger.warning("host memory is too small for a copy of the state: training waits while checkpoints are written")
                 write(state)
 
-        self.ranks.first_does(begin, CheckpointError)
+        self.ranks.writer_does(begin, CheckpointError)
 
     def _write_staged(self, write: Callable[[checkpoint.State], object], state: checkpoint.State) -> None:
         with self._staging.reading():
@@ -191,7 +191,7 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it could not be written.
         """
-        self.ranks.first_does(self._background.wait, CheckpointError)
+        self.ranks.writer_does(self._background.wait, CheckpointError)
 
     def hold_update(self) -> None:
         """Called between the backward pass and the update, which must not change what is still being copied."""
@@ -224,7 +224,7 @@ class RunCheckpoints:
                     "anew from here on", run.best_loss,
                 )  # fmt: skip
             return False
-        damage = self.ranks.first_does(lambda: checkpoint.check_checkpoint(self._best(run)), CheckpointError)
+        damage = self.ranks.writer_does(lambda: checkpoint.check_checkpoint(self._best(run)), CheckpointError)
         if damage is not None:
             logger.warning(
                 "%s, with the lowest held-out loss so far (%.4f): %s; the best is looked for anew from here on",
@@ -253,7 +253,7 @@ class RunCheckpoints:
                 return False
             return True
 
-        if not self.ranks.first_does(load, CheckpointError):
+        if not self.ranks.writer_does(load, CheckpointError):
             return run.step
         self._send_weights()
         return run.best_step

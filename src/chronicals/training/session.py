@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.steps import Step
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.memory import (
     CHEAP,
     ActivationOffload,
@@ -53,7 +53,7 @@ CHECKPOINTED = "_chronicals_checkpointed"
 """Attribute of a decoder whose layers an earlier run recomputed, which a later one may not need."""
 
 
-def prepare(model: Any, config: ChronicalsConfig, objective: Objective, ranks: Ranks | None = None) -> Session:
+def prepare(model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None) -> Session:
     """The recipe, the only place that knows its order.
 
     The caller has loaded the model, quantising it if it is to be quantised, and moved it to its device: adapters go onto
@@ -64,7 +64,7 @@ def prepare(model: Any, config: ChronicalsConfig, objective: Objective, ranks: R
     Raises:
         ConfigurationError: the configuration cannot be honoured with this model on this machine; the message names the field.
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or Mesh()
     torch.manual_seed(config.seed)  # adapters are the same on all ranks
     attach_adapters(model, config)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
@@ -89,7 +89,7 @@ def prepare(model: Any, config: ChronicalsConfig, objective: Objective, ranks: R
 
 
 @contextmanager
-def prepared(model: Any, config: ChronicalsConfig, objective: Objective, ranks: Ranks | None = None) -> Iterator[Session]:
+def prepared(model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None) -> Iterator[Session]:
     """``prepare``; afterwards the model's weights are separate tensors again, and have no gradients."""
     try:
         yield prepare(model, config, objective, ranks)
@@ -113,7 +113,7 @@ class Session:
     model: Any
     config: ChronicalsConfig
     objective: Objective
-    ranks: Ranks
+    ranks: Mesh
     presented: PresentedModel
     decisions: Mapping[str, Decision]
     optimizer: FusedAdamW
@@ -177,7 +177,7 @@ class Session:
             self.before_update()
         if self.ranks.count > 1:
             self._beside = {"told": torch.full((), float(self.told()), device=self.precision.device)}
-        return self.ranks.sum_gradients(self.parameters, [*scalars, *self._beside.values()])
+        return self.ranks.reduce(self.parameters, [*scalars, *self._beside.values()])
 
     def release_graphs(self) -> None:
         """Give back the memory of CUDA graphs between steps; later steps are captured anew."""
@@ -198,7 +198,7 @@ def _leave(model: Any) -> None:
             parameter.grad_dtype = parameter.dtype
 
 
-def _decide(presented: PresentedModel, config: ChronicalsConfig, ranks: Ranks) -> dict[str, Decision]:
+def _decide(presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh) -> dict[str, Decision]:
     """What runs of what is permitted, logged with the reasons; memory policies of an earlier run are taken off first."""
     model = presented.model
     if reason := why_neighbours_matter(model.config, config.max_seq_length):

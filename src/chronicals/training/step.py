@@ -16,7 +16,7 @@ from torch import Tensor
 from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Step
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models import PresentedModel
 from chronicals.objectives import Count, Objective, divide
@@ -111,7 +111,7 @@ class EagerStep:
         return scalars
 
 
-def counts_of(step: Step, ranks: Ranks) -> Mapping[str, Count]:
+def counts_of(step: Step, ranks: Mesh) -> Mapping[str, Count]:
     """What sums are divided by, by name: the counts of the whole step, with the weight of its targets, each 1 without weights.
 
     Raises:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.training.callbacks import Callbacks
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class Stop:
         """From any thread, and from signal handlers."""
         self.save, self.reason = save, reason
 
-    def is_asked(self, ranks: Ranks, device: torch.device, callbacks: Callbacks, failed: bool) -> bool:
+    def is_asked(self, ranks: Mesh, device: torch.device, callbacks: Callbacks, failed: bool) -> bool:
         """Whether the run is to end after this step, the same on all ranks, which must all ask.
 
         Args:

@@ -12,7 +12,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import plan_of
 from chronicals.data.packing import PackPlan
-from chronicals.distributed import Ranks
+from chronicals.distributed import Mesh
 from chronicals.kernels.compilation import identify_compiler
 from chronicals.models import check_positions
 from chronicals.objectives import build_objective
@@ -57,13 +57,13 @@ class ChronicalsTrainer:
 
     def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig | None = None, callbacks: Sequence[Callback] = ()):
         self.model, self.tokenizer, self.config = model, tokenizer, config or ChronicalsConfig()
-        self.ranks = Ranks.current()
+        self.ranks = Mesh.current()
         self.output_dir = self.config.output_dir
         check_class(model)
         self.device = one_device(model, self.ranks)
         check_precision(self.config, self.device)
         self.objective = build_objective(self.config)
-        self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.first else []
+        self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.writer else []
         self._users_callbacks = bool(callbacks)
         self._stop = Stop()
         self._session: Session | None = None
@@ -106,7 +106,7 @@ class ChronicalsTrainer:
         self._stop = Stop()
         prove_alike(self.ranks, shared_settings(self.config))
         try:
-            with heard(self.ranks.first), claimed(self.output_dir, self.ranks):
+            with heard(self.ranks.writer), claimed(self.output_dir, self.ranks):
                 return self._train(train_dataset, eval_dataset, checkpoint_to_resume(self.output_dir, resume, self.ranks))
         finally:
             self._session = None
@@ -129,7 +129,7 @@ class ChronicalsTrainer:
         plan = plan_of(train_store, self.config)
         with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device):
             samples = Samples(model, self.tokenizer, eval_store or train_store, config.report_samples, self.output_dir)
-            if self.ranks.first and resumed is None:
+            if self.ranks.writer and resumed is None:
                 samples.before()
             teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
             with prepared(model, config, self.objective, self.ranks) as session:
@@ -165,7 +165,7 @@ class ChronicalsTrainer:
             saved.restore(resumed, run, session.optimizer, session.precision, stream)
         self._prove_that_ranks_are_alike(run, stream, eval_store)
         if resumed is None:
-            self.ranks.first_does(samples.keep, OSError)
+            self.ranks.writer_does(samples.keep, OSError)
         run.trainable_share = self._trainable_share()
         held_out = None if eval_store is None else self._stream(eval_store, epochs=1, shuffle=False)
         callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks)

@@ -28,7 +28,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import plan_of
 from chronicals.data.steps import Step
-from chronicals.distributed import Ranks, require_one_process
+from chronicals.distributed import Mesh, require_one_process
 from chronicals.models import check_positions
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import build_objective
@@ -123,7 +123,7 @@ def verify(
         raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
     require_one_process("verify")
     build_objective(config)
-    device = one_device(model, Ranks())
+    device = one_device(model, Mesh())
     check_precision(config, device)
     notes = without_dropout(model)
     if config.use_lora and config.lora_dropout:
@@ -134,10 +134,10 @@ def verify(
         notes.append(f"optimizer_state_dtype={config.optimizer_state_dtype!r} is 'fp32' here: the plain arms round none")
     config = config.replace(lora_dropout=0.0, master_weights=True, optimizer_state_dtype="fp32")
     embedding_rows = model.get_input_embeddings().weight.shape[0]
-    store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Ranks())
+    store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
     check_positions(model, store.longest)
     plan = plan_of(store, config)
-    config = fit_batch(fit_learning_rate(config, Ranks(), model), plan, Ranks())
+    config = fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh())
     filler = filler_token(tokenizer, embedding_rows)
     stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     total = Length.of(config, plan).steps

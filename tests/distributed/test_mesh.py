@@ -6,14 +6,14 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from chronicals.distributed import Ranks, ranks
+from chronicals.distributed import Mesh, mesh
 
 
 @pytest.fixture
 def store(monkeypatch):
     made = dist.HashStore()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: made)
-    monkeypatch.setattr(ranks, "_announcements", itertools.repeat(1))
+    monkeypatch.setattr(mesh, "_announcements", itertools.repeat(1))
     return made
 
 
@@ -23,7 +23,7 @@ def waiting():
 
     def wait():
         try:
-            seen.append(Ranks(1, 2).first_does(lambda: pytest.fail("the second rank did it"), OSError))
+            seen.append(Mesh(1, 2).writer_does(lambda: pytest.fail("the second rank did it"), OSError))
         except OSError as error:
             seen.append(str(error))
 
@@ -34,7 +34,7 @@ def waiting():
 
 def test_the_others_have_its_result(store):
     thread, seen = waiting()
-    assert Ranks(0, 2).first_does(lambda: {"a": [1, None]}, OSError) == {"a": [1, None]}
+    assert Mesh(0, 2).writer_does(lambda: {"a": [1, None]}, OSError) == {"a": [1, None]}
     thread.join(20)
     assert seen == [{"a": [1, None]}]
 
@@ -42,6 +42,6 @@ def test_the_others_have_its_result(store):
 def test_the_others_stop_with_its_error(store):
     thread, seen = waiting()
     with pytest.raises(KeyError, match="b"):
-        Ranks(0, 2).first_does(lambda: {}["b"], OSError)
+        Mesh(0, 2).writer_does(lambda: {}["b"], OSError)
     thread.join(20)
     assert seen == ["rank 0 stopped: KeyError: 'b'"]

@@ -1,4 +1,7 @@
-"""Plain data parallelism: every rank holds the model, gradients are summed once a step."""
+"""The processes that train together, by what each has of the work.
+
+Today there is one axis, data: every rank holds the model and takes other packs, and gradients are summed once a step.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,11 @@ _announcements = itertools.count()
 
 
 @dataclass(frozen=True)
-class Ranks:
+class Mesh:
     """This process among those that train together.
 
     Attributes:
-        rank, count: this process and how many there are.
+        rank, count: the place of this process on the data axis, and how many take different packs.
         local_rank: this process on its machine, and so its card.
     """
 
@@ -40,7 +43,7 @@ class Ranks:
     _patterns: dict[tuple[bool, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def current(cls) -> Ranks:
+    def current(cls) -> Mesh:
         """Join the processes that were started with this one (nccl with cards, else gloo); alone without any.
 
         Raises:
@@ -65,7 +68,8 @@ class Ranks:
         return cls(dist.get_rank(), dist.get_world_size(), local_rank)
 
     @property
-    def first(self) -> bool:
+    def writer(self) -> bool:
+        """Whether this process writes files, shows progress and decides for all."""
         return self.rank == 0
 
     @torch.no_grad()
@@ -79,7 +83,7 @@ class Ranks:
                     tensor.data.copy_(sent)
 
     @torch.no_grad()
-    def sum_gradients(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor | None:
+    def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor | None:
         """Replace every gradient, and every scalar, by the sum over the ranks; a rank without a gradient adds zeros.
 
         Returns:
@@ -129,7 +133,7 @@ class Ranks:
         padded[: len(content)] = content
         return [json.loads(other[:length].numpy().tobytes()) for other, length in zip(self.gather(padded), lengths)]
 
-    def first_does(self, work: Callable[[], Result], error: type[Exception]) -> Result:
+    def writer_does(self, work: Callable[[], Result], error: type[Exception]) -> Result:
         """Let the first rank do something while the others wait, however long; its result (plain JSON) on all of them.
 
         They wait at the store over which the processes found each other, so no collective of the device times out and signals
@@ -142,7 +146,7 @@ class Ranks:
             return work()
         key = f"chronicals/{next(_announcements)}"
         store = dist.distributed_c10d._get_default_store()
-        if not self.first:
+        if not self.writer:
             result, words = json.loads(_awaited(store, key))
             if words is not None:
                 raise error(f"rank 0 stopped: {words}")
