@@ -21,12 +21,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
+from chronicals.models import ModelShape
+
 PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Specified FLOP/s of dense bf16 products, by the first of these keys that is in the card's name."""
-
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields of configurations that hold the number of experts."""
-
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 GROUPS = {"qkv": PROJECTIONS[:3], "out": PROJECTIONS[3:4], "gate_up": PROJECTIONS[4:6], "down": PROJECTIONS[6:]}
@@ -64,20 +62,10 @@ class Shape:
         """The shape in a transformers configuration, taken as a dense decoder with gated MLPs; small parameters (norms,
         biases) are not counted.
         """
-        config = config.get_text_config()
-        heads = config.num_attention_heads
-        shape = cls(
-            layers=config.num_hidden_layers,
-            width=config.hidden_size,
-            heads=heads,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-            vocabulary=config.vocab_size,
-            parameters=0,
-            routed=any(getattr(config, name, None) for name in EXPERTS),
-        )
-        tables = 1 if config.tie_word_embeddings else 2
+        sizes = asdict(ModelShape.of(config))
+        routed = sizes.pop("experts") > 0
+        shape = cls(**sizes, parameters=0, routed=routed)
+        tables = 1 if config.get_text_config().tie_word_embeddings else 2
         return cls(**{**asdict(shape), "parameters": shape.body + tables * shape.head})
 
     @property

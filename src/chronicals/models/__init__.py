@@ -7,12 +7,14 @@ from chronicals.models.packability import Packability, prove_packability, why_ne
 from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation, present, within_lora
 from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_trained_documents
+from chronicals.models.shape import ModelShape
 from chronicals.models.terms import Term, Terms
 from chronicals.models.towers import beside_text, is_within, read_processors, save_processors
 
 __all__ = [
     "BASE_ROWS",
     "Head",
+    "ModelShape",
     "Packability",
     "PresentedModel",
     "RouterLoss",

@@ -12,7 +12,7 @@ import torch
 
 from chronicals.lora.loading import load_adapter, stored_rows
 from chronicals.lora.peft_format import CONFIG_FILE
-from chronicals.models import load_config, load_model, load_tokenizer
+from chronicals.models import ModelShape, load_config, load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class SavedModel:
             ValueError: the configuration cannot be loaded, with what to do.
         """
         stored = stored_rows(Path(self.place)) if self.adapted else None
-        return stored or self.config(trust_remote_code).get_text_config().vocab_size
+        return stored or ModelShape.of(self.config(trust_remote_code)).vocabulary
 
     def tokenizer(self, trust_remote_code: bool = False) -> Any:
         """Its own, or its model's: PEFT writes none beside an adapter.

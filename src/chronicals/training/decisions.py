@@ -23,7 +23,7 @@ from chronicals.memory import (
     makes_tiles,
     recomputes,
 )
-from chronicals.models import PresentedModel, input_device
+from chronicals.models import ModelShape, PresentedModel, input_device
 from chronicals.patching import has_gated_mlps
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
@@ -86,9 +86,9 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     model, device = presented.model, input_device(presented.model)
     tokens = config.batch_size * config.max_seq_length
     product_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
-    shape = model.config.get_text_config()
-    softcap = getattr(shape, "attn_logit_softcapping", None) is not None
-    backend = choose_backend(device, product_type, _head_dim(shape), softcap=softcap, flash=config.use_flash_attention)
+    head_dim = ModelShape.of(model.config).head_dim or 128  # where there is no single one
+    softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
+    backend = choose_backend(device, product_type, head_dim, softcap=softcap, flash=config.use_flash_attention)
     flash = presented.packed and backend in FLASH
     on_card = device.type == "cuda"
     why_not = why_not_fused(config, presented)
@@ -163,13 +163,6 @@ def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str) -
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)
     return reason is None, reason or "micro-step and update are replayed"
-
-
-def _head_dim(shape: Any) -> int:
-    """Of a model configuration; 128 where it has no single one."""
-    heads = getattr(shape, "num_attention_heads", None)
-    stated = getattr(shape, "head_dim", None)
-    return stated if stated is not None else shape.hidden_size // heads if isinstance(heads, int) else 128
 
 
 def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> Decision:

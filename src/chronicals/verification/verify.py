@@ -29,7 +29,7 @@ from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import plan_of
 from chronicals.data.steps import Step
 from chronicals.distributed import Mesh, require_one_process
-from chronicals.models import check_positions
+from chronicals.models import ModelShape, check_positions
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import build_objective
 from chronicals.patching import layers_in_fp8
@@ -188,7 +188,7 @@ class _Comparison:
         )
         lora = hasattr(path.model, "chronicals_lora")
         self.fp32_optimizer, self.plain_optimizer, self.our_gradients = (PlainAdamW(start, config, lora) for _ in range(3))
-        layers = path.model.config.get_text_config().num_hidden_layers
+        layers = ModelShape.of(path.model.config).layers
         self.walk = rounding_walk(layers)
         self.losses: list[tuple[float, Tensor, Tensor, int]] = []
         self.skipped: list[int] = []

@@ -1,0 +1,31 @@
+"""Sizes of a model, whatever its configuration calls them and wherever it has them."""
+
+import pytest
+import transformers
+
+from chronicals.models import ModelShape
+
+LLAMA = {
+    "num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "intermediate_size": 100,
+    "vocab_size": 77,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "shape"),
+    [
+        (transformers.LlamaConfig(**LLAMA), ModelShape(3, 48, 6, 2, 8, 100, 77, 0)),
+        (transformers.LlamaConfig(**LLAMA, head_dim=16), ModelShape(3, 48, 6, 2, 16, 100, 77, 0)),
+        (transformers.GPT2Config(n_layer=3, n_embd=48, n_head=6, vocab_size=77), ModelShape(3, 48, 6, 6, 8, 192, 77, 0)),
+        (transformers.MixtralConfig(**LLAMA, num_local_experts=5), ModelShape(3, 48, 6, 2, 8, 100, 77, 5)),
+        (transformers.LlavaConfig(text_config=transformers.LlamaConfig(**LLAMA)), ModelShape(3, 48, 6, 2, 8, 100, 77, 0)),
+    ],
+    ids=["missing head_dim", "head_dim", "other names, no key heads", "experts", "nested"],
+)
+def test_sizes_are_read(config, shape):
+    assert ModelShape.of(config) == shape
+
+
+def test_what_has_no_single_size_is_zero():
+    shape = ModelShape.of(transformers.MambaConfig(num_hidden_layers=2, hidden_size=32))
+    assert (shape.layers, shape.width, shape.heads, shape.head_dim) == (2, 32, 0, 0)
