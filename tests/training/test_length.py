@@ -26,7 +26,7 @@ def plan(packs: int) -> PackPlan:
 
 def fitted(packs: int, ranks: int = 1, **fields) -> tuple[int, int, int]:
     """batch_size, gradient_accumulation_steps, steps of an epoch."""
-    several = SimpleNamespace(count=ranks, first=True, gather=lambda tensor: [tensor])
+    several = SimpleNamespace(count=ranks, writer=True, gather=lambda tensor: [tensor])
     config = fit_batch(ChronicalsConfig(**fields), plan(packs), several)
     length = Length.of(config, plan(packs), ranks)
     return config.batch_size, config.gradient_accumulation_steps, length.steps_an_epoch

@@ -103,7 +103,7 @@ class Loop:
         """
         run = self.run
         better = "evaluate" in due and self._evaluate()
-        asked, enough = self._asked_to_stop(), self._gains_no_more()
+        asked, enough = self._is_stopped(), self._gains_no_more()
         if "save" in due or (better and self.saved.keeps_best) or enough or (asked and self.stop.save):
             self.saved.save(run, self.session.optimizer, self.session.precision, self.stream, self.about())
         if asked:
@@ -119,10 +119,11 @@ class Loop:
         return enough
 
     def _asked_to_stop(self) -> bool:
-        """Several ranks ask each other only after the metrics of a step, which are the same on all, have said that one was told
+        """After a step several ranks ask each other only if its metrics, which are the same on all, have said that one was told
         to stop: asking waits for the device."""
-        if self.session.ranks.count > 1 and not self._told:
-            return False
+        return (self.session.ranks.count == 1 or self._told) and self._is_stopped()
+
+    def _is_stopped(self) -> bool:
         return self.stop.is_asked(self.session.ranks, self.device, self.callbacks, self.saved.failed)
 
     def _gains_no_more(self) -> bool:
