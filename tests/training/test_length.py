@@ -62,7 +62,7 @@ def test_ranks_share_the_packs():
 
 
 def test_every_rank_takes_the_batch_of_the_first():
-    first = SimpleNamespace(count=2, first=False, gather=lambda tensor: [torch.tensor([3, 2]), tensor])
+    first = SimpleNamespace(count=2, writer=False, gather=lambda tensor: [torch.tensor([3, 2]), tensor])
     config = fit_batch(ChronicalsConfig(), plan(6), first)
     assert (config.gradient_accumulation_steps, config.batch_size) == (3, 2)
 
