@@ -136,7 +136,7 @@ def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, packed_ptr, absmax_ptr, bounds_ptr, count, smallest, BLOCKS: tl.constexpr, SIZE: tl.constexpr
+    x_ptr, packed_ptr, absmax_ptr, bounds_ptr, count, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * SIZE + 2 * tl.arange(0, SIZE // 2)[None, :]
@@ -144,7 +144,8 @@ def _quantize_kernel(
     second = tl.load(x_ptr + at + 1, mask=at + 1 < count, other=0.0).to(tl.float32)
     absmax = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
     tl.store(absmax_ptr + block, absmax, mask=block * SIZE < count)
-    scale = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), tl.maximum(absmax, smallest))[:, None]
+    divisor = tl.maximum(absmax, tl.full((BLOCKS,), SMALLEST, tl.float32))
+    scale = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), divisor)[:, None]
     codes = _nearest(first * scale, bounds_ptr) * 16 + _nearest(second * scale, bounds_ptr)
     tl.store(packed_ptr + at // 2, codes.to(tl.uint8), mask=at < count)
 
