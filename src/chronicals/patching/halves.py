@@ -11,6 +11,7 @@ Shapes: T tokens of a pack, D model width, H query heads, K key/value heads, W h
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ class Gradient:
     amax: Amax | None = None
 
 
-class FusedHalf:
+class FusedHalf(ABC):
     """A half of a decoder layer as it is now.
 
     Args:
@@ -129,8 +130,9 @@ class FusedHalf:
     def norms_of_heads(self) -> list[nn.Module]:
         return []
 
+    @abstractmethod
     def products(self) -> list[Product]:
-        raise NotImplementedError
+        """Of each of its products the module, the layers by name, and where their weights lie."""
 
     def gradient(self, rows: int) -> Gradient:
         """What its last product asks of whoever computes the gradient of the branch."""
