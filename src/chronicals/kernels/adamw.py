@@ -147,9 +147,8 @@ def fused_adamw_(
             "one set of types at a time, squares like means, lows in int16"
         )
     count = len(tensors.weights)
-    if apply is not None and apply.shape not in ((), (count,)):
-        raise ValueError(f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of {count} weights")
-    if not _runs_here(tensors):
+    check_apply(apply, count)
+    if not runs_here(tensors):
         fused_adamw_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
         return
     steps = torch.stack(tensors.steps)
@@ -165,11 +164,7 @@ def fused_adamw_(
         bool(tensors.lows), factor is not None, apply is not None, apply is not None and apply.ndim == 1, table.aligned,
         BLOCK, CHUNK, num_warps=4,
     )  # fmt: skip
-    if apply is None:
-        torch._foreach_add_(tensors.steps, 1.0)
-    else:  # a list, since one tensor for all would be brought to the host
-        counted = apply.to(torch.float32)
-        torch._foreach_add_(tensors.steps, list(counted.unbind()) if counted.ndim else [counted] * count)
+    count_step_(tensors, apply)
     torch.autograd.graph.increment_version([*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows])
 
 
@@ -178,7 +173,23 @@ def _seed(steps: Tensor) -> Tensor:
     return steps.sum(dtype=torch.int64)
 
 
-def _runs_here(tensors: Tensors) -> bool:
+def check_apply(apply: Tensor | None, count: int) -> None:
+    """Raises ValueError where it is neither a scalar nor one value for each of ``count`` weights."""
+    if apply is not None and apply.shape not in ((), (count,)):
+        raise ValueError(f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of {count} weights")
+
+
+def count_step_(tensors: Tensors, apply: Tensor | None) -> None:
+    """One step more for each weight that was updated."""
+    if apply is None:
+        torch._foreach_add_(tensors.steps, 1.0)
+    else:  # a list, since one tensor for all would be brought to the host
+        counted = apply.to(torch.float32)
+        torch._foreach_add_(tensors.steps, list(counted.unbind()) if counted.ndim else [counted] * len(tensors.steps))
+
+
+def runs_here(tensors: Tensors) -> bool:
+    """Whether a kernel takes them: dense, and weights of fp32 or bf16."""
     dense = all(x.is_contiguous() for row in _rows(tensors) for x in row)
     return dense and runs_triton(*tensors.weights, *tensors.gradients) and tensors.weights[0].dtype != torch.float16
 

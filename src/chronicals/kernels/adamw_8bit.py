@@ -19,8 +19,19 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adamw import Tensors, _corrections, _joined, _rounded, _rows, _seed, _split
-from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.adamw import (
+    Tensors,
+    _corrections,
+    _joined,
+    _rounded,
+    _seed,
+    _split,
+    _table,
+    check_apply,
+    count_step_,
+    runs_here,
+)
+from chronicals.kernels.launch import tl, triton
 from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, table_of
@@ -198,14 +209,11 @@ def adamw_8bit_(
     codes = {x.dtype for x in (*tensors.means, *tensors.squares)} - {torch.uint8}
     if len(dtypes) > 1 or codes or {x.dtype for x in tensors.lows} - {torch.int16}:
         raise ValueError(f"weights and gradients are {dtypes}, codes also {codes}: one set of dtypes at a time, codes in uint8")
-    if apply is not None and apply.shape not in ((), (count,)):
-        raise ValueError(f"apply has the shape {tuple(apply.shape)}: give a scalar, or a value for each of {count} weights")
-    rows = _rows(tensors)
-    dense = all(x.is_contiguous() for row in rows for x in row)
-    if not dense or not runs_triton(*tensors.weights, *tensors.gradients) or tensors.weights[0].dtype == torch.float16:
+    check_apply(apply, count)
+    if not runs_here(tensors):
         adamw_8bit_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
         return
-    steps, table, scales = torch.stack(tensors.steps), table_of(rows), _scales(tensors)
+    steps, table, scales = torch.stack(tensors.steps), _table(tensors), _scales(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     weight_dtype, gradient_dtype = (of_triton(dtype) for dtype in dtypes.pop())
@@ -216,11 +224,7 @@ def adamw_8bit_(
         weight_dtype, gradient_dtype, bool(tensors.lows), factor is not None, apply is not None,
         apply is not None and apply.ndim == 1, BLOCK, CHUNK, SIZE, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    if apply is None:
-        torch._foreach_add_(tensors.steps, 1.0)
-    else:  # a list, since one tensor for all would be brought to the host
-        counted = apply.to(torch.float32)
-        torch._foreach_add_(tensors.steps, list(counted.unbind()) if counted.ndim else [counted] * count)
+    count_step_(tensors, apply)
     changed = (tensors.weights, tensors.lows, tensors.means, tensors.squares, tensors.mean_scales, tensors.square_scales)
     torch.autograd.graph.increment_version([x for row in changed for x in row])
 
@@ -231,7 +235,7 @@ def _scales(tensors: QuantizedTensors) -> Table:
 
 def looked_up_in_8_bits(tensors: QuantizedTensors) -> list[Tensor]:
     """What a launch for ``tensors`` looks up, made now."""
-    return [*table_of(_rows(tensors)).on_device, *_scales(tensors).on_device]
+    return [*_table(tensors).on_device, *_scales(tensors).on_device]
 
 
 def adamw_8bit_reference_(
