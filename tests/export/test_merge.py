@@ -100,7 +100,8 @@ def test_an_embedding_that_was_resized_comes_along(tmp_path):
     merge(tmp_path / "adapter", tmp_path / "merged")
     plain, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.tensor([[3, 306, 5]])
     assert plain.config.vocab_size == 307
-    torch.testing.assert_close(plain.eval()(ids).logits, model.eval()(ids).logits, rtol=1e-5, atol=1e-5)
+    got, expected = (answers(one, ids)[0] for one in (plain, model))
+    assert (got - expected).norm() <= 1e-6 * expected.norm()
 
 
 @pytest.mark.parametrize("std", [0.0, 30.0], ids=["nothing", "too much"])
