@@ -2,11 +2,14 @@
 
     python benchmarks/figures.py
 
-Tables show the newest measurement of a row, with the range over all of them.
+A table of rows is of one commit: the newest in README.md, one table a commit in docs/measured.md. It shows the newest
+measurement of a row, with the range over all of that commit.
 """
 
+import itertools
 import json
 import statistics
+from collections.abc import Iterable
 
 import measured_rows
 import plots
@@ -31,13 +34,6 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / name).read_text())
 
 
-def several_commits(found: list[Row]) -> str:
-    """What must be said of a table whose rows are of different commits."""
-    if len({result["commit"] for row in found for result in (row.result, *row.others)}) == 1:
-        return ""
-    return "Not all of it was measured at one commit: compare the arms of a row, not rows with each other."
-
-
 def with_range(values: list[float], form: str) -> str:
     """The first of them, and the range where there are others."""
     words = format(values[0], form)
@@ -46,14 +42,12 @@ def with_range(values: list[float], form: str) -> str:
 
 
 def speeds() -> list[str]:
-    """Ours beside the fastest peer, a row a line; without rows whose peers were padded as they are no longer."""
-    compared = measured_rows.with_peers()
-    found = [row for row in compared if not row.old_padding]
+    """Ours beside the fastest peer, a row a line."""
     lines = [
         "| | chronicals, tokens/s | fastest peer, tokens/s | speedup | MFU | measured on |",
         "|---|---|---|---|---|---|",
     ]
-    for row in found:
+    for row in measured_rows.with_peers():
         peer = row.peers[0]
         ours, theirs = row.rates("ours"), row.rates(peer)
         cells = [
@@ -61,33 +55,12 @@ def speeds() -> list[str]:
             with_range(row.ratios(peer) or [ours[0] / theirs[0]], ".2f"), mfu(row.arms["ours"]), row.place,
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
-    notes = " ".join(filter(None, [sdpa_alone(found), left_out(compared), several_commits(found)]))
-    return [*lines, "", notes] if notes else lines
+    return lines
 
 
 def attention_of(row: Row, peer: str) -> str:
-    """Said of a plain peer, which had torch's attention."""
-    return " (SDPA)" if has_sdpa(row, peer) else ""
-
-
-def has_sdpa(row: Row, peer: str) -> bool:
-    return "sdpa" in row.arms[peer]["settings"].split(", ")
-
-
-def sdpa_alone(found: list[Row]) -> str:
-    """What must be said where plain peers had no other attention; measurements with a date tried FlashAttention, too."""
-    names = sorted({peer for row in found for peer in row.peers if has_sdpa(row, peer) and "date" not in row.result})
-    if not names:
-        return ""
-    return (
-        f"Plain peers ({', '.join(names)}) ran with torch's SDPA alone in these rows, ours with FlashAttention-4; they now "
-        "take the faster of the two and will be measured again."
-    )
-
-
-def left_out(compared: list[Row]) -> str:
-    names = [f"`{row.title}`" for row in compared if row.old_padding]
-    return f"Left out until they are measured again with less padding for the peers: {', '.join(names)}." if names else ""
+    """Said of a plain peer with torch's attention, which was its fastest or, without a date, its only one."""
+    return " (SDPA)" if "sdpa" in row.arms[peer]["settings"].split(", ") else ""
 
 
 def in_16_bit(row: Row) -> str:
@@ -106,12 +79,11 @@ def memories() -> list[str]:
         plain, peer = memory_and_speed(row.arms["ours"]), row.least(row.peers)
         theirs = f"{peer}{in_bf16_alone(row.arms[peer])}: {memory_and_speed(row.arms[peer])}"
         for unlike_peers in (False, True):
-            if names := row.variants(unlike_peers=unlike_peers):
-                name = row.least(names)
+            names = row.variants(unlike_peers=unlike_peers)
+            if names and (name := row.least(names)) != "ours":
                 cells = [row.name, plain, memory_and_speed(row.arms[name]), settings(name), "-" if unlike_peers else theirs]
                 lines.append(f"| {' | '.join(cells)} |")
-    note = several_commits(found)
-    return [*lines, "", note] if note else lines
+    return lines
 
 
 def settings(name: str) -> str:
@@ -133,7 +105,8 @@ def summary() -> str:
     """What stands in README.md: a table of speed and one of memory, with a plot each."""
     lines = [
         "Whole training steps on one card, random weights, 16,384 tokens a step (8,192 for the 8B); every arm trains on the "
-        "same weights, documents and labels. `fixed`: documents of 2048 tokens. MFU: share of the card's bf16 peak.",
+        "same weights, documents and labels. `fixed`: documents of 2048 tokens; `ragged`: of 32 to 2048, peers packed where "
+        "that is their fastest way. MFU: share of the card's bf16 peak.",
         "",
         f"![speed beside the peers]({address(plots.SPEED)})",
         "",
@@ -161,17 +134,27 @@ def arms() -> list[str]:
         "alone. Padding: ratio of the positions computed. The reference step takes for each part (products, attention, "
         "elementwise bytes, loss, optimizer) the best time seen, by itself or in our own step; it is not a bound "
         "([how](benchmark.md)). It and MFU are those of 16 bit: an arm in FP8 has neither. In brackets: the range over several "
-        "measurements.",
+        "measurements. A table is of one commit: compare the arms of a row, and rows of one table.",
         "",
         f"![real tokens per second by row and arm]({shown(plots.ROWS)})",
-        "",
+    ]
+    found = measured_rows.rows()
+    for commit, rows in itertools.groupby(found, key=lambda row: row.commit):
+        lines += ["", f"At `{commit}`{'' if commit == found[0].commit else EARLIER}:", "", *arms_at_one_commit(rows)]
+    return lines + without_speed(found)
+
+
+EARLIER = ", before plain peers could take flash attention"
+
+
+def arms_at_one_commit(rows: Iterable[Row]) -> list[str]:
+    lines = [
         "| row | arm | real tokens/s | ours, times as fast | MFU | of the reference step | peak GiB | padding | loss "
         "| last gradient norm | trained | rounds |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    found = measured_rows.rows()
-    for row in found:
-        first = f"{row.title}{' (old padding)' if row.old_padding else ''}: {row.place}"
+    for row in rows:
+        first = f"{row.title}: {row.place}"
         for name, arm in row.compared.items():
             norms = [norm for norm in arm["grad_norms"] if norm is not None]
             ratios = row.ratios(name)
@@ -182,19 +165,7 @@ def arms() -> list[str]:
                 f"| {arm['trained_share']:.1%} | {arm['rounds'] or 'scouting'} |"
             )
             first = ""
-    notes = [note for note in (old_padding(found), several_commits(found)) if note]
-    return lines + [line for note in notes for line in ("", note)] + without_speed(found)
-
-
-def old_padding(found: list[Row]) -> str:
-    """What must be said of ragged rows measured before the padding of peers was mended."""
-    if not any(row.old_padding for row in found):
-        return ""
-    return (
-        "Old padding: measured before 706fd1a, when padded peers had documents in arrival order, so that most of their "
-        "positions were padding, and Unsloth's packed LoRA made one call of attention for each document. Such rows favour "
-        "ours and are to be run again."
-    )
+    return lines
 
 
 def without_speed(found: list[Row]) -> list[str]:
@@ -352,6 +323,44 @@ def kernels() -> list[str]:
     return lines
 
 
+def low_bits() -> list[str]:
+    """Kernels of 4-bit weights and 8-bit optimizer states beside bitsandbytes'."""
+    result = load("nf4-h100.json")
+    rate = result["copy_bytes_per_second"]
+    lines = [
+        "",
+        "4-bit weights of 8192 x 8192, whose codes and values are bitsandbytes' bit by bit, and 8-bit states; "
+        f"{result['card'].removeprefix('NVIDIA ')}, `{result['commit']}` (copy {rate / 1e12:.2f} TB/s), bitsandbytes 0.50.2 "
+        "in the same run:",
+        "",
+        "| kernel | | times as fast as bitsandbytes |",
+        "|---|---|---|",
+    ]
+    for name, row in result["rows"].items():
+        if not name.startswith(("nf4", "adamw_8bit")):
+            continue
+        times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+        share = row["bytes"] / (times["ours"] * 1e-3) / rate
+        beside = f"{times['bitsandbytes'] / times['ours']:.2f}" if "bitsandbytes" in times else "-"
+        lines.append(f"| {name} | {share:.0%} of the copy rate | {beside} |")
+    return lines
+
+
+def saves() -> list[str]:
+    """How long a save holds training."""
+    lines: list[str] = []
+    for path in sorted(RESULTS.glob("save-stall-*.json")):
+        result = json.loads(path.read_text())
+        staged, card = result["staged"], result["card"].removeprefix("NVIDIA ")
+        lines += [
+            "",
+            f"{card}, `{result['commit']}`, {result['layers']} layers of {result['shape']}, {staged['seconds_a_step']:.3f} s "
+            f"a step: a checkpoint of {staged['checkpoint_gb']:.1f} GB holds training for {staged['stall']:.2f} s "
+            f"({', '.join(f'{stall:.2f}' for stall in staged['stalls'])}; bar {result['bar']} s).",
+        ]
+    return lines
+
+
 def data() -> list[str]:
     rates = load("data-rates-cpu.json")
     plan, assembly = rates["plans"][0], rates["assembly"][0]
@@ -413,7 +422,7 @@ def figures() -> str:
     """What stands in docs/measured.md: everything."""
     sections = {
         "## Memory": frontiers(), "## FP8": proofs(), "## Patched models of transformers": patched_step(),
-        "## Kernels": kernels(), "## Data": data(),
+        "## Kernels": [*kernels(), *low_bits()], "## Saving": saves(), "## Data": data(),
     }  # fmt: skip
     titled = [line for title, lines in sections.items() for line in ("", title, *lines)]
     return "\n".join([*arms(), *startups(), *ladders(), *titled]) + "\n"

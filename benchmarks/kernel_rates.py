@@ -30,7 +30,8 @@ from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.kernels.amax import Amax
-from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_turned
+from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
+from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_transposed
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
@@ -376,6 +377,10 @@ def adapters():
         write = partial(write_adapters, to.down, to.up, to.sizes, to.ranks, downs, ups, [0.5] * len(sizes))
         moved = 6 * sum(matrix.numel() for pair in matrices for matrix in pair)
         yield Row(f"adapter_padding {name}", {"ours": Captured(write)}, bytes=moved)
+    y, factor = random(tokens, 2 * 14336), random(2 * 14336).float()
+    yield Row("column_scaling forward", {"ours": lambda: scale_columns(y, factor, out=y)}, bytes=4 * y.numel())
+    into = torch.empty_like(y)
+    yield Row("column_scaling backward", {"ours": lambda: scaled_columns_gradient(y, factor, into, y)}, bytes=6 * y.numel())
     for tokens, sizes, rank in ((8192, (14336,) * 2, 16), (8192, (4096, 1024, 1024), 16), (2**14, (4864,) * 2, 32)):
         yield from gradients_of_adapters(tokens, sizes, rank)
     x, g, a = random(2**14, 4864), random(2**14, 32), random(32, 4864)
@@ -488,7 +493,7 @@ def fp8():
             plain = torch.compile(partial(fp8_quantize_reference, x, scaling, torch.float8_e4m3fn, layout))
             yield Row(f"fp8 {scaling} {layout} {width}", {"ours": call, "compile": plain}, bytes=(read + written) * ELEMENTS)
     in_rows = fp8_quantize(x)[0]
-    yield Row("fp8 turned 4096", {"ours": Captured(partial(fp8_turned, in_rows))}, bytes=2 * ELEMENTS)
+    yield Row("fp8 turned 4096", {"ours": Captured(partial(fp8_transposed, in_rows))}, bytes=2 * ELEMENTS)
     for name, call, moved in (
         ("a norm", lambda **amax: kernels.fused_add_rmsnorm(x, x, None, **amax), 8),
         ("a unit", lambda **amax: glu_of_both(x, "silu", **amax), 3),

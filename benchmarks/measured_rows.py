@@ -1,7 +1,7 @@
 """The rows of the benchmark as they stand in `results/`, read for the tables (`figures.py`) and the plots (`plots.py`).
 
 A row may have been measured several times: `results/row-NAME-CARD.json`, `results/row-NAME-CARD-2.json` and so on, CARD being
-h100, h200 or another.
+h100, h200 or another. Measurements at one commit are a row with a range; those at another commit are another row.
 """
 
 import json
@@ -13,9 +13,6 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_ROW = re.compile(r"row-(?P<row>.+)-(?P<card>[a-z]{1,2}\d{2,4})(?:-(?P<run>\d+))?\.json")
 FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|\S+)")
-BEFORE_PADDING_WAS_MENDED = frozenset({"cec05f6", "90d3c13", "d6d7d10", "7b0e1e0"})
-"""Commits of ragged rows older than 706fd1a, since which padded peers have a step's documents sorted by length."""
-
 WITH_FRONTIER = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed")
 """Rows with a frontier of memory and speed."""
 
@@ -30,7 +27,7 @@ class Row:
     Attributes:
         title: its name with blanks, `0.5b full fixed`.
         result: the newest measurement, as its file has it.
-        others: earlier ones, and those on other cards.
+        others: earlier ones at its commit, and those on other cards.
         arms: of the newest, those that have a speed, the fastest first.
     """
 
@@ -61,9 +58,9 @@ class Row:
         return [name for name in self.arms if not name.startswith("ours")]
 
     @property
-    def old_padding(self) -> bool:
-        """Whether its padded peers had documents in arrival order, most of their positions padding."""
-        return "ragged" in self.title and self.result["commit"] in BEFORE_PADDING_WAS_MENDED
+    def commit(self) -> str:
+        commit: str = self.result["commit"]
+        return commit
 
     @property
     def card(self) -> str:
@@ -94,17 +91,29 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """All rows in the results; of measurements without a date, the one without a number is the newest."""
-    found: dict[str, list[tuple[str, int, dict]]] = {}
+    """All rows in the results, those of the newest commit first; without a date, a file without a number is the newest."""
+    found: dict[tuple[str, str], list[tuple[str, int, dict]]] = {}
     for path in sorted(RESULTS.glob("row-*.json")):
         parts = MEASURED_ROW.fullmatch(path.name)
         if parts is None:
             raise SystemExit(f"{path.name}: expected row-NAME-CARD.json or row-NAME-CARD-2.json")
         result = json.loads(path.read_text())
-        found.setdefault(parts["row"].replace("-", " "), []).append((result.get("date", ""), -int(parts["run"] or 1), result))
-    return [
-        row_of(title, [result for *_, result in sorted(measured, key=lambda one: one[:2])]) for title, measured in found.items()
+        key = parts["row"].replace("-", " "), result["commit"]
+        found.setdefault(key, []).append((result.get("date", ""), -int(parts["run"] or 1), result))
+    made = [
+        row_of(title, [result for *_, result in sorted(measured, key=lambda one: one[:2])])
+        for (title, _), measured in found.items()
     ]
+    dates: dict[str, str] = {}
+    for row in made:
+        dates[row.commit] = max(dates.get(row.commit, ""), row.result.get("date", ""))
+    return sorted(made, key=lambda row: (dates[row.commit], row.commit), reverse=True)
+
+
+def newest() -> list[Row]:
+    """The rows of the newest commit."""
+    found = rows()
+    return [row for row in found if row.commit == found[0].commit]
 
 
 def row_of(title: str, results: list[dict]) -> Row:
@@ -116,12 +125,12 @@ def row_of(title: str, results: list[dict]) -> Row:
 
 
 def with_peers() -> list[Row]:
-    """Rows that compare ours with peers."""
-    return [row for row in rows() if row.peers and "ours" in row.arms]
+    """Rows of the newest commit that compare ours with peers."""
+    return [row for row in newest() if row.peers and "ours" in row.arms]
 
 
 def with_frontier() -> list[Row]:
-    """Rows with variants of ours that need less memory."""
+    """Those with variants of ours that need less memory."""
     return [row for row in with_peers() if row.title in WITH_FRONTIER and row.scouted]
 
 

@@ -15,10 +15,9 @@ SPEED, MEMORY, ROWS = "speed.png", "memory.png", "rows.png"
 
 def draw_all() -> None:
     results = measured_rows.RESULTS
-    found = [row for row in measured_rows.rows() if not row.old_padding]
-    draw_speed(results / SPEED, [row for row in measured_rows.with_peers() if not row.old_padding])
+    draw_speed(results / SPEED, measured_rows.with_peers())
     draw_memory(results / MEMORY, measured_rows.with_frontier())
-    draw_rows(results / ROWS, found)
+    draw_rows(results / ROWS, measured_rows.rows())
     for row in measured_rows.rows():
         if row.scouted:
             draw_frontier(results / frontier_name(row), row)

@@ -1,4 +1,4 @@
-"""Tables from several measurements of a row: the newest counts, with the range over all, and the commits are said."""
+"""Tables from several measurements of a row: the newest counts, with the range over all; a table is of one commit."""
 
 import copy
 import json
@@ -52,11 +52,15 @@ def test_of_measurements_without_a_date_that_without_a_number_is_the_newest(figu
     assert row.rates("ours") == [2000.0, 2200.0]
 
 
-def test_a_table_of_several_commits_says_so(figures):
-    assert "Not all of it" not in "\n".join(figures.speeds() + figures.arms())
-    other = result("2026-01-01", "def", 1.0, 1.0, 1.0)
+def test_a_table_is_of_one_commit(figures):
+    """The README's is of the newest."""
+    other = result("2026-01-01", "def", 7.0, 7.0, 1.0)
     (figures.RESULTS / "row-8b-full-fixed-h100.json").write_text(json.dumps(other))
-    assert all("Not all of it was measured at one commit" in "\n".join(table) for table in (figures.speeds(), figures.arms()))
+    (figures.RESULTS / "row-0.5b-full-fixed-h200-2.json").write_text(json.dumps(other))
+    assert len(figures.speeds()) == 3 and "| 2,200 (2,000 to 2,500) |" in figures.speeds()[-1]
+    first, second = "\n".join(figures.arms()).split("At `def`, before plain peers")
+    assert "At `abc`:" in first and "8b full fixed" not in first
+    assert "| 8b full fixed: H100 80GB HBM3, torch 2.11.0, `def` | ours | 7 |" in second and "2,200" not in second
 
 
 def test_an_arm_without_a_speed_is_named_with_the_reason(figures):
@@ -95,24 +99,9 @@ def test_least_memory_is_compared_with_its_like_and_says_its_settings(figures, u
     assert other == f"| 0.5B full, fixed | 5.0 GiB, 2,200 tokens/s | 1.0 GiB, 800 tokens/s | `{unlike}` | - |"
 
 
-@pytest.mark.parametrize("dated", [True, False])
-def test_plain_peers_that_had_no_flash_attention_are_named(figures, dated):
+def test_a_plain_peer_with_torchs_attention_is_said_to_have_it(figures):
     for path in figures.RESULTS.glob("row-*.json"):
         made = json.loads(path.read_text())
-        made["arms"]["liger"]["settings"] = "fused linear cross-entropy, sdpa, fused AdamW"
-        path.write_text(json.dumps(made if dated else {name: made[name] for name in made if name != "date"}))
-    table = "\n".join(figures.speeds())
-    assert "liger 1,100 (1,000 to 1,200) (SDPA)" in table or not dated
-    assert ("Plain peers (liger) ran with torch's SDPA alone" in table) == (not dated)
-
-
-@pytest.mark.parametrize(("commit", "old"), [("cec05f6", True), ("abc", False)])
-def test_rows_of_the_old_padding_are_left_out_of_the_readme_and_marked_elsewhere(figures, commit, old):
-    made = result("2026-04-01", commit, 3000.0, 10.0, 300.0)
-    (figures.RESULTS / "row-0.5b-lora-ragged-h100.json").write_text(json.dumps(made))
-    speeds, arms = "\n".join(figures.speeds()), "\n".join(figures.arms())
-    assert ("300.00" in speeds) == (not old) and ("Left out until they are measured again" in speeds) == (
-        "`0.5b lora ragged`" in speeds
-    ) == old
-    assert ("| 0.5b lora ragged (old padding): H100" in arms) == ("Old padding: measured before" in arms) == old
-    assert "300.00" in arms
+        made["arms"]["liger"]["settings"] = "fused linear cross-entropy, fused AdamW, sdpa"
+        path.write_text(json.dumps(made))
+    assert "liger 1,100 (1,000 to 1,200) (SDPA)" in "\n".join(figures.speeds())

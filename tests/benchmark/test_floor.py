@@ -6,10 +6,10 @@ import pytest
 import transformers
 
 from chronicals.benchmark.floor import (
+    DecoderShape,
     Job,
     Product,
     ReferenceStep,
-    Shape,
     attention_flops,
     elementwise_bytes,
     loss_bytes,
@@ -25,12 +25,12 @@ COPY = 4.27e12
 SMALL, LARGE = "qwen2.5-0.5b", "llama-3.1-8b"
 
 
-def shape(name: str) -> Shape:
-    return Shape.of(getattr(transformers, SHAPES[name].config_class)(**SHAPES[name].sizes))
+def shape(name: str) -> DecoderShape:
+    return DecoderShape.of(getattr(transformers, SHAPES[name].config_class)(**SHAPES[name].sizes))
 
 
 def test_flops_of_a_shape_small_enough_for_pencil_and_paper():
-    tiny = Shape(layers=1, width=4, heads=2, kv_heads=1, head_dim=2, inner=8, vocabulary=10, parameters=0)
+    tiny = DecoderShape(layers=1, width=4, heads=2, kv_heads=1, head_dim=2, inner=8, vocabulary=10, experts=0)
     body, head = 4 * (4 + 2 * 2) + 4 * 4 + 3 * 4 * 8, 4 * 10
     assert (tiny.body, tiny.head) == (body, head) == (144, 40)
     full = Job(tiny, tokens=6, mean_length=5.0, labelled=0.5)
@@ -44,12 +44,12 @@ def test_flops_of_a_shape_small_enough_for_pencil_and_paper():
     assert mfu(full, 989e12 / needed_flops(full), "NVIDIA H200") == pytest.approx(1.0)
     assert mfu(full, 756e12 / needed_flops(full), "NVIDIA H100 PCIe") == pytest.approx(1.0)
     assert mfu(full, 1.0, "NVIDIA GeForce RTX 4090") is None and mfu(full, 1.0, "") is None
-    assert mfu(replace(full, shape=replace(tiny, routed=True)), 1.0, "NVIDIA H200") is None
+    assert mfu(replace(full, shape=replace(tiny, experts=8)), 1.0, "NVIDIA H200") is None
 
 
 @pytest.mark.parametrize(("kind", "routed"), [("Mixtral", True), ("Qwen3Moe", True), ("Olmoe", True), ("Llama", False)])
 def test_experts_are_noticed(kind, routed):
-    assert Shape.of(getattr(transformers, f"{kind}Config")()).routed == routed
+    assert DecoderShape.of(getattr(transformers, f"{kind}Config")()).routed == routed
 
 
 @pytest.mark.parametrize("name, body, parameters", [(SMALL, 357.8e6, 494e6), (LARGE, 6.979e9, 8.03e9)])
@@ -134,11 +134,14 @@ def test_optimizer_bytes_by_what_is_kept():
     assert optimizer_bytes("bf16", "bf16", adapters=False, master=False) == 2 + 4 + 8
     assert optimizer_bytes("bf16", "fp32", adapters=True) == 4 + 8 + 16
     assert optimizer_bytes("fp32", "fp32", adapters=False) == 4 + 8 + 16
+    assert optimizer_bytes("bf16", "8bit", adapters=False) == 2 + 4 + 4 + 4 * (1 + 1 / 64)
+    assert optimizer_bytes("bf16", "8bit", adapters=False, full=0.5) == 2 + 4 + 4 + 2 * (1 + 1 / 64) + 8
+    assert optimizer_bytes("fp32", "8bit", adapters=True, full=1.0) == optimizer_bytes("fp32", "fp32", adapters=True)
 
 
 def test_only_the_adapted_projections_are_counted():
     """Of q and v alone, at rank 2: what their two matrices hold, and products for them and no other."""
-    shape = Shape(layers=3, width=8, heads=2, kv_heads=1, head_dim=4, inner=20, vocabulary=50, parameters=0)
+    shape = DecoderShape(layers=3, width=8, heads=2, kv_heads=1, head_dim=4, inner=20, vocabulary=50, experts=0)
     job = Job(shape, tokens=10, mean_length=5.0, rank=2, adapted=("q_proj", "v_proj"))
     assert job.adapter_parameters == 3 * 2 * ((8 + 8) + (8 + 4))
     found = {(p.name, p.kind): (p.inputs, p.outputs, p.count) for p in products(job)}
@@ -151,7 +154,7 @@ def test_only_the_adapted_projections_are_counted():
 
 def test_one_layer_under_adapters_has_no_gradient_of_its_input():
     """What does not occur is not among the products."""
-    job = Job(Shape(1, 64, 4, 2, 16, 128, 1024, 10**5), 1000, 500.0, rank=8)
+    job = Job(DecoderShape(1, 64, 4, 2, 16, 128, 1024, 0, 10**5), 1000, 500.0, rank=8)
     found = products(job)
     assert all(product.count == 1 for product in found)
     assert ("qkv", "dX") not in {(product.name, product.kind) for product in found}

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from chronicals.benchmark import rates
-from chronicals.benchmark.floor import Job, Product, Shape, elementwise_bytes, loss_bytes, products
+from chronicals.benchmark.floor import DecoderShape, Job, Product, elementwise_bytes, loss_bytes, products
 from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD
 from chronicals.benchmark.work import prepare
 
-SHAPE = Shape(3, 64, 4, 2, 16, 128, 1024, 10**5)
+SHAPE = DecoderShape(3, 64, 4, 2, 16, 128, 1024, 0, 10**5)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import made
 import pytest
 
 from chronicals.benchmark import processes, rounds
-from chronicals.benchmark.floor import Job, Shape
+from chronicals.benchmark.floor import DecoderShape, Job
 from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess
 from chronicals.benchmark.record import draw, to_dict
 from chronicals.benchmark.rounds import Options, measure, order_of
@@ -35,7 +35,8 @@ def bench(tmp_path, monkeypatch):
 
         def measure(self, began=None, **options):
             work = made.work(tmp_path)
-            monkeypatch.setattr(type(work), "job", lambda work: Job(Shape(2, 64, 4, 2, 16, 128, 1024, 10**5), 100, 64.0))
+            job = Job(DecoderShape(2, 64, 4, 2, 16, 128, 1024, 0, 10**5), 100, 64.0)
+            monkeypatch.setattr(type(work), "job", lambda work: job)
             return measure(work, Options(**options), began=began)
 
     bench = Bench()

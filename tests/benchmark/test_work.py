@@ -12,11 +12,11 @@ import torch
 import tiny
 from chronicals.benchmark.arms import ways
 from chronicals.benchmark.arms.padding import grouped, packed, padded
-from chronicals.benchmark.arms.trainer import documents_in, sorted_in_steps, train_with_trainer
+from chronicals.benchmark.arms.trainer import documents_in, sorted_in_steps, train_with_trainer, with_flash_lengths
 from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
-from chronicals.benchmark.work import PADDED_ROWS, Document, Work, _write_adapter, documents_of, plan_work
+from chronicals.benchmark.work import PADDED_ROWS, LabelledDocument, Work, _write_adapter, documents_of, plan_work
 from chronicals.config import ConfigurationError, Recipe
 
 
@@ -114,9 +114,9 @@ def test_sizes_of_a_step_are_those_of_its_documents(tmp_path):
     assert job.labelled == pytest.approx(1 - len(lengths) / sum(lengths))
 
 
-def document(length: int, trained_from: int = 1) -> Document:
+def document(length: int, trained_from: int = 1) -> LabelledDocument:
     ids = np.arange(1, length + 1)
-    return Document(ids, np.where(np.arange(length) >= trained_from, ids, -100))
+    return LabelledDocument(ids, np.where(np.arange(length) >= trained_from, ids, -100))
 
 
 def test_padding_is_no_token():
@@ -183,11 +183,11 @@ def test_a_padded_peer_takes_the_micro_batches_that_are_fastest(model, expected,
 
 
 class Attending(Measured):
-    """One whose positions take as long as its attention needs; a broken attention raises."""
+    """One whose positions take as long as its attention needs, ``packed`` times that in packed rows; a broken one raises."""
 
-    def __init__(self, apart=True, **costs):
+    def __init__(self, apart=True, packed=1.0, **costs):
         super().__init__(2000, 0)
-        self.apart = apart
+        self.apart, self.packed = apart, packed
         self.costs, self.attention = costs, "sdpa"
 
     def set_attn_implementation(self, name):
@@ -197,7 +197,7 @@ class Attending(Measured):
         self.position = self.costs[self.attention]
         if self.position is None or (self.position < 0 and "position_ids" in given):
             raise RuntimeError("no such kernel")
-        self.position = abs(self.position)
+        self.position = abs(self.position) * (self.packed if "position_ids" in given else 1)
         logits = input_ids[..., None] if self.apart else input_ids[..., None] + input_ids.sum()
         return SimpleNamespace(loss=super().__call__(input_ids).loss, logits=logits)
 
@@ -219,6 +219,14 @@ def test_a_plain_peer_takes_the_attention_that_is_fastest_and_names_what_fails(f
     steps = [[document(length) for length in lengths]]
     assert ways.fastest_way(model, steps, PADDED_ROWS, ["flash_attention_4", "sdpa"]) == (expected, failed)
     assert model.attention == expected.attention
+
+
+def test_an_attention_that_is_slow_over_padded_rows_may_be_the_fastest_over_packed_ones(monkeypatch):
+    model = Attending(packed=0.1, sdpa=1, flash_attention_4=3)
+    monkeypatch.setattr(ways, "_now", lambda: model.now)
+    steps = [[document(length) for length in (2048, 900, 300, 40)]]
+    found, _ = ways.fastest_way(model, steps, PADDED_ROWS, ["flash_attention_4", "sdpa"])
+    assert found == ways.Way("flash_attention_4", None) and model.attention == "flash_attention_4"
 
 
 def test_packed_rows_whose_documents_see_each_other_are_not_taken(monkeypatch):
@@ -248,6 +256,15 @@ def test_a_packed_step_has_no_padding_and_no_target_across_documents():
     ((given, share),) = step.micro_batches
     assert given["position_ids"].tolist() == [[0, 1, 2, 0, 1]] and (share, step.tokens, step.slots) == (1.0, 5, 5)
     assert [label == -100 for label in given["labels"][0].tolist()] == [True, False, False, True, False]
+    assert (given["cu_seq_lens_q"].tolist(), given["max_length_q"]) == ([0, 3, 5], 3)
+    assert given["cu_seq_lens_q"].dtype == torch.int32 and type(given["max_length_q"]) is int
+
+
+def test_a_trainers_packed_rows_say_where_documents_begin():
+    positions = torch.tensor([[0, 1, 0, 0, 1, 2]])
+    batch = with_flash_lengths(lambda rows: {"input_ids": rows, "position_ids": positions})(positions)
+    assert (batch["cu_seq_lens_k"].tolist(), batch["max_length_k"]) == ([0, 2, 3, 6], 3)
+    assert batch["input_ids"] is positions and batch["position_ids"] is positions
 
 
 def test_states_made_before_a_trial_change_no_step():

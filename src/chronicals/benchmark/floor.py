@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal
 
-from chronicals.models import ModelShape
+from chronicals.model_shape import ModelShape
 
 PEAKS = {"A100": 312e12, "H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 """Specified FLOP/s of dense bf16 products, by the first of these keys that is in the card's name."""
@@ -32,22 +32,19 @@ GROUPS = {"qkv": PROJECTIONS[:3], "out": PROJECTIONS[3:4], "gate_up": PROJECTION
 
 
 @dataclass(frozen=True)
-class Shape:
+class DecoderShape(ModelShape):
     """A decoder of norm, attention and gated MLP; names as in the module's legend.
 
     Attributes:
-        routed: its MLPs are experts, whose FLOPs are not counted here: there is no MFU and no reference step.
+        parameters: of the whole model.
     """
 
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    inner: int
-    vocabulary: int
-    parameters: int
-    routed: bool = False
+    parameters: int = 0
+
+    @property
+    def routed(self) -> bool:
+        """Whether its MLPs are experts, whose FLOPs are not counted here: there is no MFU and no reference step."""
+        return self.experts > 0
 
     @property
     def q(self) -> int:
@@ -58,15 +55,13 @@ class Shape:
         return self.kv_heads * self.head_dim
 
     @classmethod
-    def of(cls, config: Any) -> Shape:
+    def of(cls, config: Any) -> DecoderShape:
         """The shape in a transformers configuration, taken as a dense decoder with gated MLPs; small parameters (norms,
         biases) are not counted.
         """
-        sizes = asdict(ModelShape.of(config))
-        routed = sizes.pop("experts") > 0
-        shape = cls(**sizes, parameters=0, routed=routed)
+        shape = cls(**asdict(ModelShape.of(config)))
         tables = 1 if config.get_text_config().tie_word_embeddings else 2
-        return cls(**{**asdict(shape), "parameters": shape.body + tables * shape.head})
+        return replace(shape, parameters=shape.body + tables * shape.head)
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -99,13 +94,13 @@ class Job:
         optimizer_bytes: bytes that the optimizer reads and writes for each trained parameter.
     """
 
-    shape: Shape
+    shape: DecoderShape
     tokens: int
     mean_length: float
     rank: int = 0
     adapted: tuple[str, ...] = PROJECTIONS
     labelled: float = 1.0
-    optimizer_bytes: int = 26
+    optimizer_bytes: float = 26
 
     @property
     def adapter_parameters(self) -> int:
@@ -118,18 +113,20 @@ class Job:
         return self.adapter_parameters if self.rank else self.shape.parameters
 
 
-def optimizer_bytes(precision: str, states: str, adapters: bool, master: bool = True) -> int:
+def optimizer_bytes(precision: str, states: str, adapters: bool, master: bool = True, full: float = 0.0) -> float:
     """Bytes that AdamW reads and writes for a parameter: gradient once, weight and two states twice.
 
     Args:
         precision: ``bf16`` (weights in two 16-bit halves of an exact fp32 value), ``fp16`` or ``fp32`` (fp32 weights).
-        states: dtype of the optimizer states, ``fp32`` or ``bf16``.
+        states: of the optimizer, ``fp32``, ``bf16`` or ``8bit``, each a byte and 1/256 of an fp32 scale.
         adapters: whether adapters are trained, which are fp32 under every precision.
         master: whether ``bf16`` weights have an fp32 master, of which they are the upper half.
+        full: share of the parameters whose states are in fp32 beside ``8bit`` ones.
     """
     narrow = precision == "bf16" and not adapters
     gradient, weight = (2, 4 if master else 2) if narrow else (4, 4)
-    return gradient + 2 * weight + 2 * 2 * (4 if states == "fp32" else 2)
+    state = {"fp32": 4, "bf16": 2, "8bit": full * 4 + (1 - full) * (1 + 4 / 256)}[states]
+    return gradient + 2 * weight + 2 * 2 * state
 
 
 def attention_flops(job: Job) -> float:
@@ -152,7 +149,7 @@ def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
     return None if peak is None or job.shape.routed else needed_flops(job) * tokens_per_second / peak
 
 
-def elementwise_bytes(shape: Shape) -> int:
+def elementwise_bytes(shape: DecoderShape) -> int:
     """Bytes of elementwise operations for a token in all layers, forward and backward, in bf16 and perfectly fused."""
     return shape.layers * 2 * (16 * shape.width + 4 * (shape.q + shape.kv) + 8 * shape.inner + 7 * shape.q)
 

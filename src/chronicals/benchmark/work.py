@@ -22,9 +22,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from chronicals.benchmark.floor import PROJECTIONS, Job, Shape, optimizer_bytes
+from chronicals.benchmark.floor import PROJECTIONS, DecoderShape, Job, optimizer_bytes
 from chronicals.benchmark.shapes import DATA, SHAPES, random_documents
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.model_shape import ModelShape
 
 if TYPE_CHECKING:
     from chronicals.data.loader import BatchStream
@@ -46,6 +47,9 @@ OWN = (
 )  # fmt: skip
 """Fields of a recipe that a benchmark decides itself."""
 
+UNEQUAL = ("lora_rank_pattern", "lora_alpha_pattern", "lora_layers", "lora_init", "lora_modules_to_save")
+"""Fields of adapters that not all arms have."""
+
 SIZES = (
     "batch_size", "max_seq_length", "gradient_accumulation_steps", "lora_rank", "lora_alpha", "lora_dropout",
     "lora_target_modules",
@@ -66,7 +70,7 @@ PADDED_ROWS = 32
 
 
 @dataclass(frozen=True)
-class Document:
+class LabelledDocument:
     """Token ids and labels (aligned with them, -100 where nothing is trained), int64 ``[length]`` each."""
 
     ids: np.ndarray
@@ -125,7 +129,7 @@ class Work:
         tokenizer = load_tokenizer(self.model)
         return BatchStream(open_store(self.documents, tokenizer, config), config, tokenizer.pad_token_id or 0)
 
-    def documents_by_step(self, count: int) -> Iterator[list[Document]]:
+    def documents_by_step(self, count: int) -> Iterator[list[LabelledDocument]]:
         """The documents of the first ``count`` steps, in order."""
         return (documents_of(step) for step in self.stream().steps(count=count))
 
@@ -137,17 +141,19 @@ class Work:
         steps = list(self.documents_by_step(self.warm_up + self.steps))[self.warm_up :]
         lengths = np.array([len(document) for step in steps for document in step])
         labelled = sum(int((document.labels != -100).sum()) for step in steps for document in step)
+        shape = DecoderShape.of(AutoConfig.from_pretrained(self.model))
         return Job(
-            shape=Shape.of(AutoConfig.from_pretrained(self.model)),
+            shape=shape,
             tokens=round(int(lengths.sum()) / len(steps)),
             mean_length=float((lengths**2).sum() / lengths.sum()),
             rank=config.lora_rank if config.use_lora else 0,
             adapted=_adapted(config.lora_target_modules),
             labelled=labelled / int(lengths.sum()),
             optimizer_bytes=optimizer_bytes(
-                config.mixed_precision, config.optimizer_state_dtype, config.use_lora, config.master_weights
+                config.mixed_precision, "8bit" if config.use_8bit_optimizer else config.optimizer_state_dtype,
+                config.use_lora, config.master_weights, full=0.0 if config.use_lora else shape.head / shape.parameters,
             ),
-        )
+        )  # fmt: skip
 
     def write(self) -> None:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
@@ -169,7 +175,7 @@ def _adapted(wanted: list[str] | str | None) -> tuple[str, ...]:
     return tuple(name for name in PROJECTIONS if any(path.split(".")[-1] == name for path in wanted))
 
 
-def documents_of(step: Step) -> list[Document]:
+def documents_of(step: Step) -> list[LabelledDocument]:
     """The documents of a step, without padding, which has no target."""
     found = []
     for batch in step.batches:
@@ -177,7 +183,7 @@ def documents_of(step: Step) -> list[Document]:
         for start, end in zip(bounds, bounds[1:]):
             if end > start and (targets[start:end] != -100).any():
                 labels = np.concatenate([[-100], targets[start : end - 1]])
-                found.append(Document(ids[start:end].copy(), labels))
+                found.append(LabelledDocument(ids[start:end].copy(), labels))
     return found
 
 
@@ -198,6 +204,11 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         raise ConfigurationError(f"mode={mode!r}: no such mode; there are {', '.join(MODES)}")
     if fields.get("use_lora", mode == "lora") != (mode == "lora"):
         raise ConfigurationError(f"mode={mode!r} contradicts use_lora={fields['use_lora']}: give one of the two")
+    usual = ChronicalsConfig()
+    if unequal := [name for name in UNEQUAL if fields.get(name, getattr(usual, name)) != getattr(usual, name)]:
+        raise ConfigurationError(
+            f"{unequal[0]}={fields[unequal[0]]!r}: not every arm has it; leave it out, or give it to ours alone as a variant"
+        )
     shape = SHAPES.get(model)
     sizes = {"batch_size": shape.batch_size, "max_seq_length": shape.max_seq_length} if shape else {"batch_size": 8}
     chosen = {**sizes, "gradient_accumulation_steps": 1, **MODES[mode], **fields}
@@ -234,7 +245,7 @@ def _vocabulary(model: str) -> int:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model).get_text_config().vocab_size
+        return ModelShape.of(AutoConfig.from_pretrained(model)).vocabulary
     except (OSError, ValueError) as error:
         shapes = ", ".join(SHAPES)
         raise ConfigurationError(f"model={model!r}: neither a built-in shape ({shapes}) nor a model: {error}") from None

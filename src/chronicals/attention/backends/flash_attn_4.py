@@ -22,6 +22,7 @@ from torch import Tensor
 
 from chronicals import beforehand
 from chronicals.attention.support import HALVES, Backend, Spans, Support
+from chronicals.kernels.amax import absent
 
 
 @cache
@@ -109,8 +110,8 @@ def _outputs(q: Tensor, padding: int) -> tuple[Tensor, Tensor]:
 def _backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int,
     max_k: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, and of the sinks where there are some."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v and the sinks; the last is ``absent`` where there are none."""
     _, backward = _kernels(q.device)
     dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     with torch.cuda.device_of(q):
@@ -119,15 +120,16 @@ def _backward(
             deterministic=torch.are_deterministic_algorithms_enabled(),
             **_common(cu_q, cu_k, max_q, max_k, scale, window, sinks),
         )  # fmt: skip
-    return [dq, dk, dv, *found[3:4]]
+    return dq, dk, dv, absent(q) if sinks is None else found[3]
 
 
 @_backward.register_fake
 def _(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, cu_q: Tensor, cu_k: Tensor | None, max_q: int,
     max_k: int, scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
-) -> list[Tensor]:  # fmt: skip
-    return [x.new_empty(x.shape) for x in (q, k, v, sinks) if x is not None]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    return dq, dk, dv, absent(q) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
@@ -139,10 +141,11 @@ def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
 
 def _gradients(ctx: Any, dout: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     if dout is None:
-        return (None,) * 12
+        return tuple(None for _ in ctx.needs_input_grad)
     *saved, sinks = ctx.saved_tensors
-    dq, dk, dv, *dsinks = _backward(dout, *saved, *ctx.options, sinks)
-    return dq, dk, dv, *(None,) * 7, dsinks[0] if dsinks else None, None
+    dq, dk, dv, d_sinks = _backward(dout, *saved, *ctx.options, sinks)
+    of_bounds, of_options, of_padding = (None, None), [None for _ in ctx.options], None
+    return dq, dk, dv, *of_bounds, *of_options, None if sinks is None else d_sinks, of_padding
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -12,7 +12,7 @@ import torch
 from chronicals.benchmark.arms.weights import load
 from chronicals.benchmark.measurement import ArmPlan, Measurement, reset_peak
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
-from chronicals.benchmark.work import SPARE_STEPS, Work
+from chronicals.benchmark.work import SPARE_STEPS, UNEQUAL, Work
 from chronicals.models import load_tokenizer
 from chronicals.models.loading import DTYPES
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
@@ -106,10 +106,11 @@ def ours(work: Work, plan: ArmPlan) -> None:
 
 
 def _attach(model: Any, work: Work, config: Any) -> None:
-    """The row's adapters, under this arm's own dropout; where its rank differs, the trainer makes its own."""
+    """The row's adapters, under this arm's own dropout; where their shape differs, the trainer makes its own."""
     from chronicals.lora import LoRAConfig, apply_lora, load_adapter
 
-    if config.lora_rank != work.config().lora_rank:
+    row = work.config()
+    if any(getattr(config, name) != getattr(row, name) for name in ("lora_rank", *UNEQUAL)):
         return
     targets = config.lora_target_modules
     apply_lora(model, LoRAConfig(config.lora_rank, config.lora_alpha, config.lora_dropout, targets, config.use_rslora))
@@ -117,6 +118,7 @@ def _attach(model: Any, work: Work, config: Any) -> None:
 
 
 def _settings(config: Any, plan: ArmPlan) -> str:
-    words = [f"{config.mixed_precision}, optimizer states {config.optimizer_state_dtype}"]
+    states = "8-bit" if config.use_8bit_optimizer else config.optimizer_state_dtype
+    words = [f"{config.mixed_precision}, optimizer states {states}"]
     words += [f"{name}={value}" for name, value in plan.changes.items()]
     return ", ".join(words)

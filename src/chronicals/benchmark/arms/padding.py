@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from chronicals.benchmark.work import Document
+from chronicals.benchmark.work import LabelledDocument
 
 OVERHEAD = 2048
 """Positions that cost as much as one more micro-batch, where no trial says otherwise."""
@@ -28,7 +29,7 @@ class PaddedStep:
         slots: positions, padding included.
     """
 
-    micro_batches: list[tuple[dict[str, Tensor], float]]
+    micro_batches: list[tuple[dict[str, Any], float]]
     tokens: int
     slots: int
 
@@ -38,7 +39,7 @@ class PaddedStep:
         return [tuple(given["input_ids"].shape) for given, _ in self.micro_batches]
 
 
-def padded(documents: Sequence[Document], rows: int, place: torch.device, overhead: int = OVERHEAD) -> PaddedStep:
+def padded(documents: Sequence[LabelledDocument], rows: int, place: torch.device, overhead: int = OVERHEAD) -> PaddedStep:
     """``documents`` sorted by length, in micro-batches of at most ``rows`` rows, padded on the right.
 
     The sums over the step are the same in any order. A batch without padding has no mask, so that attention may take its
@@ -65,14 +66,29 @@ def padded(documents: Sequence[Document], rows: int, place: torch.device, overhe
     return PaddedStep(micro_batches, sum(len(document) for document in documents), slots)
 
 
-def packed(documents: Sequence[Document], place: torch.device) -> PaddedStep:
+def packed(documents: Sequence[LabelledDocument], place: torch.device) -> PaddedStep:
     """``documents`` one after the other in a single row, for an attention that keeps apart what ``position_ids`` begin anew."""
     ids = torch.from_numpy(np.concatenate([np.asarray(document.ids, np.int64) for document in documents]))
     labels = torch.from_numpy(np.concatenate([np.asarray(document.labels, np.int64) for document in documents]))
     positions = torch.cat([torch.arange(len(document)) for document in documents])
     labels[positions == 0] = -100
-    given = {"input_ids": ids, "labels": labels, "position_ids": positions}
-    return PaddedStep([({name: x[None].to(place) for name, x in given.items()}, 1.0)], len(ids), len(ids))
+    given = {name: x[None].to(place) for name, x in {"input_ids": ids, "labels": labels, "position_ids": positions}.items()}
+    return PaddedStep([(given | flash_lengths(given["position_ids"]), 1.0)], len(ids), len(ids))
+
+
+def flash_lengths(position_ids: Tensor) -> dict[str, Any]:
+    """Where packed documents begin and how long the longest is, as transformers' flash attention takes them.
+
+    Without them it looks for them in each layer anew, and hands the longest on as a tensor, which FlashAttention-4 refuses.
+
+    Args:
+        position_ids: of a packed row, [1, length]; each document begins anew at 0.
+    """
+    flat = position_ids.flatten()
+    ends = torch.tensor([len(flat)], dtype=torch.int32, device=flat.device)
+    bounds = torch.cat([(flat == 0).nonzero().flatten().to(torch.int32), ends])
+    longest = int(bounds.diff().max())
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
 def grouped(lengths: Sequence[int], rows: int, overhead: int) -> list[tuple[int, int]]:

@@ -12,7 +12,7 @@ from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.ways import flash_attention
 from chronicals.benchmark.arms.weights import load, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
-from chronicals.benchmark.work import Document, Work
+from chronicals.benchmark.work import LabelledDocument, Work
 
 TIGHT_STEPS = 3
 """Reference steps of a model whose weights, gradients and states fill the card."""
@@ -82,5 +82,5 @@ def reference(work: Work, plan: ArmPlan) -> None:
     train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows, updates=len(steps) > 1)
 
 
-def _document(ids: list[int]) -> Document:
-    return Document(np.array(ids), np.array([-100, *ids[1:]]))
+def _document(ids: list[int]) -> LabelledDocument:
+    return LabelledDocument(np.array(ids), np.array([-100, *ids[1:]]))

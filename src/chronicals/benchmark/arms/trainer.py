@@ -5,18 +5,26 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from chronicals.benchmark.arms.padding import flash_lengths
 from chronicals.benchmark.measurement import COMPARED, ArmPlan, Clock, Measurement, Movement, device, peak_gib, reset_peak
-from chronicals.benchmark.work import SPARE_STEPS, Document, Work
+from chronicals.benchmark.work import SPARE_STEPS, LabelledDocument, Work
 
 
 def train_with_trainer(
-    model: Any, tokenizer: Any, work: Work, plan: ArmPlan, settings: str, packing: bool, **arguments: Any
+    model: Any,
+    tokenizer: Any,
+    work: Work,
+    plan: ArmPlan,
+    settings: str,
+    packing: bool,
+    collate: Callable[[Any], Any] = lambda collator: collator,
+    **arguments: Any,
 ) -> None:
     """Train through ``SFTTrainer`` and hand in each round; losses and norms of its first steps and of the last.
 
@@ -25,6 +33,7 @@ def train_with_trainer(
     batch size times accumulation, sorted by length within the step.
 
     Args:
+        collate: from the trainer's collator to the one that it is to take.
         arguments: further fields of ``SFTConfig``.
 
     Raises:
@@ -54,6 +63,7 @@ def train_with_trainer(
         documents = sorted_in_steps(documents, a_step)
     rows = Dataset.from_list([{"input_ids": document.ids.tolist()} for document in documents])
     trainer: Any = SFTTrainer(model=model, processing_class=tokenizer, train_dataset=rows, args=SFTConfig(**described))
+    trainer.data_collator = collate(trainer.data_collator)
     trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
     expected = [[document.ids.tolist() for document in step] for step in work.documents_by_step(COMPARED)]
     watch = Watch(trainer, plan, settings, expected)
@@ -63,7 +73,17 @@ def train_with_trainer(
         watch.hand_in()
 
 
-def sorted_in_steps(documents: Sequence[Document], size: int) -> list[Document]:
+def with_flash_lengths(collator: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    """The collator, its packed rows with ``flash_lengths``."""
+
+    def collated(rows: Any) -> dict[str, Any]:
+        batch = collator(rows)
+        return {**batch, **flash_lengths(batch["position_ids"])}
+
+    return collated
+
+
+def sorted_in_steps(documents: Sequence[LabelledDocument], size: int) -> list[LabelledDocument]:
     """Each ``size`` of the documents, the longest first."""
     steps = (documents[start : start + size] for start in range(0, len(documents), size))
     return [document for step in steps for document in sorted(step, key=len, reverse=True)]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from importlib.util import find_spec
+from typing import Any
 
 from chronicals.benchmark.arms.plain import DTYPES
-from chronicals.benchmark.arms.trainer import train_with_trainer
+from chronicals.benchmark.arms.trainer import train_with_trainer, with_flash_lengths
 from chronicals.benchmark.arms.ways import flash_attention
 from chronicals.benchmark.arms.weights import load, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
@@ -26,8 +27,9 @@ def trl(work: Work, plan: ArmPlan) -> None:
     if work.mode == "lora":
         model = with_peft(model, work)
     liger = device().type == "cuda" and find_spec("liger_kernel") is not None
-    sizes: dict[str, int] = {}
+    options: dict[str, Any] = {}
     if attention is not None:
+        options = {"collate": with_flash_lengths}
         how = f"packing (bfd), {attention}"
     elif work.data == "fixed":
         how = "rows without padding, sdpa"
@@ -35,11 +37,11 @@ def trl(work: Work, plan: ArmPlan) -> None:
         counts = [len(documents) for documents in work.documents_by_step(plan.in_all)]
         mean = round(sum(counts) / len(counts))
         accumulation = max(1, round(mean / ROWS))
-        sizes = {"per_device_train_batch_size": max(1, mean // accumulation), "gradient_accumulation_steps": accumulation}
+        options = {"per_device_train_batch_size": max(1, mean // accumulation), "gradient_accumulation_steps": accumulation}
         rows = f"{mean // accumulation} rows x {accumulation} sorted by length"
         how = f"padded, {rows}, sdpa: no attention for packed rows runs here"
     settings = f"SFTTrainer, {how}" + (", Liger kernels" if liger else "")
     train_with_trainer(
         model, load_tokenizer(work.model), work, plan, settings, packing=attention is not None, use_liger_kernel=liger,
-        bf16=False, fp16=False, use_cpu=device().type == "cpu", **sizes,
+        bf16=False, fp16=False, use_cpu=device().type == "cpu", **options,
     )  # fmt: skip

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.padding import OVERHEAD, TRIED, PaddedStep, packed, padded
+from chronicals.benchmark.arms.padding import OVERHEAD, TRIED, PaddedStep, flash_lengths, packed, padded
 from chronicals.benchmark.measurement import device
-from chronicals.benchmark.work import Document
+from chronicals.benchmark.work import LabelledDocument
 
 FLASH_ATTENTION = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
 """Of transformers, the fastest first; packed rows need one of them."""
@@ -28,7 +28,7 @@ def flash_attention(model: Any) -> str | None:
         with contextlib.suppress(Exception):
             model.set_attn_implementation(name)
             model.train()
-            model(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
+            model(input_ids=ids, position_ids=positions, labels=ids, **flash_lengths(positions)).loss.backward()
             torch.cuda.synchronize()
             model.zero_grad(set_to_none=True)
             return name
@@ -40,9 +40,10 @@ def flash_attention(model: Any) -> str | None:
 def keeps_documents_apart(model: Any) -> bool:
     """Whether other tokens in the first of two packed documents leave the second one's logits the same bits."""
     ids = torch.arange(64, device=device())[None]
-    other = torch.where(ids < 32, ids + 1, ids)
+    other, positions = torch.where(ids < 32, ids + 1, ids), ids % 32
+    given = {"position_ids": positions, **flash_lengths(positions)}
     with torch.no_grad():
-        first, second = (model(input_ids=x, position_ids=ids % 32).logits[:, 32:] for x in (ids, other))
+        first, second = (model(input_ids=x, **given).logits[:, 32:] for x in (ids, other))
     return torch.equal(first, second)
 
 
@@ -62,7 +63,7 @@ class Way:
     def words(self) -> str:
         return ", ".join(filter(None, [self.attention, "packed rows" if self.overhead is None else ""]))
 
-    def cut(self, documents: Sequence[Document], rows: int) -> PaddedStep:
+    def cut(self, documents: Sequence[LabelledDocument], rows: int) -> PaddedStep:
         if self.overhead is None:
             return packed(documents, device())
         return padded(documents, rows, device(), self.overhead)
@@ -75,7 +76,7 @@ class Trial:
         failed: words for each way that did not run, with the error.
     """
 
-    def __init__(self, model: Any, steps: Sequence[Sequence[Document]], rows: int):
+    def __init__(self, model: Any, steps: Sequence[Sequence[LabelledDocument]], rows: int):
         largest = max(steps, key=lambda documents: sum(len(document) for document in documents))
         self.model, self.steps, self.rows = model, [steps[0], largest], rows
         self.seconds, self.failed = dict[Way, float](), dict[Way, str]()
@@ -117,9 +118,12 @@ class Trial:
 
 
 def fastest_way(
-    model: Any, steps: Sequence[Sequence[Document]], rows: int, attentions: Sequence[str] = ()
+    model: Any, steps: Sequence[Sequence[LabelledDocument]], rows: int, attentions: Sequence[str] = ()
 ) -> tuple[Way, list[str]]:
     """The fastest attention, and with it the fastest micro-batches; the model is left with that attention.
+
+    Where rows differ in length, an attention that keeps packed documents apart is tried with packed rows, too: it may be the
+    slowest over padded ones.
 
     Args:
         rows: in a micro-batch at most.
@@ -130,11 +134,12 @@ def fastest_way(
     """
     trial = Trial(model, steps, rows)
     names: list[str | None] = [*attentions] or [None]
-    way = trial.fastest([Way(name) for name in names]) if len(names) > 1 else Way(names[0])
-    cuts = [Way(way.attention, overhead) for overhead in sorted(TRIED, reverse=True)]
-    if len({str([cut.cut(documents, rows).shapes for documents in trial.steps]) for cut in cuts}) > 1:
-        flash = [Way(way.attention, None)] if way.attention in FLASH_ATTENTION else []
-        way = trial.fastest([*flash, *cuts])
+    cuts = [Way(names[-1], overhead).cut for overhead in TRIED]
+    ragged = len({str([cut(documents, rows).shapes for documents in trial.steps]) for cut in cuts}) > 1
+    ways = [Way(name, None) for name in names if name in FLASH_ATTENTION and ragged] + [Way(name) for name in names]
+    way = trial.fastest(ways) if len(ways) > 1 else ways[0]
+    if ragged and way.overhead is not None:
+        way = trial.fastest([Way(way.attention, overhead) for overhead in sorted(TRIED, reverse=True)])
     if way.attention:
         model.set_attn_implementation(way.attention)
     told = [name for name in trial.failed if name != way and (name.attention != way.attention or name.overhead is None)]
