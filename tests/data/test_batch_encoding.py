@@ -10,6 +10,7 @@ from tokenizers.processors import TemplateProcessing
 import tiny
 from chronicals.data import DataError, TemplateError, Tokenizer, batch_encoding
 from chronicals.data.batch_encoding import BatchEncoder
+from chronicals.data.rows import NormalRow, kind_of
 from chronicals.data.tokenizer_training import train_tokenizer
 from data import stock_templates
 from data.stock_templates import assistant, shipped, user, with_template
@@ -57,7 +58,8 @@ def assert_same(encoder, records):
 def assert_same_as_now(many, records):
     size = random.choice([1, 3, 100])
     wheres = [f"row {number}" for number in range(len(records))]
-    parts = [(records[n : n + size], wheres[n : n + size]) for n in range(0, len(records), size)]
+    rows = [NormalRow(kind_of(record, where), record) for record, where in zip(records, wheres)]
+    parts = [(rows[n : n + size], wheres[n : n + size]) for n in range(0, len(rows), size)]
     batch = [row for rows in many.encode(parts) for row in rows]
     expected = one_by_one(many.encoder, records)
     assert len(batch) == len(expected)
@@ -142,8 +144,9 @@ def test_plain_conversations_are_not_left_to_the_definition(name, monkeypatch):
     records = [stock_templates.record(random.choice(["single", "turns"])) for _ in range(20)]
     encoder = Tokenizer(with_template(shipped(name)))
     expected = one_by_one(encoder, records)
-    monkeypatch.setattr(Tokenizer, "encode", lambda *_: pytest.fail("left to the definition"))
-    for (ids, trained), (wanted, mask) in zip(BatchEncoder(encoder).encode_batch(records, ["row"] * 20), expected):
+    monkeypatch.setattr(Tokenizer, "encode_conversation", lambda *_: pytest.fail("left to the definition"))
+    found = BatchEncoder(encoder).encode_batch([NormalRow("chat", record) for record in records], ["row"] * 20)
+    for (ids, trained), (wanted, mask) in zip(found, expected):
         assert (ids.tolist(), trained.astype(bool).tolist()) == (wanted, mask)
 
 
@@ -190,7 +193,8 @@ def test_the_comparison_finds_an_answer_that_ends_too_late(monkeypatch):
 
 def test_a_template_that_cannot_be_masked_gives_the_error_for_each_row():
     encoder = Tokenizer(with_template(shipped("deepseekv3")))
-    rows = BatchEncoder(encoder).encode_batch([stock_templates.record("single") for _ in range(3)], ["a:1", "a:2", "a:3"])
+    records = [NormalRow("chat", stock_templates.record("single")) for _ in range(3)]
+    rows = BatchEncoder(encoder).encode_batch(records, ["a:1", "a:2", "a:3"])
     assert [type(row) for row in rows] == [TemplateError] * 3
     assert [str(row).split(": ")[0] for row in rows] == ["a:1", "a:2", "a:3"]
 
@@ -208,7 +212,7 @@ def marking(before, after):
 @pytest.mark.parametrize("marks", [("", ""), ("<bos>", ""), ("<bos>", "<|endoftext|>")])
 def test_rows_of_every_kind_are_the_same_and_keep_their_order(marks, train_on):
     tokenizer = marking(*marks)
-    wrong = [{"text": "a\ud800"}, {"text": 3}, {"prompt": "a", "completion": 3}, {"input_ids": [-1]}, {"a": 1}]
+    wrong = [{"text": "a\ud800"}, {"text": 3}, {"prompt": "a", "completion": 3}, {"input_ids": [-1]}]
     make = [
         lambda: {"text": wild(tokenizer)},
         lambda: {"text": random.choice(["", "<bos>", "<bos><bos>a", "a<|endoftext|><|endoftext|>", "<|endoftext|>"])},

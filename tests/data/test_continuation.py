@@ -13,6 +13,7 @@ import tiny
 from chronicals.data import DataError, Tokenizer
 from chronicals.data.batch_encoding import BatchEncoder
 from chronicals.data.continuation import Continuation
+from chronicals.data.rows import NormalRow
 
 TEXTS = ["the sum of 2+2=4 and so on", '{"a": 1}', "def f(x): return x+1\n    y", "one two three 4 = 4", "a) b. c\n\nd"] * 30
 BYTES = [f"<0x{n:02X}>" for n in range(256)]
@@ -79,7 +80,8 @@ KNOWN = [("0+0=", "7"), ("def f(x):\n", "    return x"), ("a:", " 7"), ("Q: x A:
 def test_what_is_trained_is_what_the_row_says(name):
     encoder = Tokenizer(wrapped(MADE[name]()))
     rows = [{"prompt": p, "completion": c} for p, c in [*KNOWN, *((text(), text()) for _ in range(100))]]
-    found = BatchEncoder(encoder).encode_batch(rows, [f"row {n}" for n in range(len(rows))])
+    normal = [NormalRow("completion", row) for row in rows]
+    found = BatchEncoder(encoder).encode_batch(normal, [f"row {n}" for n in range(len(rows))])
     for row, (ids, trained) in zip(rows, found, strict=True):
         expected, mask = encoder.encode(row, "row")
         assert ids.tolist() == expected and trained.tolist() == mask, row
@@ -112,5 +114,5 @@ def test_a_mark_that_merges_in_a_batch_is_left_to_the_definition():
     encoder.continuation.mark = "t"
     encoder.continuation.mark_ids = encoder.continuation._ids("t")
     row = {"prompt": "a", "completion": "he"}
-    ids, _ = BatchEncoder(encoder).encode_batch([row], ["row"])[0]
+    ids, _ = BatchEncoder(encoder).encode_batch([NormalRow("completion", row)], ["row"])[0]
     assert np.array_equal(ids, encoder.encode(row, "row")[0])

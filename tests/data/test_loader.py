@@ -461,7 +461,7 @@ def test_memory_of_prefetched_steps_is_bounded(make_store, monkeypatch, width, d
     (stream,) = streams(make_store(), config(width, 2, 2), epochs=1)
     next(stream.steps(count=1))
     assert made == [depth // size]
-    assert depth * stream._shape.bytes <= loader_module.PREFETCHED_BYTES or depth == 2
+    assert depth * stream._sizes.bytes <= loader_module.PREFETCHED_BYTES or depth == 2
 
 
 def test_a_process_ends_with_a_stream_that_nobody_closed(make_store):

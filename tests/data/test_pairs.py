@@ -35,6 +35,13 @@ def test_pairs_are_completions_and_it_is_said_how_they_were_read(tmp_path, pair)
         assert store.report.level("columns_recognised", {}) == "info"
 
 
+def test_a_pair_beside_a_label_stays_a_completion(tmp_path):
+    """Under its usual names it would be a judged answer; the kind is found once, by the names that it came with."""
+    row = {"question": "what is 2?", "answer": "two", "label": 1}
+    assert Tokenizer(tiny.tokenizer()).encode(row, "row 1") == Tokenizer(tiny.tokenizer()).encode(PLAIN, "row 1")
+    assert store_of([row], tmp_path).report.kinds == {"completion": 1}
+
+
 @pytest.mark.parametrize(
     ("more", "kind"),
     [

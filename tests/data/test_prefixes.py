@@ -9,6 +9,7 @@ import stock_templates as stock
 from chronicals.data import DataError, Tokenizer, prefixes
 from chronicals.data.batch_encoding import BatchEncoder
 from chronicals.data.prefixes import Prefixes
+from chronicals.data.rows import NormalRow
 
 TOLD = [
     "cohere", "gemma", "gemma3", "idefics3", "lfm2", "lfm2_v2", "llama3", "llama3_1", "llama3_2", "llava_next", "phi3",
@@ -117,7 +118,7 @@ def test_what_is_told_of_stock_templates_is_right_and_of_the_popular_all_is(name
 def test_masks_of_long_conversations_are_those_of_the_definition(name):
     encoder = Tokenizer(stock.with_template({**LINEAR, **OTHERS}[name], eos_token="<|im_end|>"))
     rows = [{"messages": [m for _ in range(16) for m in (stock.user(stock.saying()), stock.assistant(stock.saying()))]}]
-    found = BatchEncoder(encoder).encode_batch(rows, ["row 1"])
+    found = BatchEncoder(encoder).encode_batch([NormalRow("chat", row) for row in rows], ["row 1"])
     try:
         ids, trained = encoder.encode(rows[0], "row 1")
     except DataError as error:
@@ -134,7 +135,7 @@ def test_a_long_conversation_is_rendered_a_few_times(monkeypatch):
     counted = lambda *given, **how: calls.append(1) or render(*given, **how)  # noqa: E731
     monkeypatch.setattr(encoder.tokenizer, "apply_chat_template", counted)
     row = {"messages": plain(random.choice([40, 80, 160]))}
-    (found,) = BatchEncoder(encoder).encode_batch([row], ["row 1"])
+    (found,) = BatchEncoder(encoder).encode_batch([NormalRow("chat", row)], ["row 1"])
     assert found[1].any() and len(calls) < 12
 
 

@@ -26,7 +26,7 @@ LONGEST, ENTRIES, TRAINED = 0, 1, 2
 """What is found out about a micro-batch: its ``max_seqlen``, the entries of its bounds, its targets."""
 
 
-class Documents(NamedTuple):
+class PackedDocuments(NamedTuple):
     """Where tokens lie, and which documents a pack holds.
 
     Attributes:
@@ -47,7 +47,7 @@ class Documents(NamedTuple):
     offsets: np.ndarray
 
 
-class Shape(NamedTuple):
+class StepSizes(NamedTuple):
     """Sizes that are the same in every step.
 
     Attributes:
@@ -87,8 +87,8 @@ def assemble(
     held: np.ndarray,
     packs: np.ndarray,
     facts: np.ndarray,
-    documents: Documents,
-    shape: Shape,
+    documents: PackedDocuments,
+    sizes: StepSizes,
 ) -> tuple[int, int]:
     """Write the micro-batches of several steps.
 
@@ -104,10 +104,10 @@ def assemble(
         stopped, or -1.
     """
     for step in range(len(packs)):
-        for batch in range(shape.batches):
-            mine = packs[step, batch * shape.packs : (batch + 1) * shape.packs]
+        for batch in range(sizes.batches):
+            mine = packs[step, batch * sizes.packs : (batch + 1) * sizes.packs]
             wrong = _assemble_batch(
-                columns[step, batch], bounds[step, batch], held[step, batch], mine, facts[step, batch], documents, shape
+                columns[step, batch], bounds[step, batch], held[step, batch], mine, facts[step, batch], documents, sizes
             )
             if wrong >= 0:
                 return step, wrong
@@ -121,15 +121,15 @@ def _assemble_batch(
     held: np.ndarray,
     packs: np.ndarray,
     facts: np.ndarray,
-    documents: Documents,
-    shape: Shape,
+    documents: PackedDocuments,
+    sizes: StepSizes,
 ) -> int:
-    longest = _bucket(packs, documents, shape.width)
+    longest = _bucket(packs, documents, sizes.width)
     entries = trained = 0
     bounds[0] = 0
     held[:] = FILLER
     for number in range(packs.size):
-        at, end = number * shape.width, (number + 1) * shape.width
+        at, end = number * sizes.width, (number + 1) * sizes.width
         for document in documents.packed[documents.offsets[packs[number]] : documents.offsets[packs[number] + 1]]:
             length = documents.lengths[document]
             first, first_trained = documents.id_starts[document], documents.trained_starts[document]
@@ -145,18 +145,18 @@ def _assemble_batch(
             bounds[entries] = at
         while at < end:
             length = min(longest, end - at)
-            _write_filler(columns[:, at : at + length], shape.filler)
+            _write_filler(columns[:, at : at + length], sizes.filler)
             at += length
             entries += 1
             bounds[entries] = at
-    used = -(-entries // shape.share) * shape.share
+    used = -(-entries // sizes.share) * sizes.share
     bounds[entries + 1 : used + 1] = columns.shape[1]
     facts[LONGEST], facts[ENTRIES], facts[TRAINED] = longest, used, trained
     return -1
 
 
 @compiled(nogil=True)
-def _bucket(packs: np.ndarray, documents: Documents, width: int) -> int:
+def _bucket(packs: np.ndarray, documents: PackedDocuments, width: int) -> int:
     """The least of width / 8, / 4, / 2 and / 1, rounded up, that bounds the length of every document of the packs."""
     longest = 1
     for pack in packs:

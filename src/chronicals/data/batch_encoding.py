@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import itertools
-import json
-import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,21 +23,23 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from chronicals.data.byte_pairs import BytePairs, Encode, HasIds
+from chronicals.data.added_tokens import Cuts, Row
+from chronicals.data.byte_pairs import BytePairs, HasIds
 from chronicals.data.chat_template import Asked
 from chronicals.data.conversation import Conversation, texts_said
 from chronicals.data.gate import DataError
 from chronicals.data.prefixes import Prefixes
-from chronicals.data.rows import Record, kind_of
+from chronicals.data.rows import NormalRow, Record
 from chronicals.data.spans import followed_by_another, not_said
-from chronicals.data.template import Tokenizer
-from chronicals.data.texts import check_text, closed, is_unicode, without_double_beginning, without_end
+from chronicals.data.template import Tokenizer, Tokens
+from chronicals.data.texts import check_text, is_unicode, without_double_beginning, without_end
+from chronicals.data.tokenised_texts import Texts
 
 TokenArrays = tuple[np.ndarray, np.ndarray]
 """Token ids (int32), and for each whether it is trained (uint8)."""
 
-Rows = tuple[Sequence[Record], Sequence[str]]
-"""Normalised rows, and what errors call each."""
+Rows = tuple[Sequence[NormalRow], Sequence[str]]
+"""Rows, and what errors call each."""
 
 T = TypeVar("T")
 
@@ -77,14 +76,13 @@ class BatchEncoder:
         if self.fast:
             self._byte_pairs = BytePairs.of(self.encoder.tokenizer.backend_tokenizer, self._by_rust)
 
-    def encode_batch(self, records: Sequence[Record], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
+    def encode_batch(self, rows: Sequence[NormalRow], wheres: Sequence[str]) -> list[TokenArrays | DataError]:
         """What ``Tokenizer.encode_normalised`` gives for each row, or the error it raises.
 
         Args:
-            records: rows as ``rows.normalise`` leaves them.
-            wheres: what errors call them.
+            wheres: what errors call the rows.
         """
-        return next(self.encode([(records, wheres)]))
+        return next(self.encode([(rows, wheres)]))
 
     def encode(self, batches: Iterable[Rows]) -> Iterator[list[TokenArrays | DataError]]:
         """For each batch, its rows' tokens, or the errors that ``Tokenizer.encode`` raises for them.
@@ -92,25 +90,27 @@ class BatchEncoder:
         While a batch is tokenised, without the GIL, the next is rendered and the one before is the caller's.
         """
         if self._byte_pairs is not None:
-            for records, wheres in batches:
+            for rows, wheres in batches:
                 texts = Texts(self.cuts)
-                begun = self._begun(records, wheres, texts)
+                begun = self._begun(rows, wheres, texts)
                 texts.tokenise(self._byte_pairs.encode)
                 yield self._finished(begun, texts)
             return
         with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as beside:
-            ahead: tuple[list[Finish | DataError], Texts, Future[None]] | None = None
-            for records, wheres in batches:
+            earlier: Callable[[], list[TokenArrays | DataError]] | None = None
+            for rows, wheres in batches:
                 texts = Texts(self.cuts)
-                begun = self._begun(records, wheres, texts)
+                begun = self._begun(rows, wheres, texts)
                 tokenised = beside.submit(texts.tokenise, self._by_rust)
-                if ahead is not None:
-                    ahead[2].result()
-                    yield self._finished(*ahead[:2])
-                ahead = begun, texts, tokenised
-            if ahead is not None:
-                ahead[2].result()
-                yield self._finished(*ahead[:2])
+                if earlier is not None:
+                    yield earlier()
+                earlier = functools.partial(self._awaited, tokenised, begun, texts)
+            if earlier is not None:
+                yield earlier()
+
+    def _awaited(self, tokenised: Future[None], begun: list[Finish | DataError], texts: Texts) -> list[TokenArrays | DataError]:
+        tokenised.result()
+        return self._finished(begun, texts)
 
     def _by_rust(self, texts: Sequence[str], special: bool) -> Sequence[HasIds]:
         """Without what the last caller left in the tokenizer, which calling it by transformers would reset, too."""
@@ -124,26 +124,22 @@ class BatchEncoder:
         texts.collect(self.beginning, self.ending)
         return [row if isinstance(row, DataError) else _caught(row) for row in begun]
 
-    def _begun(self, records: Sequence[Record], wheres: Sequence[str], texts: Texts) -> list[Finish | DataError]:
+    def _begun(self, rows: Sequence[NormalRow], wheres: Sequence[str], texts: Texts) -> list[Finish | DataError]:
         """Hand the texts of the rows to the tokenizer; what is returned makes the rows of their ids."""
-        begun = [_caught(self._begin, *row, texts) for row in zip(records, wheres, strict=True)]
+        begun = [_caught(self._begin, *row, texts) for row in zip(rows, wheres, strict=True)]
         chats = {n: row for n, row in enumerate(begun) if isinstance(row, Conversation)}
         for number, chat in self._rendered(chats, wheres).items():
             if isinstance(chat, RenderedChat):
-                begun[number] = self._chat(chat, records[number], wheres[number], texts)
+                begun[number] = self._chat(chat, wheres[number], texts)
             else:
                 begun[number] = chat
         return begun
 
-    def _begin(self, record: Record, where: str, texts: Texts) -> Finish | Conversation:
-        begin = self._begin_kind.get(kind_of(record, where))
+    def _begin(self, row: NormalRow, where: str, texts: Texts) -> Finish | Conversation:
+        begin = self._begin_kind.get(row.kind)
         if begin is None:
-            return lambda: self._by_definition(record, where)
-        return begin(record, where, texts)
-
-    def _by_definition(self, record: Record, where: str) -> TokenArrays:
-        ids, trained = self.encoder.encode_normalised(record, where)
-        return np.array(ids, np.int32), np.array(trained, np.uint8)
+            return lambda: _arrays(self.encoder.encode_normalised(row, where))
+        return begin(row.record, where, texts)
 
     def _text(self, record: Record, where: str, texts: Texts) -> Finish:
         self._check_end(where)
@@ -164,7 +160,7 @@ class BatchEncoder:
         def finish() -> TokenArrays:
             before = without_end(without_double_beginning(texts[asked], self.beginning), self.ending)
             if mark and texts[said][: len(mark_ids)].tolist() != mark_ids:
-                return self._by_definition(record, where)
+                return _arrays(self.encoder.encode_normalised(NormalRow("completion", record), where))
             ids = np.concatenate((before, texts[said][len(mark_ids) :]))
             trained = np.ones(len(ids), np.uint8)
             trained[: len(before)] = self.encoder.train_on == "all"
@@ -235,14 +231,17 @@ class BatchEncoder:
             return []
         return [number for number in chat.trained if number and chat.messages[number]["role"] == "assistant"]
 
-    def _chat(self, chat: RenderedChat, record: Record, where: str, texts: Texts) -> Finish:
+    def _chat(self, chat: RenderedChat, where: str, texts: Texts) -> Finish:
+        def by_definition() -> TokenArrays:
+            return _arrays(self.encoder.encode_conversation(chat.conversation, where))
+
         if not is_unicode(chat.whole):
-            return lambda: self._by_definition(record, where)
+            return by_definition
         place = texts.add(chat.whole, special=False)
 
         def finish() -> TokenArrays:
             trained = _caught(self._mask, chat, texts, place, where)
-            return (texts[place], trained) if isinstance(trained, np.ndarray) else self._by_definition(record, where)
+            return (texts[place], trained) if isinstance(trained, np.ndarray) else by_definition()
 
         return finish
 
@@ -353,164 +352,6 @@ class RenderedChat:
         return self.conversation.messages[:number], self.conversation.tools, where
 
 
-@dataclass(frozen=True)
-class Cuts:
-    """The added tokens of a tokenizer, which it cuts out of a text before anything else.
-
-    Attributes:
-        contents: what each is written as, by id.
-        among: for each id, whether it is one of them.
-        reversible: no two texts have the same tokens, unless normalised by ``composes``.
-        composes: the tokenizer composes letters and their accents (NFC).
-    """
-
-    contents: dict[int, str]
-    among: np.ndarray
-    reversible: bool
-    composes: bool
-    _alone: dict[int, bool] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> Cuts | None:
-        """None where they cannot be followed in a text: some are taken only between words, or take the blanks around."""
-        added = tokenizer.added_tokens_decoder
-        plain = {id: token for id, token in added.items() if not token.normalized}
-        stripping = any(token.lstrip or token.rstrip for token in plain.values())
-        if not plain or any(token.single_word or (stripping and token.content.isspace()) for token in plain.values()):
-            return None
-        among = np.zeros(max(max(plain) + 1, len(tokenizer)), bool)
-        among[list(plain)] = True
-        described = json.loads(tokenizer.backend_tokenizer.to_str())
-        reversible = len(plain) == len(added) and not stripping and _is_byte_level(described)
-        composes = described["normalizer"] is not None
-        return cls({id: token.content for id, token in plain.items()}, among, reversible, composes)
-
-    def find(self, text: str, ids: np.ndarray, places: list[int]) -> Row | None:
-        """Where each of them lies in the text, given its places among the ids.
-
-        Each is the first of its kind after the one before it: an earlier one would have been cut out, too.
-        """
-        begins, ends = [], []
-        end = 0
-        for token in ids[places].tolist():
-            content = self.contents[token]
-            begin = text.find(content, end)
-            if begin < 0:
-                return None
-            end = begin + len(content)
-            begins.append(begin)
-            ends.append(end)
-        return Row(self, text, ids, places, begins, ends)
-
-    def is_exact(self, text: str) -> bool:
-        """Whether no other text has this one's tokens."""
-        return self.reversible and (not self.composes or unicodedata.is_normalized("NFC", text))
-
-    def stands_alone(self, token: int) -> bool:
-        """Whether this is one of them, and no other contains its text: what follows cannot make it another."""
-        if token not in self._alone:
-            content = self.contents.get(token)
-            found = content is not None and sum(content in other for other in self.contents.values()) == 1
-            self._alone[token] = found
-        return self._alone[token]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A text, its ids, and its added tokens: the place of each among the ids, and where it begins and ends in the text."""
-
-    cuts: Cuts
-    text: str
-    ids: np.ndarray
-    places: list[int]
-    begins: list[int]
-    ends: list[int]
-
-    @functools.cached_property
-    def is_exact(self) -> bool:
-        return self.cuts.is_exact(self.text)
-
-
-class Texts:
-    """Texts to tokenise together, with and without the special tokens that the tokenizer puts around a text.
-
-    Args:
-        cuts: the added tokens whose places are to be told.
-    """
-
-    def __init__(self, cuts: Cuts | None = None) -> None:
-        self._cuts = cuts
-        self._texts: dict[bool, list[str]] = {True: [], False: []}
-        self._whole: dict[bool, list[bool]] = {True: [], False: []}
-        self._encodings: dict[bool, Sequence[HasIds]] = {}
-        self._ids: dict[bool, _Joined] = {}
-
-    def add(self, text: str, special: bool, whole: bool = False) -> tuple[bool, int]:
-        """Where the text's ids will be found; one that is ``whole`` begins once and ends with the end of text."""
-        self._texts[special].append(text)
-        self._whole[special].append(whole)
-        return special, len(self._texts[special]) - 1
-
-    def tokenise(self, encode: Encode) -> None:
-        for special, texts in self._texts.items():
-            if texts:
-                self._encodings[special] = encode(texts, special)
-
-    def collect(self, beginning: int | None, ending: int | None) -> None:
-        """Take the ids over: Python's part, for which tokenising the next batch need not wait."""
-        for special, encodings in self._encodings.items():
-            lists = [
-                closed(encoding.ids, beginning if special else None, ending) if whole else encoding.ids
-                for encoding, whole in zip(encodings, self._whole[special], strict=True)
-            ]
-            self._ids[special] = _Joined.of(lists, self._cuts)
-        self._encodings.clear()
-
-    def __getitem__(self, place: tuple[bool, int]) -> np.ndarray:
-        special, number = place
-        joined = self._ids[special]
-        return joined.ids[joined.bounds[number] : joined.bounds[number + 1]]
-
-    def all_trained(self, place: tuple[bool, int]) -> np.ndarray:
-        """A mask of nothing but ones, which cannot be written to."""
-        special, number = place
-        joined = self._ids[special]
-        return joined.ones[joined.bounds[number] : joined.bounds[number + 1]]
-
-    def added(self, place: tuple[bool, int]) -> list[int]:
-        """Which of the text's ids are added tokens."""
-        special, number = place
-        joined = self._ids[special]
-        first, last = joined.first_added[number : number + 2]
-        return (joined.added[first:last] - joined.bounds[number]).tolist()
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """The ids of many texts in one array: making many is what takes time.
-
-    Attributes:
-        ids: int32, text ``n`` from ``bounds[n]`` to ``bounds[n + 1]``.
-        ones: as long, for masks.
-        added: places in ``ids`` of added tokens, those of text ``n`` from ``first_added[n]`` on.
-    """
-
-    ids: np.ndarray
-    bounds: list[int]
-    ones: np.ndarray
-    added: np.ndarray
-    first_added: list[int]
-
-    @classmethod
-    def of(cls, lists: list[list[int]], cuts: Cuts | None) -> _Joined:
-        bounds = [0, *itertools.accumulate(map(len, lists))]
-        ids = np.fromiter(itertools.chain.from_iterable(lists), np.int32, bounds[-1])
-        ones = np.ones(len(ids), np.uint8)
-        ones.flags.writeable = False
-        added = np.zeros(0, np.int64) if cuts is None else np.flatnonzero(cuts.among[ids])
-        return cls(ids, bounds, ones, added, np.searchsorted(added, bounds).tolist())
-
-
 def is_plain(tokenizer: Any) -> bool:
     """Whether calling the tokenizer is calling its Rust part and nothing more."""
     if not getattr(tokenizer, "is_fast", False) or tokenizer.split_special_tokens:
@@ -518,28 +359,6 @@ def is_plain(tokenizer: Any) -> bool:
     names = ("__call__", "_encode_plus", "apply_chat_template")
     general = ("transformers.tokenization_utils_base", "transformers.tokenization_utils_tokenizers")
     return all(getattr(type(tokenizer), name).__module__ in general for name in names)
-
-
-def _is_byte_level(described: dict[str, Any]) -> bool:
-    """Whether a tokenizer, as its file describes it, maps every byte to a token, and nothing else before (but NFC)."""
-    steps = described["pre_tokenizer"] or {}
-    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
-    known = all(
-        (step.get("type") == "Split" and step["behavior"] != "Removed")
-        or step.get("type") == "Digits"
-        or (step.get("type") == "ByteLevel" and not step["add_prefix_space"])
-        for step in steps
-    )
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    return (
-        known
-        and any(step.get("type") == "ByteLevel" for step in steps)
-        and described["model"]["type"] == "BPE"
-        and described["model"]["vocab"].keys() >= set(ByteLevel.alphabet())
-        and (described["normalizer"] is None or described["normalizer"]["type"] == "NFC")
-        and (described["decoder"] or {}).get("type") == "ByteLevel"
-    )
 
 
 def _shared_part(whole: str, place: int, rest: str, exact: bool) -> Shared | None:
@@ -565,6 +384,11 @@ def _grouped(items: Sequence[T], letters: Callable[[T], int]) -> Iterator[list[T
             group, held = [], 0
     if group:
         yield group
+
+
+def _arrays(tokens: Tokens) -> TokenArrays:
+    ids, trained = tokens
+    return np.array(ids, np.int32), np.array(trained, np.uint8)
 
 
 def _caught(step: Callable[..., Any], *arguments: Any) -> Any:

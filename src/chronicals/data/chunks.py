@@ -24,13 +24,12 @@ from chronicals.data.gate import DataError, DataReport
 from chronicals.data.preferences import sides_of
 from chronicals.data.records import BadRow, Line, Record, Unparsed, parsed
 from chronicals.data.rows import (
-    CHATS,
     TRAINED,
+    NormalRow,
     as_instruction,
     check_answers,
     conversation_oddities,
     kind_of,
-    normalise,
     pair_of,
     texts_of,
     unread_fields,
@@ -106,9 +105,8 @@ class _Recognised:
     report: DataReport
     rows: list[int] = field(default_factory=list)
     sides: list[int] = field(default_factory=list)
-    kinds: list[str] = field(default_factory=list)
     wheres: list[str] = field(default_factory=list)
-    records: list[Record] = field(default_factory=list)
+    normal: list[NormalRow] = field(default_factory=list)
 
 
 @dataclass
@@ -134,13 +132,13 @@ class ChunkEncoder:
         """Each chunk and what it became; while one is tokenised, without the GIL, the next is taken and recognised."""
         begun: deque[_Recognised] = deque()
 
-        def batches() -> Iterator[tuple[list[Record], list[str]]]:
+        def batches() -> Iterator[tuple[list[NormalRow], list[str]]]:
             for chunk in chunks:
                 found = self._recognised(chunk)
                 begun.append(found)
                 for start in range(0, max(len(found.rows), 1), self.at_once):
                     rows = slice(start, start + self.at_once)
-                    yield found.records[rows], found.wheres[rows]
+                    yield found.normal[rows], found.wheres[rows]
 
         tokens = list[TokenArrays | DataError]()
         for some in self.rows.encode(batches()):
@@ -153,21 +151,20 @@ class ChunkEncoder:
         found = _Recognised(chunk, DataReport(rows=len(chunk.records)))
         for row, (where, record) in enumerate(zip(chunk.wheres, chunk.records, strict=True), chunk.first):
             try:
-                kind, documents = self._documents(row, parsed(record), where, found.report)
+                documents = self._documents(row, parsed(record), where, found.report)
             except DataError as fault:
                 found.report.note(fault.rule, row, str(fault))
                 continue
-            self._inspect(row, kind, [text for normal in documents for text in texts_of(normal)], where, found.report)
+            self._inspect(row, documents, where, found.report)
             for side, normal in enumerate(documents):
                 found.rows.append(row)
                 found.sides.append(side)
-                found.kinds.append(kind)
                 found.wheres.append(where)
-                found.records.append(normal)
+                found.normal.append(normal)
         return found
 
-    def _documents(self, row: int, record: Record | BadRow, where: str, report: DataReport) -> tuple[str, list[Record]]:
-        """The kind of what a row's documents are made of, and the normal form of each; counts what is odd in it."""
+    def _documents(self, row: int, record: Record | BadRow, where: str, report: DataReport) -> list[NormalRow]:
+        """What a row's documents are made of; counts what is odd in it."""
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
         kind = kind_of(record, where)
@@ -177,23 +174,22 @@ class ChunkEncoder:
         records = [(kind, record)]
         if kind == "preference" and kind in kinds:
             records = [(kind_of(side, where), side) for side in sides_of(record, where)]
-        documents = [self._normal(row, side, *one, where, report) for side, one in enumerate(records)]
-        return documents[0][0], [normal for _, normal in documents]
+        return [self._normal(row, side, *one, where, report) for side, one in enumerate(records)]
 
-    def _normal(self, row: int, side: int, kind: str, record: Record, where: str, report: DataReport) -> tuple[str, Record]:
-        """The kind as which a document of a row is encoded, and its normal form."""
+    def _normal(self, row: int, side: int, kind: str, record: Record, where: str, report: DataReport) -> NormalRow:
+        """One of the documents of a row."""
         if kind == "completion":
             kind, record = self._completion(row, record, where, report)
         if side == 0:
             report.kinds[kind] = report.kinds.get(kind, 0) + 1
         for name in unread_fields(record, kind):
             report.note("unread_field", row, f"{where}: {name}")
-        record = normalise(record, kind, where)
+        normal = NormalRow.of(record, kind, where)
         if self.tokenizer.train_on == "answers":
-            self._check_answers(row, kind, record, where, report)
+            self._check_answers(row, normal, where, report)
             if kind == "completion" and self.tokenizer.tokenizer.chat_template is not None:
                 report.note("plain_completion", row, where)
-        return kind, record
+        return normal
 
     def _completion(self, row: int, record: Record, where: str, report: DataReport) -> tuple[str, Record]:
         """A plain completion, as an instruction if it is to go through the chat template; counts other names of its fields."""
@@ -203,11 +199,12 @@ class ChunkEncoder:
             return "instruction", as_instruction(record)
         return "completion", record
 
-    def _check_answers(self, row: int, kind: str, record: Record, where: str, report: DataReport) -> None:
+    def _check_answers(self, row: int, normal: NormalRow, where: str, report: DataReport) -> None:
         """Raise where a row teaches to say nothing, or has nobody who says it; count what is odd."""
+        kind, record = normal
         if kind == "completion" and isinstance(record["completion"], str) and not record["completion"].strip():
             raise DataError(f"{where}: completion is empty", "empty_answer")
-        if kind not in CHATS:
+        if kind != "chat":
             return
         messages, prompt = messages_of(record)
         roles, turns = self.tokenizer.train_on_roles, self.tokenizer.train_on_turns
@@ -216,9 +213,10 @@ class ChunkEncoder:
         for rule in conversation_oddities(messages):
             report.note(rule, row, where)
 
-    def _inspect(self, row: int, kind: str, texts: list[str], where: str, report: DataReport) -> None:
+    def _inspect(self, row: int, documents: list[NormalRow], where: str, report: DataReport) -> None:
         """Count what the gate finds in what people wrote."""
-        if kind == "text" and sum(map(len, texts)) == 1:
+        texts = [text for normal in documents for text in texts_of(normal.record)]
+        if documents[0].kind == "text" and sum(map(len, texts)) == 1:
             report.note("single_token", row, where)
         garbled, written = False, None
         for text in texts:
@@ -233,11 +231,11 @@ class ChunkEncoder:
         """The documents, counted; rows that were refused or hold no target are left out."""
         items, report = dict[int, tuple[str, list[Piece]]](), found.report
         refused = dict[int, DataError]()
-        for row, side, kind, tokens in zip(found.rows, found.sides, found.kinds, encoded, strict=True):
+        for row, side, normal, tokens in zip(found.rows, found.sides, found.normal, encoded, strict=True):
             if isinstance(tokens, DataError):
                 refused.setdefault(row, tokens)
             else:
-                items.setdefault(row, (kind, []))[1].append(Piece(row, side, *tokens))
+                items.setdefault(row, (normal.kind, []))[1].append(Piece(row, side, *tokens))
         for row, error in refused.items():
             report.note(error.rule, row, str(error))
             items.pop(row, None)

@@ -180,7 +180,11 @@ def _elements_within(window: _Window) -> Iterator[Any]:
 
 
 class _Window:
-    """The part of a JSON text that is in memory, and how far it has been read."""
+    """The part of a JSON text that is in memory, and how far it has been read.
+
+    Of libraries, ijson takes 20 % less time, but names no line, refuses NaN and integers over 64 bits, turns half of a
+    surrogate pair into "?", and does not come back from an array nested 100,000 deep; pyarrow reads objects line by line only.
+    """
 
     _decoder = json.JSONDecoder()
     _space = re.compile(r"[ \t\n\r]*")

@@ -22,7 +22,17 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig
-from chronicals.data.assembly import BUCKETS, ENTRIES, ENTRY_SHARES, FILLER, LONGEST, TRAINED, Documents, Shape, assemble
+from chronicals.data.assembly import (
+    BUCKETS,
+    ENTRIES,
+    ENTRY_SHARES,
+    FILLER,
+    LONGEST,
+    TRAINED,
+    PackedDocuments,
+    StepSizes,
+    assemble,
+)
 from chronicals.data.balancing import balance
 from chronicals.data.building import open_store
 from chronicals.data.gate import DataError
@@ -103,10 +113,10 @@ class BatchStream:
         self.plan = plan_of(store, config) if plan is None else plan
         most_entries = self.batch_size * (self.plan.max_documents + BUCKETS)
         share = -(-most_entries // ENTRY_SHARES)
-        self._shape = Shape(self.accumulation, self.batch_size, self.width, share, padding_token_id)
+        self._sizes = StepSizes(self.accumulation, self.batch_size, self.width, share, padding_token_id)
         # The number after the last pack stands for an empty one.
         offsets = np.append(self.plan.offsets, self.plan.offsets[-1])
-        self._documents = Documents(
+        self._documents = PackedDocuments(
             store.ids, store.trained, store.id_starts, store.trained_starts, store.lengths, self.plan.documents, offsets
         )
         first = np.ones(len(store), np.int64) if store.items is None else (store.columns[SIDE] == 0).astype(np.int64)
@@ -136,6 +146,14 @@ class BatchStream:
         if self.epochs is None:
             return None
         return max(0, -(-(len(self.plan) * self.epochs - (state or 0)) // self.packs_a_step))
+
+    @property
+    def data(self) -> str:
+        return self.store.key
+
+    @property
+    def earlier_data(self) -> tuple[str, ...]:
+        return self.store.earlier_keys
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -168,7 +186,7 @@ class BatchStream:
             DataError: a document cannot be read where the store says it is.
         """
         fewest, most = PREFETCHED_STEPS
-        depth = min(max(PREFETCHED_BYTES // self._shape.bytes, fewest), most)
+        depth = min(max(PREFETCHED_BYTES // self._sizes.bytes, fewest), most)
         size = -(-depth // CALLS)
         position = state or 0
         end = sys.maxsize if count is None else position + count * self.packs_a_step
@@ -187,7 +205,7 @@ class BatchStream:
         """What assembles the steps that begin at ``positions``; it returns them, and the document that it could not read, or
         -1."""
         packs = [self._packs_at(position) for position in positions]
-        memory = Memory(self._shape, len(packs), self.pin, self.store.columns)
+        memory = Memory(self._sizes, len(packs), self.pin, self.store.columns)
         mine = np.stack([self._balanced(step)[:, self.rank].ravel() for step in packs])
         counts = [self._counts(step) for step in packs]
 
@@ -250,23 +268,23 @@ class Memory:
     memory alone is torch's: it must know which copies to the card still read from it.
     """
 
-    def __init__(self, shape: Shape, steps: int, pin: bool, columns: Mapping[str, np.ndarray] | None = None):
-        self.shape, self.pin, self.of_documents = shape, pin, columns or {}
-        sizes = (steps, shape.batches, 3, shape.tokens), (steps, shape.batches, shape.bounds)
+    def __init__(self, sizes: StepSizes, steps: int, pin: bool, columns: Mapping[str, np.ndarray] | None = None):
+        self.sizes, self.pin, self.of_documents = sizes, pin, columns or {}
+        of_columns, of_bounds = (steps, sizes.batches, 3, sizes.tokens), (steps, sizes.batches, sizes.bounds)
         self.columns: Any
         self.bounds: Any
         if pin:
-            self.columns = torch.empty(sizes[0], dtype=torch.int64, pin_memory=True)
-            self.bounds = torch.empty(sizes[1], dtype=torch.int32, pin_memory=True)
+            self.columns = torch.empty(of_columns, dtype=torch.int64, pin_memory=True)
+            self.bounds = torch.empty(of_bounds, dtype=torch.int32, pin_memory=True)
         else:
-            self.columns, self.bounds = np.empty(sizes[0], np.int64), np.empty(sizes[1], np.int32)
-        self.held = np.empty((steps, shape.batches, shape.bounds), np.int64)
-        self.facts = np.zeros((steps, shape.batches, 3), np.int64)
+            self.columns, self.bounds = np.empty(of_columns, np.int64), np.empty(of_bounds, np.int32)
+        self.held = np.empty((steps, sizes.batches, sizes.bounds), np.int64)
+        self.facts = np.zeros((steps, sizes.batches, 3), np.int64)
 
-    def assemble(self, packs: np.ndarray, documents: Documents) -> tuple[int, int]:
+    def assemble(self, packs: np.ndarray, documents: PackedDocuments) -> tuple[int, int]:
         """As ``assembly.assemble``."""
         columns, bounds = np.asarray(self.columns), np.asarray(self.bounds)
-        return assemble(columns, bounds, self.held, packs, self.facts, documents, self.shape)
+        return assemble(columns, bounds, self.held, packs, self.facts, documents, self.sizes)
 
     def batches(self, steps: int) -> Iterator[list[Batch]]:
         """The Batches of each of the first ``steps``, once they are assembled."""

@@ -2,6 +2,10 @@
 
 They are those of ``chronicals.data.worker``, a program of its own, so that neither the caller's script nor its threads nor its
 device come along. Whoever is free takes the next chunk; what chunks become comes back in their order.
+
+A standard pool with an initializer starts later: it imports transformers and reads the tokenizer in every process, where the
+worker does so once and forks. Four processes, a tokenizer of 128 thousand tokens, 2 cores: 3.6 s of CPU and 185 MiB in all; of
+``ProcessPoolExecutor`` with spawn 17 s and 719 MiB, and ``forkserver`` is no better. Both also run the caller's script again.
 """
 
 from __future__ import annotations

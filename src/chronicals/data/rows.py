@@ -11,7 +11,7 @@ import itertools
 import json
 from collections.abc import Mapping, Sequence
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 from chronicals.data.gate import DataError
 from chronicals.data.records import Record
@@ -73,6 +73,27 @@ SPEAKERS = {
     "function_call": "assistant",
 }  # fmt: skip
 """Other names of the roles."""
+
+
+class NormalRow(NamedTuple):
+    """A row in the form in which it is encoded.
+
+    Attributes:
+        kind: ``chat``, ``completion``, ``text`` or ``tokens``.
+        record: as ``normalise`` returns it.
+    """
+
+    kind: str
+    record: Record
+
+    @classmethod
+    def of(cls, record: Record, kind: str, where: str) -> NormalRow:
+        """A row of ``kind``, one of ``TRAINED``.
+
+        Raises:
+            DataError: as ``normalise``.
+        """
+        return cls("chat" if kind in CHATS else kind, normalise(record, kind, where))
 
 
 def is_object(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +43,14 @@ class Steps(Protocol):
     A state says how far the run has come. It can be written as JSON, and only the ``Steps`` that gave it reads it; None is
     the beginning.
     """
+
+    @property
+    def data(self) -> str:
+        """A name of what the steps are made of: another content has another name."""
+
+    @property
+    def earlier_data(self) -> Collection[str]:
+        """Names that earlier versions of this package gave to the same content."""
 
     @property
     def fingerprint(self) -> str:

@@ -20,7 +20,7 @@ from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
 from chronicals.data.continuation import Continuation
 from chronicals.data.conversation import Conversation, chosen, messages_of
 from chronicals.data.gate import DataError
-from chronicals.data.rows import TRAINED, Record, as_instruction, kind_of, normalise
+from chronicals.data.rows import TRAINED, NormalRow, Record, as_instruction, kind_of
 from chronicals.data.spans import trained_span
 from chronicals.data.texts import check_text, without_double_beginning, without_end
 
@@ -91,11 +91,10 @@ class Tokenizer:
         kind = kind_of(record, where)
         if kind == "completion" and self.completions_as_chat:
             kind, record = "instruction", as_instruction(record)
-        return self.encode_normalised(normalise(record, kind, where), where)
+        return self.encode_normalised(NormalRow.of(record, kind, where), where)
 
-    def encode_normalised(self, record: Record, where: str) -> Tokens:
-        """``encode`` of a row as ``rows.normalise`` leaves it."""
-        return _ENCODERS[kind_of(record, where)](self, record, where)
+    def encode_normalised(self, row: NormalRow, where: str) -> Tokens:
+        return _ENCODERS[row.kind](self, row.record, where)
 
     @functools.cached_property
     def continuation(self) -> Continuation:
@@ -141,7 +140,9 @@ class Tokenizer:
         return Conversation(self.template.form(messages, where), record.get("tools"), trained)
 
     def _chat(self, record: Record, where: str) -> Tokens:
-        conversation = self.conversation(record, where)
+        return self.encode_conversation(self.conversation(record, where), where)
+
+    def encode_conversation(self, conversation: Conversation, where: str) -> Tokens:
         ids = self.template.ids(conversation.messages, conversation.tools, where=where)
         if self.train_on == "all":
             return ids, [True] * len(ids)

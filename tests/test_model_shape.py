@@ -1,5 +1,8 @@
 """Sizes of a model, whatever its configuration calls them and wherever it has them."""
 
+import subprocess
+import sys
+
 import pytest
 import transformers
 
@@ -19,8 +22,11 @@ LLAMA = {
         (transformers.GPT2Config(n_layer=3, n_embd=48, n_head=6, vocab_size=77), ModelShape(3, 48, 6, 6, 8, 192, 77, 0)),
         (transformers.MixtralConfig(**LLAMA, num_local_experts=5), ModelShape(3, 48, 6, 2, 8, 100, 77, 5)),
         (transformers.LlavaConfig(text_config=transformers.LlamaConfig(**LLAMA)), ModelShape(3, 48, 6, 2, 8, 100, 77, 0)),
+        (LLAMA, ModelShape(3, 48, 6, 2, 8, 100, 77, 0)),
+        ({"num_attention_heads": 1, "text_config": {**LLAMA, "head_dim": 16}}, ModelShape(3, 48, 6, 2, 16, 100, 77, 0)),
+        ({}, ModelShape(0, 0, 0, 0, 0, 0, 0, 0)),
     ],
-    ids=["missing head_dim", "head_dim", "other names, no key heads", "experts", "nested"],
+    ids=["missing head_dim", "head_dim", "other names, no key heads", "experts", "nested", "json", "nested json", "empty"],
 )
 def test_sizes_are_read(config, shape):
     assert ModelShape.of(config) == shape
@@ -29,3 +35,8 @@ def test_sizes_are_read(config, shape):
 def test_what_has_no_single_size_is_zero():
     shape = ModelShape.of(transformers.MambaConfig(num_hidden_layers=2, hidden_size=32))
     assert (shape.layers, shape.width, shape.heads, shape.head_dim) == (2, 32, 0, 0)
+
+
+def test_it_is_read_before_torch_is_there():
+    program = "import sys, chronicals.model_shape, chronicals.cli.beforehand; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -1,7 +1,8 @@
-"""The sizes of a model, read from its configuration in one place."""
+"""The sizes of a model, read from its configuration in one place; without torch, for what runs before it is imported."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,8 +35,9 @@ class ModelShape:
 
     @classmethod
     def of(cls, config: Any) -> ModelShape:
-        """From a transformers configuration; of a model of images and text, that of the text."""
-        config = config.get_text_config()
+        """Of a transformers configuration, or of what its ``config.json`` holds, whose fields must then have their usual names;
+        of a model of images and text, that of the text."""
+        config = config.get("text_config") or config if isinstance(config, Mapping) else config.get_text_config()
         width, heads = _number(config, "hidden_size"), _number(config, "num_attention_heads")
         return cls(
             layers=_number(config, "num_hidden_layers"),
@@ -50,5 +52,5 @@ class ModelShape:
 
 
 def _number(config: Any, name: str) -> int:
-    value = getattr(config, name, None)
+    value = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
     return value if isinstance(value, int) else 0
