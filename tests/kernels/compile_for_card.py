@@ -119,6 +119,7 @@ def calls() -> dict[str, Callable[[], object]]:
             mean_scales=[torch.zeros(1172)], square_scales=[torch.zeros(1172)],
         ),
         "nf4": lambda: four_bits(nf4),
+        "magnitudes": magnitudes,
     }  # fmt: skip
     for rank in (8, 16, 64):
         found[f"adapters {rank}"] = partial(adapters, rank)
@@ -143,6 +144,15 @@ def adapters(rank: int) -> None:
     dropped_products.add_dropped_product_(x, g[:, :rank], a, seed, 0.1)
     downs, ups = ([torch.randn(*shape) for shape in shapes] for shapes in ([(rank, 1024)] * 3, [(n, rank) for n in columns]))
     write_adapters(torch.zeros(3 * rank, 1024, dtype=HALF), up, columns, (rank,) * 3, downs, ups, (1.0,) * 3)
+
+
+def magnitudes() -> None:
+    """Of DoRA: outputs scaled in place, and their gradients."""
+    from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
+
+    y, factor = torch.randn(256, 1024).to(HALF), torch.randn(1024)
+    scale_columns(y, factor, torch.randn(1024).to(HALF), y)
+    scaled_columns_gradient(y, factor, torch.empty_like(y), y)
 
 
 def eight_bits() -> None:

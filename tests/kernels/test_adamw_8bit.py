@@ -78,6 +78,29 @@ def test_codes_are_the_nearest_of_bitsandbytes_own(signed, device):
     assert signed or torch.equal(dequantize_moment(codes, scales, signed).max(), values.max())
 
 
+def test_the_kernel_finds_the_nearest_values_too(device):
+    """Of moments that are the gradient alone, over all decades and their limits, each of which a block has beside its 1."""
+    limits = torch.cat([module._limits(signed, torch.device("cpu")) for signed in (True, False)])
+    at_limits = (limits[:, None] * (1 + torch.tensor([-1e-4, -1e-6, 0.0, 1e-6, 1e-4]))).flatten().clamp(max=1.0)
+    blocks = torch.randn(40, SIZE).sign() * 10.0 ** torch.empty(40, SIZE).uniform_(-8.5, 0)
+    blocks[:, : len(at_limits)] = at_limits * torch.randn(40, len(at_limits)).sign()
+    blocks[:, -2:] = torch.tensor([0.0, 1.0])
+    blocks = (blocks * torch.logspace(-6, 3, 40)[:, None]).to(device)
+    for signed, gradient in ((True, blocks), (False, blocks.abs().sqrt())):
+        tensors = drawn(torch.float32, torch.float32, device, [blocks.shape])
+        tensors.gradients[0] = gradient
+        adamw_8bit_(tensors, **{**OPTIONS, "betas": (0.0, 0.0)})
+        codes, scales = (tensors.means, tensors.mean_scales) if signed else (tensors.squares, tensors.square_scales)
+        moment = gradient if signed else gradient * gradient
+        expected, largest = quantize_moment(moment, signed)
+        torch.testing.assert_close(scales[0], largest, rtol=1e-6, atol=0.0)
+        values, each = module._values(signed, moment.device), largest[:, None]
+        error, least = ((values[x.int()] - moment / each).abs() for x in (codes[0], expected))
+        assert (error <= least * (1 + 1e-4) + 1e-12).all()
+        assert ((codes[0] != expected) & (error < least * (1 - 1e-4))).sum() == 0
+        assert (codes[0] != expected).float().mean() < 0.03, "the limits that were planted"
+
+
 @pytest.mark.parametrize("options", [{}, {"factor": 0.5}, {"apply": True}, {"apply": False}], ids=str)
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), DTYPES, ids=str)
 def test_it_is_its_reference(dtype, gradient_dtype, options, device):
@@ -151,12 +174,14 @@ def test_what_does_not_fit_is_refused(device):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("* beta2 + g * g * rest2", "* beta2 + g * rest2"),
-        ("other=0.0)[:, None] * beta1", "other=0.0)[:, None] * beta2"),
+        ("[:, None] + g * g * rest2", "[:, None] + g * rest2"),
+        ("other=0.0) * beta1)", "other=0.0) * beta2)"),
         ("tl.max(tl.abs(m), axis=1)", "tl.max(m, axis=1)"),
-        ("tl.store(v_scale_at, v_scale, mask=has_scale)", "pass"),
+        ("tl.store(v_scale_ptr + scale_at, v_scale, mask=has_scale)", "pass"),
         ("tl.where(scaled < 0, 127 - rank,", "tl.where(scaled < 0, 128 - rank,"),
-        ("cells - (0 if SIGNED else 1) + cell", "cells + cell"),
+        ("(0x4B000000 + first - 1)", "(0x4B000000 + first)"),
+        ("* 0.2**decade)", "* 0.1**decade)"),
+        ("* root * root", "* root"),
     ],
 )
 def test_a_planted_fault_is_found(old, new, device):

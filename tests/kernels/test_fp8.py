@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from chronicals.kernels import fp8
-from chronicals.kernels.fp8 import LIMITS, SCALINGS, dequantize, fp8_quantize, fp8_quantize_reference, fp8_turned
+from chronicals.kernels.fp8 import LIMITS, SCALINGS, dequantize, fp8_quantize, fp8_quantize_reference, fp8_transposed
 from chronicals.kernels.launch import tl, triton
 from mutants import mutant
 
@@ -181,12 +181,12 @@ def test_turned_they_are_the_columns(shape, device):
         x = draw(shape, torch.bfloat16, device)
         x.view(-1)[::7], x.view(-1)[::11], x.view(-1)[::13] = 0.0, -0.0, float("nan")
         rows, columns = fp8_quantize(x, dtype=dtype, layout="both")
-        assert_equal(fp8_turned(rows), fp8.Scaled(columns.values.cpu(), columns.scale), device)
+        assert_equal(fp8_transposed(rows), fp8.Scaled(columns.values.cpu(), columns.scale), device)
 
 
 def test_what_has_no_common_scale_is_not_turned(device):
     with pytest.raises(ValueError, match=r"scale has shape \(4, 1\): only what has the scale of a tensor"):
-        fp8_turned(fp8_quantize(torch.randn(4, 8, device=device), "row")[0])
+        fp8_transposed(fp8_quantize(torch.randn(4, 8, device=device), "row")[0])
 
 
 @pytest.mark.parametrize("options", [{"scaling": "column"}, {"dtype": torch.int8}, {"layout": "transposed"}], ids=str)
@@ -211,7 +211,7 @@ FAULTS = {
     "the scale of another row": ("rows_scale_ptr, row + n", "rows_scale_ptr, row"),
     "the first row twice": ("_values(x_ptr, row + 1,", "_values(x_ptr, row,"),
     "a column upside down": ("(rows // 4) + four[None, :]", "(rows // 4) + (rows // 4 - 1 - four)[None, :]"),
-    "four of a column upside down": ("turned >> 8 * n & 255", "turned >> 8 * (3 - n) & 255"),
+    "four of a column upside down": ("transposed >> 8 * n & 255", "transposed >> 8 * (3 - n) & 255"),
     "the last row of a broken four left out": ("(4 * four + n < rows)", "(4 * four + n < rows - 1)"),
     "the fourth row without a part in a maximum": ("_largest(a, b, c, d), 0)", "_largest(a, b, c, c), 0)"),
     "the maximum of a block with its sign": ("tl.max(tl.abs(values), 1)", "tl.max(values, 1)"),

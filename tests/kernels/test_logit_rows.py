@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 
 import chronicals.kernels.logit_rows as module
-from chronicals.kernels.logit_rows import IGNORED, Shape
+from chronicals.kernels.logit_rows import IGNORED, LossOptions
 from comparison import ATTEMPTS, LARGER
 from mutants import mutant
 
 ROWS, VOCABULARY = 11, 211
-SHAPES = [
-    Shape(scale, softcap, smoothing, z_loss)
+OPTIONS = [
+    LossOptions(scale, softcap, smoothing, z_loss)
     for scale, softcap, smoothing, z_loss in itertools.product((1.0, -0.7), (None, 3.0), (0.0, 0.1), (0.0, 0.01))
 ]
 TYPES = [torch.float32, torch.bfloat16]
@@ -26,13 +26,13 @@ def rows_of_logits(dtype, device, rows=ROWS, vocabulary=VOCABULARY, spread=3.0):
     return (torch.randn(rows, vocabulary, device=device) * spread).to(dtype), targets
 
 
-def by_the_book(x, targets, weights, shape):
+def by_the_book(x, targets, weights, options):
     """Losses and gradient from autograd, in the type of ``x``."""
     x = x.detach().requires_grad_()
-    z = x * shape.scale
-    z = z if shape.softcap is None else shape.softcap * torch.tanh(z / shape.softcap)
-    losses = F.cross_entropy(z, targets, reduction="none", label_smoothing=shape.label_smoothing, ignore_index=IGNORED)
-    losses = losses + shape.z_loss * torch.logsumexp(z, 1).square() * (targets != IGNORED)
+    z = x * options.scale
+    z = z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
+    losses = F.cross_entropy(z, targets, reduction="none", label_smoothing=options.label_smoothing, ignore_index=IGNORED)
+    losses = losses + options.z_loss * torch.logsumexp(z, 1).square() * (targets != IGNORED)
     losses = losses if weights is None else losses * weights
     return losses.detach(), torch.autograd.grad(losses.sum(), x)[0]
 
@@ -41,17 +41,17 @@ def far(got, expected):
     return ((got.double().cpu() - expected).norm() / expected.norm()).item()
 
 
-def loss_and_gradient(of, x, targets, weights, shape):
+def loss_and_gradient(of, x, targets, weights, options):
     """The losses, and the gradient that ``x`` and the factors stand for."""
-    losses, factors = of.loss_and_gradient_(x, targets, weights, shape, True)
+    losses, factors = of.loss_and_gradient_(x, targets, weights, options, True)
     return losses, x.float() * factors[:, None]
 
 
-def compare_loss(of, shape, weighted, dtype, device, vocabulary=VOCABULARY):
+def compare_loss(of, options, weighted, dtype, device, vocabulary=VOCABULARY):
     """An excess by chance does not come in so many fresh draws one after the other, each larger than the one before."""
     for attempt in range(ATTEMPTS):
         try:
-            compare_rows(of, *rows_of_logits(dtype, device, ROWS * LARGER**attempt, vocabulary), shape, weighted)
+            compare_rows(of, *rows_of_logits(dtype, device, ROWS * LARGER**attempt, vocabulary), options, weighted)
         except AssertionError:
             if attempt == ATTEMPTS - 1:
                 raise
@@ -59,13 +59,13 @@ def compare_loss(of, shape, weighted, dtype, device, vocabulary=VOCABULARY):
             return
 
 
-def compare_rows(of, x, targets, shape, weighted):
+def compare_rows(of, x, targets, options, weighted):
     device, dtype = x.device, x.dtype
     weights = torch.rand(len(x), device=device) if weighted else None
     at_home = None if weights is None else weights.cpu().double()
-    exact = by_the_book(x.cpu().double(), targets.cpu(), at_home, shape)
-    plain = by_the_book(x.float(), targets, weights, shape)
-    found = loss_and_gradient(of, x, targets, weights, shape)
+    exact = by_the_book(x.cpu().double(), targets.cpu(), at_home, options)
+    plain = by_the_book(x.float(), targets, weights, options)
+    found = loss_and_gradient(of, x, targets, weights, options)
     for ours, theirs, e, kind in zip(found, plain, exact, (torch.float32, dtype)):
         allowed = max(2 * far(theirs, e), 2 * torch.finfo(kind).eps)
         assert far(ours, e) <= allowed, f"error {far(ours, e):.2e}, allowed {allowed:.2e}"
@@ -76,8 +76,8 @@ def compare_rows(of, x, targets, shape, weighted):
 def target_errors(of, device):
     """Relative errors of the gradient at the targets, from bf16 logits; no logit is likely, so that nothing cancels there."""
     x, targets = rows_of_logits(torch.bfloat16, device, rows=64, spread=1.0)
-    exact = by_the_book(x.cpu().double(), targets.cpu(), None, Shape())[1]
-    _, gradient = loss_and_gradient(of, x, targets, None, Shape())
+    exact = by_the_book(x.cpu().double(), targets.cpu(), None, LossOptions())[1]
+    _, gradient = loss_and_gradient(of, x, targets, None, LossOptions())
     there = targets != IGNORED
     at = targets[there].unsqueeze(1)
     expected = exact[there.cpu()].gather(1, at.cpu())
@@ -93,22 +93,22 @@ def test_the_target_of_a_row_is_exact(device):
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "weighted"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_loss_and_gradient(shape, weighted, dtype, device):
-    compare_loss(module, shape, weighted, dtype, device)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_loss_and_gradient(options, weighted, dtype, device):
+    compare_loss(module, options, weighted, dtype, device)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1], ids=["one pass", "two passes"])
 @pytest.mark.parametrize("vocabulary", [2, 127, 8192, 8193, 20011])
 def test_vocabularies_of_every_size(vocabulary, smoothing, device):
     """Narrower than a block, as wide, and several blocks."""
-    compare_loss(module, Shape(label_smoothing=smoothing, z_loss=0.01), False, torch.float32, device, vocabulary)
+    compare_loss(module, LossOptions(label_smoothing=smoothing, z_loss=0.01), False, torch.float32, device, vocabulary)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1], ids=["one pass", "two passes"])
 def test_half_precision(smoothing, device):
     """Where numbers e^40 times as large as others have no place."""
-    compare_loss(module, Shape(label_smoothing=smoothing), False, torch.float16, device, 8193)
+    compare_loss(module, LossOptions(label_smoothing=smoothing), False, torch.float16, device, 8193)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -121,13 +121,13 @@ def test_a_reference_that_is_raised(softcap, dtype, device):
     x[7] -= 150.0
     x[8, :4096] = -float("inf")
     targets[[0, 2, 3, 6, 8]] = torch.tensor([5, 5, 5, 9000, 4097], device=device)
-    compare_rows(module, x, targets, Shape(softcap=softcap), False)
+    compare_rows(module, x, targets, LossOptions(softcap=softcap), False)
 
 
 def test_without_the_gradient_the_logits_stay(device):
     x, targets = rows_of_logits(torch.float32, device)
     before = x.clone()
-    module.loss_and_gradient_(x, targets, None, Shape(), False)
+    module.loss_and_gradient_(x, targets, None, LossOptions(), False)
     assert torch.equal(x, before)
 
 
@@ -136,7 +136,7 @@ def test_a_growing_row_does_not_overflow(device):
     for row in (torch.linspace(-3e4, 3e4, 20000), torch.linspace(3e4, -3e4, 20000)):
         x, targets = row[None].to(device).clone(), torch.tensor([7], device=device)
         exact = F.cross_entropy(row[None].double(), targets.cpu())
-        loss, gradient = loss_and_gradient(module, x, targets, None, Shape())
+        loss, gradient = loss_and_gradient(module, x, targets, None, LossOptions())
         assert loss.item() == pytest.approx(exact.item(), rel=1e-6)
         assert torch.isfinite(gradient).all() and torch.isfinite(x).all()
 
@@ -147,7 +147,7 @@ def test_rows_with_a_stride(device):
     left, right = wide.clone().chunk(2, 1)
     dense = left.contiguous()
     for x in (left, dense):
-        module.loss_and_gradient_(x, targets, None, Shape(), True)
+        module.loss_and_gradient_(x, targets, None, LossOptions(), True)
     assert torch.equal(left, dense)
     assert torch.equal(right, wide[:, VOCABULARY:])
 
@@ -156,8 +156,8 @@ def test_rows_with_a_stride(device):
 def test_a_target_outside_the_vocabulary_does_not_pass_unseen(target, device):
     x, targets = rows_of_logits(torch.float32, device)
     targets[0] = target
-    log_p, _, _ = module.log_probabilities(x, targets, Shape(), False)
-    losses, gradient = loss_and_gradient(module, x, targets, None, Shape())
+    log_p, _, _ = module.log_probabilities(x, targets, LossOptions(), False)
+    losses, gradient = loss_and_gradient(module, x, targets, None, LossOptions())
     for rows in (log_p, losses, gradient.sum(1)):
         assert rows.isnan().nonzero().flatten().tolist() == [0]
 
@@ -169,11 +169,11 @@ def test_without_a_kernel_a_target_outside_the_vocabulary_is_refused_on_the_cpu(
     targets[2], nothing = target, torch.zeros(len(x))
     refused = pytest.raises(IndexError, match=f"targets hold {target}: outside the vocabulary of {VOCABULARY}")
     with refused:
-        module.log_probabilities_reference(x, targets, Shape(), False)
+        module.log_probabilities_reference(x, targets, LossOptions(), False)
     with refused:
-        module.log_probability_gradient_reference_(x, targets, nothing, None, nothing, nothing, Shape())
+        module.log_probability_gradient_reference_(x, targets, nothing, None, nothing, nothing, LossOptions())
     with refused:
-        module.loss_and_gradient_reference_(x, targets, None, Shape(), True)
+        module.loss_and_gradient_reference_(x, targets, None, LossOptions(), True)
 
 
 MUTATIONS_OF_ONE_PASS = {
@@ -199,7 +199,7 @@ def test_planted_faults_in_one_pass_are_found(fault, device):
     x[0, 9000], x[2, 7], targets[0], targets[2] = 190.0, -100.0, 5, 7
     for of in (module, mutant(module, *MUTATIONS_OF_ONE_PASS[fault])):
         with pytest.raises(AssertionError, match="error") if of is not module else contextlib.nullcontext():
-            compare_rows(of, x.clone(), targets, Shape(0.7, 200.0, 0.0, 0.01), True)
+            compare_rows(of, x.clone(), targets, LossOptions(0.7, 200.0, 0.0, 0.01), True)
 
 
 MUTATIONS = {
@@ -222,4 +222,4 @@ MUTATIONS = {
 def test_planted_faults_are_found(fault, device):
     broken = mutant(module, *MUTATIONS[fault])
     with pytest.raises(AssertionError, match="error"):
-        compare_rows(broken, *rows_of_logits(torch.float32, device, vocabulary=20011), Shape(0.7, 3.0, 0.1, 0.01), True)
+        compare_rows(broken, *rows_of_logits(torch.float32, device, vocabulary=20011), LossOptions(0.7, 3.0, 0.1, 0.01), True)

@@ -5,6 +5,8 @@ A kernel raises one cell, as the integer of the value's bits, which has the same
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -35,6 +37,14 @@ def absent(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
+class _Found(NamedTuple):
+    """An amax, and by what the tensor that it is of is known."""
+
+    identity: tuple
+    storage: StorageWeakRef
+    amax: Tensor
+
+
 class Amax:
     """Handed to the operation that writes a tensor, which puts the amax, and to the one that quantises it, which takes it.
 
@@ -43,17 +53,17 @@ class Amax:
     """
 
     def __init__(self) -> None:
-        self._found: tuple[tuple, StorageWeakRef, Tensor] | None = None
+        self._found: _Found | None = None
 
     def put(self, x: Tensor, cell: Tensor) -> None:
-        self._found = _identity(x), StorageWeakRef(x.untyped_storage()), cell.view(torch.float32)
+        self._found = _Found(_identity(x), StorageWeakRef(x.untyped_storage()), cell.view(torch.float32))
 
     def take(self, x: Tensor) -> Tensor | None:
         """fp32 ``[1]``."""
         found, self._found = self._found, None
-        if found is None or found[0] != _identity(x) or found[1].expired():
+        if found is None or found.identity != _identity(x) or found.storage.expired():
             return None
-        return found[2]
+        return found.amax
 
 
 def with_amax(amax: Amax | None, x: Tensor, cell: Tensor) -> Tensor:

@@ -63,15 +63,15 @@ def _down_kernel(
 
 @triton.jit
 def _sum_kernel(
-    shares_ptr, u_ptr, rows, parts, rank, room, u_stride, factor, ROWS: tl.constexpr, ROOM: tl.constexpr
+    shares_ptr, u_ptr, rows, parts, rank, columns, u_stride, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
     """u of its shares, added up in one order, and zeros beside it."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    r = tl.arange(0, ROOM)[None, :]
-    total = tl.zeros((ROWS, ROOM), tl.float32)
+    r = tl.arange(0, COLUMNS)[None, :]
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for part in range(parts):
         total += tl.load(shares_ptr + (part * rows + row) * rank + r, mask=(row < rows) & (r < rank), other=0.0)
-    tl.store(u_ptr + row * u_stride + r, (total * factor).to(u_ptr.dtype.element_ty), mask=(row < rows) & (r < room))
+    tl.store(u_ptr + row * u_stride + r, (total * factor).to(u_ptr.dtype.element_ty), mask=(row < rows) & (r < columns))
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
     rows, width = x.shape
     for part in _slices(x, len(a)):
         of_a, of_out = a[part], out[:, part.start :]
-        rank, room = len(of_a), of_out.shape[1]
+        rank, columns = len(of_a), of_out.shape[1]
         (bound, factor), (constants, launch, resident) = _bound(dropout), _constants(x, rank)
         blocks = triton.cdiv(rows, constants["ROWS"])
         chunk = triton.cdiv(triton.cdiv(width, BLOCK), max(1, resident // blocks)) * BLOCK
@@ -168,7 +168,8 @@ def dropped_down(x: Tensor, a: Tensor, seed: Tensor, dropout: float, out: Tensor
             x, of_a, shares, seed, rows, width, rank, chunk, x.stride(0), a.stride(0), bound, **constants, **launch
         )
         _sum_kernel[(triton.cdiv(rows, SUMMED),)](
-            shares, of_out, rows, len(shares), rank, room, out.stride(0), factor, ROWS=SUMMED, ROOM=next_power_of_2(room)
+            shares, of_out, rows, len(shares), rank, columns, out.stride(0), factor, ROWS=SUMMED,
+            COLUMNS=next_power_of_2(columns),
         )
 
 

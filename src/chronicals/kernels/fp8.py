@@ -171,14 +171,14 @@ def _four(a, b, c, d, inverse, KIND: tl.constexpr):
 
 @triton.jit
 def _put_columns(columns_ptr, fours, four, column, rows, width, WHOLE: tl.constexpr):
-    turned, there = tl.trans(fours), ((column < width) | WHOLE)[:, None]
+    transposed, there = tl.trans(fours), ((column < width) | WHOLE)[:, None]
     if columns_ptr.dtype.element_ty == tl.uint32:
         place = columns_ptr + column.to(tl.int64)[:, None] * (rows // 4) + four[None, :]
-        tl.store(place, turned, mask=there & ((four < rows // 4) | WHOLE)[None, :])
+        tl.store(place, transposed, mask=there & ((four < rows // 4) | WHOLE)[None, :])
     else:  # a column begins anywhere
         place = columns_ptr + column.to(tl.int64)[:, None] * rows + 4 * four[None, :]
         for n in tl.static_range(4):
-            tl.store(place + n, (turned >> 8 * n & 255).to(tl.uint8), mask=there & (4 * four + n < rows)[None, :])
+            tl.store(place + n, (transposed >> 8 * n & 255).to(tl.uint8), mask=there & (4 * four + n < rows)[None, :])
 
 
 @triton.jit
@@ -188,7 +188,7 @@ def _tiles_kernel(
     WHOLE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """A tile, read once, as four tensors, of every fourth row each: four neighbours of a column are a number of 32 bits before
-    they are turned. Maxima of tensors and rows are there, or a tensor's scale is; others are found here. The last tile goes
+    they are transposed. Maxima of tensors and rows are there, or a tensor's scale is; others are found here. The last tile goes
     first: what was written or read last is still near."""
     across, down = tl.cdiv(width, BLOCK), tl.cdiv(rows, BLOCK)
     last = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -361,7 +361,7 @@ def fp8_quantize(
 
 
 @triton.jit
-def _turn_kernel(values_ptr, turned_ptr, rows, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
+def _transpose_kernel(values_ptr, transposed_ptr, rows, width, WHOLE: tl.constexpr, BLOCK: tl.constexpr):
     """A tile a program, four rows at a time as above; bytes, whatever they stand for."""
     across = tl.cdiv(width, BLOCK)
     four = (tl.program_id(0) // across) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
@@ -370,10 +370,10 @@ def _turn_kernel(values_ptr, turned_ptr, rows, width, WHOLE: tl.constexpr, BLOCK
     for n in tl.static_range(4):
         given, _ = _values(values_ptr, 4 * four + n, column, rows, width, width, WHOLE)
         fours |= given.to(tl.uint32) << 8 * n
-    _put_columns(turned_ptr, fours, four, column, rows, width, WHOLE)
+    _put_columns(transposed_ptr, fours, four, column, rows, width, WHOLE)
 
 
-def fp8_turned(scaled: Scaled) -> Scaled:
+def fp8_transposed(scaled: Scaled) -> Scaled:
     """The transpose, ``[K, M]``, of a matrix that has the scale of a tensor: 2 bytes an element.
 
     Raises:
@@ -381,13 +381,13 @@ def fp8_turned(scaled: Scaled) -> Scaled:
     """
     values, scale = scaled
     if scale.ndim:
-        raise ValueError(f"scale has shape {tuple(scale.shape)}: only what has the scale of a tensor can be turned")
+        raise ValueError(f"scale has shape {tuple(scale.shape)}: only what has the scale of a tensor can be transposed")
     if not runs_triton(scale) or not values.numel():
         return Scaled(values.t().contiguous(), scale)
-    (rows, width), turned = values.shape, values.new_empty(values.shape[::-1])
+    (rows, width), out = values.shape, values.new_empty(values.shape[::-1])
     whole = rows % BLOCK == width % BLOCK == 0
-    _turn_kernel[(_tiles(values),)](values.view(torch.uint8), _in_fours(turned), rows, width, whole, BLOCK, num_warps=4)
-    return Scaled(turned, scale)
+    _transpose_kernel[(_tiles(values),)](values.view(torch.uint8), _in_fours(out), rows, width, whole, BLOCK, num_warps=4)
+    return Scaled(out, scale)
 
 
 def fp8_quantize_reference(

@@ -109,7 +109,7 @@ class _FP8Linear(torch.autograd.Function):
         dy_rows, dy_columns = fp8_quantize(dy, scaling, gradient_type, layout)
         dx = scaled_product(dy_rows, Scaled(values, scale), dy.dtype) if of_x and dy_rows else None
         dw = scaled_product(dy_columns, Scaled(x_values, x_scale), weight_type) if of_weight and dy_columns else None
-        return dx, dw, None, None, None
+        return dx, dw
 
 
 def fp8_linear(

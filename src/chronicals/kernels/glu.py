@@ -188,7 +188,7 @@ class _GLU(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         d_gate, d_up = _backward(in_rows(dy), *ctx.saved_tensors, ctx.activation)
-        return d_gate.view(dy.shape), d_up.view(dy.shape), None
+        return d_gate.view(dy.shape), d_up.view(dy.shape)
 
 
 class _GLUOfBoth(torch.autograd.Function):
@@ -204,7 +204,7 @@ class _GLUOfBoth(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return with_amax(ctx.amax, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)), *(None,) * 5
+        return (with_amax(ctx.amax, *_backward_of_both(in_rows(dy), *ctx.saved_tensors, *ctx.options)),)
 
 
 def fused_swiglu(gate: Tensor, up: Tensor) -> Tensor:

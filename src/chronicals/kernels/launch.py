@@ -100,7 +100,10 @@ def interpreting() -> Iterator[None]:
 
 def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
     """For the backward pass of a Function: refuses to be differentiated itself. torch's ``once_differentiable`` leaves that
-    part of a second derivative out, without a word, where the upstream gradient is a constant."""
+    part of a second derivative out, without a word, where the upstream gradient is a constant.
+
+    ``backward`` returns a tuple with the gradients of the first inputs; those that follow have none.
+    """
 
     @functools.wraps(backward)
     def once(ctx: Any, *gradients: Tensor) -> Any:
@@ -109,7 +112,8 @@ def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
                 f"create_graph=True: {type(ctx).__name__} has no second derivative; take one of the model as it was before "
                 "patch_model, or of the operation's reference"
             )
-        return backward(ctx, *gradients)
+        found = backward(ctx, *gradients)
+        return *found, *(None for _ in ctx.needs_input_grad[len(found) :])
 
     return once
 

@@ -168,7 +168,7 @@ class _LayerNorm(torch.autograd.Function):
         wanted = ctx.needs_input_grad[1:3]
         dx, sums = _backward(in_rows(dy), *ctx.saved_tensors, *wanted)
         left = iter(sums.unbind(0))
-        return dx.view(dy.shape), *(next(left).to(kind) if want else None for want, kind in zip(wanted, ctx.types)), None
+        return dx.view(dy.shape), *(next(left).to(kind) if want else None for want, kind in zip(wanted, ctx.types))
 
 
 def fused_layernorm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float = 1e-5) -> Tensor:

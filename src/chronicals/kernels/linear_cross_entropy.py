@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import differentiable_once, runs_triton, tl, triton
-from chronicals.kernels.logit_rows import IGNORED, Shape, loss_and_gradient_, shaped_reference
+from chronicals.kernels.logit_rows import IGNORED, LossOptions, loss_and_gradient_, shaped_reference
 from chronicals.kernels.products import product
 from chronicals.kernels.token_log_probability import check_head, chunk_logits, chunks, product_type, token_log_probability
 from chronicals.kernels.two_streams import at_once
@@ -57,7 +57,7 @@ def _forward(
 
     ``more_weight`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``.
     """
-    shape = Shape(scale, softcap, label_smoothing, z_loss)
+    options = LossOptions(scale, softcap, label_smoothing, z_loss)
     total, d_hidden, *of_head = _outputs(hidden, weight, more_weight, bias, gradient_type, wanted)
     narrow = _side_by_side(weight, more_weight, hidden.dtype)
     rows = _trained_rows(targets, count)
@@ -68,7 +68,7 @@ def _forward(
     for part in chunks(len(picked), chunk_size):
         x = chunk_logits(picked[part], narrow, bias, buffer)
         of_row = None if weights is None else weights[part]
-        losses, factors = loss_and_gradient_(x, wanted_targets[part], of_row, shape, any(wanted))
+        losses, factors = loss_and_gradient_(x, wanted_targets[part], of_row, options, any(wanted))
         total += losses.sum()
         at_once(
             partial(_put_of_states, d_picked[part], x, narrow, factors),
@@ -171,11 +171,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        scaled = [
+        return tuple(
             _scale(gradient, upstream, torch.empty_like(gradient, dtype=kind)) if wanted else None
             for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
-        ]
-        return *scaled, *[None] * 9
+        )
 
 
 def linear_cross_entropy(
@@ -287,7 +286,7 @@ def linear_cross_entropy_reference(
     if adapter is not None:
         down = torch.nn.functional.dropout(hidden, adapter.dropout) @ adapter.a.t()
         x = x + adapter.scale * down @ adapter.b.t()
-    z = shaped_reference(x, Shape(scale, softcap))
+    z = shaped_reference(x, LossOptions(scale, softcap))
     losses = torch.nn.functional.cross_entropy(
         z, targets, reduction="none", ignore_index=IGNORED, label_smoothing=label_smoothing
     )

@@ -35,7 +35,7 @@ IGNORED = -100  # the default of torch.nn.functional.cross_entropy
 
 
 @dataclass(frozen=True)
-class Shape:
+class LossOptions:
     """How raw logits become logits, and logits a loss; the letters of the module's docstring in order s, c, ε, ζ."""
 
     scale: float = 1.0
@@ -256,7 +256,7 @@ def _log_probability_gradient_kernel(
 
 
 def loss_and_gradient_(
-    x: Tensor, targets: Tensor, weights: Tensor | None, shape: Shape, wants_gradient: bool
+    x: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, wants_gradient: bool
 ) -> tuple[Tensor, Tensor]:
     """Losses and factors, fp32 ``[rows]``; row t of the gradient of ``x`` ``[rows, V]`` is then ``factors[t] · x[t]``.
 
@@ -266,61 +266,61 @@ def loss_and_gradient_(
         wants_gradient: without it ``x`` stays.
     """
     if not runs_triton(x):
-        losses = loss_and_gradient_reference_(x, targets, weights, shape, wants_gradient)
+        losses = loss_and_gradient_reference_(x, targets, weights, options, wants_gradient)
         return losses, torch.ones_like(losses)
     rows, vocabulary = x.shape
     losses, factors = x.new_empty((2, rows), dtype=torch.float32)
     tile = _tile(vocabulary)
     # fp16 has no room for numerators that are not yet shares
-    if wants_gradient and not shape.label_smoothing and x.dtype != torch.float16:
+    if wants_gradient and not options.label_smoothing and x.dtype != torch.float16:
         _loss_and_numerators_kernel[(rows,)](
-            x, targets, weights, losses, factors, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0, shape.z_loss,
-            shape.softcap is not None, weights is not None, tile.block, next_power_of_2(triton.cdiv(vocabulary, tile.block)),
-            num_warps=tile.warps,
+            x, targets, weights, losses, factors, vocabulary, x.stride(0), options.scale, options.softcap or 1.0,
+            options.z_loss, options.softcap is not None, weights is not None, tile.block,
+            next_power_of_2(triton.cdiv(vocabulary, tile.block)), num_warps=tile.warps,
         )  # fmt: skip
     else:
         _loss_and_gradient_kernel[(rows,)](
-            x, targets, weights, losses, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0, shape.label_smoothing,
-            shape.z_loss, shape.softcap is not None, weights is not None, shape.label_smoothing != 0, wants_gradient,
-            tile.block, num_warps=tile.warps,
+            x, targets, weights, losses, vocabulary, x.stride(0), options.scale, options.softcap or 1.0,
+            options.label_smoothing, options.z_loss, options.softcap is not None, weights is not None,
+            options.label_smoothing != 0, wants_gradient, tile.block, num_warps=tile.warps,
         )  # fmt: skip
         factors.fill_(1.0)
     return losses, factors
 
 
-def log_probabilities(x: Tensor, targets: Tensor, shape: Shape, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def log_probabilities(x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probability of the targets (0 where −100), lse and entropy (0 if not wanted) of each row, all fp32 ``[rows]``."""
     if not runs_triton(x):
-        return log_probabilities_reference(x, targets, shape, wants_entropy)
+        return log_probabilities_reference(x, targets, options, wants_entropy)
     rows, vocabulary = x.shape
     log_p, lse, entropy = x.new_zeros((3, rows), dtype=torch.float32)
     tile = _tile(vocabulary)
     _log_probability_kernel[(rows,)](
-        x, targets, log_p, lse, entropy, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0,
-        shape.softcap is not None, wants_entropy, tile.block, num_warps=tile.warps,
+        x, targets, log_p, lse, entropy, vocabulary, x.stride(0), options.scale, options.softcap or 1.0,
+        options.softcap is not None, wants_entropy, tile.block, num_warps=tile.warps,
     )  # fmt: skip
     return log_p, lse, entropy
 
 
 def log_probability_gradient_(
-    x: Tensor, targets: Tensor, d_log_p: Tensor, d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, shape: Shape
+    x: Tensor, targets: Tensor, d_log_p: Tensor, d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, options: LossOptions
 ) -> None:
     """Overwrite the logits ``x`` by the gradient that reaches them from log-probabilities and entropies."""
     if not runs_triton(x):
-        log_probability_gradient_reference_(x, targets, d_log_p, d_entropy, lse, entropy, shape)
+        log_probability_gradient_reference_(x, targets, d_log_p, d_entropy, lse, entropy, options)
         return
     rows, vocabulary = x.shape
     block = min(2048, next_power_of_2(vocabulary))
     _log_probability_gradient_kernel[(rows, triton.cdiv(vocabulary, block))](
-        x, targets, d_log_p, d_entropy, lse, entropy, vocabulary, x.stride(0), shape.scale, shape.softcap or 1.0,
-        shape.softcap is not None, d_entropy is not None, block, num_warps=4,
+        x, targets, d_log_p, d_entropy, lse, entropy, vocabulary, x.stride(0), options.scale, options.softcap or 1.0,
+        options.softcap is not None, d_entropy is not None, block, num_warps=4,
     )  # fmt: skip
 
 
-def shaped_reference(x: Tensor, shape: Shape) -> Tensor:
+def shaped_reference(x: Tensor, options: LossOptions) -> Tensor:
     """Logits of raw logits, in fp32 or wider."""
-    z = x.to(torch.promote_types(x.dtype, torch.float32)) * shape.scale
-    return z if shape.softcap is None else shape.softcap * torch.tanh(z / shape.softcap)
+    z = x.to(torch.promote_types(x.dtype, torch.float32)) * options.scale
+    return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
 
 
 def _places(targets: Tensor, vocabulary: int) -> Tensor:
@@ -336,37 +336,39 @@ def _places(targets: Tensor, vocabulary: int) -> Tensor:
     return at[:, None]
 
 
-def _chain_(d_z: Tensor, z: Tensor, x: Tensor, shape: Shape) -> None:
-    d_z *= shape.scale
-    if shape.softcap is not None:
-        d_z *= 1 - (z / shape.softcap).square()
+def _chain_(d_z: Tensor, z: Tensor, x: Tensor, options: LossOptions) -> None:
+    d_z *= options.scale
+    if options.softcap is not None:
+        d_z *= 1 - (z / options.softcap).square()
     x.copy_(d_z)
 
 
 def loss_and_gradient_reference_(
-    x: Tensor, targets: Tensor, weights: Tensor | None, shape: Shape, wants_gradient: bool
+    x: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, wants_gradient: bool
 ) -> Tensor:
-    z = shaped_reference(x, shape)
+    z = shaped_reference(x, options)
     kept, at_target = targets != IGNORED, _places(targets, x.shape[1])
     of_row = kept.to(z.dtype) if weights is None else kept * weights.to(z.dtype)
-    smoothing = shape.label_smoothing
+    smoothing = options.label_smoothing
     log_p = torch.log_softmax(z, 1)  # not z − logsumexp(z), which loses what log_softmax keeps of a likely target
     losses = (smoothing - 1) * log_p.gather(1, at_target).squeeze(1)
-    lse = torch.logsumexp(z, 1) if shape.z_loss else torch.zeros_like(losses)
+    lse = torch.logsumexp(z, 1) if options.z_loss else torch.zeros_like(losses)
     spread = smoothing * log_p.mean(1) if smoothing else 0.0  # of a word that is banned it is infinite
-    losses = losses - spread + shape.z_loss * lse.square()
+    losses = losses - spread + options.z_loss * lse.square()
     if wants_gradient:
         d_z = log_p.exp_()
-        d_z *= (1 + 2 * shape.z_loss * lse)[:, None]
+        d_z *= (1 + 2 * options.z_loss * lse)[:, None]
         d_z.scatter_add_(1, at_target, torch.full_like(at_target, smoothing - 1, dtype=z.dtype))
         d_z -= smoothing / x.shape[1]
         d_z *= of_row[:, None]
-        _chain_(d_z, z, x, shape)
+        _chain_(d_z, z, x, options)
     return losses * of_row
 
 
-def log_probabilities_reference(x: Tensor, targets: Tensor, shape: Shape, wants_entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
-    z = shaped_reference(x, shape)
+def log_probabilities_reference(
+    x: Tensor, targets: Tensor, options: LossOptions, wants_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)
     at_target = log_p.gather(1, _places(targets, x.shape[1])).squeeze(1).masked_fill(targets == IGNORED, 0.0)
     entropy = (
@@ -376,9 +378,9 @@ def log_probabilities_reference(x: Tensor, targets: Tensor, shape: Shape, wants_
 
 
 def log_probability_gradient_reference_(
-    x: Tensor, targets: Tensor, d_log_p: Tensor, d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, shape: Shape
+    x: Tensor, targets: Tensor, d_log_p: Tensor, d_entropy: Tensor | None, lse: Tensor, entropy: Tensor, options: LossOptions
 ) -> None:
-    z = shaped_reference(x, shape)
+    z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)
     p = log_p.exp()
     of_target = d_log_p.to(z.dtype).masked_fill(targets == IGNORED, 0.0)[:, None]
@@ -386,4 +388,4 @@ def log_probability_gradient_reference_(
     d_z.scatter_add_(1, _places(targets, x.shape[1]), of_target)
     if d_entropy is not None:
         d_z -= d_entropy.to(z.dtype)[:, None] * p * (log_p + entropy[:, None])
-    _chain_(d_z, z, x, shape)
+    _chain_(d_z, z, x, options)

@@ -41,8 +41,9 @@ SCALE_BLOCK = 256
 SMALLEST = 1e-38
 """Blocks of zeros are divided by it."""
 
-ELEMENTS = 4096
-"""That one program quantizes or dequantizes."""
+ELEMENTS = 1024
+"""That one program quantizes or dequantizes: 8 a thread, 16 bytes in 16 bit and 4 bytes of codes, so that what is read lies
+where it is written."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,17 @@ def _bounds(device: torch.device) -> Tensor:
 
 
 @cache
+def _guesses(device: torch.device) -> Tensor:
+    """fp32 ``[2, 64]``: of each of the intervals [(n − 17) / 16, (n − 16) / 16) the codes below it, and the one bound that may
+    lie in it, else 2. No bound is near an end of one."""
+    ends = (torch.arange(64) - 17) / 16
+    bounds = _bounds(torch.device("cpu"))
+    below = (bounds < ends[:, None]).sum(1)
+    inside = torch.cat([bounds, torch.tensor([2.0])])[below]
+    return torch.stack([below.float(), torch.where(inside < ends + 1 / 16, inside, 2.0)]).to(device)
+
+
+@cache
 def dynamic_code(device: torch.device) -> Tensor:
     """fp32 ``[256]``, ascending: the signed dynamic 8-bit code (Dettmers et al., 2022, section 2.1). Every exponent is a decade
     with twice as many values as the one below."""
@@ -129,33 +141,33 @@ def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
     blocks = max(1, ELEMENTS // block)
     if count:
         _quantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
-            flat, packed, absmax, _bounds(flat.device), count, SMALLEST, blocks, block, enable_fp_fusion=False
+            flat, packed, absmax, _guesses(flat.device), count, packed.numel(), SMALLEST, blocks, block, enable_fp_fusion=False
         )
     return packed, absmax
 
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr, packed_ptr, absmax_ptr, bounds_ptr, count, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr
+    x_ptr, packed_ptr, absmax_ptr, guesses_ptr, count, pairs, SMALLEST: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    at = block[:, None] * SIZE + 2 * tl.arange(0, SIZE // 2)[None, :]
-    first = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + at + 1, mask=at + 1 < count, other=0.0).to(tl.float32)
-    absmax = tl.maximum(tl.max(tl.abs(first), axis=1), tl.max(tl.abs(second), axis=1))
+    at = block[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    absmax = tl.max(tl.abs(x), axis=1)
     tl.store(absmax_ptr + block, absmax, mask=block * SIZE < count)
     divisor = tl.maximum(absmax, tl.full((BLOCKS,), SMALLEST, tl.float32))
     scale = tl.div_rn(tl.full((BLOCKS,), 1.0, tl.float32), divisor)[:, None]
-    codes = _nearest(first * scale, bounds_ptr) * 16 + _nearest(second * scale, bounds_ptr)
-    tl.store(packed_ptr + at // 2, codes.to(tl.uint8), mask=at < count)
+    first, second = tl.split(tl.reshape(_nearest(x * scale, guesses_ptr), (BLOCKS, SIZE // 2, 2)))
+    pair = block[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
+    tl.store(packed_ptr + pair, (first * 16 + second).to(tl.uint8), mask=pair < pairs)
 
 
 @triton.jit
-def _nearest(value, bounds_ptr):
-    code = tl.zeros(value.shape, tl.int32)
-    for number in tl.static_range(15):
-        code += (value > tl.load(bounds_ptr + number)).to(tl.int32)
-    return code
+def _nearest(value, guesses_ptr):
+    """The codes, fp32, of values from -1 to 1: a guess by the interval, and one comparison."""
+    interval = (value * 16 + 16.5 + 8388608.0).to(tl.int32, bitcast=True) & 63  # above 2²³ nothing has a fraction
+    guess, bound = tl.load(guesses_ptr + interval), tl.load(guesses_ptr + 64 + interval)
+    return guess + (value > bound).to(tl.float32)
 
 
 def quantize_nf4_reference(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
@@ -228,32 +240,41 @@ def _dequantize(
         out.copy_(dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code))
     elif rows * columns:
         nested = absmax2 is not None
-        _dequantize_kernel[(triton.cdiv(rows * columns, ELEMENTS),)](
+        blocks = max(1, ELEMENTS // block)
+        _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
             packed, absmax, *((absmax2, code2, offset) if nested else (absmax, absmax, absmax)), code_of(code, out.device), out,
-            rows * columns, columns, out.stride(0), block2, block, nested, out.stride(0) == columns, ELEMENTS,
+            rows * columns, packed.numel(), columns, out.stride(0), block2, nested, out.stride(0) == columns,
+            columns % block == 0, blocks, block,
             enable_fp_fusion=False,  # a product and a sum are rounded one after the other
         )  # fmt: skip
 
 
 @triton.jit
 def _dequantize_kernel(
-    packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr, count, columns, stride, block2,
-    SIZE: tl.constexpr, NESTED: tl.constexpr, DENSE: tl.constexpr, ELEMENTS: tl.constexpr,
+    packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr, count, pairs, columns, stride,
+    BLOCK2: tl.constexpr, NESTED: tl.constexpr, DENSE: tl.constexpr, WHOLE: tl.constexpr, BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    begin = tl.program_id(0).to(tl.int64) * ELEMENTS
-    pair = begin // 2 + tl.arange(0, ELEMENTS // 2)
-    inside = 2 * pair < count
-    packed = tl.load(packed_ptr + pair, mask=inside, other=0).to(tl.int32)
-    block = 2 * pair // SIZE
+    """``WHOLE``: no block is in two rows."""
+    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
+    begin = block * SIZE
     if NESTED:
-        codes = tl.load(absmax_ptr + block, mask=inside, other=0).to(tl.int32)
-        absmax = tl.load(code2_ptr + codes) * tl.load(absmax2_ptr + block // block2, mask=inside, other=0.0)
+        codes = tl.load(absmax_ptr + block, mask=begin < count, other=0).to(tl.int32)
+        absmax = tl.load(code2_ptr + codes) * tl.load(absmax2_ptr + block // BLOCK2, mask=begin < count, other=0.0)
         absmax = absmax + tl.load(offset_ptr)
     else:
-        absmax = tl.load(absmax_ptr + block, mask=inside, other=0.0)
-    values = tl.interleave(tl.load(code_ptr + (packed >> 4)) * absmax, tl.load(code_ptr + (packed & 15)) * absmax)
-    element = begin + tl.arange(0, ELEMENTS)
-    at = element if DENSE else element // columns * stride + element % columns
+        absmax = tl.load(absmax_ptr + block, mask=begin < count, other=0.0)
+    pair = block[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
+    packed = tl.load(packed_ptr + pair, mask=pair < pairs, other=0).to(tl.int32)
+    first, second = tl.load(code_ptr + (packed >> 4)) * absmax[:, None], tl.load(code_ptr + (packed & 15)) * absmax[:, None]
+    element = begin[:, None] + tl.arange(0, SIZE)[None, :]
+    if DENSE:
+        at = element
+    elif WHOLE:
+        at = (begin // columns * stride + begin % columns)[:, None] + tl.arange(0, SIZE)[None, :]
+    else:
+        at = element // columns * stride + element % columns
+    values = tl.interleave(first, second)
     tl.store(out_ptr + at, values.to(out_ptr.dtype.element_ty), mask=element < count)
 
 

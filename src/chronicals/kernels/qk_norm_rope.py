@@ -387,7 +387,7 @@ class _MergedQKNormRope(torch.autograd.Function):
         options = offset, interleaved, any(wanted), padding, ctx.amax is not None
         d_qkv, sums, cell = _merged_backward(*gradients, *saved, *options)
         of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4])) if any(wanted) else (None, None)
-        return with_amax(ctx.amax, d_qkv, cell), *of_weights, *(None,) * 8
+        return with_amax(ctx.amax, d_qkv, cell), *of_weights
 
 
 class _QKNormRope(torch.autograd.Function):
@@ -408,7 +408,7 @@ class _QKNormRope(torch.autograd.Function):
         saved, wanted = ctx.saved_tensors, ctx.needs_input_grad[2:4]
         dq, dk, sums = _backward(dense(dq_out), dense(dk_out), *saved, ctx.offset, ctx.interleaved, any(wanted))
         of_weights = (dw.to(w.dtype) for dw, w in zip(sums.unbind(0), saved[2:4])) if any(wanted) else (None, None)
-        return dq, dk, *of_weights, *(None,) * 5
+        return dq, dk, *of_weights
 
 
 def fused_qk_norm_rope(

@@ -231,7 +231,7 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, d_q: Tensor, d_k: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_rotate_both(d_q, d_k, *ctx.saved_tensors, ctx.interleaved, True), None, None, None, None
+        return _rotate_both(d_q, d_k, *ctx.saved_tensors, ctx.interleaved, True)
 
 
 @torch.library.custom_op("chronicals::qkv_rope_backward", mutates_args=())
@@ -278,7 +278,7 @@ class _MergedRotation(torch.autograd.Function):
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return with_amax(ctx.amax, *_merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options)), *(None,) * 6
+        return (with_amax(ctx.amax, *_merged_gradient(*gradients, *ctx.saved_tensors, *ctx.options)),)
 
 
 def _rotate_without_kernel(

@@ -211,7 +211,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, extra: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         s, weight, rstd = ctx.saved_tensors
         if dy is None and extra is None:
-            return (None,) * 8
+            return None, None, None
         shape = (dy if dy is not None else extra).shape  # type: ignore[union-attr]
         if dy is None:
             ds, dw = extra, None
@@ -222,7 +222,7 @@ class _RMSNorm(torch.autograd.Function):
             ds, cell, dw = _backward(in_rows(dy), s, weight, rstd, rows, *options)
             ds, dw = with_amax(amax, ds.view(shape) if len(shape) != 2 else ds, cell), dw if wants_weight else None
         of_x, of_residual = (None if kind is None else ds.to(kind) for kind in ctx.types)  # type: ignore[union-attr]
-        return of_x, of_residual, dw, *(None,) * 5
+        return of_x, of_residual, dw
 
 
 def fused_rmsnorm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:

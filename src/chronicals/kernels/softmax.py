@@ -145,9 +145,9 @@ class _Softmax(torch.autograd.Function):
 
     @staticmethod
     @differentiable_once
-    def backward(ctx: Any, dy: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor]:  # type: ignore[override]
         (y,) = ctx.saved_tensors
-        return _backward(in_rows(dy), y).view(dy.shape)
+        return (_backward(in_rows(dy), y).view(dy.shape),)
 
 
 def fused_softmax(x: Tensor) -> Tensor:

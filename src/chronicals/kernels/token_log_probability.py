@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.launch import differentiable_once
-from chronicals.kernels.logit_rows import IGNORED, Shape, log_probabilities, log_probability_gradient_
+from chronicals.kernels.logit_rows import IGNORED, LossOptions, log_probabilities, log_probability_gradient_
 
 
 def chunks(rows: int, size: int) -> list[slice]:
@@ -68,7 +68,7 @@ def _forward(
     narrow, buffer = weight.to(hidden.dtype), hidden.new_empty((min(chunk_size, len(hidden)), len(weight)))
     for part in chunks(len(hidden), chunk_size):
         x = chunk_logits(hidden[part], narrow, bias, buffer)
-        for whole, some in zip(out, log_probabilities(x, targets[part], Shape(scale, softcap), wants_entropy)):
+        for whole, some in zip(out, log_probabilities(x, targets[part], LossOptions(scale, softcap), wants_entropy)):
             whole[part] = some
     return out
 
@@ -98,7 +98,7 @@ def _backward(
         x = chunk_logits(hidden[part], narrow, bias, buffer)
         log_probability_gradient_(
             x, targets[part], d_log_p[part], None if d_entropy is None else d_entropy[part], lse[part], entropy[part],
-            Shape(scale, softcap),
+            LossOptions(scale, softcap),
         )  # fmt: skip
         if wanted[0]:
             torch.mm(x, narrow, out=d_hidden[part])
@@ -137,7 +137,7 @@ class _TokenLogProbability(torch.autograd.Function):
                 hidden.to(kind), weight, bias, targets, scale, softcap, chunk_size, wants_entropy
             )  # fmt: skip
         ctx.save_for_backward(hidden, weight, bias, targets, lse, entropy)
-        ctx.options, ctx.kind, ctx.wants_entropy = (scale, softcap, chunk_size), kind, wants_entropy
+        ctx.options, ctx.dtype, ctx.wants_entropy = (scale, softcap, chunk_size), kind, wants_entropy
         if not wants_entropy:
             ctx.mark_non_differentiable(entropy)
         return log_p, entropy
@@ -149,13 +149,12 @@ class _TokenLogProbability(torch.autograd.Function):
         wanted = [bool(needed) for needed in ctx.needs_input_grad[:3]]
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = _backward(
-                hidden.to(ctx.kind), weight, bias, targets, d_log_p.contiguous(),
+                hidden.to(ctx.dtype), weight, bias, targets, d_log_p.contiguous(),
                 d_entropy.contiguous() if ctx.wants_entropy else None, lse, entropy, *ctx.options, wanted,
             )  # fmt: skip
-        found = [
+        return tuple(
             gradient.to(x.dtype) if wants else None for gradient, x, wants in zip(gradients, (hidden, weight, bias), wanted)
-        ]
-        return *found, None, None, None, None, None
+        )
 
 
 def token_log_probability(
