@@ -20,7 +20,7 @@ FLOORS = [
     {"attention", "quantization", "optimizers", "memory"},
     {"kernels"},
 ]
-LEAVES = ["data", "config", "batch", "standard_json", "deferred_imports", "beforehand", "lifeline"]
+LEAVES = ["data", "config", "batch", "model_shape", "standard_json", "deferred_imports", "beforehand", "lifeline"]
 """All may use these; each may use those after it."""
 
 

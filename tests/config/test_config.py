@@ -101,6 +101,9 @@ WRONG = [
     ("lora_dropout", 1.0),
     ("lora_dropout", -0.1),
     ("lora_target_modules", 3),
+    ("lora_layers", "0-"),
+    ("lora_layers", "7-3"),
+    ("lora_rank_pattern", {"q(": 3}),
     ("lora_plus_ratio", 0.5),
     ("weight_decay", -0.1),
     ("adam_beta2", 1.0),
@@ -126,6 +129,23 @@ def test_wrong_values_name_field_and_value(name, value):
     assert len(message) > len(f"{name}={value!r}: ") + 5, "nothing is said about what is allowed"
 
 
+@pytest.mark.parametrize("given", ["0-3,20", ["0-3", "20"], [20, 0, 1, 2, 3], "20, 0 - 3"])
+def test_layers_are_numbers_and_ranges(given):
+    assert ChronicalsConfig(lora_layers=given).lora_layers == [0, 1, 2, 3, 20]
+
+
+def test_patterns_of_adapters_come_as_a_mapping_or_from_the_command_line():
+    for given in ({"down_proj": 8}, ["down_proj=8"]):
+        assert ChronicalsConfig(lora_rank_pattern=given).lora_rank_pattern == {"down_proj": 8}
+        assert ChronicalsConfig(lora_alpha_pattern=given).lora_alpha_pattern == {"down_proj": 8.0}
+
+
+@pytest.mark.parametrize("name", ["lora_rank_pattern", "lora_alpha_pattern"])
+def test_a_wrong_value_of_a_pattern_is_named(name):
+    with pytest.raises(ConfigurationError, match=name):
+        ChronicalsConfig(**{name: {"down_proj": 0}})
+
+
 def test_a_wrong_entry_of_a_list_is_named():
     with pytest.raises(ConfigurationError, match=r"^lora_target_modules=1: "):
         ChronicalsConfig(lora_target_modules=["q_proj", 1])
@@ -146,9 +166,10 @@ def test_positional_arguments_are_refused():
         ChronicalsConfig(2e-4)
 
 
-def test_what_this_version_cannot_honour_raises():
-    with pytest.raises(ConfigurationError, match="^use_8bit_optimizer=True: .{10,}"):
-        ChronicalsConfig(use_8bit_optimizer=True)
+def test_states_are_kept_in_one_way():
+    assert ChronicalsConfig(use_8bit_optimizer=True, optimizer_state_dtype="fp32").use_8bit_optimizer
+    with pytest.raises(ConfigurationError, match="^use_8bit_optimizer=True and optimizer_state_dtype='bf16': .* leave out one"):
+        ChronicalsConfig(use_8bit_optimizer=True, optimizer_state_dtype="bf16")
 
 
 def test_steps_and_epochs_exclude_each_other():
@@ -319,7 +340,7 @@ REFUSED = [
     ("learning_rate", 0, r"^learning_rate=0: Input should be greater than 0$"),
     ("learning_rte", 3, r"^learning_rte: no such field; did you mean 'learning_rate'\?$"),
     ("explicit", frozenset(), r"^explicit: no such field"),
-    ("use_8bit_optimizer", True, "not part of this version"),
+    ("use_8bit_optimizer", "yes please", "^use_8bit_optimizer='yes please': "),
     ("num_epochs", 2, r"^num_epochs=2 and max_steps=50: give one of the two$"),
     ("warmup_steps", 51, r"^warmup_steps=51 exceeds max_steps=50"),
     ("early_stopping_patience", 3, "needs eval_steps"),

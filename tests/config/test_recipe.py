@@ -82,8 +82,8 @@ def test_errors_are_those_of_the_configuration():
         Recipe(**GIVEN, modle="x")
     with pytest.raises(ConfigurationError, match="batch_size=0: "):
         Recipe(**GIVEN, batch_size=0)
-    with pytest.raises(ConfigurationError, match="use_8bit_optimizer=True: "):
-        Recipe(**GIVEN, use_8bit_optimizer=True)
+    with pytest.raises(ConfigurationError, match="use_8bit_optimizer=True and "):
+        Recipe(**GIVEN, use_8bit_optimizer=True, optimizer_state_dtype="bf16")
     with pytest.raises(ConfigurationError, match="give one of the two"):
         Recipe(**GIVEN, max_steps=5, num_epochs=2)
 

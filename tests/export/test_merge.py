@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 import tiny
@@ -16,6 +16,9 @@ from chronicals.cli.app import app
 from chronicals.export import MergeError, merge, weight_files
 from chronicals.export import merge as merge_function
 from chronicals.lora import LoRAConfig, apply_lora, load_adapter, merge_and_unload, save_adapter
+from chronicals.models import load_model
+from chronicals.quantization import Linear4bit
+from chronicals.saving.model_files import save_model
 
 module = sys.modules[merge_function.__module__]
 
@@ -51,7 +54,9 @@ def answers(model, ids):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]}, {"use_dora": True}], ids=str
+)
 def test_plain_transformers_answers_as_the_adapted_model_does(tmp_path, dtype, options):
     torch.manual_seed(6)
     folder = adapter(tmp_path / "adapter", base(tmp_path / "base", dtype), **options)
@@ -149,6 +154,57 @@ def test_a_quantised_base_is_refused(trained, tmp_path):
         save_file({name: tensor.to(torch.int8) for name, tensor in load_file(file).items()}, file)
     with pytest.raises(MergeError, match=r"is I8, .*: the base is quantised; give base_model"):
         merge(trained, tmp_path / "merged")
+    assert not (tmp_path / "merged").exists()
+
+
+@pytest.mark.parametrize("files", [1, 4])
+def test_a_base_in_four_bits_becomes_dense(tmp_path, files):
+    """What is not adapted too; the scales of a weight may be in another file than its codes."""
+    pytest.importorskip("bitsandbytes")
+    torch.manual_seed(9)
+    base(tmp_path / "dense", torch.bfloat16)
+    four = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "dense", device_map={"": "cpu"}, quantization_config=BitsAndBytesConfig(**four)
+    )
+    model.save_pretrained(tmp_path / "base", max_shard_size="10KB" if files > 1 else "1GB")
+    assert len(list((tmp_path / "base").glob("*.safetensors"))) >= files
+    model = apply_lora(load_model(tmp_path / "base", torch.float32), LoRAConfig(rank=4, dropout=0.0, target_modules=["q_proj"]))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.05)
+    model.save_pretrained(tmp_path / "adapter")
+    merge(tmp_path / "adapter", tmp_path / "merged")
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert plain.dtype == torch.bfloat16 and type(plain.model.layers[0].mlp.up_proj) is torch.nn.Linear
+    for path, layer in model.named_modules():
+        if isinstance(layer, Linear4bit) and not path.endswith(".base_layer"):
+            assert torch.equal(plain.get_submodule(path).weight, layer.plain().weight.bfloat16()), path
+    ids = torch.randint(1, 300, (2, 9))
+    got, expected = answers(plain.float(), ids)[0], answers(model, ids)[0]
+    assert (got - expected).norm() <= 1e-2 * expected.norm()
+    index = tmp_path / "merged" / weight_files.INDEX
+    if files > 1:
+        assert set(json.loads(index.read_text())["weight_map"]) == set(plain.state_dict())
+    assert "quantization_config" not in json.loads((tmp_path / "merged" / "config.json").read_text())
+
+
+def test_a_base_in_four_bits_that_is_damaged_is_named(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    model = tiny.llama(3)
+    for path, layer in list(model.model.named_modules(prefix="model")):
+        if type(layer) is torch.nn.Linear:
+            model.set_submodule(path, Linear4bit.of(layer))
+    save_model(tmp_path / "base", model, {}, {})
+    apply_lora(model, LoRAConfig(rank=2))
+    torch.nn.init.normal_(model.model.layers[0].mlp.up_proj.lora_B)
+    save_adapter(model, tmp_path / "adapter", str(tmp_path / "base"))
+    file = tmp_path / "base" / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.weight.absmax"
+    save_file({key: x for key, x in load_file(file).items() if key != name}, file)
+    with pytest.raises(ValueError, match=f"{name}: not in the checkpoint"):
+        merge(tmp_path / "adapter", tmp_path / "merged")
     assert not (tmp_path / "merged").exists()
 
 

@@ -13,7 +13,7 @@ import runs
 import tiny
 from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
 from chronicals.patching import halves, patch_parts
-from chronicals.patching.plan import Plan
+from chronicals.patching.plan import PatchPlan
 from chronicals.training import ChronicalsTrainer, decisions, in_backward, session
 
 TESTS = Path(__file__).parent.parent
@@ -146,7 +146,7 @@ def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
     """Such layers, which a run has on a card only."""
     for module in (decisions, session):
         monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
-    monkeypatch.setattr(decisions, "plan_for", lambda model: Plan())  # a proof runs layers, too
+    monkeypatch.setattr(decisions, "plan_for", lambda model: PatchPlan())  # a proof runs layers, too
     remakes, remake, found = [], halves.Remake, []
     monkeypatch.setattr(halves, "Remake", lambda *given: remakes.append(given) or remake(*given))
     for memory in ([], ["recompute_elementwise"], ["recompute_layers"]):
@@ -257,8 +257,14 @@ UNCLIPPED = {"max_grad_norm": float("inf"), "gradient_accumulation_steps": 1, "m
 )
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"mixed_precision": "bf16"}, {"optimizer_state_dtype": "bf16"}, {"use_lora": True, "lora_rank": 4}],
-    ids=["fp32", "bf16", "bf16 states", "adapters"],
+    [
+        {},
+        {"mixed_precision": "bf16"},
+        {"optimizer_state_dtype": "bf16"},
+        {"mixed_precision": "bf16", "use_8bit_optimizer": True},
+        {"use_lora": True, "lora_rank": 4},
+    ],
+    ids=["fp32", "bf16", "bf16 states", "8-bit states", "adapters"],
 )
 def test_updated_in_the_backward_pass_and_after_it(tmp_path, changes, memory, held, monkeypatch):
     monkeypatch.setattr(tiling, "TILE", 48)
@@ -296,8 +302,10 @@ def test_bf16_without_masters_follows_fp32(tmp_path):
     assert (half[0] - half[-1]) == pytest.approx(full[0] - full[-1], rel=0.1)
 
 
-@pytest.mark.parametrize("again", [False, True], ids=["another trainer", "the same"])
-def test_resumed_and_uninterrupted(tmp_path, again):
+@pytest.mark.parametrize(
+    ("again", "kind"), [(False, {}), (True, {}), (False, {"use_dora": True})], ids=["another trainer", "the same", "dora"]
+)
+def test_resumed_and_uninterrupted(tmp_path, again, kind):
     from chronicals.training import Callback, Interrupted
 
     class StopAt(Callback):
@@ -307,7 +315,7 @@ def test_resumed_and_uninterrupted(tmp_path, again):
 
                 os.kill(os.getpid(), signal.SIGINT)
 
-    changes = {"max_steps": 9, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}
+    changes = {"max_steps": 9, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.2, **kind}
     runs.train(tmp_path / "whole", **changes)
     trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path / "parts", **changes), [StopAt()])
     with pytest.raises(Interrupted, match="resume=True"):

@@ -41,3 +41,23 @@ def randomise(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "lora_" in name:
             parameter.normal_(std=0.05)
+
+
+def train_on(model: Any, ids: torch.Tensor, steps: int = 3) -> torch.Tensor:
+    """Logits after a few steps of torch's AdamW over whatever is trained."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+    return logits(model, ids)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((got - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def changed(got: torch.Tensor, bare: torch.Tensor) -> bool:
+    """By far more than rounding."""
+    return bool((got - bare).abs().max() > 0.02 * bare.abs().max())

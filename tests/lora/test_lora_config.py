@@ -8,7 +8,8 @@ from chronicals.lora import LoRAConfig
 def test_defaults():
     config = LoRAConfig()
     assert dataclasses.asdict(config) == {
-        "rank": 64, "alpha": 16, "dropout": 0.05, "target_modules": None, "use_rslora": False,
+        "rank": 64, "alpha": 16, "dropout": 0.05, "target_modules": None, "use_rslora": False, "use_dora": False,
+        "rank_pattern": {}, "alpha_pattern": {}, "layers": None, "init": "default", "modules_to_save": None,
     }  # fmt: skip
 
 

@@ -81,6 +81,10 @@ def test_what_is_counted():
     for least, inputs in ((0, 2 * 64 + 96), (161, 2 * 64), (193, 64), (257, 0)):
         narrow = estimate(model, 1000, True, 2, 2, 14, 4352, in_fp8=lambda i, o, least=least: i + o >= least)
         assert found.kept[NOTHING] - narrow.kept[NOTHING] == 1000 * inputs and narrow.kept[CHEAP] == found.kept[CHEAP]
+    scaled = estimate(model, 1000, True, 2, 2, 14, 4352, magnitudes=True)
+    returned = 16 * (4 + 2 * 2) + 2 * 64
+    assert {scaled.kept[policy] - found.kept[policy] for policy in (NOTHING, CHEAP)} == {2000 * returned}
+    assert scaled.kept[LAYERS] == found.kept[LAYERS]
     wide = estimate(model, 1000, True, 4, 2, 14, 4352)
     assert wide.kept[NOTHING] == 2 * found.kept[NOTHING] and wide.fixed - found.fixed == 1000 * 300 * 2 + 2 * frozen
     assert found.fixed - estimate(model, 1000, True, 2, 2, 14, 100).fixed == 900 * 300 * 2

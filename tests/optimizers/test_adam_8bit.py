@@ -58,9 +58,11 @@ def test_states_of_another_kind_are_refused():
     model = network()
     optimizer = Adam8bit(model.parameters())
     steps(model, optimizer, 1)
-    full = FusedAdamW(model.parameters())
-    with pytest.raises(ValueError, match="'exp_avg_scale' of a weight .* is missing"):
-        optimizer.load_state(model[2].weight, full.state_of(model[2].weight))
+    full, weight = FusedAdamW(model.parameters()), model[2].weight
+    with pytest.raises(ValueError, match=r"'exp_avg' of a weight \(64, 768\) is torch.float32, here torch.uint8"):
+        optimizer.load_state(weight, full.state_of(weight))
+    with pytest.raises(ValueError, match=r"'exp_avg' of a weight \(64, 768\) is torch.uint8, here torch.float32"):
+        full.load_state(weight, optimizer.state_of(weight))
 
 
 def test_it_trains_as_states_in_fp32_do():

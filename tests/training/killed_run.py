@@ -17,6 +17,7 @@ CHANGES = {
     "full": {},
     "lora": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2},
     "bf16": {"mixed_precision": "bf16"},
+    "8-bit states": {"mixed_precision": "bf16", "use_8bit_optimizer": True},
 }
 
 

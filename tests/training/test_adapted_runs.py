@@ -1,6 +1,7 @@
 """Runs with adapters end to end: what a run leaves, on disk and in memory, is the model that it trained."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -59,11 +60,13 @@ def test_a_run_with_added_tokens_is_read_and_resumed(tmp_path, whose, tied):
     scored = runs.config(tmp_path, output_dir=tmp_path / "scored")
     live = evaluate_data(model, tokenizer, ROWS, scored).loss
     read = load_trained(tmp_path / "run")
-    assert evaluate_data(read.model, read.tokenizer, ROWS, scored).loss == pytest.approx(live, rel=1e-5)
+    embedding = model.get_input_embeddings().weight
+    there = read.model.to(embedding.device)
+    assert evaluate_data(there, read.tokenizer, ROWS, scored).loss == pytest.approx(live, rel=1e-5)
     for folder in (tmp_path / "run" / "checkpoints").glob("*6"):
         folder.rename(tmp_path / "set-aside")
     other, tokenizer = fresh(2)
-    assert not torch.equal(other.get_input_embeddings().weight, model.get_input_embeddings().weight)
+    assert not torch.equal(other.get_input_embeddings().weight.to(embedding), embedding)
     train(tmp_path, other, tokenizer, resume=True, **lora)
     assert torch.equal(other.get_input_embeddings().weight, model.get_input_embeddings().weight)
     assert evaluate_data(other, tokenizer, ROWS, scored).loss == live
@@ -75,7 +78,7 @@ def test_after_a_run_the_model_is_copied_and_trained_on(tmp_path):
     train(tmp_path, model, tokenizer, lora_rank=8, output_dir=tmp_path / "first")
     scored = runs.config(tmp_path, output_dir=tmp_path / "scored")
     first, kept = evaluate_data(model, tokenizer, ROWS, scored).loss, copy.deepcopy(model)
-    train(tmp_path, model, tokenizer, lora_rank=8, output_dir=tmp_path / "second")
+    train(tmp_path, model, tokenizer, lora_rank=8, learning_rate=2e-3, output_dir=tmp_path / "second")
     second = evaluate_data(model, tokenizer, ROWS, scored).loss
     assert second < first and evaluate_data(kept, tokenizer, ROWS, scored).loss == first
     kept.save_pretrained(tmp_path / "kept")
@@ -178,3 +181,39 @@ def test_adapters_over_weights_that_a_run_changed_name_no_base(tmp_path):
     with pytest.raises(ValueError, match=r"does not say which model it belongs to; give base_model \(--base-model\)"):
         load_trained(tmp_path / "second")
     assert load_trained(tmp_path / "second", base_model=str(tmp_path / "run" / "model")).model
+
+
+def values(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_a_run_from_starting_values_goes_on_bit_by_bit(tmp_path, init):
+    """What is saved is right on the original base; a resumed run ends where one without a break ends, also where the
+    decomposition would come out otherwise: its values are those of the checkpoint."""
+    tiny.llama().save_pretrained(tmp_path / "base")
+    options = {"lora_init": init, "lora_rank": 3, "lora_dropout": 0.0, "mixed_precision": "bf16"}
+
+    def fresh(dtype=torch.bfloat16):
+        return load_model(tmp_path / "base", dtype), tiny.tokenizer()
+
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    train(whole, *fresh(), **options)
+    first = "run/checkpoints/step-00000003"
+    shutil.copytree(whole / first, broken / first)
+    from chronicals.lora import starting_values
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(starting_values, "_parts", lambda *_: pytest.fail("computed again"))
+        train(broken, *fresh(), resume=True, **options)
+    once, twice = (values(folder / "run" / "model") for folder in (whole, broken))
+    assert once.keys() == twice.keys() and all(torch.equal(once[name], twice[name]) for name in once)
+    model, ids = load_trained(whole / "run").model, torch.randint(0, 300, (2, 9))
+    peft = pytest.importorskip("peft")
+    theirs = peft.PeftModel.from_pretrained(fresh(torch.float32)[0], whole / "run" / "model")
+    with torch.no_grad():
+        got, expected, bare = (m.float()(input_ids=ids).logits for m in (model.to("cpu"), theirs, fresh(torch.float32)[0]))
+    assert (got - expected).abs().max() < 0.02 * expected.abs().max()
+    assert (expected - bare).abs().max() > 0.05 * bare.abs().max()

@@ -22,6 +22,8 @@ ARMS = {
     "accumulated": {"gradient_accumulation_steps": 3},
     "adapters": {**ADAPTERS, "lora_dropout": 0.0},
     "dropout": {**ADAPTERS, "lora_dropout": 0.3},
+    "dora": {**ADAPTERS, "use_dora": True, "gradient_accumulation_steps": 2, "validation_split": 0.2, "eval_steps": 3},
+    "dora recomputed": {**ADAPTERS, "use_dora": True, "use_gradient_checkpointing": True},
     "recomputed": {"use_gradient_checkpointing": True},
     "recomputed with dropout": {"use_gradient_checkpointing": True, **ADAPTERS},
     "recomputed in part": {"memory": ["recompute_elementwise"]},
@@ -30,6 +32,7 @@ ARMS = {
     "offloaded, recomputed, in tiles": {"memory": ["recompute_layers", "offload_activations", "tiled_mlp"], **ADAPTERS},
     "offloaded, recomputed in part": {"memory": ["recompute_elementwise", "offload_activations"], **ADAPTERS},
     "bf16 states": {"optimizer_state_dtype": "bf16"},
+    "8-bit states": {"use_8bit_optimizer": True},
     "updated in the backward pass": {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf")},
     "in little memory": {
         "memory": ["recompute_layers", "offload_activations", "optimizer_in_backward"],
@@ -209,6 +212,7 @@ def test_weights_that_moved_are_followed(tmp_path):
 EMULATED = {
     "full": {},
     "accumulated": {"gradient_accumulation_steps": 3},
+    "8-bit states": {"use_8bit_optimizer": True},
     "updated in the backward pass": {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf")},
 }
 

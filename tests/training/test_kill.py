@@ -12,7 +12,7 @@ import runs
 sys.path.insert(0, str(Path(__file__).parent))
 from killed_run import CHANGES, in_a_process
 
-SHORT, LONG = 3, 20
+SHORT, LONG = 4, 20
 
 
 @pytest.fixture(scope="module")

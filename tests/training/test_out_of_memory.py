@@ -21,6 +21,7 @@ CONFIGURATIONS = {
         "gradient_accumulation_steps": 1,
         "batch_size": 2,
     },
+    "8-bit states": {"use_8bit_optimizer": True},
     "adapters": {"use_lora": True, "memory": ["recompute_layers", "offload_activations"]},
 }
 
@@ -37,6 +38,13 @@ def test_what_is_said_to_help_is_a_configuration(name):
     for changed in (config.replace(**fields) for fields, price in ways if not price):
         assert changed.batch_size * changed.gradient_accumulation_steps == tokens
     assert ways or name == "one row"
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_8_bit_states_are_among_it_where_they_are_not_yet(name):
+    config = ChronicalsConfig(**CONFIGURATIONS[name])
+    named = [fields for fields, _ in what_helps(config) if "use_8bit_optimizer" in fields]
+    assert bool(named) == (not config.use_lora and not config.use_8bit_optimizer)
 
 
 def test_a_run_that_runs_out_of_memory_says_what_helps(tmp_path, monkeypatch):

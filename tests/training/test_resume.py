@@ -45,12 +45,11 @@ with sole_writer(Path(sys.argv[1])):
 
 def test_two_runs_do_not_share_a_folder(tmp_path):
     """And the lock of a process that was killed is nobody's."""
-    source = next((path for path in sys.path if path.endswith("src")), "")
     holder = subprocess.Popen(
         [sys.executable, "-c", HOLDER, str(tmp_path / "run")],
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": source},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     assert holder.stdout.readline() == "held\n"
     try:

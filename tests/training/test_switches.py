@@ -8,7 +8,7 @@ import torch
 import runs
 import tiny
 from chronicals.attention import FLASH, documents
-from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config import ChronicalsConfig
 from chronicals.lora import LoRALinear
 from chronicals.models import PresentedModel, presentation
 from chronicals.patching import decoder_layer, patch_parts
@@ -87,6 +87,15 @@ def rslora(folder, monkeypatch, on):
     return {module.scale for module in model.modules() if isinstance(module, LoRALinear)}
 
 
+def dora(folder, monkeypatch, on):
+    """How many magnitudes have moved from the norms that they began with."""
+    model = tiny.llama()
+    runs.train(folder, model=model, max_steps=1, use_dora=on, **LORA)
+    own = [layer for layer in model.modules() if isinstance(layer, LoRALinear) and layer.lora_magnitude_vector is not None]
+    norms = [layer.base_layer.weight.float().norm(dim=1) for layer in own]
+    return sum(bool((layer.lora_magnitude_vector - n).norm() > 1e-5 * n.norm()) for layer, n in zip(own, norms))
+
+
 def lora_plus(folder, monkeypatch, on):
     """How many rates there are."""
     optimizers = counted(monkeypatch, loop, "set_learning_rate")
@@ -115,12 +124,13 @@ SEEN = [
     (gradient_checkpointing, 2, 1),
     (lora, 14, 0),
     (rslora, {4.0}, {2.0}),
+    (dora, 14, 0),
     (lora_plus, 2, 1),
     pytest.param(torch_compile, 2, 0, marks=pytest.mark.gpu),
     pytest.param(cuda_graphs, True, False, marks=pytest.mark.gpu),
 ]
 ELSEWHERE = {
-    "use_8bit_optimizer": "refused: it is not part of this version",
+    "use_8bit_optimizer": "tests/training/test_8bit_runs.py",
     "use_fp8": "tests/training/test_fp8_runs.py",
 }
 
@@ -136,11 +146,6 @@ def test_every_switch_is_looked_at():
     looked_at = {f"use_{(row.values if hasattr(row, 'values') else row)[0].__name__}" for row in SEEN}
     switches = {field.name for field in dataclasses.fields(ChronicalsConfig) if field.name.startswith("use_")}
     assert switches == looked_at | ELSEWHERE.keys()
-
-
-def test_what_is_not_there_yet_is_refused():
-    with pytest.raises(ConfigurationError, match="8-bit optimizer is not part of this version"):
-        ChronicalsConfig(use_8bit_optimizer=True)
 
 
 def test_fused_layers_attend_without_flash_attention(tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def weights_used(ranks: Mesh, of_rank=lambda rank: [rank]) -> dict[str, list[flo
                 loss += total.detach()
         parameters = list(weights.values())
         held = ranks.reduce(parameters, [loss])
-        update(parameters, optimizer, Precision("fp32", torch.device("cpu")), None, held)
+        update(parameters, optimizer, Precision("fp32", torch.device("cpu")), None, ranks.norm, held)
         optimizer.zero_grad()
     return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "loss": [float(loss)]}
 
@@ -78,7 +78,7 @@ def weights_replayed(ranks: Mesh, replays: bool) -> dict[str, list[float]]:
         shown = Term(batch.targets[0].float(), coefficient=0.0)
         return {"sum": Term(sum((weight * batch.targets[0]).sin().sum() for weight in used)), "shown": shown}
 
-    parts = EagerStep(None, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0)
+    parts = EagerStep(None, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, ranks.norm)
     graphed = EmulatedStep(parts, parameters, parameters, optimizer)
     chosen, seen, shown = graphed if replays else parts, [], []
     for number in range(6):

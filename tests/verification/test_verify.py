@@ -22,6 +22,7 @@ from chronicals.verification.reference import scheduled_rates
 
 SESSION = "chronicals.training.session"
 LORA = {"use_lora": True, "lora_rank": 8}
+UNEQUAL = {"lora_layers": "1", "lora_rank_pattern": {"down_proj": 3}, "lora_alpha_pattern": {r".*self_attn\.[qk]_proj": 4}}
 GPT2_LORA = {**LORA, "lora_target_modules": ["c_attn", "c_proj", "c_fc"]}
 UNEVEN = {"use_sequence_packing": False}
 """A document a micro-batch, so that their counts differ."""
@@ -68,14 +69,20 @@ HEALTHY = [
     ("qwen2", {"mixed_precision": "bf16", "gradient_accumulation_steps": 1, "batch_size": 4}),
     ("qwen2", {"mixed_precision": "fp32", **LORA, "use_sequence_packing": False}),
     ("qwen2", {"mixed_precision": "bf16", **LORA, "use_rslora": True, "lora_target_modules": ["q_proj", "v_proj", "lm_head"]}),
+    ("qwen2", {"mixed_precision": "fp32", **LORA, "use_dora": True}),
     ("qwen3", {"mixed_precision": "bf16"}),
     ("qwen3", {"mixed_precision": "bf16", **LORA, "use_lora_plus": False, "lora_target_modules": r".*(up|down)_proj"}),
+    ("qwen3", {"mixed_precision": "fp32", **LORA, **UNEQUAL}),
+    ("llama", {"mixed_precision": "bf16", **LORA, "lora_init": "pissa"}),
+    ("llama", {"mixed_precision": "bf16", **LORA, "lora_modules_to_save": ["embed_tokens", "lm_head"]}),
     ("gemma2", {"mixed_precision": "bf16"}),
     ("gemma3", {"mixed_precision": "fp32"}),
     ("gemma3", {"mixed_precision": "bf16", **LORA}),
     ("gpt2", {"mixed_precision": "bf16", **GPT2_LORA}),
+    ("gpt2", {"mixed_precision": "bf16", **GPT2_LORA, "use_dora": True}),
     ("mamba", {"mixed_precision": "bf16"}),
     ("mamba", {"mixed_precision": "fp32", **LORA}),
+    ("mamba", {"mixed_precision": "bf16", **LORA, "use_dora": True}),
     ("Mixtral", {"mixed_precision": "fp32", "gradient_accumulation_steps": 1}),
     ("Qwen2Moe", {"mixed_precision": "bf16", **LORA}),
     ("Qwen3Moe", {"mixed_precision": "bf16", "batch_size": 4}),
@@ -164,7 +171,7 @@ def a_dropped_bound(monkeypatch, model):
 
     def wrong(self, steps):
         for step in right(self, steps):
-            yield [without_its_first(batch, self.shape.width) for batch in step]
+            yield [without_its_first(batch, self.sizes.width) for batch in step]
 
     monkeypatch.setattr(Memory, "batches", wrong)
 
@@ -187,7 +194,7 @@ def a_mean_of_means(monkeypatch, model):
 def an_adapter_left_out(monkeypatch, model):
     apply = sys.modules["chronicals.lora.apply"]
     right = apply.targeted_paths
-    monkeypatch.setattr(apply, "targeted_paths", lambda model, wanted: right(model, wanted)[1:])
+    monkeypatch.setattr(apply, "targeted_paths", lambda *given, **named: right(*given, **named)[1:])
 
 
 def a_frozen_expert(monkeypatch, model):
@@ -206,9 +213,9 @@ def frozen_experts(monkeypatch, model):
     session = sys.modules[SESSION]
     right = session.attach_adapters
 
-    def wrong(model, config):
+    def wrong(model, *given):
         model.get_submodule("model.layers.0.mlp.experts").requires_grad_(False)
-        right(model, config)
+        right(model, *given)
 
     monkeypatch.setattr(session, "attach_adapters", wrong)
 
@@ -286,7 +293,7 @@ def of_groups(**wrong):
 def no_clipping(monkeypatch):
     session = sys.modules[SESSION]
     right = session.EagerStep
-    monkeypatch.setattr(session, "EagerStep", lambda *given: right(*given[:-1], None))
+    monkeypatch.setattr(session, "EagerStep", lambda *given: right(*given[:-2], None, given[-1]))
 
 
 ALONE = [
@@ -426,6 +433,12 @@ def test_optimizer_states_are_fp32_here(tmp_path, precision):
     found = compare(tmp_path, tiny.llama(), mixed_precision=precision, optimizer_state_dtype="bf16")
     assert found.passed, found.failures
     assert "optimizer_state_dtype='bf16' is 'fp32' here: the plain arms round none" in found.notes
+
+
+def test_8_bit_states_are_fp32_here(tmp_path):
+    found = compare(tmp_path, tiny.llama(), mixed_precision="fp32", use_8bit_optimizer=True)
+    assert found.passed, found.failures
+    assert "use_8bit_optimizer=True is False here: the plain arms keep states in fp32" in found.notes
 
 
 def test_rotary_frequencies_that_were_cast_are_named(tmp_path, seed):

@@ -10,6 +10,7 @@ from typing import Any
 from chronicals import beforehand
 from chronicals.config import ChronicalsConfig
 from chronicals.data import compilation
+from chronicals.model_shape import ModelShape
 
 FLASH_ATTENTION = "flash-attn-4", "quack-kernels", "nvidia-cutlass-dsl", "torch"
 
@@ -52,9 +53,8 @@ def _configuration(model: str) -> dict[str, Any]:
 
 def _heads(facts: dict[str, Any]) -> list[str]:
     """Query heads, key heads, head width and softcap, as arguments; empty if the configuration lacks them."""
-    text = facts.get("text_config") or facts
-    heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
-    if not isinstance(heads, int) or not isinstance(hidden, int):
+    shape = ModelShape.of(facts)
+    if not shape.head_dim:
         return []
-    width, groups = text.get("head_dim") or hidden // heads, text.get("num_key_value_heads") or heads
-    return [str(fact) for fact in (heads, groups, width, text.get("attn_logit_softcapping") or 0)]
+    softcap = (facts.get("text_config") or facts).get("attn_logit_softcapping")
+    return [str(fact) for fact in (shape.heads, shape.kv_heads, shape.head_dim, softcap or 0)]

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 from chronicals.cli import wording
 from chronicals.cli.wording import flag
 from chronicals.config import ConfigurationError, Recipe
-from chronicals.config.config import AUTO, DECIDED, NOT_YET
+from chronicals.config.config import AUTO, DECIDED
 from chronicals.config.foreign import NOT_SHOWN, suggestion
 from chronicals.config.sections import SECTIONS, of_flags
 
@@ -73,7 +73,7 @@ def _no_such_option(option: str, args: list[str], fields: list[str]) -> str:
     after = [*args, "-"][args.index(option) + 1] if option in args else ""
     joined = next((arg.partition("=")[2] for arg in args if arg.startswith(f"{option}=")), "")
     value = joined or (NOT_SHOWN if after.startswith("-") else after)
-    meant = NOT_YET[name][1] if name in NOT_YET else suggestion(name, value or NOT_SHOWN, fields)
+    meant = suggestion(name, value or NOT_SHOWN, fields)
     return f"No such option: {option}" + (f"; {wording.in_users_form(meant)}" if meant else "")
 
 
@@ -92,7 +92,6 @@ def with_recipe_flags(command: Callable[..., Any]) -> Callable[..., Any]:
             annotation=_flag_type(hints[field.name]) | None,
         )
         for field in dataclasses.fields(Recipe)
-        if field.name not in NOT_YET
     ]
     names = [parameter.name for parameter in own]
 

@@ -76,7 +76,7 @@ def train(
         where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
         console.print(escape(f"the data can be trained on; {where}"))
         return
-    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code)
+    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization)
 
     def keep_recipe() -> None:
         if not holds_run:

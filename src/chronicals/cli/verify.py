@@ -54,7 +54,7 @@ def verify(
     make_room_for(output)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
-    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code)
+    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization)
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("steps in three arms", total=steps)
         found = compare(

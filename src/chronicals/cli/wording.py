@@ -14,12 +14,10 @@ import shlex
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from chronicals.config.config import NOT_YET
-
 TO_RESUME = re.compile(r"""train\(\.\.\., resume=True\) and output_dir=('[^'\n]*'|"[^"\n]*")""")
 """How a run in Python goes on."""
 
-WITHOUT_FLAG = ("columns", *NOT_YET)
+WITHOUT_FLAG = ("columns",)
 """Fields that stand in a recipe where the command has no flag for them."""
 
 VALUE = r"""'[^'\n]*'|"[^"\n]*"|\[[^\]\n]*\]|\{[^}\n]*\}|[\w.+-]*\w"""

@@ -20,7 +20,11 @@ from pydantic_core import PydanticCustomError
 
 from chronicals.config.errors import ConfigurationError
 from chronicals.config.foreign import no_such_field
+from chronicals.config.lora_init import INITS, is_init
 from chronicals.config.sections import SECTIONS, gathered, merged
+
+IMPLIED = ("quantization", "use_lora")
+"""Fields that others may set where they were left out."""
 
 ENTRIES = ("gate", "columns")
 """Fields of named entries, whose name a message has beside the field's."""
@@ -75,7 +79,7 @@ DECIDED = frozenset({
     "learning_rate", "batch_size", "gradient_accumulation_steps", "max_steps", "num_epochs", "warmup_steps", "memory", "keep",
     "overlong", "train_on", "max_documents", "dataset_num_proc", "trackers", "use_flash_attention", "use_fused_kernels",
     "use_sequence_packing", "use_gradient_checkpointing", "use_torch_compile", "use_cuda_graphs", "use_lora_plus", "use_rslora",
-    "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
+    "use_dora", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules",
 })  # fmt: skip
 """Fields whose default depends on the objective, the data, the model or the machine."""
 
@@ -84,13 +88,9 @@ def is_auto(name: str, value: Any) -> bool:
     return name in DECIDED and value in ([AUTO], AUTO)
 
 
-NOT_YET: dict[str, tuple[Any, str]] = {
-    "use_8bit_optimizer": (False, "the 8-bit optimizer is not part of this version; leave it out"),
-}
-"""Fields of the published interface that this version cannot honour: the one value accepted, and what to do instead."""
-
 Positive = Annotated[int, Field(gt=0)]
 Finite = Annotated[float, Field(allow_inf_nan=False)]
+PositiveFinite = Annotated[Finite, Field(gt=0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Turns = Literal["all", "last"]
@@ -122,6 +122,19 @@ def _pattern(value: Any) -> Any:
     return value
 
 
+def _patterns(value: dict[str, Any]) -> dict[str, Any]:
+    """``value``, whose keys are such texts."""
+    for key in value:
+        _pattern(key)
+    return value
+
+
+def _init(value: str) -> str:
+    if not is_init(value):
+        raise PydanticCustomError("init", "{takes}", {"takes": INITS})
+    return value
+
+
 def _listed(value: Any) -> Any:
     """A word, or several with commas, as the list that they are meant as."""
     return [word.strip() for word in value.split(",")] if isinstance(value, str) else value
@@ -130,6 +143,21 @@ def _listed(value: Any) -> Any:
 def _names_listed(value: Any) -> Any:
     """The same where a text may also be a regular expression, which plain names are not meant as."""
     return _listed(value) if isinstance(value, str) and re.fullmatch(r"\w+(\s*,\s*\w+)*", value) else value
+
+
+def _numbers(value: Any) -> Any:
+    """``0-7,20`` as the list of these numbers; a list of such texts and of numbers likewise."""
+    parts = value if isinstance(value, list) else _listed(str(value)) if isinstance(value, (str, int)) else None
+    if parts is None:
+        return value
+    found: list[int] = []
+    for part in (word for text in parts for word in _listed(str(text))):
+        match = re.fullmatch(r"(\d+)(?:\s*-\s*(\d+))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if first > last:
+            raise PydanticCustomError("numbers", "{part} is no number and no range as 0-7", {"part": repr(part)})
+        found += range(first, last + 1)
+    return sorted(set(found))
 
 
 def _none_named(value: Any) -> Any:
@@ -223,9 +251,30 @@ class ChronicalsConfig:
     lora_target_modules: Annotated[list[str] | str | None, BeforeValidator(_names_listed), AfterValidator(_pattern)] = Field(
         default=None, description="Linear layers to adapt: names, or one regular expression (default: all but the head)"
     )
+    lora_rank_pattern: Annotated[dict[str, Positive], BeforeValidator(_named_shares), AfterValidator(_patterns)] = Field(
+        default_factory=dict, description="Ranks of some layers, NAME=RANK: the end of their path, or a regular expression"
+    )
+    lora_alpha_pattern: Annotated[dict[str, PositiveFinite], BeforeValidator(_named_shares), AfterValidator(_patterns)] = Field(
+        default_factory=dict, description="Alphas of some layers, NAME=ALPHA, likewise"
+    )
+    lora_layers: Annotated[list[int] | None, BeforeValidator(_numbers)] = Field(
+        default=None, description="Numbers of the decoder layers to adapt, as 0-7,20 (default: all)"
+    )
+    lora_modules_to_save: Annotated[list[str] | None, BeforeValidator(_listed)] = Field(
+        default=None, description="embed_tokens, lm_head: trained whole beside the adapters, and saved with them"
+    )
+    lora_init: Annotated[str, AfterValidator(_init)] = Field(
+        default="default", description="Where adapters start: default, gaussian, pissa, pissa_niter_N or olora"
+    )
     use_rslora: bool = Field(default=False, description="Scale adapters by alpha / sqrt(rank)")
+    use_dora: bool = Field(default=False, description="Train the length of each row of an adapted weight, too (DoRA)")
     use_lora_plus: bool = Field(default=True, description="With LoRA: matrix B learns faster than A")
     lora_plus_ratio: Finite = Field(default=16.0, ge=1, description="How many times faster B learns")
+
+    quantization: Literal["nf4"] | None = Field(
+        default=None, description="Hold the decoder's linear layers in 4 bits, frozen, under adapters (docs/quantization.md)"
+    )
+    load_in_4bit: bool = Field(default=False, description="Another way to say quantization='nf4'")
 
     weight_decay: Finite = Field(default=0.0, ge=0, description="Decoupled weight decay of matrices")
     adam_beta1: Share = Field(default=0.9, description="Decay of the first moment")
@@ -234,7 +283,9 @@ class ChronicalsConfig:
     max_grad_norm: Annotated[float | None, BeforeValidator(_none_for_infinity)] = Field(
         default=1.0, gt=0, description="Gradients are clipped to this norm; inf does not clip"
     )
-    use_8bit_optimizer: bool = Field(default=False, description="8-bit optimizer states")
+    use_8bit_optimizer: bool = Field(
+        default=False, description="AdamW with moments in 8 bits, 2 bytes a weight; those of embeddings and vectors in fp32"
+    )
     optimizer_state_dtype: Literal["fp32", "bf16"] = Field(
         default="fp32", description="Type of the optimizer states; bf16 is rounded stochastically"
     )
@@ -316,7 +367,8 @@ class ChronicalsConfig:
         """As if the field had been passed."""
         changed = self.replace(**{name: value})
         name = name if hasattr(changed, name) else SECTIONS
-        vars(self).update({name: getattr(changed, name), "explicit": changed.explicit})
+        implied = {other: getattr(changed, other) for other in IMPLIED}
+        vars(self).update({name: getattr(changed, name), "explicit": changed.explicit, **implied})
 
     def check(self) -> None:
         """What concerns more than one field."""
@@ -326,15 +378,41 @@ class ChronicalsConfig:
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps} exceeds max_steps={self.max_steps}: the peak would never be reached"
             )
-        for name, (accepted, remedy) in NOT_YET.items():
-            if getattr(self, name) != accepted:
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: {remedy}")
+        if self.use_dora and self.lora_init not in ("default", "gaussian"):
+            raise ConfigurationError(
+                f"lora_init={self.lora_init!r}: with use_dora=True lengths are those of whole weights; leave one of them out"
+            )
+        self._check_quantization()
         self._check_memory()
+        if self.use_8bit_optimizer and self.optimizer_state_dtype == "bf16":
+            raise ConfigurationError(
+                "use_8bit_optimizer=True and optimizer_state_dtype='bf16': each says how states are kept; leave out one"
+            )
         if not self.master_weights and (self.use_lora or self.mixed_precision != "bf16"):
             other = "use_lora=True" if self.use_lora else f"mixed_precision={self.mixed_precision!r}"
             raise ConfigurationError(f"master_weights=False: with {other} no bf16 weight is trained; leave it out")
         if self.early_stopping_patience is not None and self.eval_steps is None:
             raise ConfigurationError("early_stopping_patience needs eval_steps: without evaluations nothing can stop")
+
+    def _check_quantization(self) -> None:
+        """``load_in_4bit`` is ``quantization='nf4'``, and weights in 4 bits are trained by adapters."""
+        if {"load_in_4bit", "quantization"} <= self.explicit and self.load_in_4bit != (self.quantization is not None):
+            raise ConfigurationError(
+                f"quantization={self.quantization!r} and load_in_4bit={self.load_in_4bit}: they contradict; keep one"
+            )
+        if self.load_in_4bit:
+            vars(self)["quantization"] = "nf4"
+        if self.quantization is None:
+            return
+        if "use_lora" not in self.explicit:
+            vars(self)["use_lora"] = True
+        said = f"quantization={self.quantization!r}"
+        if not self.use_lora:
+            raise ConfigurationError(
+                f"{said}: weights in 4 bits are frozen, and use_lora=False trains all; leave out use_lora, or quantization"
+            )
+        if self.use_fp8:
+            raise ConfigurationError(f"{said} and use_fp8=True: a weight has one format; keep one")
 
     def _check_memory(self) -> None:
         """The entries of ``memory`` go together, and with the aliases of two of them."""

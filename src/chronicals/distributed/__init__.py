@@ -1,6 +1,6 @@
 """Processes that train together."""
 
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
-from chronicals.distributed.mesh import Mesh, card_of
+from chronicals.distributed.mesh import Mesh
 
-__all__ = ["Launch", "Mesh", "card_of", "require_one_process", "warn_of_other_processes"]
+__all__ = ["Launch", "Mesh", "require_one_process", "warn_of_other_processes"]

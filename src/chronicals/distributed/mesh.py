@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chronicals.distributed.launch import Launch
+from chronicals.kernels.gradient_norm import gradient_norm
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,13 @@ class Mesh:
         """Whether this process writes files, shows progress and decides for all."""
         return self.rank == 0
 
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes: on its own card, the current one if it is alone; on the CPU without cards."""
+        if not torch.cuda.is_available():
+            return torch.device("cpu")
+        return torch.device("cuda", card_of(self.local_rank) if self.count > 1 else torch.cuda.current_device())
+
     @torch.no_grad()
     def same_weights(self, tensors: Iterable[Tensor]) -> None:
         """Give every rank the tensors of the first."""
@@ -108,6 +116,13 @@ class Mesh:
             scalar.copy_(total)
         return beside[len(scalars) :]
 
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients together, an fp32 scalar on their device, without waiting for it.
+
+        ``reduce`` has given every rank all of the sums, so each finds the same norm by itself.
+        """
+        return gradient_norm(gradients)
+
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor summed over the ranks, in place."""
         if self.count > 1:
@@ -118,7 +133,7 @@ class Mesh:
         """The tensors of all ranks, alike in shape and type, in the order of the ranks, where this one is."""
         if self.count == 1:
             return [tensor]
-        sent = tensor.to(self._device)
+        sent = tensor.to(self._device_sent_from)
         found = [torch.empty_like(sent) for _ in range(self.count)]
         dist.all_gather(found, sent)
         return [other.to(tensor.device) for other in found]
@@ -160,8 +175,8 @@ class Mesh:
         return result
 
     @property
-    def _device(self) -> torch.device:
-        """Where tensors must be to be sent."""
+    def _device_sent_from(self) -> torch.device:
+        """Where tensors must be to be sent; gloo sends from host memory, also where there are cards."""
         return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 

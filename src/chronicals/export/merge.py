@@ -18,9 +18,13 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from chronicals.export.packed_tensors import PackedTensor, unpacked
 from chronicals.export.weight_files import INDEX, StoredTensor, files_of, tensors_in, write_file
-from chronicals.lora.loading import describe_adapter
+from chronicals.lora.loading import describe_adapter, shape_of
+from chronicals.lora.magnitude import SHORTEST
 from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from chronicals.models.loading import DTYPES, quantised_names
+from chronicals.quantization import Packed
 from chronicals.saving import MANIFEST, SavedModel, write_folder
 from chronicals.standard_json import to_json
 
@@ -28,11 +32,17 @@ logger = logging.getLogger(__name__)
 
 REPORT = "merge.json"
 
+PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtype of frozen weights in a run, by ``mixed_precision``."""
+
 LARGEST_CHANGE = 3.0
 """Of a weight's norm: an adapter that changes a weight by more has diverged, or belongs to another base."""
 
 MOST_LOST = 0.9
 """Of an adapter's change: where rounding takes more of it from every weight, the merged model is the base again."""
+
+ROUNDED = 1e-6
+"""Of a weight's norm: what rounding changes of it where a magnitude is the norm that its row has already."""
 
 OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, MANIFEST, "README.md", "chronicals.json"}
 """Of an adapter's folder, those that a whole model does not have."""
@@ -47,9 +57,9 @@ class Change:
     """What merging did to a weight, as ratios of Frobenius norms.
 
     Attributes:
-        change: of ``s B A`` to the weight's.
+        change: of what the adapter adds, ``s B A`` without DoRA, to the weight's.
         error: of what rounding changed, to that of the exact sum.
-        lost: of what rounding changed, to that of ``s B A``.
+        lost: of what rounding changed, to that of what the adapter adds.
     """
 
     change: float
@@ -93,9 +103,12 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
     if not saved.base:
         raise MergeError(f"{saved.place}: an adapter that does not name its model; give base_model (--base-model)")
-    base, adapter = _folder_of(saved.base), _Adapter(Path(saved.place))
-    files = {file: list(tensors_in(file)) for file in files_of(base)}
+    base = _folder_of(saved.base)
+    adapter = _Adapter(Path(saved.place), saved.about.get("base"))
+    files = unpacked({file: list(tensors_in(file)) for file in files_of(base)})
     adapter.place_in([stored for tensors in files.values() for stored in tensors])
+    if adapter.quantised is not None:
+        adapter.place_quantised(quantised_names(base))
     _check_room(output, files)
     changes: dict[str, Change] = {}
 
@@ -105,6 +118,8 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
             write_file(aside / file.name, tensors, lambda stored: adapter.merged(stored, changes), adapter.shapes)
         _check(changes)
         _write_rows(aside, adapter.shapes)
+        if any(isinstance(stored, PackedTensor) for tensors in files.values() for stored in tensors):
+            _write_dense(aside, files)
         report = {"adapter": str(saved.place), "base": saved.base, "weights": {n: asdict(c) for n, c in changes.items()}}
         (aside / REPORT).write_text(to_json(report, indent=1))
 
@@ -113,18 +128,32 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
 
 
 class _Adapter:
-    """The matrices of an adapter's folder, read when they are needed, by the weights of the base that they change."""
+    """The matrices of an adapter's folder, read when they are needed, by the weights of the base that they change.
 
-    def __init__(self, folder: Path):
-        self.folder, self.described = folder, describe_adapter(folder)
-        rank, alpha = self.described["r"], self.described["lora_alpha"]
-        self.scale = alpha / (rank**0.5 if self.described.get("use_rslora") else rank)
+    Args:
+        quantised: how the base was quantised under it (``finish.about_data``); None where it was not.
+    """
+
+    def __init__(self, folder: Path, quantised: Mapping[str, str] | None = None):
+        self.folder, self.described, self.quantised = folder, describe_adapter(folder), quantised
+        self.shape = shape_of(self.described, self.described["target_modules"])
+        if self.shape.modules_to_save:
+            raise MergeError(
+                f"{folder}: modules_to_save={self.shape.modules_to_save}: load it, and call its merge_and_unload()"
+            )
+        if self.shape.takes_from_weights:
+            raise MergeError(
+                f"{folder}: init_lora_weights={self.shape.init!r}: an adapter over changed weights; load it with "
+                "chronicals.lora.load_adapter and merge_and_unload() that, or save it converted"
+            )
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             self.names = {name.removeprefix(PREFIX): name for name in file.keys()}  # noqa: SIM118  # it is no dictionary
             self.shapes = {
                 own: torch.Size(file.get_slice(name).get_shape()) for own, name in self.names.items() if ".lora_" not in own
             }
         self.layers: dict[str, str] = {}
+        self.there: set[str] = set()
+        self.dequantised: set[str] = set()
 
     def place_in(self, stored: list[StoredTensor]) -> None:
         """Find the weight of each layer and embedding.
@@ -132,7 +161,7 @@ class _Adapter:
         Raises:
             MergeError: one is not there.
         """
-        there = {tensor.name for tensor in stored}
+        there = self.there = {tensor.name for tensor in stored}
         paths = {own.rpartition(".lora_")[0] for own in self.names if ".lora_" in own}
         if not paths:
             raise MergeError(f"{self.folder}: holds no matrices of an adapter")
@@ -152,28 +181,65 @@ class _Adapter:
                 raise MergeError(f"{self.folder}: {own} is stored with the adapter, and the base has no such weight")
             self.names[found], self.shapes[found] = self.names[own], self.shapes.pop(own)
 
+    def place_quantised(self, names: set[str]) -> None:
+        """Find the weights that were in 4 bits, those without adapters too.
+
+        Raises:
+            MergeError: one is not there.
+        """
+        for name in sorted(names):
+            found = next((own for own in (name, name.partition(".")[2]) if own in self.there), None)
+            if found is None:
+                raise MergeError(
+                    f"{self.folder}: the adapter was trained over a base in 4 bits, whose files have no weight {name}: it is "
+                    "made of several; load the adapter, call model.merge_and_unload(), and save that"
+                )
+            self.dequantised.add(found)
+
+    def _as_trained(self, weight: Tensor, name: str) -> Tensor:
+        """A weight of the base as the adapter saw it: what its 4 bits stand for, where it had those."""
+        if self.quantised is None or name not in self.dequantised:
+            return weight
+        kind = self.quantised["mixed_precision"]
+        return Packed.of(weight.to(DTYPES[kind])).to(PRODUCTS[kind]).dense().float()
+
     def merged(self, stored: StoredTensor, changes: dict[str, Change]) -> Tensor | None:
         """What takes the place of a weight of the base, fp32; None where it stays."""
         replaced = self._read(self.names[stored.name]).float() if stored.name in self.shapes else None
-        if stored.name not in self.layers:
+        if stored.name not in self.layers and stored.name not in self.dequantised:
             return replaced
         try:
             weight = stored.read()
         except ValueError as error:
             raise MergeError(f"{error}: the base is quantised; give base_model (--base-model) in 16 or 32 bits") from None
-        path, exact = self.layers[stored.name], weight.float() if replaced is None else replaced
+        exact = self._as_trained(weight, stored.name).float() if replaced is None else replaced
+        if stored.name not in self.layers:
+            return exact
+        path = self.layers[stored.name]
         up, down = (self._read(f"{PREFIX}{path}.lora_{side}.weight").float() for side in "BA")
-        update = self.scale * (up @ down)
-        update = update.t() if self.described.get("fan_in_fan_out") else update
+        update = self.shape.at(path).scale * (up @ down)
+        turned = bool(self.described.get("fan_in_fan_out"))
+        update = update.t() if turned else update
         if update.shape != exact.shape:
             raise MergeError(
                 f"{self.folder}: {path} changes a weight {tuple(update.shape)}, that of the base is {tuple(exact.shape)}; give "
                 "the base that the adapter was trained on as base_model (--base-model)"
             )
         total = exact + update
+        if self.described.get("use_dora"):
+            total = self._with_magnitudes(path, total, 0 if turned else 1)
+            update = total - exact
+            if update.norm() <= ROUNDED * exact.norm():  # the norms of an adapter that was not trained
+                update = torch.zeros_like(update)
         off, changed = (total.to(weight.dtype).float() - exact - update).norm(), update.norm()
         changes[stored.name] = Change(_ratio(changed, exact.norm()), _ratio(off, total.norm()), _ratio(off, changed))
         return total
+
+    def _with_magnitudes(self, path: str, weight: Tensor, along: int) -> Tensor:
+        """DoRA: each row of ``weight``, whose elements are along this dimension, as long as the adapter says."""
+        magnitude = self._read(f"{PREFIX}{path}.lora_magnitude_vector").float()
+        norms = torch.linalg.vector_norm(weight, dim=along).clamp_(min=SHORTEST)
+        return weight * (magnitude / norms).unsqueeze(along)
 
     def _read(self, name: str) -> Tensor:
         with safe_open(self.folder / WEIGHTS_FILE, framework="pt") as file:
@@ -217,7 +283,7 @@ def _folder_of(base: str) -> Path:
 
 def _check_room(output: Path, files: Mapping[Path, list[StoredTensor]]) -> None:
     """Raises MergeError where the disk has too little."""
-    needed = sum(file.stat().st_size for file in files)
+    needed = sum(stored.end - stored.begin for tensors in files.values() for stored in tensors)
     place = next(folder for folder in output.absolute().parents if folder.exists())
     free = shutil.disk_usage(place).free
     if free < needed:
@@ -246,8 +312,22 @@ def _write_rows(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     text = config["text_config"] if "vocab_size" in config.get("text_config", {}) else config
     text["vocab_size"] = max(rows)
     file.write_text(json.dumps(config, indent=2))
+    _write_index(folder)
+
+
+def _write_dense(folder: Path, files: Mapping[Path, list[StoredTensor]]) -> None:
+    """That no weight is in 4 bits, where the base's were."""
+    file = folder / "config.json"
+    config: dict[str, Any] = json.loads(file.read_text())
+    config.pop("quantization_config", None)
+    file.write_text(json.dumps(config, indent=2))
+    _write_index(folder, {stored.name: file.name for file, tensors in files.items() for stored in tensors})
+
+
+def _write_index(folder: Path, names: Mapping[str, str] | None = None) -> None:
+    """The size of all files, and which tensors are in which, where there is an index and that has changed."""
     index = folder / INDEX
     if index.exists():
+        described = json.loads(index.read_text()) | ({} if names is None else {"weight_map": dict(names)})
         total = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        described = json.loads(index.read_text())
         index.write_text(json.dumps({**described, "metadata": {"total_size": total}}, indent=2))

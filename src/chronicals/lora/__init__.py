@@ -3,21 +3,28 @@
 from chronicals.lora.apply import adapts, apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.experts import report_frozen_experts
-from chronicals.lora.layers import LoRALinear, adapters, without_adapters
+from chronicals.lora.layers import LoRALinear, adapters, has_magnitudes, without_adapters
 from chronicals.lora.loading import load_adapter
 from chronicals.lora.model_methods import merge_and_unload
 from chronicals.lora.peft_format import name_base_by_absolute_path, save_adapter
+from chronicals.lora.several import adapter_names, add_adapter, add_weighted_adapter, delete_adapter, set_adapter
 
 __all__ = [
     "LoRAConfig",
     "LoRALinear",
+    "adapter_names",
     "adapters",
     "adapts",
+    "add_adapter",
+    "add_weighted_adapter",
     "apply_lora",
+    "delete_adapter",
+    "has_magnitudes",
     "load_adapter",
     "merge_and_unload",
     "name_base_by_absolute_path",
     "report_frozen_experts",
     "save_adapter",
+    "set_adapter",
     "without_adapters",
 ]

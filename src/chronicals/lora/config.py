@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 from chronicals.config.foreign import suggests_fields
+from chronicals.config.lora_init import INITS, is_init
+
+T = TypeVar("T")
 
 
 @suggests_fields
@@ -18,6 +24,13 @@ class LoRAConfig:
         dropout: probability with which an input of A is dropped in training.
         target_modules: names of linear layers (the last parts of their path), one regular expression for the whole
             path, or None for every linear layer but the head.
+        rank_pattern, alpha_pattern: ranks and alphas of some layers, by the end of their path or a regular expression for it,
+            as PEFT reads them; the first that matches counts.
+        layers: numbers of the decoder layers whose targets are adapted; None for all.
+        use_dora: whether each row of the adapted weight has a trained length (Liu et al., 2024; ``magnitude.py``).
+        init: where A and B start: ``default`` (A uniform, B zero), ``gaussian``, ``pissa``, ``pissa_niter_N`` or ``olora``;
+            see ``starting_values``.
+        modules_to_save: names of the embedding and the head, if they are to be trained whole and saved with the adapters.
     """
 
     rank: int = 64
@@ -25,6 +38,12 @@ class LoRAConfig:
     dropout: float = 0.05
     target_modules: list[str] | str | None = None
     use_rslora: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    layers: Collection[int] | None = None
+    use_dora: bool = False
+    init: str = "default"
+    modules_to_save: Collection[str] | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -33,7 +52,46 @@ class LoRAConfig:
             raise ValueError(f"alpha={self.alpha}: must be positive")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout={self.dropout}: must be at least 0 and below 1")
+        if not is_init(self.init):
+            raise ValueError(f"init={self.init!r}: {INITS}")
+        if self.use_dora and self.takes_from_weights:
+            raise ValueError(f"use_dora=True with init={self.init!r}: lengths are of whole weights; leave one out")
+        for name, least in (("rank_pattern", 1), ("alpha_pattern", 0)):
+            for key, value in getattr(self, name).items():
+                if value < least or value == 0:
+                    raise ValueError(f"{name}: {key}={value}: must be {'at least 1' if least else 'positive'}")
+                try:
+                    re.compile(key)
+                except re.error as error:
+                    raise ValueError(f"{name}: {key!r} is no regular expression: {error}") from None
 
     @property
     def scale(self) -> float:
         return self.alpha / (self.rank**0.5 if self.use_rslora else self.rank)
+
+    @property
+    def takes_from_weights(self) -> bool:
+        """Whether adapters begin with a part of the base's weights."""
+        return self.init not in ("default", "gaussian")
+
+    def at(self, path: str) -> LoRAConfig:
+        """What it says of the layer at ``path`` alone: rank and alpha without patterns."""
+        rank, alpha = _of_pattern(self.rank_pattern, path, self.rank), _of_pattern(self.alpha_pattern, path, self.alpha)
+        return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+
+    def fitted(self, paths: Collection[str]) -> LoRAConfig:
+        """The same without the keys of patterns that match none of these paths."""
+        used = {key for key in (*self.rank_pattern, *self.alpha_pattern) if any(_names(key, path) for path in paths)}
+        ranks = {key: rank for key, rank in self.rank_pattern.items() if key in used}
+        alphas = {key: alpha for key, alpha in self.alpha_pattern.items() if key in used}
+        return replace(self, rank_pattern=ranks, alpha_pattern=alphas)
+
+
+def _names(key: str, path: str) -> bool:
+    """Whether the key of a pattern is the end of a path, or matches it, as ``peft.utils.other.get_pattern_key`` does."""
+    return re.match(rf"(.*\.)?({key})$", path) is not None
+
+
+def _of_pattern(pattern: Mapping[str, T], path: str, otherwise: T) -> T:
+    """The value of the first key that names the path."""
+    return next((value for key, value in pattern.items() if _names(key, path)), otherwise)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from chronicals.models import BASE_ROWS
+from chronicals.models import BASE_ROWS, ModelShape
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,30 @@ def _layers(model: Any) -> dict[str, nn.Module]:
         for path, module in model.named_modules()
         if any(module is end for end in ends)
     }
+
+
+def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.Module]:
+    """The embedding and the head by path, of those that ``names`` names by the end of their path.
+
+    Raises:
+        ValueError: a name is of neither, or they share a weight.
+    """
+    ends, found = _layers(model), dict[str, nn.Module]()
+    for name in names or ():
+        named = {path: layer for path, layer in ends.items() if f".{path}".endswith(f".{name}")}
+        if not named:
+            raise ValueError(
+                f"lora_modules_to_save: {name!r} is neither the embedding nor the head ({', '.join(ends)}), which alone are "
+                "trained whole beside adapters; name it in lora_target_modules if it is a linear layer, or leave it out"
+            )
+        found |= named
+    weights = [layer.weight for layer in ends.values()]
+    if found and any(a is b for n, a in enumerate(weights) for b in weights[:n]):
+        raise ValueError(
+            f"lora_modules_to_save={list(names or ())!r}: embedding and head are one weight here, of which PEFT makes "
+            "two; leave it out, or untie them in the base first (tie_word_embeddings: false, with a weight for each)"
+        )
+    return found
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:
@@ -68,7 +93,7 @@ def _rows_in_files(model: Any, base: str) -> int | None:
     except (OSError, ValueError) as error:
         logger.info("how many rows the embedding of %s has cannot be read: %s", base, error)
         return None
-    return getattr(config.get_text_config(), "vocab_size", None)
+    return ModelShape.of(config).vocabulary or None
 
 
 def _is_resized(model: Any, base: str | None) -> bool:

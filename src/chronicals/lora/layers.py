@@ -3,9 +3,11 @@
     y = x Wᵀ + b + s · u Bᵀ,   u = dropout(x) Aᵀ
     g = s · dy B,   dx = dy W + g A,   dA = gᵀ x,   dB = s · dyᵀ u        (no dropout)
 
-Without dropout, over a plain linear layer, the adapter's products are added by the products themselves (``addmm``), both
-ways: no sum passes over y or dx by itself. Saved beside x, W, A and B: u. A compiler is given the plain formula, whose sums
-it puts into what follows.
+With DoRA (``magnitude.py``) the rows of ``W + s B A`` have lengths m: ``y = m / n ⊙ (x Wᵀ + s · u Bᵀ) + b``.
+
+Without dropout and DoRA, over a plain linear layer, the adapter's products are added by the products themselves (``addmm``),
+both ways: no sum passes over y or dx by itself. Saved beside x, W, A and B: u. A compiler is given the plain formula, whose
+sums it puts into what follows.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
 from chronicals.lora.config import LoRAConfig
+from chronicals.lora.magnitude import SHORTEST, adapted_norms, crossed, is_plain, squared_norms_of, unbiased
 
 
 class LoRALinear(nn.Module):
@@ -35,8 +38,15 @@ class LoRALinear(nn.Module):
         in_features, out_features: of the base layer.
 
     Attributes:
+        lora_magnitude_vector: m of DoRA, fp32 ``[out]``, or None; it starts at the norms of the rows of W.
         enabled: whether the adapter is on (``without_adapters``).
+        lora_start_A, lora_start_B: where the adapter started, if a part of the base's weight was moved into it
+            (``starting_values``); else None. Off, such a layer computes what the original weight does.
     """
+
+    lora_magnitude_vector: Tensor | None
+    lora_start_A: Tensor | None
+    lora_start_B: Tensor | None
 
     def __init__(self, base_layer: nn.Module, config: LoRAConfig, in_features: int, out_features: int):
         super().__init__()
@@ -45,8 +55,26 @@ class LoRALinear(nn.Module):
         device = next(base_layer.parameters()).device
         self.lora_A = nn.Parameter(torch.empty(config.rank, in_features, device=device, dtype=torch.float32))
         self.lora_B = nn.Parameter(torch.zeros(out_features, config.rank, device=device, dtype=torch.float32))
-        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        if config.init == "gaussian":
+            nn.init.normal_(self.lora_A, std=1 / config.rank)
+        else:
+            nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self.register_buffer("lora_start_A", None)
+        self.register_buffer("lora_start_B", None)
         self.scale, self.dropout, self.enabled = config.scale, config.dropout, True
+        self._squares: tuple[tuple, Tensor] | None = None
+        self.lora_magnitude_vector = nn.Parameter(self.norms()) if config.use_dora else None
+
+    def keep_start(self) -> None:
+        """Keep A and B as they are now as those that the base's weight is without."""
+        self.lora_start_A, self.lora_start_B = self.lora_A.detach().clone(), self.lora_B.detach().clone()
+
+    @property
+    def matrices(self) -> tuple[Tensor, Tensor] | None:
+        """A and B that are to be added to the base; None where that computes alone."""
+        if self.enabled:
+            return self.lora_A, self.lora_B
+        return None if self.lora_start_A is None or self.lora_start_B is None else (self.lora_start_A, self.lora_start_B)
 
     @property
     def weight(self) -> Tensor:
@@ -59,10 +87,36 @@ class LoRALinear(nn.Module):
         weight = cast(Tensor, self.base_layer.weight)
         if not weight.is_floating_point() or weight.element_size() == 1:
             raise AttributeError(f"the {weight.dtype} weight of {type(self.base_layer).__name__} has no adapter in it")
-        if not self.enabled:
+        if (matrices := self.matrices) is None:
             return weight
-        update = (self.lora_B @ self.lora_A) * self.scale
-        return weight + (update if isinstance(self.base_layer, nn.Linear) else update.t()).to(weight.dtype)
+        return self.with_adapter(weight, *matrices).to(weight.dtype)
+
+    def with_adapter(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """``weight``, the base's in its layout, with A and B in it; in at least fp32."""
+        update, upright = (b @ a) * self.scale, isinstance(self.base_layer, nn.Linear)
+        kind = torch.promote_types(weight.dtype, torch.float32)
+        total = weight.to(kind) + (update if upright else update.t()).to(weight.device)
+        if self.lora_magnitude_vector is None:
+            return total
+        along = 1 if upright else 0
+        norms = torch.linalg.vector_norm(total.detach(), dim=along).clamp_(min=SHORTEST)
+        return total * (self.lora_magnitude_vector.to(weight.device) / norms).unsqueeze(along)
+
+    @torch.no_grad()
+    def norms(self) -> Tensor:
+        """n of DoRA: of the rows of ``W + s B A``, fp32 ``[out]``."""
+        across = crossed(self.base_layer, self.lora_A)
+        return adapted_norms(self._squared_norms(), across, self.lora_A, self.lora_B * self.scale)
+
+    def _squared_norms(self) -> Tensor:
+        """‖W‖², computed once for a weight that stays where and what it is."""
+        weight = cast(Tensor, self.base_layer.weight)
+        if torch.compiler.is_compiling() and is_plain(weight):
+            return squared_norms_of(self.base_layer, self.in_features)
+        key = weight.data_ptr(), weight._version, weight.dtype, weight.device
+        if self._squares is None or self._squares[0] != key:
+            self._squares = key, squared_norms_of(self.base_layer, self.in_features)
+        return self._squares[1]
 
     @property
     def bias(self) -> Tensor | None:
@@ -74,18 +128,31 @@ class LoRALinear(nn.Module):
         super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.enabled:
+        if (matrices := self.matrices) is None:
             y: Tensor = self.base_layer(x)
             return y
-        dropout = self.dropout if self.training else 0.0
+        (a, b), dropout = matrices, self.dropout if self.training and self.enabled else 0.0
+        if self.lora_magnitude_vector is not None:
+            return self._with_magnitude(x, self.lora_magnitude_vector)
         if not dropout and not torch.compiler.is_compiling() and _is_plain(self.base_layer, x):
             assert isinstance(self.base_layer, nn.Linear)
             weight, bias, rows = self.base_layer.weight, self.base_layer.bias, x.reshape(-1, x.shape[-1])
-            y = _WithAdapter.apply(rows, weight, bias, self.lora_A, self.lora_B, self.scale)
+            y = _WithAdapter.apply(rows, weight, bias, a, b, self.scale)
             return y.view(*x.shape[:-1], len(weight))
         base = self.base_layer(x)
-        down = F.linear(F.dropout(x, self.dropout, self.training), self.lora_A.to(x.dtype))
-        return base + F.linear(down, self.lora_B.to(x.dtype)).to(base.dtype) * self.scale
+        return base + self._added(x, a, b, dropout).to(base.dtype) * self.scale
+
+    def _with_magnitude(self, x: Tensor, magnitude: Tensor) -> Tensor:
+        """The factors of rows are not rounded to 16 bits, in which they would move by 0.8 % at a time."""
+        plain, dropout = _is_plain(self.base_layer, x), self.dropout if self.training else 0.0
+        base = F.linear(x, cast(Tensor, self.base_layer.weight)) if plain else unbiased(self.base_layer, x)
+        added = self._added(x, self.lora_A, self.lora_B, dropout)
+        y = (base + added.to(base.dtype) * self.scale) * (magnitude / self.norms())
+        return (y if self.bias is None else y + self.bias).to(base.dtype)
+
+    def _added(self, x: Tensor, a: Tensor, b: Tensor, dropout: float) -> Tensor:
+        """``u Bᵀ``."""
+        return F.linear(F.linear(F.dropout(x, dropout), a.to(x.dtype)), b.to(x.dtype))
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
@@ -93,12 +160,22 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
 
 
+def has_magnitudes(model: nn.Module) -> bool:
+    """Whether adapters are DoRA."""
+    return any(layer.lora_magnitude_vector is not None for _, layer in adapters(model))
+
+
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Within: adapted layers compute what their base computes, as a reference policy does. No storage moves.
 
     Layers that are recomputed in the backward pass must be so within, too.
+
+    Raises:
+        ValueError: embedding or head are trained whole (``modules_to_save``), so that the base is no longer there.
     """
+    if whole := getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None):
+        raise ValueError(f"without_adapters: {', '.join(whole)} is trained whole (modules_to_save); load the base beside it")
     layers = [layer for _, layer in adapters(model) if layer.enabled]
     for layer in layers:
         layer.enabled = False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from chronicals.config.lora_init import is_init
 from chronicals.lora.apply import apply_lora, linear_shape, targeted_paths
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.embeddings import Weights, rows_of, stored_embeddings, take_embeddings
-from chronicals.lora.layers import adapters
-from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from chronicals.lora.embeddings import Weights, modules_to_save, rows_of, stored_embeddings, take_embeddings
+from chronicals.lora.layers import LoRALinear, adapters
+from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE, stored_names
+from chronicals.lora.starting_values import Start
 from chronicals.models.loading import DAMAGED
 
 NEEDED = ("r", "lora_alpha", "target_modules")
@@ -30,44 +33,105 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     Where an embedding is stored with them, because tokens were added, the model's becomes that one.
 
     Raises:
-        ValueError: the folder holds something else than plain LoRA, or its tensors do not fit the model, which is as it was.
+        ValueError: the folder holds something else than LoRA or DoRA, or its tensors do not fit the model, which is as it was.
     """
     folder = Path(folder)
     described = describe_adapter(folder)
     attached = dict(adapters(model))
     config = _config(model, described, attached)
-    if attached and model.chronicals_lora.scale != config.scale:
-        raise ValueError(f"{folder}: is scaled by {config.scale:g}, the model's adapters by {model.chronicals_lora.scale:g}")
+    for path, layer in attached.items():
+        if not math.isclose(layer.scale, scale := config.at(path).scale, rel_tol=1e-12):
+            raise ValueError(f"{folder}: {path} is scaled by {scale:g}, the model's adapter by {layer.scale:g}")
+    if attached and model.chronicals_lora.use_dora != config.use_dora:
+        which = "is DoRA, the model's adapters are not" if config.use_dora else "is not DoRA, the model's adapters are"
+        raise ValueError(f"{folder}: {which}; load the model without adapters")
+    if attached and set(model.chronicals_lora.modules_to_save or ()) != set(config.modules_to_save or ()):
+        here = model.chronicals_lora.modules_to_save
+        raise ValueError(f"{folder}: was trained with modules_to_save={config.modules_to_save}, the model has {here}")
+    whole = modules_to_save(model, config.modules_to_save)
     tensors = _tensors(folder)
     embeddings = _embeddings(model, folder, tensors, fixed=bool(attached))
-    shapes = {path: (layer.lora_A.shape, layer.lora_B.shape) for path, layer in attached.items()}
-    for path in [] if attached else targeted_paths(model, config.target_modules):
+    if absent := [path for path in whole if (path, "weight") not in embeddings]:
+        raise ValueError(f"{folder}: {absent[0]} is in modules_to_save, and its weight is missing: save the adapter again")
+    names = stored_names(config)
+    shapes = {path: _shapes_of(layer, names) for path, layer in attached.items()}
+    for path in [] if attached else [path for path in targeted_paths(model, config.target_modules) if path not in whole]:
         layer = model.get_submodule(path)
         wide, narrow = linear_shape(layer) or (0, 0)
         narrow = rows_of(model, embeddings) if layer is model.get_output_embeddings() else narrow
-        shapes[path] = torch.Size((config.rank, wide)), torch.Size((narrow, config.rank))
-    matrices = _matrices(folder, tensors, shapes)
+        shapes[path] = _shapes(config.at(path), wide, narrow)
+    stored = _taken(folder, tensors, shapes)
+    stored |= {path: _since_start(folder, path, layer, stored[path]) for path, layer in attached.items()}
     take_embeddings(model, embeddings)
     if not attached:
-        apply_lora(model, config)
+        apply_lora(model, config.fitted(shapes))
     with torch.no_grad():
         for path, layer in adapters(model):
-            for own, stored in zip((layer.lora_A, layer.lora_B), matrices[path], strict=True):
-                own.copy_(stored)
+            for name, tensor in stored[path].items():
+                getattr(layer, name.removesuffix(".weight")).copy_(tensor)
     return model
 
 
-def describe_adapter(folder: Path) -> dict[str, Any]:
-    """What ``adapter_config.json`` says of a plain LoRA adapter.
+def _shapes(config: LoRAConfig, wide: int, narrow: int) -> dict[str, torch.Size]:
+    """Of the tensors of a layer's adapter, by their names in a file."""
+    shapes = ((config.rank, wide), (narrow, config.rank), (narrow,))
+    return {name: torch.Size(shape) for name, shape in zip(stored_names(config), shapes)}
+
+
+def _shapes_of(layer: LoRALinear, names: Sequence[str]) -> dict[str, torch.Size]:
+    """Of the same of a layer that is there: with the starting values beside A and B where it has some."""
+    if layer.lora_start_A is None:
+        return {name: getattr(layer, name.removesuffix(".weight")).shape for name in names}
+    (rank, wide), narrow = layer.lora_A.shape, len(layer.lora_B)
+    return {"lora_A.weight": torch.Size((2 * rank, wide)), "lora_B.weight": torch.Size((narrow, 2 * rank))}
+
+
+def _since_start(folder: Path, path: str, layer: LoRALinear, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A and B of a layer from those over its original weight; see ``starting_values``.
 
     Raises:
-        ValueError: it cannot be read, lacks a field, or is something else than plain LoRA.
+        ValueError: they started elsewhere than the layer, whose base is without another part of its weight.
+    """
+    if layer.lora_start_A is None or layer.lora_start_B is None:
+        return stored
+    now, start = _halves(stored["lora_A.weight"], stored["lora_B.weight"])
+    own = layer.lora_start_A, layer.lora_start_B
+    if not all(torch.equal(value.to(kept), kept) for value, kept in zip(start, own, strict=True)):
+        raise ValueError(
+            f"{folder}: {path} started from other values than the model's adapter does; load the adapter over the original "
+            "base instead, which has none: chronicals.lora.load_adapter, or --model with this folder"
+        )
+    return dict(zip(stored, now, strict=True))
+
+
+def _halves(a: Tensor, b: Tensor) -> tuple[Start, Start]:
+    """What an adapter is now and where it started, of ``[A ; A0]`` and ``[B  -B0]``."""
+    rank = len(a) // 2
+    return (a[:rank], b[:, :rank]), (a[rank:], -b[:, rank:])
+
+
+def stored_start(folder: Path) -> dict[str, Start]:
+    """Where the adapters in ``folder`` started, by path; of those that started from the weights of their base.
+
+    Raises:
+        ValueError: the file of weights cannot be read.
+    """
+    tensors = {name.removesuffix(".weight"): tensor for name, tensor in adapter_tensors(folder).items()}
+    paths = [name.removesuffix(".lora_A") for name in tensors if name.endswith(".lora_A")]
+    return {path: _halves(tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"])[1] for path in paths}
+
+
+def describe_adapter(folder: Path) -> dict[str, Any]:
+    """What ``adapter_config.json`` says of a LoRA or DoRA adapter.
+
+    Raises:
+        ValueError: it cannot be read, lacks a field, or is something else.
     """
     try:
         described = json.loads((folder / CONFIG_FILE).read_text())
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
-    _refuse_what_is_not_plain_lora(folder, described)
+    _refuse_what_is_not_known(folder, described)
     absent = [field for field in NEEDED if described.get(field) is None]
     if absent:
         raise ValueError(
@@ -78,13 +142,37 @@ def describe_adapter(folder: Path) -> dict[str, Any]:
 
 def _config(model: Any, described: dict[str, Any], attached: Mapping[str, Any]) -> LoRAConfig:
     wanted, excluded = described["target_modules"], described.get("exclude_modules")
+    layers = described.get("layers_to_transform")
+    if (excluded or layers not in (None, [])) and not attached:
+        layers = [layers] if isinstance(layers, int) else layers or None
+        lists = described.get("layers_pattern") or r"[^.]*"
+        wanted = targeted_paths(model, wanted, excluded, layers, [lists] if isinstance(lists, str) else lists)
+    return shape_of(described, wanted)
+
+
+def shape_of(described: Mapping[str, Any], target_modules: list[str] | str) -> LoRAConfig:
+    """The LoRAConfig of what ``describe_adapter`` returns, for these targets."""
     return LoRAConfig(
         rank=described["r"],
         alpha=described["lora_alpha"],
         dropout=described.get("lora_dropout", 0.0),
-        target_modules=targeted_paths(model, wanted, excluded) if excluded and not attached else wanted,
+        target_modules=target_modules,
         use_rslora=described.get("use_rslora", False),
+        rank_pattern=described.get("rank_pattern") or {},
+        alpha_pattern=described.get("alpha_pattern") or {},
+        modules_to_save=described.get("modules_to_save") or None,
+        use_dora=described.get("use_dora", False),
+        init=start if isinstance(start := described.get("init_lora_weights"), str) and _is_from_weights(start) else "default",
     )
+
+
+def adapter_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors in an adapter's folder, by their names in the model.
+
+    Raises:
+        ValueError: the file of weights cannot be read.
+    """
+    return {name.removeprefix(PREFIX): tensor for name, tensor in _tensors(folder).items()}
 
 
 def _tensors(folder: Path) -> dict[str, Tensor]:
@@ -122,31 +210,27 @@ def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: boo
     return found
 
 
-def _matrices(
-    folder: Path, tensors: dict[str, Tensor], shapes: Mapping[str, tuple[torch.Size, torch.Size]]
-) -> dict[str, list[Tensor]]:  # fmt: skip
-    """A and B by path, all of ``shapes`` and no others."""
-    found: dict[str, list[Tensor]] = {path: [] for path in shapes}
+def _taken(
+    folder: Path, tensors: dict[str, Tensor], shapes: Mapping[str, Mapping[str, torch.Size]]
+) -> dict[str, dict[str, Tensor]]:  # fmt: skip
+    """The tensors of each layer by name, all of ``shapes`` and no others."""
+    found: dict[str, dict[str, Tensor]] = {path: {} for path in shapes}
     for path, expected in shapes.items():
-        for name, shape in zip(("lora_A", "lora_B"), expected, strict=True):
-            stored = tensors.pop(f"{PREFIX}{path}.{name}.weight", None)
+        for name, shape in expected.items():
+            stored = tensors.pop(f"{PREFIX}{path}.{name}", None)
             if stored is None or stored.shape != shape:
-                raise ValueError(f"{folder}: {path}.{name} is missing or not {tuple(shape)}: of another model?")
-            found[path].append(stored)
+                own = name.removesuffix(".weight")
+                raise ValueError(f"{folder}: {path}.{own} is missing or not {tuple(shape)}: of another model?")
+            found[path][name] = stored
     if tensors:
         raise ValueError(f"{folder}: holds {len(tensors)} tensors that fit nothing, the first is {next(iter(tensors))}")
     return found
 
 
-def _refuse_what_is_not_plain_lora(folder: Path, described: dict[str, Any]) -> None:
+def _refuse_what_is_not_known(folder: Path, described: dict[str, Any]) -> None:
     if described.get("peft_type") != "LORA":
         raise ValueError(f"{folder}: peft_type={described.get('peft_type')!r}: only LORA adapters can be loaded")
     for field in (
-        "use_dora",
-        "rank_pattern",
-        "alpha_pattern",
-        "modules_to_save",
-        "layers_to_transform",
         "layer_replication",
         "target_parameters",
         "trainable_token_indices",
@@ -163,7 +247,13 @@ def _refuse_what_is_not_plain_lora(folder: Path, described: dict[str, Any]) -> N
             remedy = "merge the adapter into its base with PEFT's merge_and_unload and load that model"
             raise ValueError(f"{folder}: {field}={described[field]!r} is not supported in this version; {remedy}")
     start = described.get("init_lora_weights", True)
-    if start not in (True, False, "gaussian", "orthogonal", "eva"):  # the others change the weights of the base
+    harmless = start in (True, False, "gaussian", "orthogonal", "eva")  # others change the weights of the base
+    if not harmless and not (isinstance(start, str) and _is_from_weights(start)):
         raise ValueError(f"{folder}: init_lora_weights={start!r}: an adapter over changed base weights cannot be loaded")
     if described.get("bias", "none") != "none" or described.get("lora_bias"):
         raise ValueError(f"{folder}: adapters with a trained bias are not supported in this version")
+
+
+def _is_from_weights(start: str) -> bool:
+    """Whether it is one of ours that take a part of the base's weights."""
+    return is_init(start) and start.startswith(("pissa", "olora"))

@@ -9,6 +9,10 @@ so that no sum passes over y or dx by itself:
     M = | W    s·B |       [y] = [x  u] · [W  s·B]ᵀ        u is in padding columns behind the rows of x
         | A     ·  |       [dx] = [dy  g] · [W ; A]        g is in padding columns behind the rows of dy
 
+With magnitudes m of the rows of W + s B A (DoRA, ``magnitude.py``), whose norms n count as constants:
+
+    z_i = f_i ⊙ (y_i − b_i) + b_i,   f = m / n,   dy = f ⊙ dz,   dm = Σₜ dz ⊙ (y − b) / n
+
 Other bases multiply without the padding; then the adapters' products are added to y and dx (``addmm``). With dropout g A is
 masked and added in any case. ``x`` is ``[T, in]``, adapters are fp32 (Hu et al., 2022, section 4.1). Operations: those of the
 frozen layers with ``in + R`` and ``out + R`` in place of ``in`` and ``out``, and four products as wide as R, the sum of the
@@ -18,7 +22,7 @@ ranks rounded up.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,6 +32,7 @@ from torch import Tensor
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.amax import Amax
+from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
 from chronicals.kernels.dropped_products import (
     add_dropped_product_,
     draw_seed,
@@ -35,10 +40,11 @@ from chronicals.kernels.dropped_products import (
     dropped_gradient_of_down,
 )
 from chronicals.kernels.fp8 import Scaled
-from chronicals.kernels.launch import differentiable_once, in_rows
+from chronicals.kernels.launch import differentiable_once, in_rows, with_padding
 from chronicals.kernels.products import product, product_into
+from chronicals.lora.magnitude import SHORTEST, RowNorms, factors_of
 from chronicals.lora.padding import Padding, columns_for
-from chronicals.quantization import Base, Dense, Operand
+from chronicals.quantization import NF4, Base, Dense, Operand, Packed, Storage
 
 Format = Callable[[Dense, torch.device], Base]
 """Makes the base that multiplies in place of a dense weight, on a device."""
@@ -54,13 +60,15 @@ class Merged:
         padding: for the adapters.
         biases: of each layer, or None.
         bias: the biases in one, ``[out]``, or None.
+        norms: of the rows of the weights with the adapters in the padding.
     """
 
-    storage: Dense
+    storage: Storage
     base: Base
     padding: Padding
     biases: tuple[Tensor | None, ...]
     bias: Tensor | None
+    norms: RowNorms = field(default_factory=RowNorms, compare=False)
 
     @classmethod
     def in_place(cls, weight: Tensor, bias: Tensor | None, stands: Format | None = None) -> Merged:
@@ -84,10 +92,7 @@ class Merged:
         Raises:
             ValueError: some layers have a bias and some have none.
         """
-        if len({bias is None for bias in biases}) > 1:
-            raise ValueError("some of the layers have a bias and some have none")
-        sizes = tuple(map(len, weights))
-        bias = None if biases[0] is None else torch.cat([b.detach() for b in biases if b is not None])
+        sizes, bias = tuple(map(len, weights)), _as_one(biases)
         if device is None:
             storage = Dense.fused(weights, columns_for(ranks))
             padding, device = Padding.beside(storage, sizes, ranks), weights[0].device
@@ -95,6 +100,18 @@ class Merged:
             storage = Dense.fused(weights, device="cpu")
             padding = Padding.apart(storage.matrix, sizes, ranks, device)
         return cls(storage, storage if stands is None else stands(storage, device), padding, tuple(biases), bias)
+
+    @classmethod
+    def packed(cls, weights: Sequence[Packed], biases: Sequence[Tensor | None], ranks: Sequence[int]) -> Merged:
+        """Weights in 4 bits, which stay where they are, and copies of the biases, with padding for adapters of these ranks in
+        the buffer of their dense values.
+
+        Raises:
+            ValueError: some layers have a bias and some have none.
+        """
+        base = NF4(weights, columns_for(ranks), ranks)
+        padding = Padding.beside(base.buffer, [weight.shape[0] for weight in weights], ranks)
+        return cls(base, base, padding, tuple(biases), _as_one(biases))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -112,17 +129,26 @@ class Merged:
         return all(made is now and (now is None or _lies(now, place)) for made, now, place in parts)
 
     def in_format(self, stands: Format) -> Merged:
-        """The same with another base."""
+        """The same with another base in place of a dense weight."""
+        assert isinstance(self.storage, Dense)
         return replace(self, base=stands(self.storage, self.padding.up.device))
 
     def in_16_bit(self) -> Merged:
         """The same with products in the format of the storage, which is copied from host memory if it is there."""
+        assert isinstance(self.storage, Dense)
         device = self.padding.up.device
         if self.storage.columns == self.padding.columns and self.storage.matrix.device == device:
             return replace(self, base=self.storage)
         padded = Dense.fused([self.storage.matrix.to(device)], self.padding.columns)
         padded.parts = self.storage.parts
         return replace(self, storage=padded, base=padded, padding=Padding.beside(padded, self.sizes, self.padding.ranks))
+
+
+def _as_one(biases: Sequence[Tensor | None]) -> Tensor | None:
+    """Copies one after the other; raises ValueError where some layers have a bias and some have none."""
+    if len({bias is None for bias in biases}) > 1:
+        raise ValueError("some of the layers have a bias and some have none")
+    return None if biases[0] is None else torch.cat([bias.detach() for bias in biases if bias is not None])
 
 
 def _lies(parameter: Tensor, place: Tensor | None) -> bool:
@@ -155,23 +181,25 @@ class Remake:
     source: Tensor
 
 
-OPTIONS = 10
+OPTIONS = 11
 """Arguments of the function below that come before the tensors of the layers; x is one of them."""
 
 
 class _MergedLinear(torch.autograd.Function):
-    """After the options: the weights, biases, A and B of all layers, each list as long as there are layers."""
+    """After the options: the weights, biases, A, B and magnitudes of all layers, each list as long as there are layers."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, merged: Merged, padding: Padding | None, scales: list[float], dropout: float,
         padded: tuple[bool, bool], remake: Remake | None, unread: bool, amaxes: tuple[Amax | None, Amax | None],
-        wants_columns: bool, *tensors: Tensor | None,
+        wants_columns: bool, stays: bool, *tensors: Tensor | None,
     ) -> Tensor:  # fmt: skip
         base, count, (amax, ctx.amax) = merged.base, len(merged.sizes), amaxes
+        ctx.scaled = any(magnitude is not None for magnitude in tensors[4 * count :])
+        ctx.merged, ctx.padding, ctx.scales, ctx.dropout, ctx.padded = merged, padding, scales, dropout, padded[1]
         rows, seed, ctx.written = x, None, None
         if padding is not None:
-            ctx.written = padding.write(tensors[2 * count : 3 * count], tensors[3 * count :], scales)
+            ctx.written = padding.write(tensors[2 * count : 3 * count], tensors[3 * count : 4 * count], scales)
             rows, seed = _extended(x, padding.columns, padded[0]), draw_seed(x) if dropout else None
             _down(padding, x, seed, dropout, rows[:, base.width :])
         read = rows if base.padded or padding is None else rows[:, : base.width]
@@ -180,19 +208,19 @@ class _MergedLinear(torch.autograd.Function):
         if unread:
             y = rows.new_empty((len(rows), base.outputs))
         else:
-            y = base.forward(operand, merged.bias)
+            y = base.forward(operand, None if ctx.scaled else merged.bias)
             if padding is not None and not base.padded:
                 y.addmm_(rows[:, base.width :], padding.up.t())
+        y, *scaling = _with_magnitudes(ctx, y, tensors[4 * count :], stays) if ctx.scaled else (y, None, None, None)
         source = rows if remake is None else remake.source
         columns = operand.columns if wants_columns else None
         ctx.keeps_columns, ctx.scale_of_x = columns is not None, operand.scale
         if columns is not None:
             source = columns.values
         needs = ctx.needs_input_grad
-        kept = any(needs[OPTIONS : OPTIONS + count]) or any(needs[OPTIONS + 2 * count :])  # biases want dy alone
+        kept = any(needs[OPTIONS : OPTIONS + count]) or any(needs[OPTIONS + 2 * count :][: 2 * count])  # others want dy alone
         ctx.make = remake.make if remake is not None and kept else None
-        ctx.save_for_backward(source if kept else None, seed, *tensors[2 * count :])
-        ctx.merged, ctx.padding, ctx.scales, ctx.dropout, ctx.padded = merged, padding, scales, dropout, padded[1]
+        ctx.save_for_backward(source if kept else None, seed, *scaling, *tensors[2 * count : 4 * count])
         ctx.kind = next((x.dtype for x in tensors[2 * count :] if x is not None), None)
         return y
 
@@ -200,17 +228,18 @@ class _MergedLinear(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         merged, base, padding = ctx.merged, ctx.merged.base, ctx.padding
-        rows, seed, *adapters = ctx.saved_tensors
+        rows, seed, outputs, factor, lengths, *adapters = ctx.saved_tensors
         if padding is not None and not padding.holds(ctx.written):  # another pass has written others
             half = len(adapters) // 2
             padding.write(adapters[:half], adapters[half:], ctx.scales)
         if ctx.make is not None:
             rows = _made_again(ctx, rows, seed)
-        dy, needs, count = in_rows(upstream), ctx.needs_input_grad, len(merged.sizes)
-        extended = dy if padding is None else _extended(dy, padding.columns, ctx.padded)
+        dz, needs, count = in_rows(upstream), ctx.needs_input_grad, len(merged.sizes)
+        dy, of_magnitudes = (dz, [None] * count) if factor is None else _of_magnitudes(ctx, dz, outputs, factor, lengths)
+        extended = dy if padding is None else _extended(dy, padding.columns, ctx.padded or factor is not None)
         g = extended[:, base.outputs :]
         of_adapters: list[Tensor | None] = [None for _ in range(2 * count)]
-        adapting = any(needs[OPTIONS + 2 * count :])
+        adapting = any(needs[OPTIONS + 2 * count :][: 2 * count])
         if adapting and rows is not None:
             assert padding is not None
             of_adapters[count:] = adapter_gradients(
@@ -226,11 +255,39 @@ class _MergedLinear(torch.autograd.Function):
         if trained and x is not None and (of_weight := base.weight_gradient(operand, x)) is not None:
             of_weights[:count] = of_weight.split(merged.sizes)
         if any(needs[OPTIONS + count : OPTIONS + 2 * count]):
-            of_weights[count:] = _of_biases(dy).split(merged.sizes)
+            of_weights[count:] = _of_biases(dz).split(merged.sizes)
         if adapting and x is not None:
             of_adapters[:count] = _of_downs(ctx, x.dense, g, seed)
-        wanted = zip([*of_weights, *of_adapters], needs[OPTIONS:])
+        wanted = zip([*of_weights, *of_adapters, *of_magnitudes], needs[OPTIONS:])
         return dx, *(None,) * (OPTIONS - 1), *(gradient if needed else None for gradient, needed in wanted)
+
+
+def _with_magnitudes(
+    ctx: Any, y: Tensor, magnitudes: Sequence[Tensor | None], stays: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``f ⊙ y + b``; what is kept of the outputs, f, and what the sum over them is divided by.
+
+    Args:
+        stays: what is returned is not written into, so that it can be kept in place of y; with a bias it says too little of y.
+    """
+    merged: Merged = ctx.merged
+    norms = merged.norms.of(merged.base, ctx.padding)
+    factor, stays = factors_of(magnitudes, norms, merged.sizes), stays and merged.bias is None
+    z = scale_columns(y, factor, merged.bias, y if stays else None)
+    return z, z if stays else y, factor, factor * norms if stays else norms.clone()  # which other adapters may overwrite
+
+
+def _of_magnitudes(
+    ctx: Any, dz: Tensor, outputs: Tensor, factor: Tensor, lengths: Tensor
+) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
+    """The gradient of y, with the padding's columns behind its rows, and those of the magnitudes."""
+    count, wanted = len(ctx.merged.sizes), ctx.needs_input_grad[OPTIONS:]
+    trained = any(wanted[4 * count :])
+    dy = with_padding(dz, dz.shape, ctx.padding.columns)
+    sums = scaled_columns_gradient(dz, factor, dy, outputs if trained else None)
+    if sums is None:
+        return dy, [None] * count
+    return dy, list(torch.where(lengths.abs() <= SHORTEST, 0, sums / lengths).split(ctx.merged.sizes))
 
 
 def _x_again(ctx: Any, saved: Tensor) -> Operand:
@@ -291,6 +348,7 @@ def merged_linear(
     unread: bool = False,
     amaxes: tuple[Amax | None, Amax | None] = (None, None),
     kept: bool = False,
+    stays: bool = False,
 ) -> Tensor:
     """The outputs of all layers side by side, ``[T, out]``; differentiable in x, weights, biases and adapters.
 
@@ -305,6 +363,7 @@ def merged_linear(
         unread: nobody reads the outputs, which are left as they are found: only the backward pass is wanted.
         amaxes: of x, and of the gradient of what is returned, which those who made them may have been told.
         kept: others keep x for the backward pass anyway, so that its quantised columns would only be more.
+        stays: others keep what is returned for the backward pass, too, and nobody writes into it.
 
     Raises:
         ValueError: adapters differ in dropout or are of other ranks than the padding, or the base does not take so many rows.
@@ -319,10 +378,12 @@ def merged_linear(
     if there and ranks != merged.padding.ranks:
         raise ValueError(f"adapters have ranks {ranks}, the padding is for {merged.padding.ranks}: fuse the weights for these")
     scales = [0.0 if adapter is None else adapter.scale for adapter in adapters]
-    matrices = [*(x and x.a for x in adapters), *(x and x.b for x in adapters)]
+    matrices = [*(x and x.a for x in adapters), *(x and x.b for x in adapters), *(x and x.magnitude for x in adapters)]
     padding, dropout = merged.padding if there else None, dropouts.pop() if dropouts else 0.0
     wants_columns = torch.is_grad_enabled() and merged.base.trained and remake is None and not (kept or there)
-    options = merged, padding, scales, dropout, (padded, gradient_padded), remake, unread, amaxes, wants_columns
+    if any(adapter.magnitude is not None for adapter in there):  # whose gradients are made of the outputs
+        unread, stays, amaxes = False, stays or not torch.is_grad_enabled(), (amaxes[0], None)
+    options = merged, padding, scales, dropout, (padded, gradient_padded), remake, unread, amaxes, wants_columns, stays
     return _MergedLinear.apply(x, *options, *merged.storage.parts, *merged.biases, *matrices)
 
 
@@ -332,9 +393,12 @@ def merged_linear_reference(
     dropped = F.dropout(x, max((adapter.dropout for adapter in adapters if adapter is not None), default=0.0))
     outputs = []
     for weight, bias, adapter in zip(weights, biases, adapters):
-        y = F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias if adapter is None or adapter.magnitude is None else None)
         if adapter is not None:
             down = F.linear(dropped, adapter.a.to(x.dtype))
             y = y + adapter.scale * F.linear(down, adapter.b.to(x.dtype))
+        if adapter is not None and adapter.magnitude is not None:
+            norms = (weight + adapter.scale * adapter.b @ adapter.a).detach().norm(dim=1)
+            y = (y * (adapter.magnitude / norms) + (0 if bias is None else bias)).to(x.dtype)
         outputs.append(y)
     return torch.cat(outputs, 1)

@@ -1,20 +1,24 @@
-"""Merging: a linear layer with an adapter becomes a plain linear layer with the weight ``W + s · B A``."""
+"""Merging: a linear layer with an adapter becomes a plain linear layer with the weight ``W + s · B A``, its rows scaled where
+the adapter has magnitudes (``magnitude.py``)."""
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from chronicals.lora.layers import LoRALinear, adapters
+from chronicals.lora.magnitude import is_plain
+from chronicals.quantization import Linear4bit
 
 
 @torch.no_grad()
 def merge_adapters(model: Any) -> None:
     """Replace every adapted layer by its base layer with the merged weight, summed in fp32 and rounded once to its dtype.
 
-    A head that was tied to the embedding gets a weight of its own. All weights stay frozen, as with PEFT.
+    Layers in 4 bits become plain ones of what they are dequantised to, those without an adapter too. A head that was tied
+    to the embedding gets a weight of its own. All weights stay frozen, as with PEFT.
 
     Raises:
         ValueError: there are no adapters of ours, or a weight is quantised; the model is unchanged.
@@ -22,7 +26,7 @@ def merge_adapters(model: Any) -> None:
     adapted = dict(adapters(model))
     if not adapted:
         raise ValueError(f"{type(model).__name__} has no adapters of apply_lora or load_adapter to merge")
-    quantised = [path for path, layer in adapted.items() if not _is_plain(layer.base_layer.weight)]
+    quantised = [path for path, layer in adapted.items() if not _can_be_merged(layer.base_layer)]
     if quantised:
         raise ValueError(
             f"the weights of {quantised[0]} are quantised and cannot take its adapter; save the adapter, load the base in 16 "
@@ -30,21 +34,19 @@ def merge_adapters(model: Any) -> None:
         )
     _untie_adapted_head(model)
     for path, layer in adapted.items():
+        if isinstance(layer.base_layer, Linear4bit):
+            layer.base_layer = layer.base_layer.plain()
         base: Any = layer.base_layer
-        base.weight.copy_(_merged(layer))
+        base.weight.copy_(layer.with_adapter(base.weight, layer.lora_A, layer.lora_B))
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, base)
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Linear4bit):
+            model.set_submodule(path, module.plain())
 
 
-def _is_plain(weight: Any) -> bool:
-    return bool(weight.is_floating_point() and weight.element_size() > 1)
-
-
-def _merged(layer: LoRALinear) -> Tensor:
-    weight = cast(Tensor, layer.base_layer.weight)
-    update = (layer.lora_B @ layer.lora_A) * layer.scale
-    update = update if isinstance(layer.base_layer, nn.Linear) else update.t()
-    return weight.to(torch.promote_types(weight.dtype, torch.float32)) + update.to(weight.device)
+def _can_be_merged(layer: Any) -> bool:
+    return isinstance(layer, Linear4bit) or is_plain(layer.weight)
 
 
 def _untie_adapted_head(model: Any) -> None:

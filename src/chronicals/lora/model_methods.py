@@ -13,8 +13,12 @@ from torch import Tensor
 from chronicals.lora.embeddings import STORED
 from chronicals.lora.merging import merge_adapters
 from chronicals.lora.peft_format import CHANGED, save_adapter
+from chronicals.models import describe_packed
 
 logger = logging.getLogger(__name__)
+
+NAMED, ACTIVE = "_chronicals_named_adapters", "_chronicals_active_adapter"
+"""Attributes of a model with several adapters (``several``): all by name, and the name of the one that is attached."""
 
 UPLOAD = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags"}
 """Arguments of ``model.push_to_hub``."""
@@ -93,11 +97,18 @@ def merge_and_unload(model: Any) -> Any:
         ValueError: there are no adapters of ours, or a weight is quantised; the model is as it was.
     """
     merge_adapters(model)
-    _give_back(model)
-    for name in ("chronicals_lora", STORED):
+    plain_again(model)
+    for name in (STORED, NAMED, ACTIVE):
         vars(model).pop(name, None)
     setattr(model, CHANGED, True)
+    describe_packed(model)
     return model
+
+
+def plain_again(model: Any) -> None:
+    """What ``apply_lora`` gave a model, whose layers have no adapters any more, is taken from it."""
+    _give_back(model)
+    vars(model).pop("chronicals_lora", None)
 
 
 def _refuse(method: str) -> Callable[..., None]:

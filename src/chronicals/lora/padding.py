@@ -39,8 +39,8 @@ class Padding:
 
     @classmethod
     def beside(cls, weight: Dense, sizes: Sequence[int], ranks: Sequence[int]) -> Padding:
-        """In the buffer of a weight that has ``columns_for(ranks)``."""
-        return cls(weight.down, weight.up, tuple(sizes), tuple(ranks))
+        """In the buffer of a weight that has ``columns_for(ranks)``; others of the same sizes and ranks may be there too."""
+        return cls(weight.down, weight.up, tuple(sizes), tuple(ranks), weight.written)
 
     @classmethod
     def apart(cls, weight: Tensor, sizes: Sequence[int], ranks: Sequence[int], device: torch.device) -> Padding:

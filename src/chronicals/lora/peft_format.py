@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from chronicals.config.paths import lasting
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.embeddings import embeddings_to_store
+from chronicals.lora.embeddings import embeddings_to_store, modules_to_save
 from chronicals.lora.layers import adapters
 
 logger = logging.getLogger(__name__)
@@ -22,6 +24,11 @@ PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CHANGED = "_chronicals_weights_changed"
 """Attribute of a model whose weights are no longer those of the folder or hub name that it was loaded from."""
+
+
+def stored_names(config: LoRAConfig) -> tuple[str, ...]:
+    """What a file calls the tensors of a layer's adapter; the layer itself without ``.weight``."""
+    return ("lora_A.weight", "lora_B.weight", *(("lora_magnitude_vector",) if config.use_dora else ()))
 
 
 def save_adapter(
@@ -45,30 +52,58 @@ def save_adapter(
     base = lasting(base_model or ("" if getattr(model, CHANGED, False) else model.config._name_or_path)) or None
     if base is None:
         logger.warning("%s: no folder or hub name is known to hold the model's weights, so the adapter names no base", folder)
-    config: LoRAConfig = model.chronicals_lora
+    config: LoRAConfig = over_original_weights(model.chronicals_lora)
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
+        "init_lora_weights": True,
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
+        "modules_to_save": list(config.modules_to_save) if config.modules_to_save else None,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "use_dora": config.use_dora,
         "target_modules": sorted(paths),
         "fan_in_fan_out": any(type(layer.base_layer).__name__ == "Conv1D" for layer in paths.values()),
         "bias": "none",
         "inference_mode": True,
     }
     values = model.state_dict() if state_dict is None else state_dict
-    matrices = {f"{path}.{name}": values[f"{path}.{name}"] for path in paths for name in ("lora_A", "lora_B")}
-    tensors = {f"{PREFIX}{name}.weight": tensor.contiguous() for name, tensor in matrices.items()}
-    if embeddings := embeddings_to_store(model, base):
+    tensors = {f"{PREFIX}{path}.{name}": t for path in paths for name, t in _stored(path, config, values).items()}
+    whole = modules_to_save(model, config.modules_to_save)
+    trained = [f"{path}.{name}" for path, module in whole.items() for name, _ in module.named_parameters()]
+    if embeddings := sorted({*trained, *embeddings_to_store(model, base)}):
         tensors |= {PREFIX + name: values[name].contiguous() for name in embeddings}
         message = "%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what merge_and_unload() gives"
         logger.warning(message, folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(described, indent=2))
     save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def over_original_weights(config: LoRAConfig) -> LoRAConfig:
+    """Of adapters that began with a part of the weights, those over the original ones: of twice the rank at the same scale."""
+    if not config.takes_from_weights:
+        return config
+    factor = 2**0.5 if config.use_rslora else 2
+    ranks = {key: 2 * rank for key, rank in config.rank_pattern.items()}
+    alphas = {key: factor * alpha for key, alpha in config.alpha_pattern.items()}
+    return replace(
+        config, rank=2 * config.rank, alpha=factor * config.alpha, rank_pattern=ranks, alpha_pattern=alphas, init="default"
+    )
+
+
+def _stored(path: str, config: LoRAConfig, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a layer's adapter over its original weight, by their names in a file."""
+    found = {name: values[f"{path}.{name.removesuffix('.weight')}"].detach() for name in stored_names(config)}
+    start_a, start_b = (values.get(f"{path}.lora_start_{side}") for side in "AB")
+    if start_a is not None and start_b is not None:
+        a, b = found["lora_A.weight"], found["lora_B.weight"]
+        found = {"lora_A.weight": torch.cat((a, start_a.to(a))), "lora_B.weight": torch.cat((b, -start_b.to(b)), 1)}
+    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
 def name_base_by_absolute_path(folder: Path) -> None:

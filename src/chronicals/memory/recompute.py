@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from chronicals.model_shape import ModelShape
+
 RESERVE = 0.9
 """Fraction of the card's memory that an estimate may fill; the rest is fragmentation and workspaces."""
 
@@ -68,8 +70,8 @@ class Estimate:
 
 
 def estimate(
-    model: Any, tokens: int, fused: bool, size: int, frozen: float, trained: int, chunk: int,
-    in_fp8: Callable[[int, int], bool] | None = None,
+    model: Any, tokens: int, fused: bool, size: int, frozen: float, trained: float, chunk: int,
+    in_fp8: Callable[[int, int], bool] | None = None, magnitudes: bool = False,
 ) -> Estimate:  # fmt: skip
     """Estimate the memory of training ``model``.
 
@@ -82,28 +84,42 @@ def estimate(
             are of ``size``.
         chunk: rows of logits that exist at a time.
         in_fp8: of inputs and outputs, whether such trained products are in FP8, which keep what norms and units make in 8 bits.
+        magnitudes: whether adapters have them (DoRA), whose gradients are made of what products return; a fused layer keeps the
+            gates and ups anyway.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
     tables = {id(model.get_input_embeddings().weight), id(_head_of(model))}
-    fixed = int(sum(p.numel() * (trained if p.requires_grad else size if id(p) in tables else frozen) for p in parameters))
-    shape = model.config.get_text_config()
-    width = shape.hidden_size
-    inner = getattr(shape, "intermediate_size", None) or 4 * width
-    heads = getattr(shape, "num_attention_heads", 1)
-    head = getattr(shape, "head_dim", None) or width // heads
-    attended = head * (2 * heads + 2 * (getattr(shape, "num_key_value_heads", None) or heads))
+    floats = [p for p in parameters if p.is_floating_point()]
+    fixed = int(sum(p.numel() * (trained if p.requires_grad else size if id(p) in tables else frozen) for p in floats))
+    shape = ModelShape.of(model.config)
+    fixed += _quantised(model, shape.layers, size)
+    width, inner, heads = shape.width, shape.inner, shape.heads or 1
+    head_dim = shape.head_dim or width // heads
+    attended = head_dim * (2 * heads + 2 * (shape.kv_heads or heads))
     kept = {NOTHING: 4 * width + attended + 3 * inner if fused else 30 * width + 5 * inner}
     if fused:
         kept[CHEAP] = 2 * width + attended + 2 * inner
         if in_fp8 is not None:
-            products = ((width, attended - head * heads), (width, 2 * inner), (inner, width))
+            products = ((width, attended - head_dim * heads), (width, 2 * inner), (inner, width))
             kept[NOTHING] -= sum(inputs for inputs, outputs in products if in_fp8(inputs, outputs)) // 2
+    if magnitudes:
+        returned = attended - head_dim * heads + 2 * width
+        kept = {policy: count + (returned if fused else 2 * (returned + 2 * inner)) for policy, count in kept.items()}
     kept[LAYERS] = width
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     head = _head_of(model)
     fixed += head.numel() * 4 * head.requires_grad + min(chunk, tokens) * len(head) * size
-    return Estimate(fixed, shape.num_hidden_layers, {name: tokens * size * count for name, count in kept.items()}, total)
+    return Estimate(fixed, shape.layers, {name: tokens * size * count for name, count in kept.items()}, total)
+
+
+def _quantised(model: Any, layers: int, size: int) -> int:
+    """Bytes of layers whose weights are codes, two in a byte, with what lies beside these, and of the dense weights of one
+    decoder layer, which all in turn are read as."""
+    packed = [m for m in model.modules() if any(not p.is_floating_point() for p in m.parameters(recurse=False))]
+    codes = sum(p.nbytes for m in packed for p in m.parameters(recurse=False) if not p.is_floating_point())
+    beside = sum(buffer.nbytes for m in packed for buffer in m.buffers(recurse=False))
+    return codes + beside + 2 * codes // layers * size
 
 
 def _head_of(model: Any) -> torch.Tensor:

@@ -1,13 +1,15 @@
 """Hugging Face models: loading one, reading its head, and giving it a Batch."""
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
+from chronicals.model_shape import ModelShape
+from chronicals.models.four_bits import has_4bit_layers, quantise_layers
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import BASE_ROWS, input_device, load_config, load_model, load_tokenizer, load_whole
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
+from chronicals.models.packed_config import describe_packed
 from chronicals.models.positions import check_positions, last_position
 from chronicals.models.presentation import PresentedModel, in_evaluation, present, within_lora
 from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_trained_documents
-from chronicals.models.shape import ModelShape
 from chronicals.models.terms import Term, Terms
 from chronicals.models.towers import beside_text, is_within, read_processors, save_processors
 
@@ -24,6 +26,8 @@ __all__ = [
     "asks_for_router_loss",
     "beside_text",
     "check_positions",
+    "describe_packed",
+    "has_4bit_layers",
     "in_evaluation",
     "in_trained_documents",
     "input_device",
@@ -35,6 +39,7 @@ __all__ = [
     "load_whole",
     "present",
     "prove_packability",
+    "quantise_layers",
     "read_head",
     "read_processors",
     "save_processors",

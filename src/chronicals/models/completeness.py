@@ -7,6 +7,8 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from chronicals.model_shape import ModelShape
+
 logger = logging.getLogger(__name__)
 
 COMPUTED = re.compile(r"(^|\.)(position_ids|inv_freq|masked_bias|attn\.bias|attention\.bias)$")
@@ -55,7 +57,7 @@ def _is_left_by_design(model: Any, name: str) -> bool:
     text = model.config.get_text_config()
     layer = re.search(r"\.layers\.(\d+)\.", name)
     further = getattr(text, "num_nextn_predict_layers", None) or 0
-    if NEXT_TOKENS.search(name) or (layer and 0 <= int(layer[1]) - text.num_hidden_layers < further):
+    if NEXT_TOKENS.search(name) or (layer and 0 <= int(layer[1]) - ModelShape.of(model.config).layers < further):
         return True
     is_of_this_class = type(model).__name__ in (model.config.architectures or ())
     return not is_of_this_class and _is_beside(model, name)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter
 from chronicals.models.linear import UnknownLinear, read_linear
+from chronicals.quantization import Linear4bit
 
 
 class UnknownHead(ValueError):
@@ -69,6 +70,10 @@ def read_head(model: Any) -> Head:
         layer, adapter, _ = read_linear(model.get_output_embeddings())
     except UnknownLinear as error:
         raise UnknownHead(f"the output layer of {type(model).__name__} {error}") from None
+    if isinstance(layer, Linear4bit):
+        raise UnknownHead(f"the output layer of {type(model).__name__} has its weight in 4 bits")
+    if adapter is not None and adapter.magnitude is not None:
+        raise UnknownHead(f"the output layer of {type(model).__name__} has DoRA (use_dora), whose magnitudes no loss knows")
     config = model.config.get_text_config()
     scale = 1.0
     for field, factor in SCALES.items():

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from chronicals.kernels.adapter import Adapter
+from chronicals.quantization import Linear4bit
+from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, shared
 
 
 class UnknownLinear(ValueError):
@@ -18,18 +20,20 @@ class ReadLinear(NamedTuple):
     """A linear layer as it is now: its adapter may be off or merged later.
 
     Attributes:
-        layer: the plain layer.
+        layer: the plain layer, its weight in 4 bits or not.
         adapter: on it; None where there is none, or where it is off.
         rank: of an adapter that is there, on or off.
     """
 
-    layer: nn.Linear
+    layer: nn.Linear | Linear4bit
     adapter: Adapter | None
     rank: int
 
 
 def _of_chronicals(layer: Any) -> tuple[Adapter | None, bool]:
-    return Adapter(layer.lora_A, layer.lora_B, layer.scale, layer.dropout if layer.training else 0.0), layer.enabled
+    dropout, magnitude = layer.dropout if layer.training and layer.enabled else 0.0, layer.lora_magnitude_vector
+    a, b = layer.matrices or (layer.lora_A, layer.lora_B)
+    return Adapter(a, b, layer.scale, dropout, magnitude), layer.matrices is not None
 
 
 def _of_peft(layer: Any) -> tuple[Adapter | None, bool]:
@@ -48,6 +52,7 @@ def _of_peft(layer: Any) -> tuple[Adapter | None, bool]:
 ADAPTED: dict[str, Callable[[Any], tuple[Adapter | None, bool]]] = {
     "chronicals.lora.layers.LoRALinear": _of_chronicals,
     "peft.tuners.lora.layer.Linear": _of_peft,
+    "peft.tuners.lora.bnb.Linear4bit": _of_peft,
 }
 """Layers that add an adapter to their ``base_layer``, and how it is read from them, and whether it is on."""
 
@@ -62,6 +67,11 @@ def read_linear(layer: Any) -> ReadLinear:
     read_adapter = ADAPTED.get(f"{type(layer).__module__}.{type(layer).__qualname__}")
     if read_adapter is not None:
         layer, (adapter, on) = layer.base_layer, read_adapter(layer)
-    if type(layer) is not nn.Linear:
+    if is_of_bitsandbytes(layer):
+        try:
+            layer = shared(layer)
+        except ValueError as error:
+            raise UnknownLinear(str(error)) from None
+    if type(layer) not in (nn.Linear, Linear4bit):
         raise UnknownLinear(f"is {type(layer).__name__}, not a plain torch.nn.Linear")
     return ReadLinear(layer, adapter if on else None, 0 if adapter is None else len(adapter.a))

@@ -9,7 +9,9 @@ import torch
 from safetensors import SafetensorError
 
 from chronicals.config.paths import lasting
+from chronicals.model_shape import ModelShape
 from chronicals.models.completeness import check_whole
+from chronicals.models.four_bits import linear_layers, quantising_while_reading
 from chronicals.models.towers import read_processors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
@@ -56,22 +58,67 @@ def _where(name: str | Path) -> str:
     return "" if Path(name).is_dir() else "there is no such folder here, and as a hub name: "
 
 
-def load_model(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+def load_model(
+    name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None
+) -> Any:  # fmt: skip
     """A causal language model, or one of images and text, from a folder or hub name, in host memory.
+
+    Args:
+        quantization: ``nf4``: the linear layers of its decoder layers are quantised to 4 bits as they are read.
 
     Raises:
         ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the reason.
     """
     try:
-        auto_class = _auto_class(name, trust_remote_code)
-        model = load_whole(auto_class, name, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True)
+        config = _config(name, trust_remote_code)
+        options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+        load = load_packed if is_packed(config) else load_whole
+        if quantization is not None and load is load_whole:
+            options |= _quantising(config)
+        model = load(_auto_class(config), name, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}") from error
     model.config._name_or_path = lasting(name)
     read_processors(model)
-    setattr(model, BASE_ROWS, getattr(model.config.get_text_config(), "vocab_size", None))
+    setattr(model, BASE_ROWS, ModelShape.of(model.config).vocabulary or None)
+    return model
+
+
+def is_packed(config: Any) -> bool:
+    """Whether a configuration is of a checkpoint in bitsandbytes' 4 bits.
+
+    Raises:
+        ValueError: it is of one in bitsandbytes' 8 bits.
+    """
+    described = _quantization(config)
+    if described.get("load_in_8bit"):
+        raise ValueError(
+            "quantization_config has load_in_8bit=True: weights in LLM.int8 cannot be trained here; take the model in 16 bits, "
+            "or a copy of it in 4 bits (load_in_4bit)"
+        )
+    return bool(described.get("load_in_4bit"))
+
+
+def _quantization(config: Any) -> dict[str, Any]:
+    described = getattr(config, "quantization_config", None) or {}
+    return described if isinstance(described, dict) else described.to_dict()
+
+
+def load_packed(auto_class: Any, name: str | Path, **options: Any) -> Any:
+    """``load_whole`` of a checkpoint in bitsandbytes' 4 bits, whose layers become ``Linear4bit``; that library is not needed.
+
+    Raises:
+        ValueError: as there; or a packed weight is damaged; the message names it.
+    """
+    from chronicals.models.packed_loading import as_ours, settle
+
+    config = _config(name, options.get("trust_remote_code", False))
+    described = _quantization(config)
+    config.quantization_config = as_ours(described)
+    model = load_whole(auto_class, name, config=config, **options)
+    settle(model, described)
     return model
 
 
@@ -91,12 +138,43 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
     return model
 
 
-def _auto_class(name: str | Path, trust_remote_code: bool) -> Any:
+def _config(name: str | Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
+
+
+def quantised_names(name: str | Path, trust_remote_code: bool = False) -> set[str]:
+    """Names of the weights that ``load_model`` quantises.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    config = load_config(name, trust_remote_code)
+    with torch.device("meta"):
+        model = _auto_class(config).from_config(config)
+    return {f"{path}.weight" for path in linear_layers(model)}
+
+
+def _quantising(config: Any) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` by which it quantises what it reads.
+
+    Raises:
+        ValueError: that is quantised already, otherwise than in 4 bits of bitsandbytes.
+    """
+    if described := _quantization(config):
+        raise ValueError(
+            f"quantization='nf4': its weights are quantised already ({described.get('quant_method')}); leave it out "
+            "(--load-in-4bit too)"
+        )
+    return {"quantization_config": quantising_while_reading()}
+
+
+def _auto_class(config: Any) -> Any:
     """transformers' Auto class for the model: causal LM, or image-text-to-text if the configuration names such a class."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     of_text = type(config) in auto.MODEL_FOR_CAUSAL_LM_MAPPING or hasattr(config, "auto_map")
     with_images = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
     if with_images is not None and (not of_text or with_images.__name__ in (config.architectures or ())):

@@ -202,9 +202,7 @@ def _attend_documents(model: Any) -> None:
     without = attention_seam.module_without(model, SEAM)
     if without:
         attention_seam.remove(model, SEAM)
-        raise RuntimeError(
-            f"the attention of {without} cannot take document bounds, so documents would see each other"
-        )
+        raise RuntimeError(f"the attention of {without} cannot take document bounds, so documents would see each other")
 
 
 @contextmanager

@@ -1,8 +1,8 @@
 """Optimizers and learning-rate schedules."""
 
-from chronicals.optimizers.adam_8bit import Adam8bit
+from chronicals.optimizers.adam_8bit import Adam8bit, keep_full_moments, moment_bytes, moments_in_8_bits
 from chronicals.optimizers.adamw import FusedAdamW
-from chronicals.optimizers.lora_plus import create_lora_plus_optimizer
+from chronicals.optimizers.lora_plus import create_lora_plus_optimizer, lora_plus_groups
 from chronicals.optimizers.schedules import SCHEDULES, learning_rate_factor
 
 __all__ = [
@@ -10,5 +10,9 @@ __all__ = [
     "Adam8bit",
     "FusedAdamW",
     "create_lora_plus_optimizer",
+    "keep_full_moments",
     "learning_rate_factor",
+    "lora_plus_groups",
+    "moment_bytes",
+    "moments_in_8_bits",
 ]

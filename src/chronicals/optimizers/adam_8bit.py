@@ -6,10 +6,11 @@ most from one row to another (ibid., section 2.3).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from chronicals.kernels.adamw_8bit import SIZE, quantize_moment
 from chronicals.optimizers.adamw import FusedAdamW
@@ -31,7 +32,7 @@ class Adam8bit(FusedAdamW):
 
     def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """Codes of zeros, ``exp_avg`` and ``exp_avg_sq``, uint8, and their scales, fp32; or moments in fp32."""
-        if parameter.ndim < 2 or parameter.numel() < SMALLEST or self._group_of(parameter).get("full_moments"):
+        if not _is_large(parameter) or self._group_of(parameter).get("full_moments"):
             return super()._new_moments(parameter)
         found: dict[str, Tensor] = {}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
@@ -42,3 +43,35 @@ class Adam8bit(FusedAdamW):
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(parameter is own for own in group["params"]))
+
+
+def _is_large(parameter: Tensor) -> bool:
+    return parameter.ndim >= 2 and parameter.numel() >= SMALLEST
+
+
+def _embeddings(model: nn.Module) -> set[int]:
+    """Of the weights whose rows are looked up: a tied head is one, so are PEFT's adapters of an embedding."""
+    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters(recurse=False)}
+    return tables | {id(p) for name, p in model.named_parameters() if "lora_embedding" in name}
+
+
+def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """``groups`` with the embeddings of ``model`` split off each, into a group whose moments ``Adam8bit`` keeps in fp32."""
+    tables, found = _embeddings(model), []
+    for group in groups:
+        inside, others = ([p for p in group["params"] if (id(p) in tables) == embeds] for embeds in (True, False))
+        found += [{**group, "params": others}, {**group, "params": inside, "full_moments": True}]
+    return [group for group in found if group["params"]]
+
+
+def moments_in_8_bits(model: nn.Module) -> list[Tensor]:
+    """The trained weights of ``model`` whose moments are in 8 bits, in groups of ``keep_full_moments``."""
+    tables = _embeddings(model)
+    return [p for p in model.parameters() if p.requires_grad and _is_large(p) and id(p) not in tables]
+
+
+def moment_bytes(model: nn.Module) -> int:
+    """Of both moments of all trained weights, scales included, in groups of ``keep_full_moments``."""
+    narrow = moments_in_8_bits(model)
+    inside = sum(2 * (p.numel() + 4 * -(-p.numel() // SIZE)) for p in narrow)
+    return inside + 8 * (sum(p.numel() for p in model.parameters() if p.requires_grad) - sum(p.numel() for p in narrow))

@@ -225,10 +225,13 @@ class FusedAdamW(torch.optim.Optimizer):
         """Restore the states that ``state_of`` returned; the weight must already have the value it had then.
 
         Raises:
-            ValueError: a state is missing or has another shape.
+            ValueError: a state is missing, has another shape, or is of a code where it is a number here.
         """
         own = self.state_of(parameter)
         for name, tensor in own.items():
+            if name in state and torch.uint8 in (kinds := {state[name].dtype, tensor.dtype}) and len(kinds) > 1:
+                found = f"optimizer state {name!r} of a weight {tuple(parameter.shape)} is {state[name].dtype}"
+                raise ValueError(f"{found}, here {tensor.dtype}: one optimizer has states in 8 bits, the other has not")
             if name not in state or state[name].shape != tensor.shape:
                 raise ValueError(f"optimizer state {name!r} of a weight {tuple(parameter.shape)} is missing or misshapen")
             tensor.copy_(state[name])

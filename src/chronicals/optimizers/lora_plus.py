@@ -10,13 +10,24 @@ from chronicals.optimizers.adamw import FusedAdamW
 def create_lora_plus_optimizer(
     model: nn.Module, base_lr: float, lr_ratio: float = 16.0, weight_decay: float = 0.0, **options: Any
 ) -> FusedAdamW:
-    """``FusedAdamW`` over the trainable parameters of ``model``, those named ``lora_B`` in a group of their own.
+    """``FusedAdamW`` over ``lora_plus_groups``.
+
+    Args:
+        weight_decay: of matrices.
+        options: further arguments of ``FusedAdamW``.
+
+    Raises:
+        ValueError: the model has no trainable parameter named ``lora_B``.
+    """
+    return FusedAdamW(lora_plus_groups(model, base_lr, lr_ratio), lr=base_lr, weight_decay=weight_decay, **options)
+
+
+def lora_plus_groups(model: nn.Module, base_lr: float, lr_ratio: float = 16.0) -> list[dict[str, Any]]:
+    """The trainable parameters of ``model`` in groups of an optimizer, those named ``lora_B`` in one of their own.
 
     Args:
         base_lr: learning rate of every parameter but the B matrices.
         lr_ratio: the B matrices learn at ``base_lr * lr_ratio``.
-        weight_decay: of both groups.
-        options: further arguments of ``FusedAdamW``.
 
     Raises:
         ValueError: the model has no trainable parameter named ``lora_B``.
@@ -26,5 +37,9 @@ def create_lora_plus_optimizer(
     rest = [parameter for name, parameter in named if "lora_B" not in name.split(".")]
     if not fast:
         raise ValueError("lr_ratio has nothing to act on: the model has no trainable lora_B; call apply_lora first")
-    groups = [{"params": rest, "lr": base_lr}, {"params": fast, "lr": base_lr * lr_ratio}]
-    return FusedAdamW(groups, lr=base_lr, weight_decay=weight_decay, **options)
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in rest if p.ndim > 1], "lr": base_lr},
+        {"params": fast, "lr": base_lr * lr_ratio},
+        {"params": [p for p in rest if p.ndim <= 1], "lr": base_lr, "weight_decay": 0.0},  # magnitudes
+    ]
+    return [group for group in groups if group["params"]]

@@ -2,7 +2,7 @@
 
 from chronicals.patching.decoder_layer import fuse_weights, recompute_norms_and_units
 from chronicals.patching.fp8_layers import layers_in_fp8, offload_frozen_weights, run_in_format, run_in_fp8
-from chronicals.patching.fused_weights import unfuse_weights
+from chronicals.patching.fused_weights import forget_row_norms, unfuse_weights
 from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.tiled_mlps import forget_policies, has_gated_mlps, tile_mlps, untile_mlps
@@ -12,6 +12,7 @@ __all__ = [
     "PatchReport",
     "Replaced",
     "forget_policies",
+    "forget_row_norms",
     "fuse_weights",
     "has_gated_mlps",
     "layers_in_fp8",

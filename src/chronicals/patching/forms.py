@@ -58,7 +58,8 @@ class Form:
 def looks_like(module: nn.Module) -> bool:
     """Whether a reader of the report would expect this module among those that a kernel runs: a norm or an MLP."""
     vectors = [p for p in module._parameters.values() if p is not None]
-    norm = bool(vectors) and all(p.ndim == 1 for p in vectors) and not module._modules
+    flat = bool(vectors) and all(p.ndim == 1 for p in vectors) and not module._modules
+    norm = flat and not hasattr(module, "in_features")  # codes of a linear layer in 4 bits are a vector, too
     others = [child for child in module.children() if not isinstance(child, nn.Linear)]
     linear = sum(isinstance(child, nn.Linear) for child in module.children())
     mlp = linear in (2, 3) and not vectors and all(next(child.parameters(), None) is None for child in others)

@@ -10,7 +10,7 @@ from chronicals.kernels.fp8_linear import MULTIPLE
 from chronicals.lora.merged_linear import Format
 from chronicals.patching.decoder_layer import products_of_halves
 from chronicals.patching.fused_weights import FORMATS, Unmerged, move_to_host, use_format
-from chronicals.quantization import FP8, FP8InHost
+from chronicals.quantization import FP8, Dense, FP8InHost
 
 LEAST = 2304
 """Harmonic mean of the inputs and outputs of the smallest product that runs in FP8. What the product saves goes with inputs
@@ -34,7 +34,7 @@ class Products:
 def run_in_format(model: Any, stands: Format, pays: Callable[[int, int], bool] = lambda inputs, outputs: True) -> Products:
     """Let the products of fused layers run in a format of ``quantization/``, or of your own.
 
-    Adapters, norms and the head stay as they are. ``forget_policies`` and ``unfuse_weights`` undo it.
+    Adapters, norms, the head and weights in 4 bits stay as they are. ``forget_policies`` and ``unfuse_weights`` undo it.
 
     Args:
         stands: makes the ``Base`` that multiplies in place of a dense weight, on a device.
@@ -47,7 +47,7 @@ def run_in_format(model: Any, stands: Format, pays: Callable[[int, int], bool] =
             continue
         there += len(found)
         for owner, names, group in found:
-            if pays(group.merged.base.width, group.merged.base.outputs):
+            if isinstance(group.merged.storage, Dense) and pays(group.merged.base.width, group.merged.base.outputs):
                 use_format(owner, names, stands)
                 chosen += 1
     return Products(chosen, there, tuple(dict.fromkeys(left)))

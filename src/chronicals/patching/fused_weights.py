@@ -23,7 +23,7 @@ from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.amax import Amax
 from chronicals.lora.merged_linear import Format, Merged, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
-from chronicals.quantization import FP8InHost
+from chronicals.quantization import FP8InHost, Linear4bit
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Group:
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]):
-        self.linears: list[nn.Linear] = []
+        self.linears: list[nn.Linear | Linear4bit] = []
         self.adapters: list[Adapter | None] = []
         there: list[int] = []
         for name in names:
@@ -77,7 +77,7 @@ class Group:
             raise Unmerged("layers of one input share a weight")
         if len({adapter.dropout for adapter in self.adapters if adapter is not None}) > 1:
             raise Unmerged("adapters of one input differ in dropout")
-        if len({(x.weight.dtype, x.weight.device, x.bias is None) for x in self.linears}) > 1:
+        if len({(type(x), _dtype(x), x.weight.device, x.bias is None) for x in self.linears}) > 1:
             raise Unmerged("layers of one input differ in type, device or bias")
         on = [0 if adapter is None else len(adapter.a) for adapter in self.adapters]
         ranks = tuple(on if any(on) else there)  # adapters that are off keep their padding
@@ -98,7 +98,8 @@ class Group:
         return (None, None) if self.merged.base.why_not(rows) else (self.amax, self.gradient_amax)
 
     def __call__(
-        self, x: Tensor, remake: Remake | None = None, padded: bool = True, unread: bool = False, kept: bool = False
+        self, x: Tensor, remake: Remake | None = None, padded: bool = True, unread: bool = False, kept: bool = False,
+        stays: bool = False,
     ) -> Tensor:  # fmt: skip
         """The outputs side by side.
 
@@ -106,16 +107,22 @@ class Group:
             remake: how x is made again.
             unread: nobody reads what is returned.
             kept: what made x keeps it as well.
+            stays: what takes the outputs keeps them as they are.
             padded: x was made with ``padding`` behind its rows, if its strides say so; so may be the gradient that comes back.
         """
         merged = self.merged
         if reason := merged.base.why_not(len(x)):
             say_once(f"a batch of {len(x)} rows runs in 16 bit: {reason}")
             merged = merged.in_16_bit()
-        return merged_linear(x, merged, self.adapters, padded, True, remake, unread, self.amaxes(len(x)), kept)
+        return merged_linear(x, merged, self.adapters, padded, True, remake, unread, self.amaxes(len(x)), kept, stays)
 
 
-def is_borrowed(linear: nn.Linear) -> bool:
+def _dtype(linear: nn.Linear | Linear4bit) -> torch.dtype:
+    """Of its weight as products read it."""
+    return linear.dtype if isinstance(linear, Linear4bit) else linear.weight.dtype
+
+
+def is_borrowed(linear: nn.Linear | Linear4bit) -> bool:
     """Whether others place the weight's data: FSDP, which gathers shards into its own memory for each forward pass, or
     DeepSpeed's ZeRO. A copy elsewhere would keep the weights of the first step."""
     return getattr(linear, "_is_fsdp_managed_module", False) or hasattr(linear.weight, "ds_id")
@@ -133,11 +140,14 @@ def is_hooked(module: Any) -> bool:
     )
 
 
-def _merged(owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linear], ranks: tuple[int, ...]) -> Merged:
+def _merged(
+    owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linear | Linear4bit], ranks: tuple[int, ...]
+) -> Merged:  # fmt: skip
     """What is known of these layers, if it still holds; else they are fused anew."""
     stands: Format | None = vars(owner).get(FORMATS, {}).get(names)
     weights, biases = [x.weight for x in linears], [x.bias for x in linears]
-    alone = len(linears) == 1 and not any(ranks) and names not in vars(owner).get(DEVICES, {})
+    packed = [x.packed for x in linears if isinstance(x, Linear4bit)]
+    alone = len(linears) == 1 and not any(ranks) and not packed and names not in vars(owner).get(DEVICES, {})
     if alone and stands is None:
         return Merged.in_place(weights[0], biases[0])
     if any(is_borrowed(linear) for linear in linears):
@@ -145,22 +155,24 @@ def _merged(owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linea
         raise Unmerged(f"{', '.join(names)} cannot be fused: a sharded weight's storage is not moved")
     known: dict[tuple[str, ...], Merged] = vars(owner).setdefault(MERGED, {})
     merged = known.get(names)
-    if merged is None or merged.padding.ranks != ranks or not merged.holds(weights, biases):
+    same = merged is not None and merged.padding.ranks == ranks and merged.base.dtype == _dtype(linears[0])
+    if merged is None or not same or not merged.holds(weights, biases):
         if merged is not None and not alone:
             say_once(f"{type(owner).__name__}: {', '.join(names)} were moved or changed; they are fused anew")
         device = vars(owner).get(DEVICES, {}).get(names)
-        merged = known[names] = (
-            Merged.in_place(weights[0], biases[0], stands) if alone else _fused(weights, biases, ranks, stands, device)
-        )
+        with torch.no_grad():
+            if alone:
+                merged = Merged.in_place(weights[0], biases[0], stands)
+            elif packed:
+                merged = _moved_in(Merged.packed(packed, biases, ranks), weights, biases)
+            else:
+                merged = _moved_in(Merged.fused(weights, biases, ranks, stands, device), weights, biases)
+        known[names] = merged
     return merged
 
 
-@torch.no_grad()
-def _fused(
-    weights: Sequence[Tensor], biases: Sequence[Tensor | None], ranks: Sequence[int], stands: Format | None,
-    device: torch.device | None,
-) -> Merged:  # fmt: skip
-    merged = Merged.fused(weights, biases, ranks, stands, device)
+def _moved_in(merged: Merged, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Merged:
+    """``merged``, in which the parameters now have their data."""
     for weight, place in zip(weights, merged.storage.places):
         weight.data = place
     if merged.bias is not None:
@@ -192,6 +204,7 @@ def move_to_host(owner: nn.Module, names: tuple[str, ...], device: torch.device)
     vars(owner).get(MERGED, {}).pop(names, None)
     use_format(owner, names, FP8InHost)
     for linear in Group(owner, names).linears:
+        assert isinstance(linear, nn.Linear)
         linear.forward = partial(_with_its_weight, linear)  # type: ignore[method-assign]
 
 
@@ -235,6 +248,14 @@ def unfuse_weights(model: nn.Module) -> None:
             for linear in (child for child in owner.modules() if type(child) is nn.Linear):
                 if not linear.weight.is_contiguous():
                     linear.weight.data = linear.weight.data.contiguous()
+
+
+def forget_row_norms(model: nn.Module) -> None:
+    """Let the norms of rows, of adapters with magnitudes, be computed anew: for who changes adapters unseen, as the replay of a
+    graph does."""
+    for owner in model.modules():
+        for merged in vars(owner).get(MERGED, {}).values():
+            merged.norms.forget()
 
 
 def say_once(message: str) -> None:

@@ -225,7 +225,7 @@ class AttentionHalf(FusedHalf):
         """Queries, keys and values ``[T, H or K, W]``, normed and rotated."""
         width, interleaved, of_heads = self.attention.head_dim, self.reads.interleaved, self.reads.heads
         config, padding, amax = self.attention.config, self.first.padding, self.first.amaxes(len(qkv))[1]
-        heads = config.num_attention_heads, config.num_key_value_heads
+        heads = config.num_attention_heads, config.num_key_value_heads  # two of a ModelShape, each time that a layer runs
         if of_heads is None and getattr(self.attention, "use_rope", True):
             return fused_qkv_rope(qkv, cos, sin, heads, interleaved, padding, amax)
         if of_heads is None:
@@ -267,12 +267,13 @@ class MLPHalf(FusedHalf):
 
     def _between(self, x: Tensor, remake: Remake | None, unread: bool) -> Tensor:
         if not self.tiles:
-            return self.last(*self._unit(self.first(x, remake)), unread=unread)
+            return self.last(*self._unit(x, remake), unread=unread)
         draws = self.layer.training and draws_numbers(self.mlp)
-        return tiled(lambda x: self.last(*self._unit(self.first(x)), unread=unread or runs_again()), x, draws, tells=True)
+        return tiled(lambda x: self.last(*self._unit(x), unread=unread or runs_again()), x, draws, tells=True)
 
-    def _unit(self, both: Tensor) -> tuple[Tensor, Remake | None]:
+    def _unit(self, x: Tensor, remake: Remake | None = None) -> tuple[Tensor, Remake | None]:
         """The gated unit, and how to make it again."""
+        both = self.first(x, remake, stays=True)
         activation, padding = self.reads.activation, self.last.padding
         amax, gradient_amax = self.last.amaxes(len(both))[0], self.first.amaxes(len(both))[1]
         again = Remake(lambda both: glu_of_both(both, activation, padding, amax=_unheard(amax)), both.detach())

@@ -15,7 +15,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -82,13 +82,13 @@ class Promise:
     steps: tuple[tuple, ...] = ()
     graph: tuple[Tensor, tuple[Tensor, ...]] | None = None
     whole: Tensor | None = None
-    marks: tuple = ()
+    marks: tuple[_Mark | None, ...] = ()
     kept: dict[str, Tensor] | None = None
     at_step: tuple = ()
     lost: str = ""
 
     def __post_init__(self) -> None:
-        self.marks = self.marks or tuple(None if x is None else _mark(x) for x in (self.hidden, self.weight, self.bias))
+        self.marks = self.marks or tuple(None if x is None else _Mark.of(x) for x in (self.hidden, self.weight, self.bias))
         if self.weight.requires_grad or (self.bias is not None and self.bias.requires_grad):
             _watch_optimizers()
             _open.add(self)
@@ -164,7 +164,9 @@ class Promise:
 
     def _samples(self) -> tuple[Tensor | None, ...]:
         """Of those parts of which ``marks`` has one."""
-        return tuple(_sample(x) if x is not None and mark[-1] is not None else None for x, mark in zip(self._parts, self.marks))
+        return tuple(
+            None if x is None or mark is None or mark.sample is None else _sample(x) for x, mark in zip(self._parts, self.marks)
+        )
 
     def _check(self) -> None:
         reason = self._why_not()
@@ -186,8 +188,10 @@ class Promise:
             )
         samples = (self.at_step or self._samples()) if compared else (None, None, None)
         for x, original, mark, sample in zip(self._parts, (self.hidden, self.weight, self.bias), self.marks, samples):
-            same = x is None or x is not original or bool(self.at_step) or _is_as(x, mark)
-            if not same or (sample is not None and not torch.equal(sample, mark[-1])):
+            if x is None or mark is None:
+                continue
+            same = x is not original or bool(self.at_step) or mark.is_of(x)
+            if not same or (sample is not None and mark.sample is not None and not torch.equal(sample, mark.sample)):
                 what = "hidden states" if x is self.hidden else "weights"
                 return (
                     f"the logits are asked for after the {what} changed, by something else than an optimizer of torch; look at "
@@ -230,21 +234,35 @@ def _say_they_are_held() -> None:
     )
 
 
-def _mark(x: Tensor) -> tuple:
-    """By which a later change is seen."""
-    sample = _sample(x) if isinstance(x, nn.Parameter) else None
-    return None if x.is_inference() else x._version, x.data_ptr(), x.dtype, sample
+class _Mark(NamedTuple):
+    """By which a later change of a tensor is seen.
+
+    Attributes:
+        version: of autograd's counter; None in inference mode, which has none.
+        address, dtype: of its memory.
+        sample: some elements of a parameter, whose memory can be written past the counter; else None.
+    """
+
+    version: int | None
+    address: int
+    dtype: torch.dtype
+    sample: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor) -> _Mark:
+        sample = _sample(x) if isinstance(x, nn.Parameter) else None
+        return cls(None if x.is_inference() else x._version, x.data_ptr(), x.dtype, sample)
+
+    def is_of(self, x: Tensor) -> bool:
+        """Whether it is the tensor that was marked, as far as the host knows."""
+        if self.version is not None and x._version != self.version:
+            return False
+        return (x.data_ptr(), x.dtype) == (self.address, self.dtype)
 
 
 def _sample(x: Tensor) -> Tensor:
     """Some elements, copied."""
     return x.detach().reshape(-1)[:: max(1, x.numel() // SAMPLED)].clone()
-
-
-def _is_as(x: Tensor, mark: tuple) -> bool:
-    """Whether it is the tensor that was marked, as far as the host knows."""
-    version, place, kind, _ = mark
-    return (version is None or x._version == version) and x.data_ptr() == place and x.dtype == kind
 
 
 class LazyLogits(Tensor):

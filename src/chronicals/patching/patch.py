@@ -12,7 +12,7 @@ from chronicals.patching import attention, decoder_layer, loss
 from chronicals.patching.decoder_layer import ATTENTION, layer_signature
 from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
 from chronicals.patching.fused_weights import unfuse_weights
-from chronicals.patching.plan import Plan, plan_for
+from chronicals.patching.plan import PatchPlan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.tiled_mlps import forget_policies
 
@@ -107,7 +107,7 @@ def _inside(model: Any) -> Any:
     return target
 
 
-def _replace(path: str, module: nn.Module, plan: Plan, report: PatchReport) -> None:
+def _replace(path: str, module: nn.Module, plan: PatchPlan, report: PatchReport) -> None:
     key, part = signature(module), type(module).__name__
     _, form = plan.forms.get(key, (None, None))
     if form is None:
@@ -125,7 +125,7 @@ def _replace(path: str, module: nn.Module, plan: Plan, report: PatchReport) -> N
         report.replaced.append(Replaced(path, part, form.by))
 
 
-def _replace_layers(target: Any, plan: Plan, report: PatchReport) -> None:
+def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:
     report.whole_layers = True
     if not plan.layers:
         report.left.append(Left("", decoder_layer.NAME, plan.reasons.get(decoder_layer.NAME, plan.reasons.get("model", ""))))
@@ -143,7 +143,7 @@ def _replace_layers(target: Any, plan: Plan, report: PatchReport) -> None:
             report.left.append(Left(path, type(layer).__name__, "neither half of it is of a known form"))
 
 
-def _replace_loss(target: Any, plan: Plan, report: PatchReport) -> None:
+def _replace_loss(target: Any, plan: PatchPlan, report: PatchReport) -> None:
     head = loss.head_of(target)
     if not plan.loss or head is None:
         reason = plan.reasons.get(loss.NAME, "its head is not a plain linear layer")
@@ -156,7 +156,7 @@ def _replace_loss(target: Any, plan: Plan, report: PatchReport) -> None:
         report.notes.append(loss.ABOUT_TRAINERS)
 
 
-def _replace_attention(target: Any, plan: Plan, report: PatchReport, outputs_at_padding: bool) -> None:
+def _replace_attention(target: Any, plan: PatchPlan, report: PatchReport, outputs_at_padding: bool) -> None:
     reason = attention.why_not(target) if plan.attention else plan.reasons.get(attention.NAME, plan.reasons.get("model", ""))
     if reason:
         report.left.append(Left("", attention.NAME, reason))

@@ -41,7 +41,7 @@ gradients: the gradient of a key bias is rounding only, and some classes round t
 
 
 @dataclass
-class Plan:
+class PatchPlan:
     """What was proved for a class and configuration.
 
     Attributes:
@@ -70,20 +70,20 @@ class Plan:
         """Whether no forward, and no function beside one, was replaced since the proof."""
         return all(_code_of(cls) == code for cls, code in self.code.items())
 
-    def without(self, role: str) -> Plan:
+    def without(self, role: str) -> PatchPlan:
         """The plan without the forms of a role, or without the loss."""
         kept = {key: entry for key, entry in self.forms.items() if entry[0] != role}
         seen = self.seen | {key: DISAGREES for key in self.forms if key not in kept}
-        return Plan(kept, {}, seen, self.loss and role != loss.NAME, self.attention, dict(self.reasons))
+        return PatchPlan(kept, {}, seen, self.loss and role != loss.NAME, self.attention, dict(self.reasons))
 
 
 Run = tuple[float, dict[str, Tensor]]
 """Loss, and gradients by name."""
 
-_PLANS: dict[tuple[type, str], Plan] = {}
+_PLANS: dict[tuple[type, str], PatchPlan] = {}
 
 
-def plan_for(model: Any) -> Plan:
+def plan_for(model: Any) -> PatchPlan:
     """The plan for the class and configuration of ``model``; its tensors are not touched. Cached."""
     try:
         config = twin_config(model.config)
@@ -102,9 +102,9 @@ def _code_of(cls: type[nn.Module]) -> tuple:
     return cls.forward, *functions_beside(cls.forward)
 
 
-def _from_shells(model: nn.Module, reason: str) -> Plan:
+def _from_shells(model: nn.Module, reason: str) -> PatchPlan:
     """Without a twin: every part proved by itself, on a shell of it. Loss and attention need a whole model and stay."""
-    plan = Plan(reasons={loss.NAME: reason, attention.NAME: reason})
+    plan = PatchPlan(reasons={loss.NAME: reason, attention.NAME: reason})
     with plain_surroundings():
         for module in model.modules():
             key = signature(module)
@@ -117,8 +117,8 @@ def _from_shells(model: nn.Module, reason: str) -> Plan:
     return plan
 
 
-def _make(cls: type, config: Any) -> Plan:
-    plan = Plan()
+def _make(cls: type, config: Any) -> PatchPlan:
+    plan = PatchPlan()
     try:
         twin = build_twin(cls, config).train()
         for module in twin.modules():
@@ -130,9 +130,9 @@ def _make(cls: type, config: Any) -> Plan:
         repeatable = agree(expected, run(twin))
     except Exception as error:  # any class of transformers may object to its sizes in its own way
         reason = f"a small twin could not be run ({type(error).__name__}: {error})"
-        return Plan(seen={(): NO_TWIN}, reasons={"model": reason})
+        return PatchPlan(seen={(): NO_TWIN}, reasons={"model": reason})
     if not repeatable:
-        return Plan(reasons={"model": "it does not give the same loss twice, so nothing can be compared"})
+        return PatchPlan(reasons={"model": "it does not give the same loss twice, so nothing can be compared"})
     plan.loss = loss.head_of(twin) is not None
     if not plan.loss:
         plan.reasons[loss.NAME] = "its head is not a plain linear layer"
@@ -147,7 +147,7 @@ def _make(cls: type, config: Any) -> Plan:
     return plan
 
 
-def _fused_layers(twin: Any, plan: Plan) -> dict[tuple, Form]:
+def _fused_layers(twin: Any, plan: PatchPlan) -> dict[tuple, Form]:
     """Fused layers with which the twin, given documents end to end, gives what it gives by itself: with both halves fused, or
     else with one of them, in all layers that have it; none where that does not hold."""
     layers = getattr(twin.get_decoder(), "layers", ())
@@ -247,7 +247,7 @@ def kinds_of_rows(model: Any) -> dict[str, dict[str, Tensor]]:
     return rows
 
 
-def _find(plan: Plan, key: tuple, module: nn.Module, only: Collection[str] = ()) -> bool:
+def _find(plan: PatchPlan, key: tuple, module: nn.Module, only: Collection[str] = ()) -> bool:
     for role, recognise in RECOGNISERS.items():
         form = recognise(module) if not only or role in only else None
         if form is not None:
@@ -256,7 +256,7 @@ def _find(plan: Plan, key: tuple, module: nn.Module, only: Collection[str] = ())
     return False
 
 
-def _checked(twin: Any, plan: Plan, expected: Run) -> Plan:
+def _checked(twin: Any, plan: PatchPlan, expected: Run) -> PatchPlan:
     """The plan without the role with which the whole twin gives another loss or another gradient."""
     if _holds(twin, plan, expected):
         return plan
@@ -265,10 +265,10 @@ def _checked(twin: Any, plan: Plan, expected: Run) -> Plan:
         if _holds(twin, smaller, expected):
             smaller.reasons.setdefault(role, DISAGREES)
             return smaller
-    return Plan(seen=plan.seen, reasons={"model": "no part could be replaced in the whole twin without changing it"})
+    return PatchPlan(seen=plan.seen, reasons={"model": "no part could be replaced in the whole twin without changing it"})
 
 
-def _holds(twin: Any, plan: Plan, expected: Run) -> bool:
+def _holds(twin: Any, plan: PatchPlan, expected: Run) -> bool:
     """Whether the twin, patched by the plan, gives what it gives by itself; unpatched again afterwards."""
     changed = [module for module in twin.modules() if signature(module) in plan.forms]
     for module in changed:

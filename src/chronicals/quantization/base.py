@@ -104,3 +104,12 @@ class Base(ABC):
         """Memory on the device of its products; a trained weight is held densely."""
         itemsize = self.dtype.itemsize
         return int(self.outputs * self.width * (itemsize if self.trained else self.bytes_a_value(itemsize)))
+
+
+class Storage(Base):
+    """A base that multiplies by the parameters themselves, in the memory that they have their data in."""
+
+    @property
+    @abstractmethod
+    def places(self) -> tuple[Tensor, ...]:
+        """Where the data of each part are."""

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.products import product
-from chronicals.quantization.base import Base, Operand
+from chronicals.quantization.base import Operand, Storage
 
 
-class Dense(Base):
+class Dense(Storage):
     """``W`` in one buffer with R padding columns and rows, R ≥ 0:
 
         | W     up |      forward         [x  u] · [W  up]ᵀ      for rows [T, K + R], else x Wᵀ
@@ -21,11 +21,15 @@ class Dense(Base):
         matrix: W, ``[N, K]``; with padding it is the corner of a buffer ``[N + R, K + R]`` with dense rows.
         parts: see ``Base``.
         columns: R.
+
+    Attributes:
+        written: what ``Padding`` notes of the adapters that are in the padding now.
     """
 
     def __init__(self, matrix: Tensor, parts: Sequence[Tensor], columns: int = 0):
         super().__init__(matrix.shape, matrix.dtype, parts)
         self.matrix, self.columns, self.padded = matrix, columns, columns > 0
+        self.written: list[tuple] = []
 
     @classmethod
     def fused(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from chronicals.kernels.fp8 import Scaled, fp8_quantize, fp8_turned
+from chronicals.kernels.fp8 import Scaled, fp8_quantize, fp8_transposed
 from chronicals.kernels.fp8_linear import MULTIPLE, scaled_product
 from chronicals.quantization.base import Base, Operand
 from chronicals.quantization.dense import Dense
@@ -80,7 +80,7 @@ class FP8(Base):
         """For ``dx = dy W``."""
         if not self.trained:
             rows, *columns = self._layouts()
-            return columns[0] if columns else fp8_turned(rows)
+            return columns[0] if columns else fp8_transposed(rows)
         _, found = fp8_quantize(self.dense(), layout="columns", scale=self._scale)
         assert found is not None
         return found

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chronicals.lora import adapters, load_adapter, name_base_by_absolute_path, save_adapter
-from chronicals.models import load_whole, save_processors, within_lora
+from chronicals.models import describe_packed, load_whole, save_processors, within_lora
 from chronicals.standard_json import to_json
 
-SHAPED_BY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora")
+SHAPED_BY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 """Fields of PEFT's configuration without whose values an adapter's matrices mean something else."""
 
 
@@ -34,6 +34,7 @@ def save_model(
     if next(adapters(model), None) is not None:
         save_adapter(model, folder, state_dict=weights)
     else:
+        describe_packed(within_lora(model))
         model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         name_base_by_absolute_path(folder)
     for name, content in text_files.items():

@@ -13,6 +13,7 @@ import torch
 from chronicals.lora.loading import load_adapter, stored_rows
 from chronicals.lora.peft_format import CONFIG_FILE
 from chronicals.models import ModelShape, load_config, load_model, load_tokenizer
+from chronicals.models.loading import DTYPES
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,28 @@ class SavedModel:
         base = base_model or _read(folder / CONFIG_FILE).get("base_model_name_or_path") if adapted else None
         return cls(folder if folder.is_dir() else name, adapted, base, about)
 
-    def model(self, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
-        """It, in host memory, with our adapters where it has any.
+    def model(self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None) -> Any:
+        """It, in host memory, with our adapters where it has any, over the base that they were trained on.
+
+        Args:
+            quantization: of the base, as ``load_model`` takes it; by default that which the adapter was trained on.
 
         Raises:
             ValueError: it cannot be loaded, with what to do.
         """
         if self.adapted:
-            return load_adapter(self._of_base(load_model, dtype, trust_remote_code), self.place)
+            return load_adapter(self._base(dtype, trust_remote_code, quantization), self.place)
         if isinstance(self.place, Path) and not (self.place / "config.json").exists():
             raise ValueError(f"{self.place}: holds neither a model, an adapter, nor a run of chronicals")
-        return load_model(self.place, dtype, trust_remote_code)
+        return load_model(self.place, dtype, trust_remote_code, quantization)
+
+    def _base(self, dtype: torch.dtype, trust_remote_code: bool, quantization: str | None) -> Any:
+        """A base that was quantised is so again, of the weights as they were then."""
+        trained_on = self.about.get("base")
+        if quantization is not None or trained_on is None:
+            return self._of_base(load_model, dtype, trust_remote_code, quantization)
+        then = DTYPES[trained_on["mixed_precision"]]
+        return self._of_base(load_model, then, trust_remote_code, trained_on["quantization"]).to(dtype)
 
     def config(self, trust_remote_code: bool = False) -> Any:
         """Of transformers.

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora, report_frozen_experts
-from chronicals.lora.peft_format import CHANGED
-from chronicals.models import beside_text, is_within, read_processors, within_lora
+from chronicals.lora.embeddings import modules_to_save
+from chronicals.lora.loading import stored_start
+from chronicals.lora.peft_format import CHANGED, WEIGHTS_FILE
+from chronicals.models import beside_text, has_4bit_layers, is_within, quantise_layers, read_processors, within_lora
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +22,12 @@ ADAPTERS = {
     "lora_dropout": "dropout",
     "lora_target_modules": "target_modules",
     "use_rslora": "use_rslora",
+    "lora_rank_pattern": "rank_pattern",
+    "lora_alpha_pattern": "alpha_pattern",
+    "lora_layers": "layers",
+    "use_dora": "use_dora",
+    "lora_init": "init",
+    "lora_modules_to_save": "modules_to_save",
 }
 """Fields about adapters, and what each is called in a LoRAConfig."""
 
@@ -26,29 +35,46 @@ FEW = 4
 """Names of layers that an error tells."""
 
 
-def attach_adapters(model: Any, config: ChronicalsConfig) -> None:
+def attach_adapters(model: Any, config: ChronicalsConfig, resumed: Path | None = None) -> None:
     """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze what reads no text.
+
+    Args:
+        resumed: the folder of the model in a checkpoint, from which the run goes on: of starting values that were taken from
+            the weights it holds the very ones.
 
     Raises:
         ConfigurationError: the model's adapters have another shape than was asked for; there are none and its weights cannot
             be trained; something is trained that would not be saved; or PEFT's adapters are prompts, frozen or merged.
     """
-    _attach(model, config)
+    _attach(model, config, resumed)
     _freeze_what_reads_no_text(model)
     _check_what_is_trained(model)
 
 
-def _attach(model: Any, config: ChronicalsConfig) -> None:
+def _attach(model: Any, config: ChronicalsConfig, resumed: Path | None) -> None:
     usual = ChronicalsConfig()
+    if config.quantization is not None:
+        _quantise(model)
     _check_that_pefts_learn(model)
     if hasattr(model, "chronicals_lora"):
         _keep_adapters(model, config)
     elif config.use_lora:
-        apply_lora(model, LoRAConfig(**{own: getattr(config, name) for name, own in ADAPTERS.items()}))
+        shape = LoRAConfig(**{own: getattr(config, name) for name, own in ADAPTERS.items()})
+        known = resumed is not None and shape.takes_from_weights and (resumed / WEIGHTS_FILE).exists()
+        apply_lora(model, shape, stored_start(resumed) if known and resumed is not None else None)
     elif _is_quantised(model) and not any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise ConfigurationError("use_lora=False: the model's weights are quantised and cannot be trained; set use_lora=True")
     elif unused := [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]:
         logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
+
+
+def _quantise(model: Any) -> None:
+    """A model that was loaded in 16 or 32 bits; raises ConfigurationError where it has nothing to quantise."""
+    if not has_4bit_layers(model):
+        try:
+            quantise_layers(within_lora(model))
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
 
 
 def _check_that_pefts_learn(model: Any) -> None:
@@ -93,7 +119,9 @@ def _check_what_is_trained(model: Any) -> None:
         ConfigurationError: something is trained beside adapters, which alone are saved, or PEFT's are prompts.
     """
     if hasattr(model, "chronicals_lora"):
-        saved = [matrix for _, layer in adapters(model) for matrix in (layer.lora_A, layer.lora_B)]
+        saved = [tensor for _, layer in adapters(model) for tensor in layer.parameters(recurse=False)]
+        for module in modules_to_save(model, model.chronicals_lora.modules_to_save).values():
+            saved += module.parameters()
     elif theirs := getattr(model, "peft_config", None):
         from peft import get_peft_model_state_dict
 
@@ -118,17 +146,17 @@ def _check_what_is_trained(model: Any) -> None:
 
 
 def _is_quantised(model: Any) -> bool:
-    """Whether transformers loaded it so, and not in a way that is made for training."""
+    """Whether we or transformers loaded it so, and not in a way that is made for training."""
     quantiser = getattr(model, "hf_quantizer", None)
-    return bool(getattr(model, "is_quantized", False)) and not getattr(quantiser, "is_qat_trainable", False)
+    theirs = bool(getattr(model, "is_quantized", False)) and not getattr(quantiser, "is_qat_trainable", False)
+    return theirs or has_4bit_layers(model)
 
 
 def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
     """Go on with what is attached, under the dropout that was asked for."""
     for name in sorted(config.explicit & ADAPTERS.keys() - {"lora_dropout"}):
         asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
-        as_asked = asked is None or adapts(model, asked) if name == "lora_target_modules" else asked == found
-        if not as_asked:
+        if not _is_as_asked(model, config, name):
             if isinstance(found, list) and len(found) > FEW:
                 found = f"{', '.join(found[:FEW])} and {len(found) - FEW} others"
             raise ConfigurationError(
@@ -139,3 +167,12 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
         model.chronicals_lora = replace(model.chronicals_lora, dropout=config.lora_dropout)
         for _, layer in adapters(model):
             layer.dropout = config.lora_dropout
+
+
+def _is_as_asked(model: Any, config: ChronicalsConfig, name: str) -> bool:
+    """Whether the model's adapters are what a field asks for; layers are compared where they are, not by their names."""
+    asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
+    if name in ("lora_target_modules", "lora_layers"):
+        unlimited = config.lora_target_modules is None and config.lora_layers is None
+        return unlimited or adapts(model, config.lora_target_modules, config.lora_layers)
+    return bool(asked == found)

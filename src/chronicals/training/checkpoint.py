@@ -186,9 +186,7 @@ def _belonging_to(folder: Path) -> Iterator[None]:
 def optimizer_tensors(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor]:
     """The optimizer's states, named ``weight:state``."""
     return {
-        f"{name}:{part}": tensor
-        for name, parameter in trained(model)
-        for part, tensor in optimizer.state_of(parameter).items()
+        f"{name}:{part}": tensor for name, parameter in trained(model) for part, tensor in optimizer.state_of(parameter).items()
     }
 
 

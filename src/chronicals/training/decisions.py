@@ -12,6 +12,7 @@ from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import MULTIPLE
+from chronicals.lora import has_magnitudes
 from chronicals.memory import (
     CHEAP,
     LAYERS,
@@ -24,10 +25,12 @@ from chronicals.memory import (
     recomputes,
 )
 from chronicals.models import ModelShape, PresentedModel, input_device
+from chronicals.optimizers import moment_bytes, moments_in_8_bits
+from chronicals.optimizers.adam_8bit import SMALLEST
 from chronicals.patching import has_gated_mlps
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
-from chronicals.quantization import FP8, Dense, FP8InHost
+from chronicals.quantization import FP8, Dense, FP8InHost, Linear4bit
 
 PLAIN = {
     "use_flash_attention": "FlashAttention",
@@ -36,6 +39,8 @@ PLAIN = {
     "use_torch_compile": "torch.compile",
     "use_cuda_graphs": "CUDA graphs",
     "use_fp8": "FP8",
+    "use_8bit_optimizer": "8-bit AdamW",
+    "quantization": "base weights in 4 bits",
     "use_gradient_checkpointing": "activation recomputation",
     "activation_offload": "activation offload",
     "tiled_mlp": "tiled MLPs",
@@ -95,7 +100,8 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     fused = why_not is None
     in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
     whole = fused and plan_for(model).fuses_whole_layers  # beside a half that its class computes, nothing is counted as saved
-    needed = estimate(model, tokens, whole, *_bytes(config, product_type, ranks), config.logits_chunk_size, in_fp8)
+    sizes = _bytes(config, product_type, ranks, _moment_bytes(config, model))
+    needed = estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
     graphs, why_not_graphs = _graphs(config, presented, backend)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
@@ -111,8 +117,9 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     made = [_decide(config, field, *can) for field, can in possible.items()]
     shown = ("use_sequence_packing", "use_fused_kernels")
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
-    made += [_fp8(config, why_not, device), _recomputation(config, needed, why_not, presented), _offload(config, on_card)]
-    made += [_tiles(config, model), _frozen_weights(config), _optimizer_in_backward(config, ranks)]
+    made += [_quantization(model), _fp8(config, why_not, device), _recomputation(config, needed, why_not, presented)]
+    made += [_offload(config, on_card), _tiles(config, model), _frozen_weights(config)]
+    made += [_optimizer_in_backward(config, ranks), _8bit_optimizer(config, model)]
     return {decision.field: decision for decision in made}
 
 
@@ -127,17 +134,23 @@ def _compilation(model: Any, on_card: bool, fused: bool, router_loss: bool) -> t
     return reason is None, reason or "decoder layers"
 
 
-def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int) -> tuple[int, float, int]:
-    """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient, its states and, in
-    bf16, the lower half of its master."""
+def _moment_bytes(config: ChronicalsConfig, model: Any) -> float:
+    """Of both moments of a trained weight, in the mean."""
+    if not config.use_8bit_optimizer:
+        return 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
+    return moment_bytes(model) / max(sum(p.numel() for p in model.parameters() if p.requires_grad), 1)
+
+
+def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int, moments: float) -> tuple[int, float, float]:
+    """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient, its ``moments``
+    and, in bf16, the lower half of its master."""
     narrow = product_type.itemsize
     split = config.mixed_precision == "bf16" and not config.use_lora
     sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or _has_tiles(config)
-    states = 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
     gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
     frozen = FP8InHost if _leaves(config) else FP8 if config.use_fp8 else Dense
     weight = (2 + 2 * config.master_weights) if split else 4
-    return narrow, frozen.bytes_a_value(narrow), weight + gradient + states
+    return narrow, frozen.bytes_a_value(narrow), weight + gradient + moments
 
 
 def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:
@@ -171,6 +184,13 @@ def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> De
     if field not in config.explicit or runs:
         return Decision(field, runs, reason)
     raise ConfigurationError(f"{field}=True cannot be honoured here: {reason}; leave it out or set it to False")
+
+
+def _quantization(model: Any) -> Decision:
+    layers = sum(isinstance(module, Linear4bit) for module in model.modules())
+    return Decision(
+        "quantization", layers > 0, f"{layers} linear layers, dequantised for each product" if layers else "not asked for"
+    )
 
 
 def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device) -> Decision:
@@ -255,6 +275,21 @@ def _frozen_weights(config: ChronicalsConfig) -> Decision:
     if not _leaves(config):
         return Decision("offload_frozen_weights", False, "not asked for")
     return Decision("offload_frozen_weights", True, "as asked, of products in FP8")
+
+
+def _8bit_optimizer(config: ChronicalsConfig, model: Any) -> Decision:
+    field = "use_8bit_optimizer"
+    if not config.use_8bit_optimizer:
+        return Decision(field, False, "not asked for")
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    share = sum(p.numel() for p in moments_in_8_bits(model)) / max(trained, 1)
+    if trained and not share:
+        raise ConfigurationError(
+            f"use_8bit_optimizer=True cannot be honoured here: no trained matrix but embeddings has {SMALLEST} elements, and "
+            "smaller ones keep their states in fp32; leave it out"
+        )
+    others = f"embeddings, vectors and matrices under {SMALLEST} elements in fp32"
+    return Decision(field, True, f"as asked, the moments of {share:.1%} of the trained weights; {others}")
 
 
 def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:

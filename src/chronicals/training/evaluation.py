@@ -13,6 +13,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Source, filler_token, open_store
+from chronicals.data.steps import Steps
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
 from chronicals.objectives import Objective, Term, build_objective, shown
@@ -62,14 +63,14 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: PresentedModel, objective: Objective, stream: BatchStream, precision: Precision, ranks: Mesh | None = None
+    model: PresentedModel, objective: Objective, steps: Steps, precision: Precision, ranks: Mesh | None = None
 ) -> Evaluation:
-    """Score every document of ``stream`` once, without dropout; the model's modules return to the modes they were in."""
+    """Score every document of ``steps``, which end, without dropout; the model's modules return to the modes they were in."""
     ranks = ranks or Mesh()
     counts = Counter[str]()  # of sums of weights, too
     sums, terms = dict[str, Tensor](), dict[str, Term]()
     with in_evaluation(model.model):
-        for step in stream.steps(count=stream.steps_in_all):
+        for step in steps.steps(count=steps.left(None)):
             counts.update(counts_of(step, ranks))
             for batch in step.batches:
                 with precision.autocast():

@@ -29,12 +29,18 @@ TAUGHT = (
 """Fields of the configuration that decide which rows are let pass, and what of a row is trained."""
 
 
+OF_THE_BASE = ("quantization", "mixed_precision")
+"""Fields that decide what the weights were under adapters on a quantised base, by which it is loaded and merged again."""
+
+
 def about_data(store: TokenStore, tokenizer: Any, config: ChronicalsConfig) -> dict[str, Any]:
-    """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to score what was trained."""
+    """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to score what was trained; and how an
+    adapter's base was quantised."""
     return {
         "kinds": store.kinds,
         "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
         "taught": {field: getattr(config, field) for field in TAUGHT},
+        **({"base": {field: getattr(config, field) for field in OF_THE_BASE}} if config.quantization else {}),
     }
 
 

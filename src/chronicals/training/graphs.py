@@ -39,7 +39,7 @@ MOST = 64
 """Shapes that are captured; further ones run as usual."""
 
 Result = TypeVar("Result")
-Shape = tuple[int, int, int, int | None, tuple[tuple[str, torch.Size], ...], bool]
+BatchShape = tuple[int, int, int, int | None, tuple[tuple[str, torch.Size], ...], bool]
 
 
 @dataclass
@@ -119,8 +119,8 @@ class GraphedStep:
         self.device = parameters[0].device
         self.recorder = recorder or Recorder(self.device)
         self.on_stream = self.recorder.on_stream
-        self.met: set[Shape] = set()
-        self.of_micro: dict[Shape, _Captured] = {}
+        self.met: set[BatchShape] = set()
+        self.of_micro: dict[BatchShape, _Captured] = {}
         self.of_update: tuple[Graph, dict[str, Tensor]] | None = None
         self.counts: dict[str, Tensor] = {}
         self.gradients: list[Tensor | None] | None = None
@@ -177,7 +177,7 @@ class GraphedStep:
         self.of_micro.clear()
         logger.warning("use_cuda_graphs: steps run as usual from here on, %s", reason)
 
-    def _capture_micro(self, shape: Shape, batch: Batch) -> None:
+    def _capture_micro(self, shape: BatchShape, batch: Batch) -> None:
         static, first = batch.to(self.device), shape[-1]
         held = [p.grad for p in self.parameters]
         if first:

@@ -7,13 +7,12 @@ update afterwards, bit by bit, but for the random numbers by which states in bf1
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
-from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models import PresentedModel
 from chronicals.objectives import Count, Objective
 from chronicals.optimizers import FusedAdamW
@@ -32,6 +31,7 @@ class UpdatesInBackward:
 
     Args:
         parameters: those that are trained; the states of all of them are made at once, so that a step can be captured.
+        norm: of some gradients.
 
     Attributes:
         inspect: called whenever some gradients are there, before they are used; each is seen once.
@@ -40,15 +40,19 @@ class UpdatesInBackward:
     inspect: Callable[[], None] | None = None
 
     def __init__(
-        self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision
+        self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW,
+        precision: Precision, norm: Callable[[Sequence[Tensor]], Tensor],
     ):  # fmt: skip
-        self.model, self.objective, self.optimizer, self.precision = model, objective, optimizer, precision
+        self.model, self.objective, self.optimizer, self.precision, self.norm = model, objective, optimizer, precision, norm
         self.squares = torch.zeros((), device=parameters[0].device)
         self.waiting: list[Tensor] = []
         self.held = 0
         for parameter in parameters:
             optimizer.state_of(parameter)
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters]
+
+    def begin(self, hold: Callable[[], None]) -> None:
+        hold()
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         self._forget()
@@ -69,7 +73,7 @@ class UpdatesInBackward:
 
     def _update(self) -> None:
         gradients = [parameter.grad for parameter in self.waiting if parameter.grad is not None]
-        self.squares += gradient_norm(gradients).square()
+        self.squares += self.norm(gradients).square()
         if self.inspect is not None:
             self.inspect()
         self.optimizer.step_of(self.waiting, apply=torch.isfinite(self.squares))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from chronicals.data import BatchStream
+from chronicals.data.steps import Steps
 from chronicals.training.audit import FirstStepAudit
 from chronicals.training.callbacks import Callback, Callbacks
 from chronicals.training.errors import Interrupted, TrainingError
@@ -35,10 +35,10 @@ class Loop:
     """
 
     def __init__(
-        self, session: Session, run: Run, stream: BatchStream, held_out: BatchStream | None, saved: RunCheckpoints,
+        self, session: Session, run: Run, steps: Steps, held_out: Steps | None, saved: RunCheckpoints,
         callbacks: Callbacks, stop: Stop, about: Callable[[], dict[str, Any]],
     ):  # fmt: skip
-        self.session, self.run, self.stream, self.held_out, self.saved = session, run, stream, held_out, saved
+        self.session, self.run, self.steps, self.held_out, self.saved = session, run, steps, held_out, saved
         self.callbacks, self.stop, self.about = callbacks, stop, about
         self.config, self.device = session.config, session.precision.device
         self._told = False
@@ -55,7 +55,7 @@ class Loop:
         pending, began = None, Moment(self.device)
         session.model.train()
 
-        for step in self.stream.steps(run.position, count=0 if self._gains_no_more() else run.total_steps - run.step):
+        for step in self.steps.steps(run.position, count=0 if self._gains_no_more() else run.total_steps - run.step):
             factor = rate_factor(config, run.step, run.total_steps)
             set_learning_rate(session.optimizer, factor)
             scalars = session.train_once(step, audit.see_gradients if audit else None)
@@ -69,7 +69,7 @@ class Loop:
             pending = PendingMetrics(
                 scalars, began, step=run.step, learning_rate=config.learning_rate * factor,
                 tokens=step.counts["tokens"], targets=step.counts["targets"],
-                fill=step.counts["tokens"] / step.counts["slots"], epoch=self.stream.epoch(step.state),
+                fill=step.counts["tokens"] / step.counts["slots"], epoch=self.steps.epoch(step.state),
             )  # fmt: skip
             began = pending.moment
             if due := self._due():
@@ -105,7 +105,7 @@ class Loop:
         better = "evaluate" in due and self._evaluate()
         asked, enough = self._is_stopped(), self._gains_no_more()
         if "save" in due or (better and self.saved.keeps_best) or enough or (asked and self.stop.save):
-            self.saved.save(run, self.session.optimizer, self.session.precision, self.stream, self.about())
+            self.saved.save(run, self.session.optimizer, self.session.precision, self.steps, self.about())
         if asked:
             self.saved.finish()
             self._tell_what_is_saved()

@@ -42,8 +42,12 @@ def what_helps(config: ChronicalsConfig) -> Iterator[tuple[dict[str, Any], str]]
     if config.batch_size > 1 and in_backward:
         yield halved, "fewer tokens a step"
     if not config.use_lora:
-        if config.optimizer_state_dtype == "fp32":
+        in_fp32 = config.optimizer_state_dtype == "fp32"
+        if in_fp32 and not config.use_8bit_optimizer:
             yield {"optimizer_state_dtype": "bf16"}, "states are rounded stochastically"
+        if not config.use_8bit_optimizer:
+            other = {} if in_fp32 else {"optimizer_state_dtype": "fp32"}
+            yield {"use_8bit_optimizer": True, **other}, "states are rounded to 8 bits"
         masters = {} if config.master_weights else {"master_weights": True}
         yield {"use_lora": True, **masters}, "adapters are trained, not the weights"
     if config.max_seq_length > 1:

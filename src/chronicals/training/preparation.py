@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
-from chronicals.distributed import Mesh, card_of
+from chronicals.distributed import Mesh
 from chronicals.models import input_device
 from chronicals.objectives import OBJECTIVES
 
@@ -24,10 +24,8 @@ def one_device(model: Any, ranks: Mesh) -> torch.device:
     Raises:
         ConfigurationError: the model is spread over devices.
     """
-    if ranks.count > 1 and torch.cuda.is_available():
-        model.to(f"cuda:{card_of(ranks.local_rank)}")
-    elif torch.cuda.is_available() and getattr(model, "hf_device_map", None) is None:
-        model.to("cuda")
+    if ranks.device.type == "cuda" and (ranks.count > 1 or getattr(model, "hf_device_map", None) is None):
+        model.to(ranks.device)
     devices = {parameter.device for parameter in model.parameters()}
     if len(devices) > 1 or torch.device("meta") in devices:
         raise ConfigurationError(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from chronicals.config import ChronicalsConfig
-from chronicals.data import BatchStream
+from chronicals.data.steps import Steps
 from chronicals.distributed import Mesh
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, text_files
@@ -51,14 +51,14 @@ class RunCheckpoints:
         self.written = deque[tuple[int, Path]]()
 
     def restore(
-        self, folder: Path, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream
+        self, folder: Path, run: Run, optimizer: FusedAdamW, precision: Precision, steps: Steps
     ) -> None:  # fmt: skip
         """Bring every rank to where the run stood, bit for bit.
 
         Raises:
             CheckpointError: it was another run: other data, another order of documents, another model.
         """
-        found = self.ranks.writer_does(lambda: self._load(folder, optimizer, stream), CheckpointError)
+        found = self.ranks.writer_does(lambda: self._load(folder, optimizer, steps), CheckpointError)
         state, random_states = found["state"], found["random_states"]
         self._send_weights()
         self._send_optimizer(optimizer)
@@ -68,15 +68,15 @@ class RunCheckpoints:
         run.load_state(state)
         if self.keeps_best and not self._has_best(run):
             run.forget_the_best()
-        left = stream.left(run.position)
+        left = steps.left(run.position)
         if left is not None:  # which may take more or fewer packs than those that were done
             run.total_steps = run.step + left
         logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
 
-    def _load(self, folder: Path, optimizer: FusedAdamW, stream: BatchStream) -> dict[str, Any]:
+    def _load(self, folder: Path, optimizer: FusedAdamW, steps: Steps) -> dict[str, Any]:
         """Weights and optimizer states into this rank's; the rest is returned as JSON."""
         state = checkpoint.load_state(folder)
-        self._check_continuity(folder, state, stream)
+        self._check_continuity(folder, state, steps)
         checkpoint.load_weights(folder, self.model)
         checkpoint.load_optimizer(folder, self.model, optimizer)
         random_states = checkpoint.load_random_states(folder)
@@ -85,15 +85,16 @@ class RunCheckpoints:
             "random_states": {name: tensor.numpy().tobytes().hex() for name, tensor in random_states.items()},
         }
 
-    def _check_continuity(self, folder: Path, state: Mapping[str, Any], stream: BatchStream) -> None:
-        earlier_version = state["data"] in stream.store.earlier_keys
-        if state["data"] != stream.store.key and not earlier_version:
+    def _check_continuity(self, folder: Path, state: Mapping[str, Any], steps: Steps) -> None:
+        earlier_version = state["data"] in steps.earlier_data
+        if state["data"] != steps.data and not earlier_version:
             raise CheckpointError(
                 f"{folder}: was trained on other data (or another tokenizer, template or max_seq_length); resume with "
                 "what the run began with, or choose another output_dir"
             )
+        self._check_states(folder, state["config"])
         changed = self._changed_since({"model": state["model"], **state["config"]})
-        if state["order"] != stream.fingerprint:
+        if state["order"] != steps.fingerprint:
             otherwise = "this version tokenises the data otherwise" if earlier_version else "other rows are held out"
             reasons = [changed[name] for name in ORDERED_BY if name in changed] or [otherwise]
             raise CheckpointError(
@@ -102,6 +103,16 @@ class RunCheckpoints:
             )
         if changed:
             logger.warning("resuming with %s", ", ".join(changed.values()))
+
+    def _check_states(self, folder: Path, before: Mapping[str, Any]) -> None:
+        """States in 8 bits are of no use to states in fp32, nor these to them."""
+        had = before.get("use_8bit_optimizer", False)
+        if had != self.config.use_8bit_optimizer:
+            kind = "8 bits" if had else "fp32 or bf16"
+            raise CheckpointError(
+                f"{folder}: its optimizer states are in {kind}, so use_8bit_optimizer={not had} cannot go on with them; resume "
+                f"with use_8bit_optimizer={had}, or begin a new run from its model in another output_dir"
+            )
 
     def _changed_since(self, before: Mapping[str, Any]) -> dict[str, str]:
         """Where the model came from and fields of the configuration that are not as before, and how each is told."""
@@ -136,7 +147,7 @@ class RunCheckpoints:
                 self._staging.prepare(state.changing().values())
 
     def save(
-        self, run: Run, optimizer: FusedAdamW, precision: Precision, stream: BatchStream, about: Mapping[str, Any]
+        self, run: Run, optimizer: FusedAdamW, precision: Precision, steps: Steps, about: Mapping[str, Any]
     ) -> None:  # fmt: skip
         """Begin the checkpoint of this step, whose metrics have arrived; all ranks must ask.
 
@@ -152,8 +163,8 @@ class RunCheckpoints:
         def begin() -> None:
             facts = {
                 **run.state(),
-                "data": stream.store.key,
-                "order": stream.fingerprint,
+                "data": steps.data,
+                "order": steps.fingerprint,
                 "precision": precision.state(),
                 "model": self.model.config._name_or_path,
                 "config": self.config.to_dict(),

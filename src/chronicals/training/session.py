@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.steps import Step
 from chronicals.distributed import Mesh
+from chronicals.lora import has_magnitudes
 from chronicals.memory import (
     CHEAP,
     ActivationOffload,
@@ -27,9 +29,10 @@ from chronicals.memory import (
 )
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.objectives import Objective
-from chronicals.optimizers import FusedAdamW, create_lora_plus_optimizer
+from chronicals.optimizers import Adam8bit, FusedAdamW, keep_full_moments, lora_plus_groups
 from chronicals.patching import (
     forget_policies,
+    forget_row_norms,
     fuse_weights,
     offload_frozen_weights,
     patch_parts,
@@ -40,12 +43,13 @@ from chronicals.patching import (
 )
 from chronicals.patching.fp8_layers import LEAST
 from chronicals.training.adapters import attach_adapters
+from chronicals.training.checkpoint import MODEL
 from chronicals.training.compilation import compile_micro_step, compiles_beforehand
 from chronicals.training.decisions import Decision, decide, summary, why_not_fused
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
-from chronicals.training.step import EagerStep, counts_of, train_step
+from chronicals.training.step import EagerStep, StepParts, counts_of, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +57,9 @@ CHECKPOINTED = "_chronicals_checkpointed"
 """Attribute of a decoder whose layers an earlier run recomputed, which a later one may not need."""
 
 
-def prepare(model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None) -> Session:
+def prepare(
+    model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None, resumed: Path | None = None
+) -> Session:  # fmt: skip
     """The recipe, the only place that knows its order.
 
     The caller has loaded the model, quantising it if it is to be quantised, and moved it to its device: adapters go onto
@@ -61,12 +67,15 @@ def prepare(model: Any, config: ChronicalsConfig, objective: Objective, ranks: M
     for what was decided; the cast makes exact fp32 masters in the optimizer, which must exist; weights are joined in their
     final dtype; FP8 copies are made of the joined weights, and only those copies can wait in host memory.
 
+    Args:
+        resumed: checkpoint that the run goes on from.
+
     Raises:
         ConfigurationError: the configuration cannot be honoured with this model on this machine; the message names the field.
     """
     ranks = ranks or Mesh()
     torch.manual_seed(config.seed)  # adapters are the same on all ranks
-    attach_adapters(model, config)
+    attach_adapters(model, config, None if resumed is None else resumed / MODEL)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
     decisions = _decide(presented, config, ranks)
     _patch(presented.model, config, decisions, whole_layers=why_not_fused(config, presented) is None)
@@ -89,10 +98,12 @@ def prepare(model: Any, config: ChronicalsConfig, objective: Objective, ranks: M
 
 
 @contextmanager
-def prepared(model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None) -> Iterator[Session]:
+def prepared(
+    model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None, resumed: Path | None = None
+) -> Iterator[Session]:  # fmt: skip
     """``prepare``; afterwards the model's weights are separate tensors again, and have no gradients."""
     try:
-        yield prepare(model, config, objective, ranks)
+        yield prepare(model, config, objective, ranks, resumed)
     finally:
         _leave(model)
 
@@ -119,12 +130,13 @@ class Session:
     optimizer: FusedAdamW
     precision: Precision
     parameters: list[Tensor]
-    before_update: Callable[[], None] | None = field(init=False, default=None)
-    told: Callable[[], bool] = field(init=False, default=lambda: False)
+    before_update: Callable[[], None] = field(init=False, default_factory=lambda: lambda: None)  # of the instance: no method
+    told: Callable[[], bool] = field(init=False, default_factory=lambda: lambda: False)
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
-    _parts: EagerStep | UpdatesInBackward = field(init=False)
+    _parts: StepParts = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
     _compiles: bool = field(init=False, default=False)
+    _has_magnitudes: bool = field(init=False, default=False)
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
@@ -138,12 +150,13 @@ class Session:
             if "activation_offload" in runs:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
             if "optimizer_in_backward" in runs:
-                self._parts = around.enter_context(UpdatesInBackward(*given))
+                self._parts = around.enter_context(UpdatesInBackward(*given, self.ranks.norm))
             else:
-                self._parts = EagerStep(*given, config.max_grad_norm)
+                self._parts = EagerStep(*given, config.max_grad_norm, self.ranks.norm)
             if "use_cuda_graphs" in runs:
                 self._graphed = GraphedStep(self._parts, self.model.parameters(), self.parameters, self.optimizer)
                 around.callback(self._drop_graphs)
+            self._has_magnitudes = has_magnitudes(self.model)
             self._compiles = compiles_beforehand(config, self.presented, "optimizer_in_backward" in runs)
             self.model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
             yield
@@ -158,23 +171,23 @@ class Session:
             As ``train_step``.
         """
         counts = counts_of(step, self.ranks)
-        if self.before_update is not None and isinstance(self._parts, UpdatesInBackward):
-            self.before_update()
+        self._parts.begin(self.before_update)
         if self._compiles:
             compile_micro_step(self.presented, self.objective, step.batches[0], counts, self.precision)
             self._compiles = False
         if self._graphed is not None and inspect is None:
             with self._graphed.on_stream():
                 scalars = train_step(step, counts, self._graphed.micro, self._reduce, self._graphed.update)
-            return {**scalars, **self._beside}
-        self._parts.inspect = inspect
-        scalars = train_step(step, counts, self._parts.micro, self._reduce, self._parts.update)
-        self._parts.inspect = None
+        else:
+            self._parts.inspect = inspect
+            scalars = train_step(step, counts, self._parts.micro, self._reduce, self._parts.update)
+            self._parts.inspect = None
+        if self._has_magnitudes:
+            forget_row_norms(self.model)
         return {**scalars, **self._beside}
 
     def _reduce(self, scalars: list[Tensor]) -> Tensor | None:
-        if self.before_update is not None:
-            self.before_update()
+        self.before_update()
         if self.ranks.count > 1:
             self._beside = {"told": torch.full((), float(self.told()), device=self.precision.device)}
         return self.ranks.reduce(self.parameters, [*scalars, *self._beside.values()])
@@ -240,7 +253,7 @@ def _patch(model: Any, config: ChronicalsConfig, decisions: Mapping[str, Decisio
 
 
 def build_optimizer(model: Any, config: ChronicalsConfig) -> FusedAdamW:
-    """AdamW over what is trained: LoRA+ groups, or weight decay on matrices only.
+    """AdamW over what is trained: LoRA+ groups, or weight decay on matrices only; with 8-bit moments where asked.
 
     Raises:
         ConfigurationError: nothing requires a gradient.
@@ -258,15 +271,17 @@ def build_optimizer(model: Any, config: ChronicalsConfig) -> FusedAdamW:
     }
     of_peft = bool(getattr(model, "peft_config", None)) and "use_lora_plus" in config.explicit
     if config.use_lora_plus and (hasattr(model, "chronicals_lora") or of_peft):
-        optimizer = create_lora_plus_optimizer(
-            model, config.learning_rate, config.lora_plus_ratio, config.weight_decay, **options
-        )
+        groups = lora_plus_groups(model, config.learning_rate, config.lora_plus_ratio)
     else:
         groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in trained if p.ndim > 1]},
             {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        optimizer = FusedAdamW([g for g in groups if g["params"]], lr=config.learning_rate, **options)
+    kind: type[FusedAdamW] = FusedAdamW
+    if config.use_8bit_optimizer:
+        kind, groups = Adam8bit, keep_full_moments(model, groups)
+    groups = [group for group in groups if group["params"]]
+    optimizer = kind(groups, lr=config.learning_rate, weight_decay=config.weight_decay, **options)
     for group in optimizer.param_groups:
         group["peak"] = group["lr"]
     return optimizer

@@ -7,7 +7,7 @@ handed in: ``EagerStep`` launches every kernel, ``UpdatesInBackward`` (in_backwa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +17,6 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Step
 from chronicals.distributed import Mesh
-from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models import PresentedModel
 from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
@@ -25,7 +24,20 @@ from chronicals.training.precision import Precision
 
 
 class StepParts(Protocol):
-    """The two parts of a step that are done in different ways."""
+    """The two parts of a step that are done in different ways.
+
+    Attributes:
+        inspect: called while the gradients of a step exist, before they are used; None where nobody asks.
+    """
+
+    inspect: Callable[[], None] | None
+
+    def begin(self, hold: Callable[[], None]) -> None:
+        """Called before the first micro-batch.
+
+        Args:
+            hold: waits until weights may change; called here if ``micro`` changes them. The caller does so before ``update``.
+        """
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         """Forward and backward pass of one micro-batch; its gradients are added to those there are.
@@ -85,6 +97,7 @@ class EagerStep:
     Args:
         parameters: those that are trained.
         max_grad_norm: gradients with a larger norm are scaled down to it; None never does.
+        norm: of all gradients of the model.
 
     Attributes:
         inspect: called between ``reduce`` and the update, while the gradients of the step exist.
@@ -94,10 +107,13 @@ class EagerStep:
 
     def __init__(
         self, model: PresentedModel, objective: Objective, parameters: list[Tensor], optimizer: FusedAdamW,
-        precision: Precision, max_grad_norm: float | None,
+        precision: Precision, max_grad_norm: float | None, norm: Callable[[Sequence[Tensor]], Tensor],
     ):  # fmt: skip
         self.model, self.objective, self.precision = model, objective, precision
-        self.parameters, self.optimizer, self.max_grad_norm = parameters, optimizer, max_grad_norm
+        self.parameters, self.optimizer, self.max_grad_norm, self.norm = parameters, optimizer, max_grad_norm, norm
+
+    def begin(self, hold: Callable[[], None]) -> None:
+        """Weights change in ``update`` alone."""
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         moved = batch.to(self.precision.device, non_blocking=True)
@@ -106,7 +122,7 @@ class EagerStep:
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
         if self.inspect is not None:
             self.inspect()
-        scalars = update(self.parameters, self.optimizer, self.precision, self.max_grad_norm, holders)
+        scalars = update(self.parameters, self.optimizer, self.precision, self.max_grad_norm, self.norm, holders)
         self.optimizer.zero_grad()
         return scalars
 
@@ -145,7 +161,7 @@ def micro_step(
 
 def update(
     parameters: list[Tensor], optimizer: FusedAdamW, precision: Precision, max_grad_norm: float | None,
-    holders: Tensor | None = None,
+    norm: Callable[[Sequence[Tensor]], Tensor], holders: Tensor | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Clip and apply the gradients, unless they are not finite.
 
@@ -156,7 +172,7 @@ def update(
     Returns:
         ``grad_norm`` before clipping, and ``applied``.
     """
-    grad_norm = gradient_norm(gradients_of(parameters)) / precision.scale
+    grad_norm = norm(gradients_of(parameters)) / precision.scale
     finite = torch.isfinite(grad_norm)
     clip = 1.0 if max_grad_norm is None else (max_grad_norm / (grad_norm + 1e-6)).clamp(max=1.0)
     used = None if holders is None else dict(zip(parameters, (holders > 0).unbind()))

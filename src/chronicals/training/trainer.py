@@ -132,7 +132,7 @@ class ChronicalsTrainer:
             if self.ranks.writer and resumed is None:
                 samples.before()
             teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
-            with prepared(model, config, self.objective, self.ranks) as session:
+            with prepared(model, config, self.objective, self.ranks, resumed) as session:
                 self._session = session
                 result = self._run(session, train_store, plan, eval_store, resumed, samples)
         model.eval()
@@ -189,11 +189,11 @@ class ChronicalsTrainer:
             weights = (p for p in self.model.parameters() if p.device.type == self.device.type)
             facts = {"step": run.step, "position": run.position, "steps in all": run.total_steps, "best step": run.best_step}
             held_out = eval_store and eval_store.key
-            data = {"training data": stream.store.key, "held-out data": held_out, "order": stream.fingerprint}
+            data = {"training data": stream.data, "held-out data": held_out, "order": stream.fingerprint}
             prove_alike(self.ranks, {**data, **facts, "weights": fingerprint(weights)})
 
     def _trainable_share(self) -> float:
-        sizes = [(p.numel(), p.requires_grad) for p in self.model.parameters()]
+        sizes = [(p.numel() * (1 if p.is_floating_point() else 2), p.requires_grad) for p in self.model.parameters()]
         return sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
 
     def _own_callbacks(self) -> list[Callback]:

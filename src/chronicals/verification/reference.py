@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -35,11 +35,11 @@ tokens, exist at once. One document is never divided."""
 FEW_TOKENS, FIRST_TOKEN = 4, 3
 """Of a forward pass that shows which layers a class calls."""
 
-Document = tuple[np.ndarray, np.ndarray]
+MaskedDocument = tuple[np.ndarray, np.ndarray]
 """Ids and mask of a document, as ``TokenStore.document`` gives them."""
 
 
-def count_targets(document: Document) -> int:
+def count_targets(document: MaskedDocument) -> int:
     """Its tokens that are trained; the first is predicted by none."""
     return int(document[1][1:].sum())
 
@@ -68,7 +68,7 @@ class PlainArm:
         self.trained: dict[str, nn.Parameter] = {}
         self.autocast: torch.dtype | None = None
         if config.use_lora or hasattr(model, "chronicals_lora"):
-            self._adapt(*_adapter_fields(model, config))
+            self._adapt(_adapter_fields(model, config))
         else:
             towers = beside_text(model)
             asked = {name: p.requires_grad and not is_within(name, towers) for name, p in model.named_parameters()}
@@ -96,15 +96,23 @@ class PlainArm:
         self.autocast = autocast
 
     @torch.no_grad()
+    def take_bases(self, model: Any) -> None:
+        """Take the weights of adapted layers from ``model``, the run's, whose adapters began with a part of them."""
+        for path, layer in model.named_modules():
+            if getattr(layer, "lora_start_A", None) is not None:
+                own = self.model.get_submodule(path)
+                own.get_parameter("parametrizations.weight.original" if hasattr(own, "parametrizations") else "weight").copy_(
+                    layer.base_layer.weight
+                )
+
+    @torch.no_grad()
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Take fp32 values for what is trained; a weight that is not given is left as it was."""
         for name, parameter in self.trained.items():
             if name in weights:
                 parameter.copy_(weights[name])
 
-    def differentiate(
-        self, packs: Sequence[Sequence[Document]], scale: float = 1.0
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def differentiate(self, packs: Sequence[Sequence[MaskedDocument]], scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward over a whole step.
 
         Args:
@@ -141,7 +149,7 @@ class PlainArm:
             yield order[:many]
             order = order[many:]
 
-    def _router_losses(self, packs: Sequence[Sequence[Document]], scale: float) -> float:
+    def _router_losses(self, packs: Sequence[Sequence[MaskedDocument]], scale: float) -> float:
         """Backward of the mean over the packs of what the class itself adds for its routers, and its value."""
         value = 0.0
         for pack in packs:
@@ -159,7 +167,7 @@ class PlainArm:
                 value += float(loss.detach())
         return value
 
-    def _rows(self, documents: list[Document]) -> tuple[Tensor, Tensor, Tensor]:
+    def _rows(self, documents: list[MaskedDocument]) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, mask of what is no padding, and bool of what is trained: a row a document."""
         width = max(len(ids) for ids, _ in documents)
         ids = torch.zeros(len(documents), width, dtype=torch.long)
@@ -170,7 +178,7 @@ class PlainArm:
             mask[row, : len(tokens)] = 1
         return ids.to(self.device), mask.to(self.device), trained.to(self.device)
 
-    def _losses(self, documents: list[Document]) -> Tensor:
+    def _losses(self, documents: list[MaskedDocument]) -> Tensor:
         """``[rows]``: −Σ log p of the trained targets of each document."""
         ids, mask, trained = self._rows(documents)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
@@ -180,22 +188,32 @@ class PlainArm:
     def _products(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()
 
-    def _adapt(self, targets: list[str] | str | None, rank: int, scale: float) -> None:
-        """``x ↦ layer(x) + scale · B (A x)`` for every targeted layer; the rest is frozen."""
+    def _adapt(self, fields: Mapping[str, Any]) -> None:
+        """``x ↦ layer(x) + scale · B (A x)`` for every targeted layer; the rest is frozen. With ``use_dora`` the rows of
+        ``W + scale · B A`` are as long as a trained vector says."""
         self.model.requires_grad_(False)
-        paths = targeted(self.model, targets)
+        paths = targeted(self.model, fields["target_modules"], fields["layers"])
+        for name, parameter in self.model.named_parameters():
+            if any(f".{name}".endswith(f".{whole}.weight") for whole in fields["modules_to_save"] or ()):
+                self.trained[name] = parameter.requires_grad_(True)
+        paths = [path for path in paths if f"{path}.weight" not in self.trained]
         read = _read(self.model, paths)
         for path in paths:
+            rank, scale = _rank_and_scale(fields, path)
             layer = self.model.get_submodule(path)
             weight = layer.get_parameter("weight")
             wide, narrow = weight.shape[::-1] if isinstance(layer, nn.Linear) else weight.shape  # Conv1D is [in, out]
             a = nn.Parameter(torch.randn(rank, wide, device=self.device) / math.sqrt(wide))
             b = nn.Parameter(torch.zeros(narrow, rank, device=self.device))
             self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
+            upright, lengths = isinstance(layer, nn.Linear), None
+            if fields["use_dora"]:
+                lengths = nn.Parameter(weight.detach().float().norm(dim=1 if upright else 0))
+                self.trained[f"{path}.lora_magnitude_vector"] = lengths
             if path in read:
-                parametrize.register_parametrization(layer, "weight", _AdaptedWeight(a, b, scale, isinstance(layer, nn.Linear)))
+                parametrize.register_parametrization(layer, "weight", _AdaptedWeight(a, b, scale, upright, lengths))
             else:
-                layer.register_forward_hook(_adapter(a, b, scale))
+                layer.register_forward_hook(_adapter(a, b, scale, lengths))
 
 
 @torch.no_grad()
@@ -215,39 +233,65 @@ def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
 
 
 class _AdaptedWeight(nn.Module):
-    """``W ↦ W + scale · B A``, of a Conv1D, whose weight is ``[in, out]``, the transpose."""
+    """``W ↦ W + scale · B A``, of a Conv1D, whose weight is ``[in, out]``, the transpose; its rows are as long as ``lengths``
+    says, if there are any."""
 
-    def __init__(self, a: nn.Parameter, b: nn.Parameter, scale: float, upright: bool):
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, scale: float, upright: bool, lengths: nn.Parameter | None):
         super().__init__()
-        self.adapter = a, b, scale, upright  # in a tuple, so that they are no parameters of the model
+        self.adapter = a, b, scale, upright, lengths  # in a tuple, so that they are no parameters of the model
 
     def forward(self, weight: Tensor) -> Tensor:
-        a, b, scale, upright = self.adapter
+        a, b, scale, upright, lengths = self.adapter
         update = (b @ a) * scale
-        return weight + (update if upright else update.t()).to(weight.dtype)
+        total = weight.float() + (update if upright else update.t())
+        if lengths is not None:
+            along = 1 if upright else 0
+            total = total * (lengths / total.detach().norm(dim=along)).unsqueeze(along)
+        return total.to(weight.dtype)
 
 
-def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float) -> Any:
+def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float, lengths: nn.Parameter | None) -> Any:
     """fp32 matrices, products in the type of the layer's input: PEFT's layer in a trainer that computes in that type."""
 
-    def add(_layer: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    def add(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
         x = inputs[0]
-        return out + (F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scale).to(out.dtype)
+        added = (F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scale).to(out.dtype)
+        if lengths is None:
+            return out + added
+        bias = torch.zeros((), dtype=out.dtype, device=out.device) if layer.bias is None else layer.bias
+        weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
+        norms = (weight.float() + scale * (b @ a)).detach().norm(dim=1)
+        return ((out - bias + added) * (lengths / norms) + bias).to(out.dtype)
 
     return add
 
 
-def _adapter_fields(model: Any, config: ChronicalsConfig) -> tuple[list[str] | str | None, int, float]:
-    """Targets, rank and scale, of the adapters that are there already or of those that the run will attach."""
+def _adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
+    """What is said of the adapters that are there already, or of those that the run will attach."""
     if hasattr(model, "chronicals_lora"):
-        own = model.chronicals_lora
-        return own.target_modules, own.rank, own.alpha / (math.sqrt(own.rank) if own.use_rslora else own.rank)
-    rank = config.lora_rank
-    return config.lora_target_modules, rank, config.lora_alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        return vars(model.chronicals_lora)
+    named = ("target_modules", "layers", "rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save")
+    return {name: getattr(config, f"lora_{name}") for name in named} | {
+        "use_rslora": config.use_rslora, "use_dora": config.use_dora,
+    }  # fmt: skip
 
 
-def targeted(model: Any, wanted: list[str] | str | None) -> list[str]:
-    """Paths of the linear layers that the option asks to adapt, in a model without adapters."""
+def _rank_and_scale(fields: Mapping[str, Any], path: str) -> tuple[int, float]:
+    """Of the adapter at a path."""
+    found = {name: fields[name] for name in ("rank", "alpha")}
+    for name in found:
+        for key, value in reversed(fields[f"{name}_pattern"].items()):
+            if re.fullmatch(f"(.*\\.)?({key})", path):
+                found[name] = value
+    rank = int(found["rank"])
+    return rank, found["alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
+
+
+def targeted(model: Any, wanted: list[str] | str | None, layers: Collection[int] | None = None) -> list[str]:
+    """Paths of the linear layers that the options ask to adapt, in a model without adapters."""
+    if layers is not None:
+        found = [(path, re.search(r"\.(\d+)\.", path)) for path in targeted(model, wanted)]
+        return [path for path, number in found if number and int(number[1]) in layers]
     head = model.get_output_embeddings()
     paths = [path for path, layer in model.named_modules() if linear_shape(layer)]
     if wanted is None or wanted == "all-linear":

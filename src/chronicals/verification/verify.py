@@ -41,7 +41,7 @@ from chronicals.verification.eight_bits import round_products
 from chronicals.verification.modules import Modules
 from chronicals.verification.path import Made, TrainingPath
 from chronicals.verification.reference import (
-    Document,
+    MaskedDocument,
     PlainAdamW,
     PlainArm,
     changed_buffers,
@@ -132,7 +132,10 @@ def verify(
         notes.append("master_weights=False is true here: the noise of the rounding is larger than an update")
     if config.optimizer_state_dtype != "fp32":
         notes.append(f"optimizer_state_dtype={config.optimizer_state_dtype!r} is 'fp32' here: the plain arms round none")
-    config = config.replace(lora_dropout=0.0, master_weights=True, optimizer_state_dtype="fp32")
+    if config.use_8bit_optimizer:
+        notes.append("use_8bit_optimizer=True is False here: the plain arms keep states in fp32")
+    exactly = {"master_weights": True, "optimizer_state_dtype": "fp32", "use_8bit_optimizer": False}
+    config = config.replace(lora_dropout=0.0, **exactly)
     embedding_rows = model.get_input_embeddings().weight.shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
     check_positions(model, store.longest)
@@ -155,6 +158,8 @@ def verify(
         fp32.router_loss = plain.router_loss = 0.0
         told = f"{type(model).__name__} adds none, or one that the run leaves out"
         notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
+    for arm in (fp32, plain):
+        arm.take_bases(model)
     plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
     if config.use_fp8:
         for name in layers_in_fp8(model):
@@ -168,7 +173,7 @@ def verify(
     return compared.verification(notes, _facts(model, config, device, steps))
 
 
-def documents_of(store: TokenStore, stream: BatchStream, position: int) -> list[list[Document]]:
+def documents_of(store: TokenStore, stream: BatchStream, position: int) -> list[list[MaskedDocument]]:
     """The documents of each pack of the step that begins at ``position``, each by itself, from the store."""
     return [[store.document(document) for document in pack] for pack in stream.packs_of(position) if len(pack)]
 
@@ -198,7 +203,7 @@ class _Comparison:
         own = self.fp32.trained
         return {name: self.path.weight(name) if name in self.path.trained else own[name].detach().clone() for name in own}
 
-    def one_step(self, step: Step, number: int, packs: list[list[Document]]) -> None:
+    def one_step(self, step: Step, number: int, packs: list[list[MaskedDocument]]) -> None:
         before = self._weights()
         self.fp32.load(before)
         self.plain.load(before)

@@ -1,0 +1,120 @@
+"""DoRA: each row of an adapted weight has a trained length, its magnitude (Liu et al., 2024, arXiv 2402.09353).
+
+    W' = diag(m / n) (W + s B A)        n = ‖W + s B A‖, a constant in the backward pass (section 4.3); at first m = ‖W‖
+    n² = ‖W‖² + Σᵣ (2 W Aᵀ + s B A Aᵀ) ⊙ s B
+
+Norms are those of rows, W ``[N, K]``, A ``[r, K]``, B ``[N, r]``, m and n ``[N]``. The second line needs W in one product as
+wide as the rank, not W + s B A.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.kernels.products import product
+from chronicals.lora.padding import Padding
+from chronicals.quantization import Base
+
+ROWS = 1024
+"""Rows of the identity that a layer multiplies at a time."""
+
+SHORTEST = 1e-18
+"""A row of zeros is taken to be so long, so that nothing is divided by zero."""
+
+
+class RowNorms:
+    """n of the rows of a base with the adapters that are in its padding, computed once while both stay what they are.
+
+    It is kept in the same memory, which CUDA graphs read. What a graph is captured from is computed in that graph, too.
+    """
+
+    def __init__(self) -> None:
+        self._norms: tuple[tuple, Tensor] | None = None
+        self._squares: tuple[tuple, Tensor] | None = None
+
+    def of(self, base: Base, padding: Padding) -> Tensor:
+        """``[N]``, at least fp32."""
+        parts = tuple((part.data_ptr(), part._version) for part in base.parts)
+        key = parts, tuple(padding.written), _is_captured(padding.down)
+        if self._norms is not None and self._norms[0] == key:
+            return self._norms[1]
+        if self._squares is None or self._squares[0] != parts:
+            self._squares = parts, squared_norms(base.dense())
+        across = base.forward(base.operand(padding.down, True, False)).t()
+        norms = adapted_norms(self._squares[1], across, padding.down, padding.up)
+        self._norms = key, norms if self._norms is None else self._norms[1].copy_(norms)
+        return self._norms[1]
+
+    def forget(self) -> None:
+        """Compute them anew when they are needed next: the replay of a graph changes adapters, not their versions."""
+        if self._norms is not None:
+            self._norms = (), self._norms[1]
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether what is computed of x goes into a graph."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def factors_of(magnitudes: Sequence[Tensor | None], norms: Tensor, sizes: Sequence[int]) -> Tensor:
+    """m / n of the rows of all layers, 1 where a layer has no magnitude."""
+    parts = zip(magnitudes, norms.split(list(sizes)), strict=True)
+    return torch.cat([torch.ones_like(n) if m is None else m / n for m, n in parts])
+
+
+def adapted_norms(squares: Tensor, crossed: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """n, in the dtype of ``squares``.
+
+    Args:
+        squares: ‖W‖², ``[N]``.
+        crossed: W Aᵀ, ``[N, r]``.
+        down, up: A and s·B.
+    """
+    kind = squares.dtype
+    down, up = down.to(kind), up.to(kind)
+    more = ((2 * crossed.to(kind) + up @ (down @ down.t())) * up).sum(1)
+    return (squares + more).clamp_(min=SHORTEST**2).sqrt_()
+
+
+def squared_norms(weight: Tensor) -> Tensor:
+    """‖W‖², in at least fp32."""
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(weight.dtype, torch.float32)).square_()
+
+
+def is_plain(weight: Any) -> bool:
+    """Whether the weight is numbers of at least 16 bits, not quantised."""
+    return bool(weight.is_floating_point() and weight.element_size() > 1)
+
+
+def squared_norms_of(layer: Any, width: int) -> Tensor:
+    """‖W‖² of a linear layer, quantised or not: of what it returns for the identity, where its weight is not plain."""
+    if is_plain(layer.weight):
+        return squared_norms(upright(layer))
+    device = layer.weight.device
+    kind = getattr(layer, "compute_dtype", None) or torch.float32
+    parts = torch.eye(width, device=device, dtype=kind).split(ROWS)
+    return torch.stack([unbiased(layer, rows).float().square().sum(0) for rows in parts]).sum(0)
+
+
+def crossed(layer: Any, down: Tensor) -> Tensor:
+    """W Aᵀ of a linear layer, quantised or not."""
+    if is_plain(layer.weight):
+        weight = upright(layer)
+        return product(weight, down.to(weight.dtype).t(), torch.promote_types(weight.dtype, torch.float32))
+    return unbiased(layer, down.to(getattr(layer, "compute_dtype", None) or down.dtype)).t()
+
+
+def upright(layer: Any) -> Tensor:
+    """W ``[N, K]``; that of a Conv1D is stored as ``[K, N]``."""
+    weight: Tensor = layer.weight.detach()
+    return weight if isinstance(layer, nn.Linear) else weight.t()
+
+
+def unbiased(layer: Any, x: Tensor) -> Tensor:
+    """What the layer returns for x, less its bias."""
+    y: Tensor = layer(x)
+    return y if layer.bias is None else y - layer.bias

@@ -1,0 +1,148 @@
+"""Linear layers of decoder layers in 4 bits: quantised while a checkpoint is read, or in a model that is there.
+
+Head, embeddings, norms, routers and whatever is no plain linear layer stay as they are. While reading, no more than one
+tensor exists in 16 bit beside those that stay so.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.memory import decoder_layers
+from chronicals.quantization import Linear4bit, Packed
+
+logger = logging.getLogger(__name__)
+
+METHOD = "chronicals_nf4"
+"""By which transformers finds what quantises while it reads."""
+
+ROUTERS = ("gate", "router", "shared_expert_gate")
+"""Names of small linear layers that choose experts, where a rounding would choose others."""
+
+
+def has_4bit_layers(model: nn.Module) -> bool:
+    return any(isinstance(module, Linear4bit) for module in model.modules())
+
+
+def quantise_layers(model: Any) -> int:
+    """Quantise the linear layers of the decoder layers to NF4, in place, one after the other; how many there were.
+
+    Raises:
+        ValueError: there is none, nor one in 4 bits already.
+    """
+    layers = linear_layers(model)
+    if not layers and not has_4bit_layers(model):
+        raise _no_layers(model)
+    for path, layer in layers.items():
+        model.set_submodule(path, Linear4bit.of(layer))
+    _report(model)
+    return len(layers)
+
+
+def quantising_while_reading() -> Any:
+    """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers of the decoder layers to NF4;
+    nothing of it stays in the model's configuration."""
+    return _classes()()
+
+
+def linear_layers(model: Any) -> dict[str, nn.Linear]:
+    """By their paths, the plain layers that are to be quantised."""
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if type(module) is nn.Linear
+        and id(module) in inside
+        and path.removesuffix(".base_layer").rpartition(".")[2] not in ROUTERS
+    }
+
+
+def _no_layers(model: Any) -> ValueError:
+    return ValueError(
+        f"quantization='nf4': {type(model).__name__} has no list of decoder layers with plain linear layers, so nothing would "
+        "be quantised; leave it out"
+    )
+
+
+def _report(model: Any) -> None:
+    packed = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    inside = sum(module.out_features * module.in_features for module in packed)
+    others = sum(p.numel() for p in model.parameters() if p.is_floating_point())
+    share, size = inside / (inside + others), sum(module.packed.bytes for module in packed) / 2**30
+    logger.info("quantization: %d linear layers in NF4, %.1f %% of the weights, in %.2f GiB", len(packed), 100 * share, size)
+
+
+@functools.cache
+def _classes() -> Any:
+    """The configuration that asks transformers for the quantiser below, which is registered."""
+    from transformers.core_model_loading import ConversionOps
+    from transformers.quantizers import HfQuantizer
+    from transformers.quantizers.auto import register_quantization_config, register_quantizer
+    from transformers.utils.quantization_config import QuantizationConfigMixin
+
+    @register_quantization_config(METHOD)
+    class Configuration(QuantizationConfigMixin):
+        def __init__(self, **_: Any):
+            self.quant_method = METHOD  # type: ignore[assignment]
+
+    class Quantise(ConversionOps):
+        def __init__(self, left: set[str]):
+            self.left = left
+
+        def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Tensor]:
+            ((name, value),) = input_dict.items()
+            self.left.discard(name)
+            return {name: _take(model, name.removesuffix(".weight"), value[0] if isinstance(value, list) else value)}
+
+    @register_quantizer(METHOD)
+    class Quantiser(HfQuantizer):
+        left: set[str]
+
+        def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
+            self.left = {f"{path}.weight" for path in linear_layers(model)}
+            if not self.left:
+                raise _no_layers(model)
+            return model
+
+        def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
+            return param_name in self.left
+
+        def get_quantize_ops(self) -> Any:
+            return Quantise(self.left)
+
+        def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+            conversions = getattr(model, "_weight_conversions", None)
+            self.remove_quantization_config(model)
+            model._weight_conversions = conversions
+            vars(model).pop("is_quantized", None)
+            for module in (module for module in model.modules() if hasattr(module, "config")):
+                vars(module.config).pop("_is_quantized", None)
+            _report(model)
+            return model
+
+        def is_serializable(self) -> bool:
+            return False
+
+        @property
+        def is_trainable(self) -> bool:
+            return True
+
+    return Configuration
+
+
+def _take(model: Any, path: str, weight: Tensor) -> Tensor:
+    """Put a layer in 4 bits, made of a weight that was read, in the place of the plain one, and return its codes; a weight of
+    another shape stays what it is, for the loader to complain of. Where there is a card, that quantises."""
+    linear = model.get_submodule(path)
+    if weight.shape != linear.weight.shape:
+        return weight
+    place = torch.device("cuda") if torch.cuda.is_available() else weight.device
+    layer = Linear4bit(Packed.of(weight.to(place)), linear.bias).to(weight.device)
+    layer._is_hf_initialized = True  # type: ignore[assignment]
+    model.set_submodule(path, layer)
+    return layer.weight

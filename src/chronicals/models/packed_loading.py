@@ -1,0 +1,139 @@
+"""Loading checkpoints whose linear layers are in bitsandbytes' 4 bits, by transformers, into layers of ours.
+
+transformers knows a quantizer, which prepares the model and says what becomes of the tensors of a file. This one puts a place
+for each quantized layer into the model, lets the place take the layer's tensors as they come, and puts ``Linear4bit`` there at
+the end. bitsandbytes is not needed, and nothing is ever dequantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from chronicals.quantization import Linear4bit, Packed
+from chronicals.quantization.bitsandbytes_format import ENTRIES, read_weight
+
+METHOD = "chronicals_4bit"
+"""Name of the quantizer in transformers' registry."""
+
+FAILURES = "_chronicals_failures"
+"""Attribute of a model that is being loaded: what was wrong with its packed weights."""
+
+
+def as_ours(described: Mapping[str, Any]) -> dict[str, Any]:
+    """``quantization_config`` of a configuration, with which transformers loads layers of ours.
+
+    Args:
+        described: the checkpoint's own, of bitsandbytes.
+    """
+    return {"quant_method": METHOD, "skipped": described.get("llm_int8_skip_modules")}
+
+
+def settle(model: Any, described: Mapping[str, Any]) -> None:
+    """Leave nothing of the quantizer in a loaded model, whose configuration is to be that of its files."""
+    del model.hf_quantizer
+    model.config.quantization_config = dict(described)
+    used = [conversion for conversion in model._weight_conversions if not _is_ours(conversion)]
+    model._weight_conversions = used  # which saving undoes
+
+
+class _Place(nn.Module):
+    """Where a linear layer is to be.
+
+    Attributes:
+        packed: what was read, once it is there.
+    """
+
+    def __init__(self, linear: Any):
+        super().__init__()
+        conv = isinstance(linear, Conv1D)
+        self.shape: tuple[int, int] = (linear.nf, linear.nx) if conv else (linear.out_features, linear.in_features)
+        size = -(-self.shape[0] * self.shape[1] // 2)
+        self.weight = nn.Parameter(torch.empty((size, 1), dtype=torch.uint8, device="meta"), requires_grad=False)
+        self.bias = linear.bias
+        self.packed: Packed | None = None
+
+
+class _Take(ConversionOps):
+    """Gives the tensors of a layer to its place."""
+
+    def convert(
+        self, input_dict: dict[str, Any], *_: Any, model: Any = None, full_layer_name: str = "", **__: Any
+    ) -> dict[str, Any]:  # fmt: skip
+        layer = model.get_submodule(full_layer_name.rpartition(".")[0])
+        if len(input_dict) == 1 and not isinstance(layer, _Place):
+            return input_dict
+        first = {key: value[0] if isinstance(value, list) else value for key, value in input_dict.items()}
+        stored = {full_layer_name + key.removeprefix("weight"): tensor for key, tensor in first.items()}
+        try:
+            codes = self._taken(layer, full_layer_name, stored)
+        except ValueError as error:
+            vars(model).setdefault(FAILURES, []).append(str(error))
+            codes = torch.zeros(layer.weight.shape, dtype=torch.uint8)
+        return {"weight": nn.Parameter(codes, requires_grad=False)}
+
+    def _taken(self, layer: Any, name: str, stored: Mapping[str, Tensor]) -> Tensor:
+        if len(stored) == 1:
+            raise ValueError(f"{name}: is not in 4 bits, and config.json does not name it in llm_int8_skip_modules")
+        if not isinstance(layer, _Place):  # its tensors were cast to the dtype of a dense weight
+            raise ValueError(f"{name}: is in 4 bits, and of no linear layer or one that llm_int8_skip_modules names")
+        packed = read_weight(name, stored)
+        if packed.shape != layer.shape:
+            raise ValueError(f"{name}: is {list(packed.shape)} in the checkpoint, {list(layer.shape)} by config.json")
+        layer.packed = packed
+        return packed.codes.view(-1, 1)
+
+
+def _is_ours(conversion: Any) -> bool:
+    return any(isinstance(operation, _Take) for operation in getattr(conversion, "operations", ()))
+
+
+@register_quantization_config(METHOD)
+class _Config(QuantizationConfigMixin):
+    def __init__(self, skipped: list[str] | None = None, **_: Any):
+        self.quant_method, self.skipped = METHOD, skipped
+
+
+@register_quantizer(METHOD)
+class _Quantizer(HfQuantizer):
+    """Of layers that are quantized already, so that it never quantizes."""
+
+    dtype: torch.dtype
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    def _process_model_before_weight_loading(self, model: Any, dtype: torch.dtype = torch.float32, **_: Any) -> None:
+        self.dtype = dtype
+        kept = self.get_modules_to_not_convert(model, self.quantization_config.skipped, model._keep_in_fp32_modules)
+        for path, layer in list(model.named_modules()):
+            if (type(layer) is nn.Linear or isinstance(layer, Conv1D)) and should_convert_module(path, kept):
+                model.set_submodule(path, _Place(layer))
+
+    def get_weight_conversions(self) -> list[Any]:
+        return [WeightConverter(["weight", *(f"weight.{entry}" for entry in ENTRIES)], "weight", [_Take()])]
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
+        """None for the tensors of a place: only what is stored dense is cast."""
+        return dtype if dtype is not None and dtype.is_floating_point else None
+
+    def _process_model_after_weight_loading(self, model: Any, **_: Any) -> None:
+        if failures := vars(model).pop(FAILURES, []):
+            others = f" (and {len(failures) - 1} more weights)" if len(failures) > 1 else ""
+            raise ValueError(failures[0] + others)
+        for path, place in list(model.named_modules()):
+            if isinstance(place, _Place) and place.packed is not None:
+                model.set_submodule(path, Linear4bit(place.packed.to(self.dtype), place.bias).train(place.training))

@@ -1,0 +1,190 @@
+"""Linear4bit: a frozen linear layer that has its weight in 4 bits and no other.
+
+    y = x Wᵀ + b,   dx = dy W        W dequantised for each product, and gone after it
+
+The fused decoder layers read what it holds (``packed``) and multiply by themselves; called as a module it is one operator
+of ``torch.library``, which ``torch.compile`` sees as a whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from chronicals.kernels.nf4 import Scales
+from chronicals.quantization.bitsandbytes_format import read_weight, stored_tensors
+from chronicals.quantization.nf4 import Packed
+
+
+class Linear4bit(nn.Module):
+    """``x Wᵀ + b`` over packed codes, which never get a gradient.
+
+    Its ``weight`` is the parameter that holds the codes, uint8. What casts a model casts the type that W is dequantised to,
+    never the scales, which stay fp32.
+
+    Args:
+        packed: the weight ``[out, in]``.
+        bias: ``[out]``, or None.
+
+    Attributes:
+        dtype: of the dequantised weight.
+    """
+
+    absmax: Tensor
+    absmax2: Tensor | None
+    code2: Tensor | None
+    offset: Tensor | None
+
+    def __init__(self, packed: Packed, bias: Tensor | None = None):
+        super().__init__()
+        (self.out_features, self.in_features), self.dtype = packed.shape, packed.dtype
+        self.block, self.code, self.block2 = packed.block, packed.code, packed.scales.block2
+        self.weight = nn.Parameter(packed.codes, requires_grad=False)
+        for name in SCALES:
+            self.register_buffer(name, getattr(packed.scales, name))
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+
+    @classmethod
+    def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Self:
+        """A plain layer, its weight quantised to NF4 in blocks of 64 with nested scales.
+
+        Args:
+            device: where it is quantised and stays; by default where it is.
+        """
+        bias = None if linear.bias is None else linear.bias.detach().to(device)
+        return cls(Packed.of(linear.weight.detach().to(device)), bias).train(linear.training)
+
+    @property
+    def packed(self) -> Packed:
+        scales = Scales(self.absmax, self.absmax2, self.code2, self.offset, self.block2)
+        return Packed(self.weight, scales, (self.out_features, self.in_features), self.dtype, self.block, self.code)
+
+    def plain(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """A plain frozen layer of the dequantised weight, rounded to ``self.dtype``.
+
+        Args:
+            dtype: the weight's and the bias's, by default that which each has.
+        """
+        weight = self.packed.dense()
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
+        if self.bias is not None:
+            linear.bias = nn.Parameter(self.bias.detach().to(dtype or self.bias.dtype, copy=True), requires_grad=False)
+        return linear.train(self.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        scales = self.absmax, self.absmax2, self.code2, self.offset, self.block2
+        y: Tensor = _linear(x, self.weight, *scales, self.out_features, self.block, self.code, self.dtype)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        """By the names of bitsandbytes, so that it and transformers load what is saved."""
+        tensors = stored_tensors(f"{prefix}weight", self.packed)
+        if self.bias is not None:
+            tensors[f"{prefix}bias"] = self.bias
+        destination.update({name: tensor if keep_vars else tensor.detach() for name, tensor in tensors.items()})
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        """Into the memory that is there."""
+        stored = {name: tensor for name, tensor in state_dict.items() if name.startswith(prefix)}
+        bias = stored.pop(f"{prefix}bias", None)
+        try:
+            found = read_weight(f"{prefix}weight", stored)
+            self._take(found)
+        except ValueError as error:
+            error_msgs.append(str(error))
+            return
+        if self.bias is not None and bias is not None:
+            with torch.no_grad():
+                self.bias.copy_(bias)
+        elif strict and self.bias is not None:
+            missing_keys.append(f"{prefix}bias")
+        known = stored_tensors(f"{prefix}weight", found).keys()
+        unexpected_keys += [name for name in stored if name not in known] if strict else []
+        unexpected_keys += [f"{prefix}bias"] if strict and self.bias is None and bias is not None else []
+
+    @torch.no_grad()
+    def _take(self, packed: Packed) -> None:
+        """Copy another weight of the same format; raises ValueError where it has another."""
+        here = self.packed
+        kinds = [(x.shape, x.block, x.code, x.scales.nested, x.scales.block2) for x in (here, packed)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"the 4-bit weight is {kinds[1]} there and {kinds[0]} here: shape, block, format, nested, its block"
+            )
+        here.codes.view(-1).copy_(packed.codes.view(-1))
+        for name in SCALES:
+            if (place := getattr(self, name)) is not None:
+                place.copy_(getattr(packed.scales, name))
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, {self.code} in blocks of {self.block}, dtype={self.dtype}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        scales = {name: getattr(self, name) for name in SCALES}
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        super()._apply(fn, recurse)
+        for name, kept in scales.items():
+            moved = getattr(self, name)
+            if moved is not None and moved.dtype != kept.dtype:
+                setattr(self, name, kept.to(moved.device))
+        return self
+
+
+SCALES = ("absmax", "absmax2", "code2", "offset")
+"""Names of the buffers, as in ``Scales``."""
+
+
+@torch.library.custom_op("chronicals::linear_4bit", mutates_args=())
+def _linear(
+    x: Tensor, codes: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
+    outputs: int, block: int, code: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    scales = Scales(absmax, absmax2, code2, offset, block2)
+    return F.linear(x, Packed(codes, scales, (outputs, x.shape[-1]), dtype, block, code).dense().to(x.dtype))
+
+
+@_linear.register_fake
+def _(
+    x: Tensor, codes: Tensor, absmax: Tensor, absmax2: Any, code2: Any, offset: Any, block2: int, outputs: int, *_: Any
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], outputs))
+
+
+@torch.library.custom_op("chronicals::linear_4bit_input_gradient", mutates_args=())
+def _input_gradient(
+    dy: Tensor, codes: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
+    inputs: int, block: int, code: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    scales = Scales(absmax, absmax2, code2, offset, block2)
+    return dy @ Packed(codes, scales, (dy.shape[-1], inputs), dtype, block, code).dense().to(dy.dtype)
+
+
+@_input_gradient.register_fake
+def _(
+    dy: Tensor, codes: Tensor, absmax: Tensor, absmax2: Any, code2: Any, offset: Any, block2: int, inputs: int, *_: Any
+) -> Tensor:
+    return dy.new_empty((*dy.shape[:-1], inputs))
+
+
+def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    x, codes, absmax, absmax2, code2, offset, block2, _, *kind = inputs
+    ctx.save_for_backward(codes, absmax, absmax2, code2, offset)
+    ctx.block2, ctx.inputs, ctx.kind = block2, x.shape[-1], kind
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return _input_gradient(dy, *ctx.saved_tensors, ctx.block2, ctx.inputs, *ctx.kind), *(None,) * 10
+
+
+_linear.register_autograd(_backward, setup_context=_setup)
