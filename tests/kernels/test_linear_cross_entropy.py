@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, two_streams
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import interpreting
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.linear_head import _places
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -468,7 +470,7 @@ def test_adapter_on_the_head(dtype, frozen, device):
         return hidden, weight, targets, a, b
 
     def ours(hidden, weight, targets, a, b):
-        return linear_cross_entropy(hidden, weight, targets, adapter=module.Adapter(a, b, 0.5), chunk_size=7)
+        return linear_cross_entropy(hidden, weight, targets, adapter=Adapter(a, b, 0.5), chunk_size=7)
 
     def torchs(hidden, weight, targets, a, b):
         logits = hidden @ weight.t() + 0.5 * (hidden @ a.t()) @ b.t()
@@ -481,12 +483,12 @@ def test_adapter_on_the_head(dtype, frozen, device):
     hidden, weight, targets, a, b = draw()
     trained = [x.requires_grad_() for x in (hidden, a, b)]
     full = torch.autograd.grad(
-        linear_cross_entropy(hidden, weight.clone().requires_grad_(), targets, adapter=module.Adapter(a, b, 0.5), chunk_size=7),
+        linear_cross_entropy(hidden, weight.clone().requires_grad_(), targets, adapter=Adapter(a, b, 0.5), chunk_size=7),
         trained,
     )
     with operators_seen_through(), Shapes() as shapes:
         some = torch.autograd.grad(
-            linear_cross_entropy(hidden, weight, targets, adapter=module.Adapter(a, b, 0.5), chunk_size=7), trained
+            linear_cross_entropy(hidden, weight, targets, adapter=Adapter(a, b, 0.5), chunk_size=7), trained
         )
     assert all(torch.equal(x, y) for x, y in zip(full, some))
     assert torch.Size((VOCABULARY, WIDTH)) not in shapes.seen
@@ -494,7 +496,7 @@ def test_adapter_on_the_head(dtype, frozen, device):
 
 def test_adapter_that_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="adapter is"):
-        linear_cross_entropy(*tensors({}), adapter=module.Adapter(torch.zeros(2, 4), torch.zeros(10, 2), 1.0))
+        linear_cross_entropy(*tensors({}), adapter=Adapter(torch.zeros(2, 4), torch.zeros(10, 2), 1.0))
 
 
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0])
@@ -522,7 +524,7 @@ def test_places_of_the_trained_rows_without_asking_the_device(device):
     """What a card does with a known count, here on any device."""
     targets = draw_targets(61, torch.device("meta") if device.type == "meta" else device)
     expected = (targets != IGNORED).nonzero().squeeze(1)
-    assert torch.equal(module._places(targets != IGNORED, len(expected)), expected)
+    assert torch.equal(_places(targets != IGNORED, len(expected)), expected)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,9 @@ import torch
 
 import chronicals.kernels.logit_rows as module
 from chronicals.kernels import fused_cross_entropy, linear_cross_entropy, token_log_probability
+from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.logit_rows import IGNORED
+from chronicals.kernels.token_log_probability import token_log_probability_reference
 from comparison import assert_as_exact_as_plain
 from mutants import mutant
 
@@ -58,6 +60,58 @@ def test_entropies_that_are_not_wanted(device):
     expected = torch.autograd.grad(both(hidden, weight, targets)[0].square().sum(), (hidden, weight))
     for got, e in zip(torch.autograd.grad(log_p.square().sum(), (hidden, weight)), expected):
         torch.testing.assert_close(got, e, rtol=1e-4, atol=1e-5)
+
+
+def with_head_adapter(*x):
+    """By the definition, the adapter's product in the dtype of the others."""
+    hidden, weight, targets, a, b = x
+    return token_log_probability_reference(hidden, weight, targets, adapter=Adapter(a, b, 0.7), scale=0.8)
+
+
+def draw_adapter(dtype, device):
+    def draw():
+        hidden, weight, targets = draw_head(dtype, device)()
+        a, b = torch.randn(3, hidden.shape[1], device=device), torch.randn(len(weight), 3, device=device)
+        return [hidden, weight, targets, (a * 0.3).to(dtype), (b * 0.3).to(dtype)]
+
+    return draw
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["", "counted"])
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_an_adapter_on_the_head(dtype, counted, device):
+    """Of the states, the weight and both matrices; with a count the entropies are those of the targets."""
+
+    def ours(hidden, weight, targets, a, b):
+        count = int((targets != IGNORED).sum()) if counted else None
+        given = {"adapter": Adapter(a, b, 0.7), "scale": 0.8, "count": count}
+        return token_log_probability(hidden, weight, targets, chunk_size=4, entropy=True, **given)
+
+    def plain(*x):
+        log_p, entropies = with_head_adapter(*x)
+        return log_p, torch.where(x[2] == IGNORED, 0.0, entropies) if counted else entropies
+
+    assert_as_exact_as_plain(ours, plain, draw_adapter(dtype, device))
+
+
+def test_a_count_leaves_rows_without_a_target_out(device):
+    """They have no gradient, and a bound that is larger than their number changes nothing."""
+    hidden, weight, targets = (x.requires_grad_(x.is_floating_point()) for x in draw_head(torch.float32, device)())
+    trained = int((targets != IGNORED).sum())
+    found = []
+    for count in (None, trained, trained + 2):
+        log_p, _ = token_log_probability(hidden, weight, targets, chunk_size=3, count=count)
+        found.append([log_p.detach(), *torch.autograd.grad((log_p * torch.arange(ROWS, device=device)).sum(), (hidden, weight))])
+    for other in found[1:]:
+        for a, b in zip(other, found[0], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert not found[1][1][targets == IGNORED].any() and not found[1][0][targets == IGNORED].any()
+
+
+def test_an_adapter_of_other_shapes_is_refused(device):
+    hidden, weight, targets = draw_head(torch.float32, device)()
+    with pytest.raises(ValueError, match=r"adapter is \(2, 4\), \(10, 2\): expected \[r, 19\]"):
+        token_log_probability(hidden, weight, targets, adapter=Adapter(torch.zeros(2, 4), torch.zeros(10, 2), 1.0))
 
 
 def test_certain_and_uniform_predictions(device):

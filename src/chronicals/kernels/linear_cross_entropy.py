@@ -18,9 +18,18 @@ from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.launch import differentiable_once, runs_triton, tl, triton
+from chronicals.kernels.linear_head import (
+    check_head,
+    chunk_logits,
+    chunks,
+    product_type,
+    side_by_side,
+    trained_rows,
+    with_adapter,
+)
 from chronicals.kernels.logit_rows import IGNORED, LossOptions, loss_and_gradient_, shaped_reference
 from chronicals.kernels.products import product
-from chronicals.kernels.token_log_probability import check_head, chunk_logits, chunks, product_type, token_log_probability
+from chronicals.kernels.token_log_probability import token_log_probability
 from chronicals.kernels.two_streams import at_once
 
 ROWS = 4352
@@ -59,8 +68,8 @@ def _forward(
     """
     options = LossOptions(scale, softcap, label_smoothing, z_loss)
     total, d_hidden, *of_head = _outputs(hidden, weight, more_weight, bias, gradient_type, wanted)
-    narrow = _side_by_side(weight, more_weight, hidden.dtype)
-    rows = _trained_rows(targets, count)
+    narrow = side_by_side(weight, more_weight, hidden.dtype)
+    rows = trained_rows(targets, count)
     picked, wanted_targets = (hidden, targets) if rows is None else (hidden[rows], targets[rows])
     weights = weights if weights is None or rows is None else weights[rows]
     d_picked = torch.zeros_like(picked) if wanted[0] and rows is not None else d_hidden
@@ -104,25 +113,6 @@ def _outputs(
         for x, wants in zip((weight, more_weight, bias), wanted[1:])
     ]
     return [hidden.new_zeros((), dtype=wide), torch.zeros_like(hidden) if wanted[0] else nothing, *of_head]
-
-
-def _side_by_side(weight: Tensor, more: Tensor | None, kind: torch.dtype) -> Tensor:
-    return weight.to(kind) if more is None else torch.cat((weight.to(kind), more.to(kind)), 1)
-
-
-def _trained_rows(targets: Tensor, count: int | None) -> Tensor | None:
-    """Places of the targets that count, where they can be had without asking a device for a number; else None."""
-    kept = targets != IGNORED
-    if targets.device.type == "cpu":
-        return kept.nonzero().squeeze(1)
-    return None if count is None or count >= len(targets) else _places(kept, count)
-
-
-def _places(kept: Tensor, count: int) -> Tensor:
-    """``count`` places of a mask without a synchronisation: those of its true entries, then others to make up the number."""
-    before = kept.cumsum(0)
-    slot = torch.where(kept, before - 1, before[-1] - 1 + (~kept).cumsum(0))
-    return torch.empty_like(slot).scatter_(0, slot, torch.arange(len(kept), device=kept.device))[:count]
 
 
 def _put_of_states(out: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> None:
@@ -219,13 +209,7 @@ def linear_cross_entropy(
         raise ValueError(f"weights has shape {tuple(weights.shape)}: expected [{len(targets)}]")
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and less than 1")
-    more = None
-    if adapter is not None:
-        a, more = adapter.a, adapter.b
-        if a.ndim != 2 or a.shape[1] != hidden.shape[1] or more.shape != (len(weight), len(a)):
-            raise ValueError(f"adapter is {tuple(a.shape)}, {tuple(more.shape)}: expected [r, {hidden.shape[1]}] and [V, r]")
-        down = torch.nn.functional.dropout(hidden, adapter.dropout) @ a.t().to(hidden.dtype)
-        hidden = torch.cat((hidden, (adapter.scale * down).to(hidden.dtype)), 1)
+    hidden, more = with_adapter(hidden, weight, adapter)
     return _LinearCrossEntropy.apply(
         hidden, weight, more, bias, targets.contiguous(), None if weights is None else weights.contiguous(), scale, softcap,
         label_smoothing, z_loss, chunk_size, count, gradient_type,
