@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
+from chronicals.config import ChronicalsConfig
 from chronicals.data.rows import TRAINED
 from chronicals.models import PresentedModel, Term, Terms
 
@@ -45,6 +46,8 @@ class Objective(ABC):
         Settings: dataclass of its settings, the section of its name in a configuration.
         row_kinds: the kinds of row that it takes; of a ``preference`` it gets items of two documents.
         full_learning_rate, adapter_learning_rate: the default of ``learning_rate``, where all weights or adapters are trained.
+        frozen: the models of ``bring``, presented, in evaluation mode and without gradients, while a run goes on; empty before
+            and after.
     """
 
     Settings: ClassVar[type] = NoSettings
@@ -55,6 +58,28 @@ class Objective(ABC):
     def __init__(self, settings: Any = None, chunk_size: int = CHUNK):
         self.settings = self.Settings() if settings is None else settings
         self.chunk_size = chunk_size
+        self.frozen: dict[str, PresentedModel] = {}
+
+    def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
+        """The frozen models that the objective needs beside the one that is trained, by name: a teacher, a reference.
+
+        Called once a run, before adapters are attached to ``model`` and before it is changed in any other way: a copy of it is
+        what the run starts from. ``training/frozen.py`` freezes what is returned, moves it to the device of ``model``, gives it
+        kernels and presents it; the objective then finds it in ``self.frozen`` and calls it under ``torch.no_grad()`` with the
+        Batch that it is given.
+
+        Args:
+            model: that is trained, on its device.
+            tokenizer: its tokenizer.
+
+        Returns:
+            transformers' models, each a model of its own (no part of it may be shared with ``model``), in host memory or on the
+            device.
+
+        Raises:
+            ConfigurationError: one cannot be had, or does not fit; the message names the setting.
+        """
+        return {}
 
     @abstractmethod
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms: ...

@@ -17,6 +17,7 @@ from chronicals.data.steps import Steps
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
 from chronicals.objectives import Objective, Term, build_objective, shown
+from chronicals.training.frozen import bring_frozen, frozen_attending
 from chronicals.training.precision import Precision
 from chronicals.training.step import counts_of
 
@@ -98,8 +99,9 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
     check_positions(model, store.longest)
     stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)
     device = input_device(model)
+    bring_frozen(objective, model, tokenizer, config)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention)
-    with presented.attending_documents():
+    with presented.attending_documents(), frozen_attending(objective):
         score = evaluate(presented, objective, stream, Precision("fp32", device))
     if not math.isfinite(score.loss):
         raise ValueError(

@@ -46,6 +46,7 @@ from chronicals.training.adapters import attach_adapters
 from chronicals.training.checkpoint import MODEL
 from chronicals.training.compilation import compile_micro_step, compiles_beforehand
 from chronicals.training.decisions import Decision, decide, summary, why_not_fused
+from chronicals.training.frozen import bring_frozen, frozen_attending, release_frozen
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
@@ -58,22 +59,26 @@ CHECKPOINTED = "_chronicals_checkpointed"
 
 
 def prepare(
-    model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None, resumed: Path | None = None
+    model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None, resumed: Path | None = None,
+    tokenizer: Any = None,
 ) -> Session:  # fmt: skip
     """The recipe, the only place that knows its order.
 
-    The caller has loaded the model, quantising it if it is to be quantised, and moved it to its device: adapters go onto
-    weights of any format. What a step needs to know about the model is read after the adapters are there; kernels are chosen
-    for what was decided; the cast makes exact fp32 masters in the optimizer, which must exist; weights are joined in their
-    final dtype; FP8 copies are made of the joined weights, and only those copies can wait in host memory.
+    The caller has loaded the model, quantising it if it is to be quantised, and moved it to its device. The objective's frozen
+    models come first, while the model is as it was loaded; adapters go onto weights of any format. What a step needs to know
+    about the model is read after the adapters are there; kernels are chosen for what was decided; the cast makes exact fp32
+    masters in the optimizer, which must exist; weights are joined in their final dtype; FP8 copies are made of the joined
+    weights, and only those copies can wait in host memory.
 
     Args:
         resumed: checkpoint that the run goes on from.
+        tokenizer: of the model; an objective with frozen models may need it.
 
     Raises:
         ConfigurationError: the configuration cannot be honoured with this model on this machine; the message names the field.
     """
     ranks = ranks or Mesh()
+    bring_frozen(objective, model, tokenizer, config)
     torch.manual_seed(config.seed)  # adapters are the same on all ranks
     attach_adapters(model, config, None if resumed is None else resumed / MODEL)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
@@ -99,12 +104,14 @@ def prepare(
 
 @contextmanager
 def prepared(
-    model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None, resumed: Path | None = None
+    model: Any, config: ChronicalsConfig, objective: Objective, ranks: Mesh | None = None, resumed: Path | None = None,
+    tokenizer: Any = None,
 ) -> Iterator[Session]:  # fmt: skip
-    """``prepare``; afterwards the model's weights are separate tensors again, and have no gradients."""
+    """``prepare``; afterwards the model's weights are separate tensors again, and have no gradients; frozen models are gone."""
     try:
-        yield prepare(model, config, objective, ranks, resumed)
+        yield prepare(model, config, objective, ranks, resumed, tokenizer)
     finally:
+        release_frozen(objective)
         _leave(model)
 
 
@@ -147,6 +154,7 @@ class Session:
         with ExitStack() as around:
             around.callback(_leave, self.model)
             around.enter_context(self.presented.attending_documents())
+            around.enter_context(frozen_attending(self.objective))
             if "activation_offload" in runs:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
             if "optimizer_in_backward" in runs:
@@ -157,7 +165,8 @@ class Session:
                 self._graphed = GraphedStep(self._parts, self.model.parameters(), self.parameters, self.optimizer)
                 around.callback(self._drop_graphs)
             self._has_magnitudes = has_magnitudes(self.model)
-            self._compiles = compiles_beforehand(config, self.presented, "optimizer_in_backward" in runs)
+            called = (self.presented, *self.objective.frozen.values())
+            self._compiles = all(compiles_beforehand(config, model, "optimizer_in_backward" in runs) for model in called)
             self.model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
             yield
 

@@ -132,7 +132,7 @@ class ChronicalsTrainer:
             if self.ranks.writer and resumed is None:
                 samples.before()
             teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
-            with prepared(model, config, self.objective, self.ranks, resumed) as session:
+            with prepared(model, config, self.objective, self.ranks, resumed, self.tokenizer) as session:
                 self._session = session
                 result = self._run(session, train_store, plan, eval_store, resumed, samples)
         model.eval()

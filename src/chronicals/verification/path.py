@@ -38,11 +38,12 @@ class TrainingPath:
         model: on its device; it is trained by the steps.
         config: of the run.
         total_steps: of the whole run.
+        tokenizer: of the model.
     """
 
-    def __init__(self, model: Any, config: ChronicalsConfig, total_steps: int):
+    def __init__(self, model: Any, config: ChronicalsConfig, total_steps: int, tokenizer: Any = None):
         self.model, self.config, self.total_steps = model, config, total_steps
-        self.session = prepare(model, config, build_objective(config))
+        self.session = prepare(model, config, build_objective(config), tokenizer=tokenizer)
         self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
         self.stepping = self.session.stepping
         model.train()

@@ -153,7 +153,7 @@ def verify(
     exact = config.mixed_precision == "fp32"
     fp32, plain = PlainArm(model, device, config), PlainArm(model, device, config, alone=exact, usual_attention=not exact)
     notes += changed_buffers(model, fp32.model)
-    path = TrainingPath(model, config, total)
+    path = TrainingPath(model, config, total, tokenizer)
     if fp32.router_loss and path.session.presented.router_loss is None:
         fp32.router_loss = plain.router_loss = 0.0
         told = f"{type(model).__name__} adds none, or one that the run leaves out"

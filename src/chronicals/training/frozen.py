@@ -1,0 +1,56 @@
+"""Frozen models that an objective needs beside the one that is trained, such as a teacher: from loading to release."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from chronicals.config import ChronicalsConfig
+from chronicals.models import PresentedModel, input_device, present
+from chronicals.objectives import Objective
+from chronicals.patching import fuse_weights, patch_parts
+from chronicals.training.decisions import why_not_fused
+
+logger = logging.getLogger(__name__)
+
+
+def bring_frozen(objective: Objective, model: Any, tokenizer: Any, config: ChronicalsConfig) -> None:
+    """Ask the objective for its frozen models and make them ready: ``objective.frozen`` holds them afterwards.
+
+    Call it before ``model``, on its device, is changed in any way.
+
+    Raises:
+        ConfigurationError: one cannot be had, or does not fit; the message names the setting.
+    """
+    release_frozen(objective)
+    for name, brought in objective.bring(model, tokenizer, config).items():
+        brought.requires_grad_(False).eval().to(input_device(model))
+        brought.config.use_cache = False
+        objective.frozen[name] = _ready(brought, config)
+        size = sum(parameter.nbytes for parameter in brought.parameters()) / 2**30
+        logger.info("%s: %s, frozen, %.2f GiB on %s", name, type(brought).__name__, size, input_device(model))
+
+
+def _ready(model: Any, config: ChronicalsConfig) -> PresentedModel:
+    """Presented, and on a card with kernels, as the model that is trained: adapters of the frozen model stay as they are."""
+    presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
+    if config.use_fused_kernels and input_device(model).type == "cuda":
+        patch_parts(presented.model, whole_layers=why_not_fused(config, presented) is None)
+        fuse_weights(model)
+    return presented
+
+
+@contextmanager
+def frozen_attending(objective: Objective) -> Iterator[None]:
+    """Within: the frozen models of ``objective`` attend within documents, as the trained one does, and may be called."""
+    with ExitStack() as around:
+        for presented in objective.frozen.values():
+            around.enter_context(presented.attending_documents())
+        yield
+
+
+def release_frozen(objective: Objective) -> None:
+    """Give back the memory of the frozen models."""
+    objective.frozen.clear()
