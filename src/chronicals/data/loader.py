@@ -47,8 +47,9 @@ logger = logging.getLogger(__name__)
 PREFETCHED_STEPS, PREFETCHED_BYTES = (2, 64), 1 << 26
 """Steps that are prefetched: so many as take 64 MiB, within these bounds."""
 
-SUMS, COST = ("targets", "tokens", "documents", "items"), 4
-"""Names of what is summed over the documents of each pack, and the column behind them: what attention costs, Σ length²."""
+SUMS, COST = ("targets", "tokens", "documents", "items", "first_targets"), 5
+"""Names of what is summed over the documents of each pack, ``first_targets`` over the first ones of items alone; and the column
+behind them: what attention costs, Σ length²."""
 
 WEIGHT, GROUP = "weight", "group"
 """The column that becomes ``Batch.weights``, and the segment that numbers the items of a Batch."""
@@ -121,7 +122,7 @@ class BatchStream:
         )
         first = np.ones(len(store), np.int64) if store.items is None else (store.columns[SIDE] == 0).astype(np.int64)
         lengths = store.lengths
-        summed = store.targets, lengths, np.ones(len(store), np.int64), first, lengths**2
+        summed = store.targets, lengths, np.ones(len(store), np.int64), first, first * store.targets, lengths**2
         self._sums = np.stack([self._sum_in_packs(values) for values in summed], axis=1)
         self._weights = None
         if WEIGHT in store.columns:

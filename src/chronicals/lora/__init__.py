@@ -3,7 +3,7 @@
 from chronicals.lora.apply import adapts, apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.experts import report_frozen_experts
-from chronicals.lora.layers import LoRALinear, adapters, has_magnitudes, without_adapters
+from chronicals.lora.layers import LoRALinear, adapters, adapters_are_fresh, has_magnitudes, without_adapters
 from chronicals.lora.loading import load_adapter
 from chronicals.lora.model_methods import merge_and_unload
 from chronicals.lora.peft_format import name_base_by_absolute_path, save_adapter
@@ -14,6 +14,7 @@ __all__ = [
     "LoRALinear",
     "adapter_names",
     "adapters",
+    "adapters_are_fresh",
     "adapts",
     "add_adapter",
     "add_weighted_adapter",

@@ -77,6 +77,16 @@ class LoRALinear(nn.Module):
         return None if self.lora_start_A is None or self.lora_start_B is None else (self.lora_start_A, self.lora_start_B)
 
     @property
+    def is_fresh(self) -> bool:
+        """Whether the layer is what it is without its adapter. Waits for the device."""
+        if self.lora_start_A is not None and self.lora_start_B is not None:
+            same = torch.equal(self.lora_A, self.lora_start_A) and torch.equal(self.lora_B, self.lora_start_B)
+        else:
+            same = not bool(self.lora_B.any())
+        magnitude = self.lora_magnitude_vector
+        return same and (magnitude is None or torch.allclose(magnitude, self.norms(), rtol=1e-5))
+
+    @property
     def weight(self) -> Tensor:
         """The base's weight with the adapter in it, of the base's shape and type, for a model that reads it instead of calling
         the layer, as Mamba does; of that, no input is dropped.
@@ -163,6 +173,16 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
 def has_magnitudes(model: nn.Module) -> bool:
     """Whether adapters are DoRA."""
     return any(layer.lora_magnitude_vector is not None for _, layer in adapters(model))
+
+
+def adapters_are_fresh(model: nn.Module) -> bool:
+    """Whether the model without its adapters, which are ours and all that is trained, is still what it is with them. Waits for
+    the device."""
+    layers = [layer for _, layer in adapters(model)]
+    own = {id(p) for layer in layers for name, p in layer.named_parameters() if name.startswith("lora_")}
+    if not layers or any(p.requires_grad and id(p) not in own for p in model.parameters()):
+        return False
+    return all(layer.is_fresh for layer in layers)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.samples import Samples
 from chronicals.training.session import Session, prepared
 from chronicals.training.stopping import Stop
+from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
 
 
@@ -153,6 +155,9 @@ class ChronicalsTrainer:
         samples: Samples,
     ) -> TrainingResult:  # fmt: skip
         config, model = self.config, self.model
+        reference = StoredReference(session, partial(self._stream, epochs=1, shuffle=False), resumed is not None)
+        train_store = reference.beside(train_store)
+        eval_store = None if eval_store is None else reference.beside(eval_store)
         stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)
         run = Run(Length.of(config, plan, self.ranks.count).steps, self.output_dir)
         if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:

@@ -1,0 +1,82 @@
+"""Direct preference optimisation (Rafailov et al., 2023, arXiv 2305.18290), with the variants of its loss.
+
+    h = β (log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x))                                        equation 7
+
+    sigmoid       − (1 − ε) log σ(h) − ε log σ(−h)        ε = 0 is equation 7; ε > 0 "conservative DPO" (Mitchell, 2023)
+    robust        ((1 − ε) (− log σ(h)) + ε log σ(−h)) / (1 − 2ε)      (Chowdhury et al., 2024, arXiv 2403.00409, equation 9)
+    hinge         max(0, 1 − h)                                        (SLiC: Zhao et al., 2023, arXiv 2305.10425)
+    sigmoid_norm  − log σ(h'), h' of log-ratios over their tokens      (Tülu 3: Lambert et al., 2024, arXiv 2411.15124)
+
+β log π/π_ref of an answer is its reward.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.models import PresentedModel, Term
+from chronicals.objectives.pairs import CHOSEN, PER_PAIR, REJECTED, PairObjective, Pairs, by_item, reward_metrics
+from chronicals.objectives.reference import ReferenceSettings, WithReference
+from chronicals.objectives.registry import register
+from chronicals.objectives.terms import settings
+
+Loss = Literal["sigmoid", "hinge", "robust", "sigmoid_norm"]
+
+
+def dpo_losses(h: Tensor, loss: Loss, label_smoothing: float) -> Tensor:
+    """The loss of each pair.
+
+    Args:
+        h: ``[G]``, β times the difference of the log-ratios; for ``sigmoid_norm`` of the log-ratios by token.
+        label_smoothing: ε, the share of pairs that are taken to be the wrong way round.
+    """
+    wrong = label_smoothing
+    if loss == "hinge":
+        return torch.relu(1 - h)
+    if loss == "robust":
+        return (-(1 - wrong) * F.logsigmoid(h) + wrong * F.logsigmoid(-h)) / (1 - 2 * wrong)
+    return -(1 - wrong) * F.logsigmoid(h) - wrong * F.logsigmoid(-h)
+
+
+@register("dpo")
+class DPO(PairObjective, WithReference):
+    """Raises the odds of the chosen answer over the rejected one, beside a reference policy."""
+
+    name = "dpo"
+
+    @settings
+    class Settings(ReferenceSettings):
+        beta: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference")
+        loss: Loss = Field(default="sigmoid", description="The loss of a pair")
+        label_smoothing: float = Field(
+            default=0.0, ge=0, lt=0.5, description="Share of pairs taken to be the wrong way round (sigmoid and robust)"
+        )
+
+        def __post_init__(self) -> None:
+            if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
+                raise ValueError(f"loss={self.loss!r} has no label_smoothing; leave it out, or take 'sigmoid' or 'robust'")
+
+    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
+        given, reference = self.settings, self.reference_sums(model, batch)
+        chosen, rejected = log_ratios(pairs, reference, batch)
+        scores = (chosen, rejected)
+        if given.loss == "sigmoid_norm":
+            scores = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
+        losses = dpo_losses(given.beta * (scores[0] - scores[1]), given.loss, given.label_smoothing)
+        loss = Term(pairs.total(losses), per=PER_PAIR)
+        return {self.name: loss, **reward_metrics(pairs, given.beta * chosen, given.beta * rejected)}
+
+
+def log_ratios(pairs: Pairs, reference: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """log π/π_ref of the chosen and the rejected answers, ``[G]``.
+
+    Args:
+        reference: ``[N]``, log π_ref of each document.
+    """
+    return pairs.chosen - by_item(reference, batch, CHOSEN), pairs.rejected - by_item(reference, batch, REJECTED)

@@ -1,0 +1,42 @@
+"""Identity preference optimisation (Azar et al., 2023, arXiv 2310.12036, equation 17).
+
+    (h − 1 / 2τ)²,   h = log π(y_w|x)/π_ref(y_w|x) − log π(y_l|x)/π_ref(y_l|x), each log-ratio over its answer's tokens
+
+The mean over tokens, so that long answers do not count more, is of the authors' own implementation, not of the paper.
+"""
+
+from __future__ import annotations
+
+from pydantic import Field
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.models import PresentedModel, Term
+from chronicals.objectives.dpo import log_ratios
+from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
+from chronicals.objectives.reference import ReferenceSettings, WithReference
+from chronicals.objectives.registry import register
+from chronicals.objectives.terms import settings
+
+
+def ipo_losses(h: Tensor, tau: float) -> Tensor:
+    """The loss of each pair, of the difference ``[G]`` of the log-ratios by token."""
+    return (h - 1 / (2 * tau)).square()
+
+
+@register("ipo")
+class IPO(PairObjective, WithReference):
+    """Holds the difference of both log-ratios at 1 / 2τ."""
+
+    name = "ipo"
+
+    @settings
+    class Settings(ReferenceSettings):
+        tau: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference")
+
+    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
+        tau = self.settings.tau
+        chosen, rejected = log_ratios(pairs, self.reference_sums(model, batch), batch)
+        losses = ipo_losses(chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens, tau)
+        loss = Term(pairs.total(losses), per=PER_PAIR)
+        return {self.name: loss, **reward_metrics(pairs, tau * chosen, tau * rejected)}

@@ -1,0 +1,55 @@
+"""Odds ratio preference optimisation (Hong et al., 2024, arXiv 2403.07691), without a reference policy.
+
+    L_SFT + λ L_OR                                                                       equation 6
+    L_OR = − log σ(log odds(y_w|x) − log odds(y_l|x))                                     equation 7
+    odds(y|x) = P / (1 − P),  log P = log π(y|x) / |y|                                    equations 3 and 4
+
+L_SFT is the mean cross-entropy of the chosen answers' tokens: over all tokens of a step, and not of a pair.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.models import PresentedModel, Term
+from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, nll_of_chosen, reward_metrics
+from chronicals.objectives.registry import register
+from chronicals.objectives.terms import settings
+
+
+def log_odds_ratio(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """log odds(y_w) − log odds(y_l) of mean log-probabilities ``[G]``, below 0."""
+    return (chosen - rejected) - (log_one_minus_exp(chosen) - log_one_minus_exp(rejected))
+
+
+def log_one_minus_exp(x: Tensor) -> Tensor:
+    """log(1 − eˣ) of x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts as the next smaller number."""
+    x = x.clamp(max=-torch.finfo(x.dtype).eps)
+    near = x > -0.6931471805599453
+    return torch.where(near, (-torch.expm1(x.where(near, x.new_tensor(-0.5)))).log(), torch.log1p(-x.exp()))
+
+
+@register("orpo")
+class ORPO(PairObjective):
+    """Supervised fine-tuning on the chosen answers, with the odds of the rejected ones held down."""
+
+    name = "odds_ratio"
+    full_learning_rate, adapter_learning_rate = 8e-6, 1e-4
+
+    @settings
+    class Settings:
+        beta: float = Field(default=0.1, gt=0, description="λ: weight of the odds ratio beside the cross-entropy")
+
+    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
+        beta, (chosen, rejected) = self.settings.beta, pairs.mean_log_p()
+        ratio = log_odds_ratio(chosen, rejected)
+        return {
+            **nll_of_chosen(pairs, 1.0),
+            self.name: Term(pairs.total(-F.logsigmoid(ratio)), beta, PER_PAIR),
+            "log_odds_ratio": Term(pairs.total(ratio.detach()), 0.0, PER_PAIR),
+            **reward_metrics(pairs, beta * chosen, beta * rejected),
+        }

@@ -1,0 +1,114 @@
+"""Objectives over pairs of answers to one prompt: what their files share.
+
+A row of kind ``preference`` is an item of two documents, of side 0 (chosen, y_w) and 1 (rejected, y_l). With x the prompt,
+
+    log π(y | x) = Σ_t log π(y_t | x, y_<t)        over the trained tokens of the answer
+
+An objective's own file has its loss, a pure function of such sums, and its settings.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.data.loader import GROUP
+from chronicals.data.store import SIDE
+from chronicals.models import PresentedModel, Term, Terms
+from chronicals.objectives.log_probabilities import document_sums, document_targets, score_tokens
+from chronicals.objectives.terms import Objective
+
+CHOSEN, REJECTED = 0, 1
+"""Sides."""
+
+PER_PAIR, PER_CHOSEN_TOKEN = "items", "first_targets"
+"""The counts of a step's pairs, and of the targets of their chosen answers."""
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Both answers of the items of a Batch. There are as many entries, G, as the Batch has documents: a number that does not
+    change; entries without an item are not ``there``.
+
+    Attributes:
+        chosen, rejected: fp32 ``[G]``, log π of each answer.
+        chosen_tokens, rejected_tokens: fp32 ``[G]``, its trained tokens, at least 1.
+        there: bool ``[G]``.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    there: Tensor
+
+    def mean_log_p(self) -> tuple[Tensor, Tensor]:
+        """log π over the number of tokens, of the chosen and of the rejected answers."""
+        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum over the items of ``values`` ``[G]``."""
+        return torch.where(self.there, values, 0.0).sum()
+
+
+def by_item(values: Tensor, batch: Batch, side: int) -> Tensor:
+    """``[G]``: of each item the value ``[N]`` of its document of this side, 0 where there is none."""
+    group, here = batch.segments[GROUP], batch.segments[SIDE] == side
+    place = torch.where(here, group, len(values))
+    return values.new_zeros(len(values) + 1).index_copy(0, place, values * here)[:-1]
+
+
+def pairs_of(sums: Tensor, batch: Batch) -> Pairs:
+    """Of the log-probabilities ``[N]`` of the documents."""
+    tokens = document_targets(batch, sums.dtype)
+    chosen, rejected = (by_item(sums, batch, side) for side in (CHOSEN, REJECTED))
+    lengths = [by_item(tokens, batch, side) for side in (CHOSEN, REJECTED)]
+    return Pairs(chosen, rejected, *(length.clamp(min=1) for length in lengths), lengths[0] > 0)
+
+
+class PairObjective(Objective):
+    """Minimises a function of both answers' log-probabilities, the mean over the pairs of a step.
+
+    Attributes:
+        name: of the loss among the terms.
+    """
+
+    row_kinds: ClassVar[tuple[str, ...]] = ("preference",)
+    full_learning_rate: ClassVar[float] = 1e-6
+    adapter_learning_rate: ClassVar[float] = 1e-5
+    name: ClassVar[str]
+
+    def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        scores = score_tokens(model, batch, self.chunk_size)
+        pairs = pairs_of(document_sums(scores.log_p, batch), batch)
+        metrics = {
+            "logps/chosen": Term(pairs.total(pairs.chosen.detach()), 0.0, PER_PAIR),
+            "logps/rejected": Term(pairs.total(pairs.rejected.detach()), 0.0, PER_PAIR),
+            "entropy": Term(scores.entropy.sum(), 0.0),
+        }
+        return {**self.terms(model, batch, pairs), **metrics, **scores.auxiliary}
+
+    @abstractmethod
+    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
+        """The loss under ``name``, with what else is minimised, and ``reward_metrics``."""
+
+
+def nll_of_chosen(pairs: Pairs, coefficient: float) -> dict[str, Term]:
+    """The cross-entropy of the chosen answers, a mean over all their tokens in a step."""
+    return {"cross_entropy": Term(-pairs.total(pairs.chosen), coefficient, PER_CHOSEN_TOKEN)}
+
+
+def reward_metrics(pairs: Pairs, chosen: Tensor, rejected: Tensor) -> Mapping[str, Term]:
+    """What is shown of the rewards ``[G]`` of both answers: their means, the margin, and how often the chosen one is higher."""
+    chosen, rejected = chosen.detach(), rejected.detach()
+    found = {
+        "chosen": chosen, "rejected": rejected, "margins": chosen - rejected,
+        "accuracies": (chosen > rejected).to(chosen.dtype),
+    }  # fmt: skip
+    return {f"rewards/{name}": Term(pairs.total(values), 0.0, PER_PAIR) for name, values in found.items()}

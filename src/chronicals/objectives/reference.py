@@ -1,0 +1,99 @@
+"""The reference policy of an objective: the model as the run begins, or another one, without a gradient.
+
+It is had in one of three ways: adapters are switched off for a forward pass more, a frozen model beside the trained one is
+asked, or every document's log-probability was computed before the first step and is a column of the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.lora import adapters_are_fresh, without_adapters
+from chronicals.models import PresentedModel, load_model
+from chronicals.objectives.log_probabilities import document_sums, score_tokens
+from chronicals.objectives.terms import Objective, settings
+
+REFERENCE = "reference"
+"""The column of log-probabilities under the reference, and the name of a frozen model."""
+
+
+@settings
+class ReferenceSettings:
+    """Of an objective with a reference policy."""
+
+    reference: Literal["auto", "adapters_off", "stored"] = Field(
+        default="auto",
+        description="Reference policy: the base with adapters_off, or log-probabilities stored before the first step; auto "
+        "takes the former where adapters begin without an effect",
+    )
+    reference_model: str | None = Field(
+        default=None, description="Folder or hub name of another model as the reference policy; it stays in memory, frozen"
+    )
+    reference_in_4bit: bool = Field(default=False, description="Whether the reference model is quantised to NF4 when it is read")
+
+
+class WithReference(Objective):
+    """An objective whose settings have the fields of ``ReferenceSettings``."""
+
+    def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
+        chosen = self.settings
+        if chosen.reference_model is None:
+            if chosen.reference_in_4bit:
+                raise ConfigurationError(
+                    f"{config.objective}.reference_in_4bit=True: there is no model to quantise; give "
+                    f"{config.objective}.reference_model"
+                )
+            return {}
+        if chosen.reference != "auto":
+            raise ConfigurationError(
+                f"{config.objective}.reference={chosen.reference!r}: the reference is {config.objective}.reference_model="
+                f"{chosen.reference_model!r}; leave one of them out"
+            )
+        dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
+        other = load_model(chosen.reference_model, dtype, quantization="nf4" if chosen.reference_in_4bit else None)
+        rows = model.get_input_embeddings().weight.shape[0]
+        if (there := other.get_input_embeddings().weight.shape[0]) < min(rows, len(tokenizer)):
+            raise ConfigurationError(
+                f"{config.objective}.reference_model={chosen.reference_model!r}: its embedding has {there} rows, the tokenizer "
+                f"{len(tokenizer)} tokens; the reference must know the same tokens"
+            )
+        return {REFERENCE: other}
+
+    def stores_reference(self, model: Any) -> bool:
+        """Whether the log-probability of every document is to be computed with ``model``, as the run begins.
+
+        Raises:
+            ConfigurationError: adapters are to be switched off, and what that gives is not what the run begins with.
+        """
+        if self.settings.reference_model is not None:
+            return False
+        fresh = adapters_are_fresh(model)
+        if self.settings.reference == "adapters_off" and not fresh:
+            raise ConfigurationError(
+                "reference='adapters_off': the model without adapters is not what the run begins with (it has none of ours, "
+                "they were trained before, or more than adapters is trained); take reference='stored'"
+            )
+        return self.settings.reference == "stored" or not fresh
+
+    @torch.no_grad()
+    def reference_sums(self, model: PresentedModel, batch: Batch) -> Tensor:
+        """``[N]``: the log-probability of each document's targets under the reference.
+
+        Raises:
+            ConfigurationError: there is none.
+        """
+        if REFERENCE in batch.segments:
+            return batch.segments[REFERENCE]
+        if (frozen := self.frozen.get(REFERENCE)) is not None:
+            return document_sums(score_tokens(frozen, batch, self.chunk_size).log_p, batch)
+        if not hasattr(model.model, "chronicals_lora"):
+            raise ConfigurationError("there is no reference policy to compare with; set reference_model (a folder or hub name)")
+        with without_adapters(model.model):
+            return document_sums(score_tokens(model, batch, self.chunk_size).log_p, batch)

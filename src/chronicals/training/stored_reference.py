@@ -1,0 +1,122 @@
+"""Log-probabilities of every document under the model as a run begins, computed once and kept.
+
+They are a column of the data. On disk they lie in the cache, named by the documents and the model's weights, so another run
+from the same model over the same data reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+from chronicals.config import ChronicalsConfig
+from chronicals.data import BatchStream, TokenStore
+from chronicals.lora import adapters_are_fresh
+from chronicals.models import in_evaluation
+from chronicals.objectives.log_probabilities import document_sums, score_tokens
+from chronicals.objectives.reference import REFERENCE, WithReference
+from chronicals.training.alike import fingerprint
+from chronicals.training.errors import CheckpointError
+from chronicals.training.session import Session
+
+logger = logging.getLogger(__name__)
+
+NUMBER = "number"
+"""Column of a document's place in its store."""
+
+KEPT = "reference.json"
+"""File of a run's folder that says which weights its reference are."""
+
+
+class StoredReference:
+    """Gives stores the column that an objective compares with, where it stores its reference.
+
+    Args:
+        session: as the run begins: before a checkpoint's weights are loaded.
+        stream: makes the Batches of a store, each document once, this rank's part.
+        resumed: whether the run goes on.
+
+    Raises:
+        CheckpointError: it goes on from another model than it began with.
+    """
+
+    def __init__(self, session: Session, stream: Callable[[TokenStore], BatchStream], resumed: bool):
+        self.session, self.stream = session, stream
+        objective = session.objective
+        self.wanted = isinstance(objective, WithReference) and objective.stores_reference(session.model)
+        if self.wanted:
+            fresh = adapters_are_fresh(session.model)  # then they change nothing yet, and start otherwise with another seed
+            named = session.model.named_parameters()
+            self.weights = fingerprint(p for name, p in named if not (fresh and ".lora_" in name))
+            session.ranks.writer_does(lambda: self._check(session.config, resumed), CheckpointError)
+
+    def _check(self, config: ChronicalsConfig, resumed: bool) -> None:
+        file = config.output_dir / KEPT
+        if not resumed or not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"weights": self.weights}))
+        elif json.loads(file.read_text())["weights"] != self.weights:
+            raise CheckpointError(
+                f"{file}: the run's reference policy is the model that it began with, and this is another one; resume with the "
+                "model that the run began with"
+            )
+
+    def beside(self, store: TokenStore) -> TokenStore:
+        """The store with the column, or as it is where the objective stores none."""
+        if not self.wanted:
+            return store
+        return store.with_column(REFERENCE, self._read(store) if (found := self._found(store)) is None else found)
+
+    def _found(self, store: TokenStore) -> np.ndarray | None:
+        """What the first rank finds in the cache, on all ranks."""
+        ranks, file = self.session.ranks, self._file(store)
+
+        def read() -> list[float] | None:
+            try:
+                return load_file(file)[REFERENCE].tolist()
+            except (OSError, SafetensorError, KeyError):
+                return None
+
+        values = ranks.writer_does(read, OSError)
+        if values is None or len(values) != len(store):
+            return None
+        logger.info("reference: log-probabilities of %d documents read from %s", len(store), file)
+        return np.asarray(values, np.float32)
+
+    @torch.no_grad()
+    def _read(self, store: TokenStore) -> np.ndarray:
+        session, ranks = self.session, self.session.ranks
+        stream = self.stream(store.with_column(NUMBER, np.arange(len(store))))
+        device = session.precision.device
+        sums = torch.zeros(len(store) + 1, device=device)
+        logger.info("reference: computing the log-probabilities of %d documents", len(store))
+        with session.presented.attending_documents(), in_evaluation(session.model), session.precision.autocast():
+            for batch in stream:
+                moved = batch.to(device, non_blocking=True)
+                found = document_sums(score_tokens(session.presented, moved, session.objective.chunk_size).log_p, moved)
+                number = moved.segments[NUMBER]
+                sums.index_copy_(0, torch.where(number < 0, len(store), number), found.float())
+        values = ranks.sum(sums[:-1]).cpu().numpy()
+        ranks.writer_does(lambda: self._write(store, values), OSError)
+        return values
+
+    def _write(self, store: TokenStore, values: np.ndarray) -> None:
+        file = self._file(store)
+        aside = file.with_suffix(".aside")
+        save_file({REFERENCE: values}, aside)
+        aside.replace(file)
+
+    def _file(self, store: TokenStore) -> Path:
+        """In the cache, beside the store's own."""
+        digest = hashlib.sha256(f"{store.key} {self.weights} {self.session.config.mixed_precision}".encode())
+        for column in (store.id_starts, store.lengths):
+            digest.update(np.ascontiguousarray(column).tobytes())
+        return store.path.with_name(f"{digest.hexdigest()[:32]}.{REFERENCE}.safetensors")

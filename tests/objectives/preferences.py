@@ -1,0 +1,67 @@
+"""Preference rows, and one step of an objective over them, that several tests share."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import runs
+import tiny
+from chronicals.data import BatchStream, Tokenizer, build_store
+from chronicals.objectives import build_objective
+from chronicals.training.session import prepared
+
+WORDS = ("hello", "world", "the", "answer", "life", "forty", "two", "everything", "0", "1", "2", "3")
+
+
+def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Questions with two answers, of different lengths."""
+    draw = random.Random(seed)
+
+    def text(least: int, most: int) -> str:
+        return " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
+
+    return [
+        {
+            "prompt": [{"role": "user", "content": text(1, 12)}],
+            "chosen": [{"role": "assistant", "content": f"{text(1, 10)} yes"}],
+            "rejected": [{"role": "assistant", "content": f"{text(1, 10)} no"}],
+        }
+        for _ in range(count)
+    ]
+
+
+def store_of(folder: Path, given: list[dict[str, Any]], kinds: tuple[str, ...] = ("preference",), width: int = 128) -> Any:
+    return build_store(given, Tokenizer(tiny.tokenizer(), kinds=kinds), width, folder / "tokens")
+
+
+def one_step(
+    folder: Path, given: list[dict[str, Any]], objective: str, section: dict[str, Any], model: Any = None, column: Any = None,
+    **changes: Any,
+) -> tuple[dict[str, float], dict[str, torch.Tensor]]:  # fmt: skip
+    """Terms and gradients of one step over all rows: the gradients before clipping, by the name of the parameter.
+
+    Args:
+        column: values of the documents' ``reference``, if the store is to have some.
+    """
+    usual = {"batch_size": 1, "gradient_accumulation_steps": 1, "max_grad_norm": float("inf"), "objective": objective}
+    config = runs.config(folder, **{**usual, objective: section, **changes})
+    store = store_of(folder, given, build_objective(config).row_kinds, config.max_seq_length)
+    if column is not None:
+        store = store.with_column("reference", column)
+    stream = BatchStream(store, config, tiny.tokenizer().pad_token_id, epochs=1, shuffle=False)
+    assert stream.steps_in_all == 1, "all rows must be one step"
+    gradients: dict[str, torch.Tensor] = {}
+    model = model or tiny.llama()
+
+    def look() -> None:
+        gradients.update({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+
+    with prepared(model, config, build_objective(config), tokenizer=tiny.tokenizer()) as session, session.stepping():
+        model.train()
+        (step,) = stream.steps(count=1)
+        terms = session.train_once(step, look)
+    return {name: float(value) for name, value in terms.items()}, gradients

@@ -1,0 +1,311 @@
+"""Preference objectives: the mathematics of TRL, on packs, however a step is divided."""
+
+import math
+import sys
+
+import pytest
+import torch
+from preferences import one_step, rows, store_of
+
+import runs
+import tiny
+from chronicals.config import ConfigurationError
+from chronicals.objectives.dpo import dpo_losses
+from chronicals.objectives.orpo import log_one_minus_exp
+from chronicals.training import CheckpointError, ChronicalsTrainer
+from chronicals.training.callbacks import read_metrics
+
+COUNT = 9
+REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
+SHOWN = {*REWARDS, "logps/chosen", "logps/rejected"}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The folder of another model, and the model."""
+    folder, model = tmp_path_factory.mktemp("reference"), tiny.llama(seed=7)
+    model.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder, model
+
+
+def padded(store, sides, pad):
+    """Documents of these sides as right-padded rows: ids, mask, and which tokens are the answer's."""
+    documents = [store.document(n) for n in range(len(store)) if store.columns["side"][n] in sides]
+    longest = max(len(ids) for ids, _ in documents)
+    ids = torch.full((len(documents), longest), pad)
+    mask, answer = torch.zeros_like(ids), torch.zeros_like(ids)
+    for row, (tokens, trained) in enumerate(documents):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        mask[row, : len(tokens)] = 1
+        answer[row, : len(tokens)] = torch.tensor(trained)
+    return ids, mask, answer
+
+
+def gradients_of(model, loss):
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return {name: g for (name, _), g in zip(model.named_parameters(), found) if g is not None}
+
+
+def assert_close(found, expected, relative=1e-4):
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        deviation = (found[name].double() - gradient.double()).norm() / gradient.double().norm().clamp(min=1e-12)
+        assert deviation < relative, f"{name}: {deviation:.2e}"
+
+
+def both_sides(store, pad):
+    """As TRL's collator has them: all chosen answers, then all rejected ones, in rows of one width."""
+    chosen, rejected = (padded(store, {side}, pad) for side in (0, 1))
+    wide = max(chosen[0].shape[1], rejected[0].shape[1])
+
+    def filled(x, value):
+        return torch.nn.functional.pad(x, (0, wide - x.shape[1]), value=value)
+
+    return [torch.cat([filled(a, v), filled(b, v)]) for a, b, v in zip(chosen, rejected, (pad, 0, 0))]
+
+
+def trl_dpo(folder, model, reference, store, **settings):
+    """Loss, gradients and metrics of TRL's trainer over the very tokens of the store."""
+    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
+    args = trl.DPOConfig(
+        output_dir=str(folder / "trl"), report_to="none", use_cpu=True, bf16=False, gradient_checkpointing=False, **settings
+    )
+    given = datasets.Dataset.from_list(rows(2))
+    trainer = trl.DPOTrainer(model, reference, args, train_dataset=given, processing_class=tiny.tokenizer())
+    ids, mask, answer = both_sides(store, tiny.tokenizer().pad_token_id)
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, {"input_ids": ids, "attention_mask": mask, "completion_mask": answer})
+    shown = {name: values[-1] for name, values in trainer._metrics["train"].items()}
+    return loss, gradients_of(model, loss), shown
+
+
+DPO_LOSSES = [
+    ("dpo", {"beta": 0.3}, {"loss_type": "sigmoid"}),
+    ("dpo", {"beta": 0.3, "label_smoothing": 0.2}, {"loss_type": "robust", "label_smoothing": 0.2}),
+    ("dpo", {"beta": 0.02, "loss": "hinge"}, {"loss_type": "hinge"}),
+    ("dpo", {"beta": 3.0, "loss": "sigmoid_norm"}, {"loss_type": "sigmoid_norm"}),
+    ("ipo", {"tau": 0.3}, {"loss_type": "ipo"}),
+]
+
+
+@pytest.mark.parametrize(("objective", "section", "settings"), DPO_LOSSES, ids=lambda x: x if isinstance(x, str) else "")
+def test_loss_gradients_and_metrics_are_those_of_trl(objective, section, settings, tmp_path, reference):
+    folder, other = reference
+    if settings["loss_type"] == "robust":
+        section = {**section, "loss": "robust"}
+    given = rows(COUNT)
+    terms, gradients = one_step(
+        tmp_path, given, objective, {**section, "reference_model": str(folder)}, max_seq_length=2048
+    )
+    beta = section.get("beta", section.get("tau"))
+    loss, expected, shown = trl_dpo(tmp_path, tiny.llama(), other, store_of(tmp_path, given, width=2048), beta=beta, **settings)
+    assert terms["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert_close(gradients, expected)
+    for name in SHOWN | {"entropy"}:
+        assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=1e-5), name
+
+
+def test_conservative_dpo_weighs_both_ways_of_a_pair():
+    """What TRL calls label smoothing of the sigmoid loss (its cDPO) is this mixture."""
+    h = torch.randn(5, dtype=torch.float64)
+    smoothed = dpo_losses(h, "sigmoid", 0.2)
+    torch.testing.assert_close(smoothed, 0.8 * dpo_losses(h, "sigmoid", 0.0) + 0.2 * dpo_losses(-h, "sigmoid", 0.0))
+
+
+def experimental(name, folder, model, **settings):
+    module = pytest.importorskip(f"trl.experimental.{name}")
+    datasets = pytest.importorskip("datasets")
+    config, trainer = (getattr(module, f"{name.upper()}{part}") for part in ("Config", "Trainer"))
+    args = config(output_dir=str(folder / name), report_to="none", use_cpu=True, bf16=False, max_length=128, **settings)
+    text = [{"prompt": "hello", "chosen": " world", "rejected": " two"}] * 2
+    return trainer(model, args=args, train_dataset=datasets.Dataset.from_list(text), processing_class=tiny.tokenizer())
+
+
+def trl_batch(store):
+    """As the trainers of CPO and ORPO take it: labels are those of the answers."""
+    found = {}
+    for name, side in (("chosen", 0), ("rejected", 1)):
+        ids, mask, answer = padded(store, {side}, tiny.tokenizer().pad_token_id)
+        found |= {f"{name}_input_ids": ids, f"{name}_attention_mask": mask, f"{name}_labels": ids.where(answer > 0, -100)}
+    return {**found, "prompt_input_ids": found["chosen_input_ids"]}
+
+
+def nll_of_answers(model, batch):
+    """Of the chosen ones: that of TRL is over the prompts, too."""
+    out = model(batch["chosen_input_ids"], attention_mask=batch["chosen_attention_mask"]).logits
+    return torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), batch["chosen_labels"][:, 1:].flatten())
+
+
+EXPERIMENTAL = [
+    ("cpo", "cpo", {"beta": 0.2, "alpha": 0.7}, {"loss_type": "sigmoid", "cpo_alpha": 0.7}, 0.7),
+    ("cpo", "cpo", {"beta": 0.2, "alpha": 0.0, "label_smoothing": 0.1}, {"cpo_alpha": 0.0, "label_smoothing": 0.1}, 0.0),
+    ("simpo", "cpo", {"beta": 2.0, "gamma": 0.6}, {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.6}, 0.0),
+    ("orpo", "orpo", {"beta": 0.3}, {}, 1.0),
+]
+
+
+@pytest.mark.parametrize(("objective", "trainer", "section", "settings", "alpha"), EXPERIMENTAL, ids=lambda x: str(x)[:8])
+def test_objectives_without_a_reference_are_those_of_trl(objective, trainer, section, settings, alpha, tmp_path):
+    given, model = rows(COUNT), tiny.llama()
+    terms, gradients = one_step(tmp_path, given, objective, section, max_seq_length=2048)
+    theirs = experimental(trainer, tmp_path, model, beta=section["beta"], **settings)
+    batch = trl_batch(store_of(tmp_path, given, width=2048))
+    loss, shown = theirs.get_batch_loss_metrics(model, batch)
+    out = model(batch["chosen_input_ids"], attention_mask=batch["chosen_attention_mask"]).logits
+    whole = batch["chosen_input_ids"].where(batch["chosen_attention_mask"] > 0, -100)
+    of_prompts = torch.nn.functional.cross_entropy(out[:, :-1].flatten(0, 1), whole[:, 1:].flatten())
+    expected = loss + alpha * (nll_of_answers(model, batch) - of_prompts)
+    assert terms["loss"] == pytest.approx(float(expected), rel=1e-4)
+    assert_close(gradients, gradients_of(model, expected))
+    for name in REWARDS:
+        assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=1e-5), name
+
+
+OBJECTIVES = {
+    "dpo": {"beta": 0.3}, "ipo": {"tau": 0.3}, "simpo": {}, "cpo": {}, "orpo": {},
+}  # fmt: skip
+
+
+def reference_column(store, seed=3):
+    return -40 + 3 * torch.randn(len(store), generator=torch.Generator().manual_seed(seed)).numpy()
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_however_a_step_is_divided(objective, tmp_path):
+    """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
+    given, found = rows(8), []
+    column = reference_column(store_of(tmp_path, given)) if objective in ("dpo", "ipo") else None
+    divisions = [(1, 8, {"max_documents": 2}), (2, 4, {"max_documents": 2}), (8, 1, {"max_documents": 2}), (1, 8, {})]
+    for batch, accumulation, more in divisions:
+        found.append(
+            one_step(
+                tmp_path, given, objective, OBJECTIVES[objective], column=column, batch_size=batch,
+                gradient_accumulation_steps=accumulation, max_seq_length=128, **more,
+            )
+        )  # fmt: skip
+    for terms, gradients in found[1:]:
+        assert terms == pytest.approx(found[0][0], rel=1e-5, abs=1e-6)
+        assert_close(gradients, found[0][1], 1e-5)
+
+
+def test_a_head_that_is_not_read_gives_the_same(tmp_path):
+    given = rows(COUNT)
+    fused, plain = (
+        one_step(tmp_path, given, "orpo", {}, max_seq_length=2048, use_fused_kernels=fused) for fused in (True, False)
+    )
+    assert plain[0] == pytest.approx(fused[0], rel=1e-5, abs=1e-6)
+    assert_close(plain[1], fused[1], 1e-4)
+
+
+# --- the reference policy --------------------------------------------------------------------------------------------
+
+LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
+
+
+def train(folder, given=None, model=None, **changes):
+    usual = {"objective": "dpo", "max_steps": 4, "learning_rate": 1e-3}
+    return runs.train(folder, given or rows(24), model, **{**usual, **changes})
+
+
+def first_and_last(folder):
+    lines = [line for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line]
+    return lines[0], lines[-1]
+
+
+@pytest.mark.parametrize("changes", [{}, LORA, {**LORA, "dpo": {"reference": "stored"}}], ids=["full", "off", "stored"])
+def test_the_reference_is_what_the_run_begins_with(changes, tmp_path):
+    """At first the loss is log 2; rewards and margins grow from nothing."""
+    train(tmp_path, **changes)
+    first, last = first_and_last(tmp_path)
+    assert first["loss"] == pytest.approx(math.log(2), rel=1e-5)
+    assert abs(first["rewards/margins"]) < 1e-4 < 1e-2 < last["rewards/margins"]
+
+
+def test_each_way_to_have_it_gives_the_same_run(tmp_path):
+    base = tmp_path / "base"
+    tiny.llama().save_pretrained(base)
+    ways = {"off": {}, "stored": {"reference": "stored"}, "model": {"reference_model": str(base)}}
+    for name, section in ways.items():
+        train(tmp_path / name, dpo=section, **LORA)
+    off, *others = (runs.trajectory(tmp_path / name) for name in ways)
+    for other in others:
+        assert other == [pytest.approx(step, rel=1e-5) for step in off]
+
+
+def test_a_reference_in_4_bits(tmp_path):
+    base = tmp_path / "base"
+    tiny.llama().save_pretrained(base)
+    train(tmp_path, dpo={"reference_model": str(base), "reference_in_4bit": True})
+    assert 0 < abs(first_and_last(tmp_path)[0]["rewards/margins"]) < 1
+
+
+def test_a_resumed_run_has_the_reference_it_began_with(tmp_path):
+    train(tmp_path / "whole")
+    train(tmp_path / "halves", max_steps=2, lr_scheduler="constant", save_steps=1)
+    changes = {"lr_scheduler": "constant", "save_steps": 2}
+    train(tmp_path / "other", **changes)
+    train(tmp_path / "parts", max_steps=2, **changes)
+    train(tmp_path / "parts", resume=True, **changes)
+    assert runs.trajectory(tmp_path / "parts") == runs.trajectory(tmp_path / "other")
+
+
+def test_a_resumed_run_of_another_model_is_refused(tmp_path):
+    changes = {"lr_scheduler": "constant", "save_steps": 2}
+    train(tmp_path, max_steps=2, **changes)
+    with pytest.raises(CheckpointError, match="the run's reference policy is the model that it began with"):
+        train(tmp_path, model=tiny.llama(seed=5), resume=True, **changes)
+
+
+def test_log_probabilities_are_computed_once(tmp_path, caplog):
+    caplog.set_level("INFO")
+    changes = {"cache_dir": tmp_path / "shared", "dpo": {"reference": "stored"}, **LORA}
+    for seed in (1, 2):  # adapters begin otherwise, and change nothing yet
+        train(tmp_path / str(seed), seed=seed, **changes)
+    told = [record.getMessage() for record in caplog.records if record.getMessage().startswith("reference: ")]
+    assert ["computing" in line for line in told] == [True, False]
+
+
+def test_held_out_pairs_are_compared_with_the_reference_too(tmp_path):
+    result = train(tmp_path, validation_split=0.25)
+    assert set(result.evaluation.others) >= REWARDS and result.evaluation.perplexity is None
+    assert result.evaluation.others["rewards/margins"] > 0
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"beta": 0.0}, "beta"),
+        ({"loss": "hinge", "label_smoothing": 0.1}, "has no label_smoothing"),
+        ({"reference_in_4bit": True}, "give dpo.reference_model"),
+        ({"reference": "adapters_off"}, "take reference='stored'"),
+        ({"reference": "stored", "reference_model": "x"}, "leave one of them out"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(section, reason, tmp_path):
+    with pytest.raises(ConfigurationError, match=reason):
+        train(tmp_path, dpo=section)
+    assert not list((tmp_path / "run").glob("model"))
+
+
+def test_rows_of_another_kind_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="is of kind chat; the objective takes preference"):
+        train(tmp_path, tiny.chat_rows())
+
+
+# --- planted faults --------------------------------------------------------------------------------------------------
+
+
+def test_log_of_one_minus_exp_near_both_ends():
+    x = torch.tensor([-1e-7, -1e-3, -0.6, -0.8, -30.0])
+    exact = torch.log1p(-torch.exp(x.double()))
+    torch.testing.assert_close(log_one_minus_exp(x).double(), exact, rtol=1e-5, atol=1e-30)
+    x = torch.zeros(1, requires_grad=True)
+    (gradient,) = torch.autograd.grad(log_one_minus_exp(x).sum(), x)
+    assert torch.isfinite(gradient).all()
+
+
+pairs, dpo, log_probabilities = (
+    sys.modules[f"chronicals.objectives.{name}"] for name in ("pairs", "dpo", "log_probabilities")
+)
