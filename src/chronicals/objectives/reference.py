@@ -36,7 +36,7 @@ class ReferenceSettings:
     reference_model: str | None = Field(
         default=None, description="Folder or hub name of another model as the reference policy; it stays in memory, frozen"
     )
-    reference_in_4bit: bool = Field(default=False, description="Whether the reference model is quantised to NF4 when it is read")
+    reference_in_4bit: bool = Field(default=False, description="Whether the reference model is read into NF4")
 
 
 class WithReference(Objective):

@@ -67,6 +67,9 @@ def _explained(section: str, settings: type, error: pydantic.ValidationError) ->
     """For each wrong setting the section, its name, the value and what is allowed."""
     known, lines = [field.name for field in dataclasses.fields(settings)], []
     for detail in error.errors():
+        if not detail["loc"]:  # of several settings together
+            lines.append(f"{section}: {detail['msg'].removeprefix('Value error, ')}")
+            continue
         field = str(detail["loc"][0])
         given = f"{section}={{{field!r}: {detail['input']!r}}}"
         if detail["type"] == "missing":
