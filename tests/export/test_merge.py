@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from typer.testing import CliRunner
 
+import generic_bitsandbytes  # noqa: F401
 import tiny
 from chronicals.cli.app import app
 from chronicals.export import MergeError, merge, weight_files

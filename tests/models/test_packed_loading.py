@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import generic_bitsandbytes  # noqa: F401
 import tiny
 from chronicals.models import load_model
 from chronicals.quantization import Linear4bit, nf4

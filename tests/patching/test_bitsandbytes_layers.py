@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import families
+import generic_bitsandbytes  # noqa: F401
 import runs
 import tiny
 from chronicals.lora import LoRAConfig, apply_lora

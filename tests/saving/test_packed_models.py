@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import generic_bitsandbytes  # noqa: F401
 import tiny
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import describe_packed, load_model

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import generic_bitsandbytes  # noqa: F401
 import runs
 import tiny
 from chronicals.config import ConfigurationError
