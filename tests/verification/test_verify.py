@@ -97,7 +97,8 @@ def test_a_healthy_run_passes(tmp_path, seed, family, changes):
     assert len(found.optimizer) == len(found.gradients) and all(row.ratio < 0.5 for row in found.optimizer)
     for row in found.gradients:
         unused = row.norm_ratio == row.deviation == 0.0  # an expert that no token was sent to has no gradient in any arm
-        assert row.cosine > 0.99 or row.plain > 0.1 or unused, row
+        as_plain = row.plain > 0.1 or row.deviation <= 1.1 * row.plain  # a token that rounding sends to another expert
+        assert row.cosine > 0.99 or as_plain or unused, row
 
 
 def test_a_router_loss_that_the_run_leaves_out_is_in_no_arm(tmp_path, monkeypatch):
