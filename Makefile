@@ -22,7 +22,7 @@ lint: install
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest $(SHARED) -m "not long"
+	$(BIN)/python -m pytest $(SHARED) -m "not long" --sample
 
 test-all: lint
 	$(BIN)/python -m pytest $(SHARED)

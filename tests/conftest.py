@@ -16,6 +16,7 @@ import torch
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=None, help="repeat a run's random inputs")
+    parser.addoption("--sample", action="store_true", help="of tests with many cases run some, by the seed")
 
 
 def pytest_configure(config):
@@ -37,11 +38,38 @@ def pytest_report_header(config):
     return [f"seed: {config.run_seed} (repeat with --seed)", f"card: {card}"]
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--sample"):
+        kept = sample(items, config.run_seed)
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = [item for item in items if item in kept]
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+FEW, SHARE = 4, 0.3
+"""Of a test with more cases than FEW a sample is this share of them, and at least FEW."""
+
+WHOLE = ("", "cli", "config", "data")
+"""Folders whose tests take no time: all of their cases run."""
+
+
+def sample(items, run_seed):
+    """Of every test's cases those that ``make test`` runs, drawn by the run's seed; ``@pytest.mark.sample(n)`` says how many."""
+    cases: dict[str, list] = {}
+    for item in items:
+        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = set()
+    for name, some in cases.items():
+        folder = "/".join(name.partition("::")[0].split("/")[1:-1])
+        marker = some[0].get_closest_marker("sample")
+        count = len(some) if folder in WHOLE else max(FEW, round(SHARE * len(some)))
+        count = min(len(some), marker.args[0] if marker else count)
+        kept.update(random.Random(f"{run_seed} {name}").sample(some, count))
+    return kept
 
 
 @pytest.fixture(autouse=True)

@@ -66,6 +66,7 @@ def with_two_ranks(folder, program):
 needs_two = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="two ranks need two cards, or none")
 
 
+@pytest.mark.sample(1)
 @needs_two
 @pytest.mark.parametrize("batch, accumulation", [(2, 2), pytest.param(4, 1, marks=pytest.mark.long)])
 def test_two_ranks(reference, tmp_path, batch, accumulation):
@@ -141,6 +142,7 @@ def test_recomputed_and_kept(tmp_path, changes):
     assert runs.trajectory(tmp_path / "kept") == runs.trajectory(tmp_path / "recomputed")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
 def test_recomputed_in_fused_layers_and_kept(tmp_path, changes, monkeypatch):
     """Such layers, which a run has on a card only."""
@@ -218,6 +220,7 @@ def test_a_step_that_fails_leaves_the_model_as_it_was_given(tmp_path):
     assert len(calls) == 4 and all(p.grad is None and p.grad_dtype == p.dtype for p in model.parameters())
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.2}], ids=["full", "adapters"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_offloaded_and_resident(tmp_path, recomputed, changes):

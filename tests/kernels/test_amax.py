@@ -233,6 +233,7 @@ FAULTS = {
     "of the last heads alone": (NORM_ROPE, "most = tl.maximum(most, tl.max(tl.maximum(", "most = (tl.max(tl.maximum("),
 }  # fmt: skip
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_found(fault, device):
     module, old, new = FAULTS[fault]

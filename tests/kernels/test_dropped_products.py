@@ -49,6 +49,7 @@ def values(function):
     return lambda *inputs: _Constant.apply(function, *inputs)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("p", DROPOUTS)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -55,6 +55,7 @@ def test_adapters_keep_their_two_rates(tmp_path):
         assert (dtype, decay) == (torch.float32 if small else torch.uint8, 0.1), name
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "changes",
     [{}, {"mixed_precision": "bf16"}, {"mixed_precision": "fp16"}, {"use_lora": True, "lora_rank": 64, "lora_dropout": 0.0}],

@@ -36,6 +36,7 @@ CALM = {"learning_rate": 1e-3}
 """At three times this the gradient norm leaps in the fifth step, and any rounding moves it by a tenth and more."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("changes", "fall"), [(CALM, 0.9), (ADAPTERS, 0.98)], ids=["full", "lora"])
 def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
     options = {"mixed_precision": "bf16", "max_steps": 20, **changes}
@@ -51,6 +52,7 @@ def test_trains_as_without(changes, fall, tmp_path, fused_anywhere, caplog):
     assert not any(FORMATS in vars(module) for module in fused_anywhere.modules())  # the run is over
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("memory", [["recompute_layers"], ["recompute_elementwise"], ["tiled_mlp"]], ids=str)
 def test_policies_change_nothing_under_full_fine_tuning(memory, tmp_path, fused_anywhere, monkeypatch):
     """Where what is kept is in 8 bits; a tile has a scale of its own."""

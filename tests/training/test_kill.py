@@ -49,6 +49,7 @@ def test_the_events_cover_what_can_be_interrupted(uninterrupted):
     assert events.count("micro-batch") > 20
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("number", range(SHORT))
 def test_killed_at_a_random_moment(tmp_path, seed, number, uninterrupted):
     variant = list(CHANGES)[number % len(CHANGES)]

@@ -57,6 +57,7 @@ def whole(tmp_path_factory):
     return folder
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("first", "then"), [(train_by_two, train), (train, train_by_two)])
 def test_two_train_what_one_does(tmp_path, whole, first, then):
     """To the end of the epoch, whose last step is not full."""

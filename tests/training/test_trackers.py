@@ -241,6 +241,7 @@ def test_resumed_it_is_the_same_run_with_every_step_once(tmp_path, name):
         assert {tag: v for tag, v in run.data.tags.items() if tag.startswith("resumed.")} == {"resumed.save_total_limit": "3"}
 
 
+@pytest.mark.sample(1)
 def test_an_evaluation_that_was_missed_is_made_up_for(tmp_path, name):
     """Stopped between the metrics of step 6 and its evaluation."""
     with pytest.raises(RuntimeError, match="planted"):
