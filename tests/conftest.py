@@ -58,7 +58,7 @@ WHOLE = ("", "cli", "config", "data")
 
 
 def sample(items, run_seed):
-    """Of every test's cases those that ``make test`` runs, drawn by the run's seed; ``@pytest.mark.sample(n)`` says how many."""
+    """Of each test the cases that ``make test`` runs, drawn by the seed; ``@pytest.mark.sample(n)`` says how many."""
     cases: dict[str, list] = {}
     for item in items:
         cases.setdefault(item.nodeid.partition("[")[0], []).append(item)

@@ -13,6 +13,28 @@ IGNORED = -100
 
 
 @dataclass(frozen=True)
+class SharedKeys:
+    """What documents attend to where some stand behind a prompt that they share: the keys and values of document n are those of
+    the tokens ``index[cu_seqlens[n]:cu_seqlens[n + 1]]``, the prompt's first.
+
+    Attributes:
+        index: int64 ``[K]``, tokens of the Batch; entries behind the last bound are of no document.
+        cu_seqlens: int32 ``[N + 1]``.
+        places: int64 ``[S + 1, T]``, where each token stands in ``index``: as a document's own, and for each of S answers as
+            part of its prompt; -1 where it does not.
+        max_seqlen: bound on the keys of a document; on the host, bucketed.
+    """
+
+    index: Tensor
+    cu_seqlens: Tensor
+    places: Tensor
+    max_seqlen: int
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> SharedKeys:
+        return replace(self, index=move(self.index), cu_seqlens=move(self.cu_seqlens), places=move(self.places))
+
+
+@dataclass(frozen=True)
 class Batch:
     """Documents laid end to end in ``batch_size`` packs of ``max_seq_length`` tokens, T tokens in all.
 
@@ -29,6 +51,7 @@ class Batch:
         segments: further columns of the documents by name, ``[N]`` each, of which entry n is document n's; -1 for filler.
             ``side`` is a document's place in its item (0 chosen, 1 rejected), ``group`` numbers the items of the Batch; a
             reference model's log-probabilities are another. Empty where every document is an item of its own.
+        keys: what documents attend to, where that is more than their own tokens. ``position_ids`` go on from the prompt's then.
     """
 
     input_ids: Tensor
@@ -39,6 +62,7 @@ class Batch:
     trained: int | None = None
     weights: Tensor | None = None
     segments: Mapping[str, Tensor] = field(default_factory=dict)
+    keys: SharedKeys | None = None
 
     def __len__(self) -> int:
         return self.input_ids.numel()
@@ -58,4 +82,5 @@ class Batch:
             cu_seqlens=move(self.cu_seqlens),
             weights=None if self.weights is None else move(self.weights),
             segments={name: move(tensor) for name, tensor in self.segments.items()},
+            keys=None if self.keys is None else self.keys.map(move),
         )

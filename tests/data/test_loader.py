@@ -211,6 +211,7 @@ def test_counts_are_of_the_whole_step(make_store, batch, accumulation, ranks):
             tokens=sum(int((b.input_ids != FILLER).sum()) for b in batches),
             documents=sum(len(documents(b)) for b in batches),
             items=sum(len(documents(b)) for b in batches),
+            first_targets=sum(int((b.targets != IGNORED).sum()) for b in batches),
             slots=sum(len(b) for b in batches),
             packs=sum(int((b.input_ids.view(-1, 40) != FILLER).any(1).sum()) for b in batches),
         )
@@ -300,7 +301,7 @@ def test_past_the_last_epoch_packs_are_empty_and_count_nothing(make_store):
     assert (last - 1) * 6 < packs <= last * 6
     assert sum(step.counts["documents"] for step in steps[:last]) == 60
     for step in steps[last:]:
-        assert step.counts == dict(targets=0, tokens=0, documents=0, items=0, slots=240, packs=0)
+        assert step.counts == dict(targets=0, tokens=0, documents=0, items=0, first_targets=0, slots=240, packs=0)
         for batch in step.batches:
             assert (batch.input_ids == FILLER).all()
             assert (batch.targets == IGNORED).all()

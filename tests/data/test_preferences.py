@@ -71,14 +71,14 @@ def test_a_pair_is_one_item_of_two_documents(tmp_path, processes):
     encoder = Tokenizer(tiny.tokenizer(), kinds=KINDS)
     built = build_store(rows, encoder, 64, tmp_path, processes=processes)
     store = TokenStore.open(built.path)
-    assert store.items.tolist() == [0, 2, 4, 6] and store.columns["side"].tolist() == [0, 1] * 3
-    assert store.rows.tolist() == [0, 0, 1, 1, 4, 4]
+    assert store.items.tolist() == [0, 2, 5, 7] and store.columns["side"].tolist() == [0, 1, 0, 1, 2, 0, 1]
+    assert store.rows.tolist() == [0, 0, 1, 1, 1, 4, 4]
     alone = Tokenizer(tiny.tokenizer())
     expected = [alone.encode(side, "row") for row in (TEXTS, CHATS) for side in sides_of(row, "row")]
     for number, (ids, trained) in enumerate(expected):
-        found = store.document(number)
+        found = store.whole_document(number)
         assert (found[0].tolist(), found[1].tolist()) == (ids, trained)
-    assert store.hashes[0] == store.hashes[1] == store.hashes[4] != store.hashes[2]
+    assert store.hashes[0] == store.hashes[1] == store.hashes[5] != store.hashes[2]
     findings = store.report.findings
     assert findings["empty_answer"].count == findings["unusable_kind"].count == findings["duplicate_row"].count == 1
     assert "row 4: is of kind completion; the objective takes preference" in findings["unusable_kind"].example

@@ -31,7 +31,7 @@ def reference(tmp_path_factory):
 
 def padded(store, sides, pad):
     """Documents of these sides as right-padded rows: ids, mask, and which tokens are the answer's."""
-    documents = [store.document(n) for n in range(len(store)) if store.columns["side"][n] in sides]
+    documents = [store.whole_document(n) for n in range(len(store)) if store.columns["side"][n] in sides]
     longest = max(len(ids) for ids, _ in documents)
     ids = torch.full((len(documents), longest), pad)
     mask, answer = torch.zeros_like(ids), torch.zeros_like(ids)
@@ -175,7 +175,7 @@ def test_however_a_step_is_divided(objective, tmp_path):
     """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
     given, found = rows(8), []
     column = reference_column(store_of(tmp_path, given)) if objective in ("dpo", "ipo") else None
-    divisions = [(1, 8, {"max_documents": 2}), (2, 4, {"max_documents": 2}), (8, 1, {"max_documents": 2}), (1, 8, {})]
+    divisions = [(1, 8, {"max_documents": 3}), (2, 4, {"max_documents": 3}), (8, 1, {"max_documents": 3}), (1, 8, {})]
     for batch, accumulation, more in divisions:
         found.append(
             one_step(

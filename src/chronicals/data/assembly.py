@@ -34,6 +34,7 @@ class PackedDocuments(NamedTuple):
         trained: uint8, the same file.
         id_starts, trained_starts: int64 ``[documents]``, where each begins in ``ids`` and in ``trained``.
         lengths: int64 ``[documents]``.
+        before: int64 ``[documents]``, the position of each one's first token: behind a shared prompt not 0.
         packed: int64, documents pack after pack.
         offsets: int64 ``[packs + 1]``: pack p holds ``packed[offsets[p]:offsets[p + 1]]``.
     """
@@ -43,6 +44,7 @@ class PackedDocuments(NamedTuple):
     id_starts: np.ndarray
     trained_starts: np.ndarray
     lengths: np.ndarray
+    before: np.ndarray
     packed: np.ndarray
     offsets: np.ndarray
 
@@ -138,7 +140,7 @@ def _assemble_batch(
                 return document
             ids = documents.ids[first : first + length]
             mask = documents.trained[first_trained : first_trained + length]
-            trained += _write_document(columns[:, at : at + length], ids, mask)
+            trained += _write_document(columns[:, at : at + length], ids, mask, documents.before[document])
             held[entries] = document
             at += length
             entries += 1
@@ -169,7 +171,7 @@ def _bucket(packs: np.ndarray, documents: PackedDocuments, width: int) -> int:
 
 
 @compiled(nogil=True)
-def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray) -> int:
+def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray, before: int) -> int:
     """Ids, targets (the next token where it is trained) and positions; three loops, for each becomes vector code."""
     written, targets, positions = columns[0], columns[1], columns[2]
     last = ids.size - 1
@@ -181,7 +183,7 @@ def _write_document(columns: np.ndarray, ids: np.ndarray, trained: np.ndarray) -
         count += trained[place + 1] != 0
     targets[last] = IGNORED
     for place in range(ids.size):
-        positions[place] = place
+        positions[place] = before + place
     return count
 
 

@@ -29,6 +29,7 @@ from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import Unparsed
 from chronicals.data.rows import TRAINED
+from chronicals.data.shared_prompts import SHARED
 from chronicals.data.sources import Source, bytes_to_read, file_digests, read_unparsed, source_fingerprint
 from chronicals.data.store import SCHEMA, SIDE, TokenStore
 from chronicals.data.template import Tokenizer
@@ -171,7 +172,8 @@ def build_store(
     cache_dir = cache_dir or Path.home() / ".cache" / "chronicals"
     with _naming(cache_dir):
         content = file_digests(source, cache_dir)
-        made_of = [max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
+        made_of: list[Any] = [max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
+        made_of += ["prompts once"] if _has_items(tokenizer) else []
         key, *earlier = (_key([version, *made_of]) for version in (FORMAT, *EARLIER_FORMATS))
         path = cache_dir / f"{key}.arrow"
         if builder and not (path.exists() and path.with_suffix(".json").exists()):
@@ -182,6 +184,11 @@ def build_store(
         elif not builder:
             _wait_for(path)
         return replace(TokenStore.open(path), earlier_keys=tuple(earlier))
+
+
+def _has_items(tokenizer: Tokenizer) -> bool:
+    """Whether a row may become several documents that belong together."""
+    return not tokenizer.kinds <= {*TRAINED}
 
 
 def _key(made_of: list[Any]) -> str:
@@ -249,7 +256,9 @@ def _bytes_aside(path: Path) -> int:
 
 def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses) -> None:
     """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
-    schema = SCHEMA if tokenising.encoder.tokenizer.kinds <= {*TRAINED} else SCHEMA.append(pa.field(SIDE, pa.int64()))
+    schema = SCHEMA
+    if _has_items(tokenising.encoder.tokenizer):
+        schema = schema.append(pa.field(SIDE, pa.int64())).append(pa.field(SHARED, pa.int64()))
     counts, aside = _Counts(), _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
@@ -285,7 +294,7 @@ def _collecting_by_chunks() -> Iterator[None]:
 def _record_batch(documents: Documents, hashes: np.ndarray, schema: pa.Schema) -> pa.RecordBatch:
     offsets = _column(documents.offsets.astype(np.int32))
     lists = [pa.ListArray.from_arrays(offsets, _column(values)) for values in (documents.ids, documents.trained)]
-    numbers = [_column(values) for values in (documents.targets, documents.rows, hashes, documents.sides)]
+    numbers = [_column(values) for values in (documents.targets, documents.rows, hashes, documents.sides, documents.shared)]
     return pa.RecordBatch.from_arrays([*lists, *numbers][: len(schema)], schema=schema)
 
 

@@ -34,6 +34,7 @@ from chronicals.data.rows import (
     texts_of,
     unread_fields,
 )  # fmt: skip
+from chronicals.data.shared_prompts import share_prompt
 from chronicals.data.template import Tokenizer
 
 CHUNK_ROWS, CHUNK_LETTERS = 512, 1 << 22
@@ -259,4 +260,4 @@ class ChunkEncoder:
     def _fitted(self, kind: str, item: list[Piece], report: DataReport) -> list[Piece]:
         """A row's item in documents of at most the width together, or the pieces of a text."""
         whole = kind != "text" and self.tokenizer.train_on == "answers"
-        return fit(item, self.width, self.overlong or ("cut" if whole else "split"), report)
+        return fit(share_prompt(item), self.width, self.overlong or ("cut" if whole else "split"), report)

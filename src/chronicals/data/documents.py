@@ -49,12 +49,14 @@ class Marks:
 
 
 class Piece(NamedTuple):
-    """A document by itself: the row it is from, its place in its item, token ids, and for each whether it is trained."""
+    """A document by itself: the row it is from, its place in its item, token ids, for each whether it is trained, and what the
+    column ``shared`` says (``shared_prompts.py``)."""
 
     row: int
     side: int
     ids: np.ndarray
     trained: np.ndarray
+    shared: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class Documents:
         offsets: int64 ``[N + 1]``.
         rows: int64 ``[N]``, the row each came from, from 0 in reading order.
         sides: int64 ``[N]``, the place of each in its item, which begins at each 0.
+        shared: int64 ``[N]``, tokens of the item's last document that stand before it; -1 for that document.
     """
 
     ids: np.ndarray
@@ -74,6 +77,7 @@ class Documents:
     offsets: np.ndarray
     rows: np.ndarray
     sides: np.ndarray
+    shared: np.ndarray
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Documents:
@@ -81,8 +85,8 @@ class Documents:
         trained = np.concatenate([piece.trained for piece in pieces] or [np.zeros(0, np.uint8)])
         offsets = np.zeros(len(pieces) + 1, np.int64)
         np.cumsum([len(piece.ids) for piece in pieces], out=offsets[1:])
-        rows, sides = (np.array([piece[at] for piece in pieces], np.int64) for at in (0, 1))
-        return cls(ids, trained, offsets, rows, sides)
+        rows, sides, shared = (np.array([piece[at] for piece in pieces], np.int64) for at in (0, 1, 4))
+        return cls(ids, trained, offsets, rows, sides, shared)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -100,9 +104,9 @@ class Documents:
         return running[self.offsets[1:]] - running[self.offsets[:-1]] - first
 
     def trained_items(self) -> Documents:
-        """Without the items of which a document has no target."""
+        """Without the items of which a document has no target; a shared prompt has none."""
         item = np.cumsum(self.sides == 0)
-        return self.only(~np.isin(item, item[self.targets == 0]))
+        return self.only(~np.isin(item, item[(self.targets == 0) & (self.shared >= 0)]))
 
     def only(self, kept: np.ndarray) -> Documents:
         """Those where ``kept`` (bool ``[N]``) holds."""
@@ -112,7 +116,7 @@ class Documents:
         offsets = np.concatenate([[0], np.cumsum(self.lengths[kept])])
         return replace(
             self, ids=self.ids[positions], trained=self.trained[positions], offsets=offsets, rows=self.rows[kept],
-            sides=self.sides[kept],
+            sides=self.sides[kept], shared=self.shared[kept],
         )  # fmt: skip
 
     def hashes(self) -> np.ndarray:
@@ -159,9 +163,10 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
     counted.
 
     Pieces of a split row overlap by one token, so that every target keeps its place in exactly one of them. Of an item whose
-    documents are together too long, the longest are cut to one length.
+    documents are together too long, the longest are cut to one length; a shared prompt is never cut, and an item is dropped
+    where it leaves no room for an answer.
     """
-    row, _, ids, trained = item[0]
+    row, _, ids, trained, _ = item[0]
     total = sum(len(piece.ids) for piece in item)
     if total <= width:
         return item
@@ -172,10 +177,16 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
         report.note("split_row", row, f"{total:,} tokens")
         return [Piece(row, 0, ids[i : i + width], trained[i : i + width]) for i in range(0, len(ids) - 1, width - 1)]
     report.note("cut_row", row, f"{total:,} tokens")
-    most = _common_length([len(piece.ids) for piece in item], width)
-    if any(piece.trained[most:].any() for piece in item):
+    prompt = [piece for piece in item if piece.shared < 0]
+    answers = [piece for piece in item if piece.shared >= 0]
+    room = width - sum(len(piece.ids) for piece in prompt)
+    if room < 2 * len(answers):
+        report.note("masked_by_cut", row, f"a prompt of {width - room:,} tokens")
+        return []
+    most = _common_length([len(piece.ids) for piece in answers], room)
+    if any(piece.trained[most:].any() for piece in answers):
         report.note("cut_stop", row)
-    return [piece._replace(ids=piece.ids[:most], trained=piece.trained[:most]) for piece in item]
+    return [*(piece._replace(ids=piece.ids[:most], trained=piece.trained[:most]) for piece in answers), *prompt]
 
 
 def _common_length(lengths: list[int], width: int) -> int:

@@ -38,6 +38,8 @@ from chronicals.data.building import open_store
 from chronicals.data.gate import DataError
 from chronicals.data.packing import PackPlan, plan_packs
 from chronicals.data.prefetch import prefetch
+from chronicals.data.prompt_keys import shared_keys
+from chronicals.data.shared_prompts import SHARED
 from chronicals.data.sources import Source
 from chronicals.data.steps import Counts, Step
 from chronicals.data.store import SIDE, TokenStore
@@ -49,7 +51,7 @@ PREFETCHED_STEPS, PREFETCHED_BYTES = (2, 64), 1 << 26
 
 SUMS, COST = ("targets", "tokens", "documents", "items", "first_targets"), 5
 """Names of what is summed over the documents of each pack, ``first_targets`` over the first ones of items alone; and the column
-behind them: what attention costs, Σ length²."""
+behind them: what attention costs, Σ length² of documents that stand behind no prompt."""
 
 WEIGHT, GROUP = "weight", "group"
 """The column that becomes ``Batch.weights``, and the segment that numbers the items of a Batch."""
@@ -118,15 +120,18 @@ class BatchStream:
         # The number after the last pack stands for an empty one.
         offsets = np.append(self.plan.offsets, self.plan.offsets[-1])
         self._documents = PackedDocuments(
-            store.ids, store.trained, store.id_starts, store.trained_starts, store.lengths, self.plan.documents, offsets
-        )
+            store.ids, store.trained, store.id_starts, store.trained_starts, store.lengths, store.before, self.plan.documents,
+            offsets,
+        )  # fmt: skip
         first = np.ones(len(store), np.int64) if store.items is None else (store.columns[SIDE] == 0).astype(np.int64)
-        lengths = store.lengths
-        summed = store.targets, lengths, np.ones(len(store), np.int64), first, first * store.targets, lengths**2
+        lengths, attended = store.lengths, (store.lengths + store.before) ** 2 - store.before**2
+        summed = store.targets, lengths, np.ones(len(store), np.int64), first, first * store.targets, attended
         self._sums = np.stack([self._sum_in_packs(values) for values in summed], axis=1)
         self._weights = None
         if WEIGHT in store.columns:
             self._weights = self._sum_in_packs(store.columns[WEIGHT].astype(np.float64) * store.targets)
+        shared = SHARED in store.columns and bool((store.columns[SHARED] > 0).any())
+        self._columns = {name: values for name, values in store.columns.items() if shared or name != SHARED}
         self._order = -1, np.zeros(0, np.int64)
 
     @property
@@ -206,7 +211,7 @@ class BatchStream:
         """What assembles the steps that begin at ``positions``; it returns them, and the document that it could not read, or
         -1."""
         packs = [self._packs_at(position) for position in positions]
-        memory = Memory(self._sizes, len(packs), self.pin, self.store.columns)
+        memory = Memory(self._sizes, len(packs), self.pin, self._columns)
         mine = np.stack([self._balanced(step)[:, self.rank].ravel() for step in packs])
         counts = [self._counts(step) for step in packs]
 
@@ -311,16 +316,20 @@ class Memory:
         segments = {
             name: np.where(there, values[numbers], FILLER).astype(values.dtype) for name, values in self.of_documents.items()
         }
-        weights = segments.pop(WEIGHT, None)
+        weights, shared = segments.pop(WEIGHT, None), segments.pop(SHARED, None)
         first = segments[SIDE] == 0 if SIDE in segments else there
         segments[GROUP] = np.where(there, np.cumsum(first) - 1, FILLER)
-        found = {"segments": {name: self._tensor(values) for name, values in segments.items()}}
+        found: dict[str, Any] = {"segments": {name: self._tensor(values) for name, values in segments.items()}}
+        if shared is not None:
+            found["keys"] = shared_keys(np.where(there, shared, 0), segments[SIDE], bounds, self.sizes.width).map(self._pinned)
         if weights is None:
             return found
         return {**found, "weights": self._tensor(np.repeat(weights, np.diff(bounds)).astype(np.float32))}
 
     def _tensor(self, values: np.ndarray) -> Tensor:
-        tensor = torch.as_tensor(values)
+        return self._pinned(torch.as_tensor(values))
+
+    def _pinned(self, tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if self.pin else tensor
 
 

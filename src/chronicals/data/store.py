@@ -2,9 +2,9 @@
 
 One row a document: ``ids`` (list of int32), ``trained`` (list of bool as uint8), how many of its positions predict a trained
 token (``targets``), the number of the ``row`` it came from, and a ``hash`` of that row's tokens. Documents that belong
-together, as the two answers of a preference do, follow each other as one *item*; a further column ``side`` says which place a
-document has in its item. The gate's report lies beside it as JSON. A store is written aside and renamed, so what has the name
-is whole.
+together, as the two answers of a preference do, follow each other as one *item*; further columns say which place a document
+has in its item (``side``) and which tokens of their common prompt stand before it (``shared``). The gate's report lies beside
+it as JSON. A store is written aside and renamed, so what has the name is whole.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import pyarrow as pa
 
 from chronicals.data.gate import DataError, DataReport
 from chronicals.data.rows import CHATS
+from chronicals.data.shared_prompts import SHARED
 
 SCHEMA = pa.schema(
     [
@@ -71,8 +72,13 @@ class TokenStore:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest document, 0 without any."""
-        return int(self.lengths.max(initial=0))
+        """Tokens of the longest document, those of a shared prompt before it included; 0 without any."""
+        return int((self.lengths + self.before).max(initial=0))
+
+    @property
+    def before(self) -> np.ndarray:
+        """int64 ``[documents]``, tokens of a shared prompt before each."""
+        return np.maximum(self.columns[SHARED], 0) if SHARED in self.columns else np.zeros(len(self), np.int64)
 
     @property
     def key(self) -> str:
@@ -92,6 +98,15 @@ class TokenStore:
         """Ids (int32) and mask (uint8) of a document, as views of the file."""
         first, first_trained, length = self.id_starts[index], self.trained_starts[index], self.lengths[index]
         return self.ids[first : first + length], self.trained[first_trained : first_trained + length]
+
+    def whole_document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """As ``document``, with the shared prompt in front of it."""
+        ids, trained = self.document(index)
+        if not self.before[index]:
+            return ids, trained
+        end = index + int(np.argmax(self.columns[SHARED][index:] < 0))
+        prompt, untrained = self.document(end)
+        return np.concatenate([prompt, ids]), np.concatenate([untrained, trained])
 
     @property
     def items(self) -> np.ndarray | None:
@@ -150,7 +165,7 @@ class TokenStore:
         batches = [reader.get_batch(n) for n in range(reader.num_record_batches)]
         kinds = ("targets", np.int64), ("row", np.int64), ("hash", np.uint64)
         targets, rows, hashes = (_joined(batches, *kind) for kind in kinds)
-        columns = {SIDE: _joined(batches, SIDE, np.int64)} if SIDE in reader.schema.names else {}
+        columns = {name: _joined(batches, name, np.int64) for name in (SIDE, SHARED) if name in reader.schema.names}
         return cls(
             path, lengths, targets, rows, hashes, DataReport.from_dict(meta["report"]), meta["max_id"], ids, trained,
             id_starts, trained_starts, columns=columns,

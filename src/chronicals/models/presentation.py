@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_utils import AttentionInterface
 
-from chronicals.attention import document_attention
-from chronicals.batch import Batch
+from chronicals.attention import document_attention, gather_keys
+from chronicals.batch import Batch, SharedKeys
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.head import Head, UnknownHead, read_head
@@ -52,6 +52,7 @@ def _documents_only(
     cu_seq_lens_k: Tensor | None = None,
     max_length_k: int | None = None,
     flash: bool = True,
+    shared_keys: SharedKeys | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: ``[1, H, Q, D]`` and ``[1, K, T, D]`` in, ``[1, Q, H, D]`` out."""
@@ -66,6 +67,8 @@ def _documents_only(
         )
     # Under autocast the rotation leaves queries and keys in fp32, where the products' own type is that of the values.
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+    if shared_keys is not None:
+        k_TKD, v_TKD = gather_keys(k_TKD, shared_keys), gather_keys(v_TKD, shared_keys)
     out = document_attention(
         q_THD,
         k_TKD,
@@ -151,7 +154,8 @@ class PresentedModel:
 
     def _run(self, batch: Batch, module: Any, name: str, routers: bool = False) -> tuple[Tensor, list[Tensor]]:
         """The output of ``module`` of that name, and the router logits if asked for: a row a token."""
-        inputs, places = (packed_arguments(batch), None) if self.packed else padded_arguments(batch)
+        padded = None if self.packed else PaddedRows.of(batch)
+        inputs = packed_arguments(batch) if padded is None else padded.inputs
         if self.packed and not self.flash:
             inputs["flash"] = False  # goes to the attention with the bounds
         if routers:
@@ -159,10 +163,10 @@ class PresentedModel:
         out = module(**inputs)
 
         def flat(x: Tensor) -> Tensor:
-            if places is None:
+            if padded is None:
                 return x[0] if x.dim() == 3 else x
-            rows = x.flatten(0, -2)[inputs["attention_mask"].flatten() > 0]
-            return rows.new_zeros(len(batch), rows.shape[-1]).index_put((places,), rows)
+            rows = x.flatten(0, -2)[padded.kept]
+            return rows.new_zeros(len(batch), rows.shape[-1]).index_put((padded.places,), rows)
 
         found = (out.get("router_logits") or ()) if routers else ()
         return flat(getattr(out, name)), [flat(logits) for logits in found]
@@ -218,27 +222,49 @@ def in_evaluation(model: nn.Module) -> Iterator[None]:
 
 
 def packed_arguments(batch: Batch) -> dict[str, Any]:
-    return {
+    keys = batch.keys
+    found = {
         "input_ids": batch.input_ids[None],
         "position_ids": batch.position_ids[None],
         "cu_seq_lens_q": batch.cu_seqlens,
-        "cu_seq_lens_k": batch.cu_seqlens,
+        "cu_seq_lens_k": batch.cu_seqlens if keys is None else keys.cu_seqlens,
         "max_length_q": batch.max_seqlen,
-        "max_length_k": batch.max_seqlen,
+        "max_length_k": batch.max_seqlen if keys is None else keys.max_seqlen,
         "use_cache": False,
     }
+    return found if keys is None else {**found, "shared_keys": keys}
 
 
-def padded_arguments(batch: Batch) -> tuple[dict[str, Any], Tensor]:
-    """Documents that have a target as right-padded rows, and the place of each of their tokens in the Batch."""
-    bounds = batch.cu_seqlens.tolist()
-    spans = [(a, b) for a, b in zip(bounds, bounds[1:]) if b > a and bool((batch.targets[a:b] >= 0).any())]
-    spans = spans or [(bounds[0], bounds[1])]
-    ids = pad_sequence([batch.input_ids[a:b] for a, b in spans], batch_first=True)
-    lengths = torch.tensor([b - a for a, b in spans], device=ids.device)
-    mask = (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
-    places = torch.cat([torch.arange(a, b, device=ids.device) for a, b in spans])
-    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}, places
+@dataclass(frozen=True)
+class PaddedRows:
+    """Documents that have a target as right-padded rows, behind the prompt that they share with others.
+
+    Attributes:
+        inputs: arguments of the model.
+        kept: int64, the documents' own tokens among those of the rows, flat.
+        places: int64, where each of these stands in the Batch.
+    """
+
+    inputs: dict[str, Any]
+    kept: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, batch: Batch) -> PaddedRows:
+        device, bounds = batch.input_ids.device, batch.cu_seqlens.tolist()
+        spans = [n for n, (a, b) in enumerate(zip(bounds, bounds[1:])) if b > a and bool((batch.targets[a:b] >= 0).any())]
+        own = [torch.arange(bounds[n], bounds[n + 1], device=device) for n in spans or [0]]
+        rows = own
+        if batch.keys is not None:
+            ends = batch.keys.cu_seqlens.tolist()
+            rows = [batch.keys.index[ends[n] : ends[n + 1]] for n in spans or [0]]
+        lengths = torch.tensor([len(row) for row in rows], device=device)
+        columns = torch.arange(int(lengths.max()), device=device)
+        mask = (columns < lengths[:, None]).long()
+        before = lengths - torch.tensor([len(some) for some in own], device=device)
+        kept = ((columns >= before[:, None]) & (mask > 0)).flatten().nonzero().squeeze(1)
+        ids = pad_sequence([batch.input_ids[row] for row in rows], batch_first=True)
+        return cls({"input_ids": ids, "attention_mask": mask, "use_cache": False}, kept, torch.cat(own))
 
 
 def within_lora(model: Any) -> Any:

@@ -68,8 +68,8 @@ def pairs_of(sums: Tensor, batch: Batch) -> Pairs:
     """Of the log-probabilities ``[N]`` of the documents."""
     tokens = document_targets(batch, sums.dtype)
     chosen, rejected = (by_item(sums, batch, side) for side in (CHOSEN, REJECTED))
-    lengths = [by_item(tokens, batch, side) for side in (CHOSEN, REJECTED)]
-    return Pairs(chosen, rejected, *(length.clamp(min=1) for length in lengths), lengths[0] > 0)
+    of_chosen, of_rejected = (by_item(tokens, batch, side) for side in (CHOSEN, REJECTED))
+    return Pairs(chosen, rejected, of_chosen.clamp(min=1), of_rejected.clamp(min=1), there=of_chosen > 0)
 
 
 class PairObjective(Objective):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from chronicals.attention import document_attention
+from chronicals.attention import document_attention, gather_keys
 from chronicals.models.presentation import CACHES
 from chronicals.patching.forms import FORM, Form, signature
 from chronicals.patching.fused_weights import Unmerged, say_once
@@ -229,13 +229,16 @@ def _or_said(layer: Any, half: Any) -> Any:
 
 def _tokens(given: Mapping[str, Any]) -> Tokens:
     bounds: list[Any] = [given.get(name) for name in ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")]
-    flash = given.get("flash", True)
+    flash, keys = given.get("flash", True), given.get("shared_keys")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        if keys is not None:
+            k, v = gather_keys(k, keys), gather_keys(v, keys)
         return document_attention(q, k, v, *bounds, flash=flash, **options)
 
     cos, sin = (table.squeeze(0) for table in given["position_embeddings"])
-    return Tokens(cos, sin, given.get("position_ids"), given["max_length_q"], attend)
+    longest = given["max_length_q"] if keys is None else keys.max_seqlen
+    return Tokens(cos, sin, given.get("position_ids"), longest, attend)
 
 
 def _check_input(layer: Any, x: Tensor, given: Mapping[str, Any]) -> None:

@@ -39,7 +39,7 @@ MOST = 64
 """Shapes that are captured; further ones run as usual."""
 
 Result = TypeVar("Result")
-BatchShape = tuple[int, int, int, int | None, tuple[tuple[str, torch.Size], ...], bool]
+BatchShape = tuple[int, int, int | tuple[int, int], int | None, tuple[tuple[str, torch.Size], ...], bool]
 
 
 @dataclass
@@ -131,9 +131,9 @@ class GraphedStep:
         if first:
             self._begin(counts)
         batch = _rounded(batch)
-        further = batch.segments if batch.weights is None else {**batch.segments, "weights": batch.weights}
-        beside = tuple((name, tensor.shape) for name, tensor in further.items())
-        shape = (len(batch), len(batch.cu_seqlens), batch.max_seqlen, batch.trained, beside, first)
+        beside = tuple((name, tensor.shape) for name, tensor in _further(batch).items())
+        longest = batch.max_seqlen if batch.keys is None else (batch.max_seqlen, batch.keys.max_seqlen)
+        shape = (len(batch), len(batch.cu_seqlens), longest, batch.trained, beside, first)
         if shape not in self.of_micro and shape in self.met and len(self.of_micro) < MOST and not self.failed:
             self._capture_micro(shape, batch)
         self.met.add(shape)
@@ -269,10 +269,17 @@ def _rounded(batch: Batch) -> Batch:
 def _fill(static: Batch, batch: Batch) -> None:
     for name in ("input_ids", "targets", "position_ids", "cu_seqlens"):
         getattr(static, name).copy_(getattr(batch, name), non_blocking=True)
-    if static.weights is not None and batch.weights is not None:
-        static.weights.copy_(batch.weights, non_blocking=True)
-    for name, tensor in static.segments.items():
-        tensor.copy_(batch.segments[name], non_blocking=True)
+    given = _further(batch)
+    for name, tensor in _further(static).items():
+        tensor.copy_(given[name], non_blocking=True)
+
+
+def _further(batch: Batch) -> dict[str, Tensor]:
+    """The tensors of a Batch that not every Batch has, by name."""
+    found = dict(batch.segments) if batch.weights is None else {**batch.segments, "weights": batch.weights}
+    if batch.keys is not None:
+        found |= {f"keys.{name}": getattr(batch.keys, name) for name in ("index", "cu_seqlens", "places")}
+    return found
 
 
 def enable_cuda_graphs(trainer: Any) -> None:

@@ -1,0 +1,46 @@
+"""Keys and values of documents that share a prompt, gathered from where each token stands once.
+
+Shapes: T tokens, K keys of all documents, S answers to a prompt, H heads, D head width.
+
+    y[i] = x[index[i]]        dx[t] = Σ_j dy[places[j, t]]  over the places that are there
+
+The backward pass gathers too: sums have one order. Bytes a layer, of keys and of values: 2·(T + K)·H·D forward, and backward
+(S + 1)·T at most in the place of K.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.batch import SharedKeys
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_THD: Tensor, index: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return x_THD.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, dy_KHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        total = dy_KHD.new_zeros((), dtype=torch.promote_types(dy_KHD.dtype, torch.float32))
+        for place in places.unbind():
+            of_place = dy_KHD.index_select(0, place.clamp(min=0))
+            total = total + torch.where((place >= 0)[:, None, None], of_place, 0.0)
+        return total.to(dy_KHD.dtype), None, None
+
+
+def gather_keys(x_THD: Tensor, keys: SharedKeys) -> Tensor:
+    """Keys or values ``[K, H, D]`` as ``keys.cu_seqlens`` divides them.
+
+    On a card there may be more than it divides, whose number the host does not know; attention does not read them.
+    """
+    index = keys.index
+    if not index.is_cuda:
+        index = index[: int(keys.cu_seqlens[-1])]
+    gathered: Tensor = _Gather.apply(x_THD, index, keys.places)
+    return gathered
