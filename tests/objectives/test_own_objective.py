@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_what_is_wrong_is_said_in_python():
     assert refused(objective="toy", toy={"power": 0}) == "toy={'power': 0}: Input should be greater than 0"
     assert "toy={'power': 2}: settings of another objective than objective='sft'" in refused(toy={"power": 2})
     assert refused(objective="tox") == "objective='tox': no such objective; did you mean 'toy'?"
-    assert "there are sft, pretraining, toy" in refused(objective="dpo")
+    assert re.search(r"there are .*sft.*, toy", refused(objective="quux"))
     assert refused(objective="sft", sft={"beta": 1}) == "sft={'beta': 1}: no such setting; it has none"
     assert "did you mean 'gate'" in refused(gat={"empty": 0.5})
 

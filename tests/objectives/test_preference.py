@@ -5,7 +5,6 @@ import sys
 
 import pytest
 import torch
-from preferences import one_step, rows, store_of
 
 import runs
 import tiny
@@ -14,6 +13,7 @@ from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.orpo import log_one_minus_exp
 from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
+from preferences import one_step, rows, store_of
 
 COUNT = 9
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}

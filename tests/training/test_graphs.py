@@ -14,6 +14,7 @@ from chronicals.memory import offload, tiling
 from chronicals.patching import fp8_layers
 from chronicals.training import Callback, ChronicalsTrainer, decisions, enable_cuda_graphs, in_backward, session
 from chronicals.training.graphs import SHARES, GraphedStep, _rounded
+from preferences import rows
 
 STEPS = 8
 ADAPTERS = {"use_lora": True, "lora_rank": 4}
@@ -45,6 +46,8 @@ ARMS = {
     "fp8 under adapters": {"use_fp8": True, **ADAPTERS, "gradient_accumulation_steps": 2},
     "fp8 whose weights wait": {"use_fp8": True, **ADAPTERS, "memory": ["offload_frozen_weights", "recompute_layers"]},
     "evaluated": {"validation_split": 0.2, "eval_steps": 3},
+    "pairs and a reference": {"objective": "dpo", **ADAPTERS, "lora_dropout": 0.0, "rows": rows(60)},
+    "pairs and a stored reference": {"objective": "dpo", "rows": rows(60)},
 }
 
 
@@ -214,6 +217,7 @@ EMULATED = {
     "accumulated": {"gradient_accumulation_steps": 3},
     "8-bit states": {"use_8bit_optimizer": True},
     "updated in the backward pass": {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf")},
+    "pairs and a reference": {"objective": "dpo", **ADAPTERS, "lora_dropout": 0.0, "rows": rows(60)},
 }
 
 
