@@ -212,12 +212,22 @@ def test_weights_that_moved_are_followed(tmp_path):
         assert our_loss == pytest.approx(loss, rel=2e-3) and our_norm == pytest.approx(norm, rel=2e-2)
 
 
+EVEN = [
+    {
+        "prompt": [{"role": "user", "content": f"what is the answer to {n // 10} {n % 10}?"}],
+        "chosen": [{"role": "assistant", "content": f"it is {n // 10} {n % 10}"}],
+        "rejected": [{"role": "assistant", "content": "no"}],
+    }
+    for n in range(60)
+]
+"""Pairs of one length: their Batches have one shape."""
+
 EMULATED = {
     "full": {},
     "accumulated": {"gradient_accumulation_steps": 3},
     "8-bit states": {"use_8bit_optimizer": True},
     "updated in the backward pass": {"memory": ["optimizer_in_backward"], "max_grad_norm": float("inf")},
-    "pairs and a reference": {"objective": "dpo", **ADAPTERS, "lora_dropout": 0.0, "rows": rows(60)},
+    "pairs and a reference": {"objective": "dpo", **ADAPTERS, "lora_dropout": 0.0, "rows": EVEN},
 }
 
 
