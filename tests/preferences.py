@@ -34,6 +34,15 @@ def rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
     ]
 
 
+def judged_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
+    """Questions with one answer each, good or bad."""
+    pairs = rows(count, seed)
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen" if n % 3 else "rejected"], "label": bool(n % 3)}
+        for n, row in enumerate(pairs)
+    ]
+
+
 def store_of(folder: Path, given: list[dict[str, Any]], kinds: tuple[str, ...] = ("preference",), width: int = 128) -> Any:
     return build_store(given, Tokenizer(tiny.tokenizer(), kinds=kinds), width, folder / "tokens")
 

@@ -9,11 +9,12 @@ import torch
 import runs
 import tiny
 from chronicals.config import ConfigurationError
+from chronicals.objectives import OBJECTIVES as OBJECTIVES_BY_NAME
 from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.orpo import log_one_minus_exp
 from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
-from preferences import one_step, rows, store_of
+from preferences import judged_rows, one_step, rows, store_of
 
 COUNT = 9
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
@@ -161,9 +162,43 @@ def test_objectives_without_a_reference_are_those_of_trl(objective, trainer, sec
         assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=1e-5), name
 
 
+def trl_kto(folder, model, reference, store, **settings):
+    """As ``trl_dpo``: TRL's divergence is of one batch, here all rows."""
+    datasets = pytest.importorskip("datasets")
+    trl = pytest.importorskip("trl")
+    args = trl.KTOConfig(output_dir=str(folder / "trl"), report_to="none", use_cpu=True, bf16=False, **settings)
+    given = datasets.Dataset.from_list(judged_rows(4))
+    trainer = trl.KTOTrainer(model, reference, args, train_dataset=given, processing_class=tiny.tokenizer())
+    inputs = {"label": torch.tensor(store.columns["label"][store.columns["side"] == 0] == 1)}
+    for prefix, side in (("", 0), ("KL_", 1)):
+        ids, mask, answer = padded(store, {side}, tiny.tokenizer().pad_token_id)
+        inputs |= {f"{prefix}input_ids": ids, f"{prefix}attention_mask": mask, f"{prefix}completion_mask": answer}
+    trainer.model.train()
+    loss = trainer.compute_loss(trainer.model, inputs)
+    return loss, gradients_of(model, loss), {name: values[-1] for name, values in trainer._metrics["train"].items()}
+
+
+@pytest.mark.parametrize("seed_of_reference", [7, 8])
+def test_kto_is_that_of_trl(seed_of_reference, tmp_path):
+    """With a divergence above zero, or held at zero."""
+    given, other = judged_rows(COUNT), tiny.llama(seed=seed_of_reference)
+    other.save_pretrained(tmp_path / "reference")
+    section = {"beta": 0.3, "desirable_weight": 1.2, "undesirable_weight": 0.7, "reference_model": str(tmp_path / "reference")}
+    terms, gradients = one_step(tmp_path, given, "kto", section, max_seq_length=2048)
+    store = store_of(tmp_path, given, ("unpaired preference",), width=2048)
+    loss, expected, shown = trl_kto(
+        tmp_path, tiny.llama(), other, store, beta=0.3, desirable_weight=1.2, undesirable_weight=0.7
+    )
+    assert terms["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert_close(gradients, expected)
+    for name in ("kl", "rewards/chosen", "rewards/rejected"):
+        assert terms[name] == pytest.approx(shown[name], rel=1e-4, abs=5e-5), name
+
+
 OBJECTIVES = {
-    "dpo": {"beta": 0.3}, "ipo": {"tau": 0.3}, "simpo": {}, "cpo": {}, "orpo": {},
+    "dpo": {"beta": 0.3}, "ipo": {"tau": 0.3}, "simpo": {}, "cpo": {}, "orpo": {}, "kto": {"beta": 0.3},
 }  # fmt: skip
+WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 
 def reference_column(store, seed=3):
@@ -173,8 +208,9 @@ def reference_column(store, seed=3):
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_however_a_step_is_divided(objective, tmp_path):
     """Batch x accumulation, and many pairs in a pack or one: the same terms and gradients."""
-    given, found = rows(8), []
-    column = reference_column(store_of(tmp_path, given)) if objective in ("dpo", "ipo") else None
+    given, found = judged_rows(8) if objective == "kto" else rows(8), []
+    kinds = OBJECTIVES_BY_NAME[objective].row_kinds
+    column = reference_column(store_of(tmp_path, given, kinds)) if objective in WITH_REFERENCE else None
     divisions = [(1, 8, {"max_documents": 3}), (2, 4, {"max_documents": 3}), (8, 1, {"max_documents": 3}), (1, 8, {})]
     for batch, accumulation, more in divisions:
         found.append(

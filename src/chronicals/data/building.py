@@ -29,9 +29,8 @@ from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import Unparsed
 from chronicals.data.rows import TRAINED
-from chronicals.data.shared_prompts import SHARED
 from chronicals.data.sources import Source, bytes_to_read, file_digests, read_unparsed, source_fingerprint
-from chronicals.data.store import SCHEMA, SIDE, TokenStore
+from chronicals.data.store import OF_ITEMS, SCHEMA, TokenStore
 from chronicals.data.template import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -258,7 +257,8 @@ def _write(path: Path, rows: Iterable[Unparsed], tokenising: TokenizingProcesses
     """Write the tokens aside, then the description, and last give the tokens their name: who sees it sees all."""
     schema = SCHEMA
     if _has_items(tokenising.encoder.tokenizer):
-        schema = schema.append(pa.field(SIDE, pa.int64())).append(pa.field(SHARED, pa.int64()))
+        for name in OF_ITEMS:
+            schema = schema.append(pa.field(name, pa.int64()))
     counts, aside = _Counts(), _aside(path, f"{os.getpid()}.{uuid.uuid4().hex[:8]}")  # two machines may share a pid
     aside_description = aside.with_name(f"{aside.name}.json")
     try:
@@ -295,6 +295,7 @@ def _record_batch(documents: Documents, hashes: np.ndarray, schema: pa.Schema) -
     offsets = _column(documents.offsets.astype(np.int32))
     lists = [pa.ListArray.from_arrays(offsets, _column(values)) for values in (documents.ids, documents.trained)]
     numbers = [_column(values) for values in (documents.targets, documents.rows, hashes, documents.sides, documents.shared)]
+    numbers.append(_column(documents.labels))
     return pa.RecordBatch.from_arrays([*lists, *numbers][: len(schema)], schema=schema)
 
 

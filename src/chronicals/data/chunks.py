@@ -21,6 +21,7 @@ from chronicals.data.batch_encoding import BatchEncoder, TokenArrays
 from chronicals.data.conversation import chosen, messages_of
 from chronicals.data.documents import Documents, Marks, Piece, fit
 from chronicals.data.gate import DataError, DataReport
+from chronicals.data.judged_answers import JUDGED, answer_to, judgement
 from chronicals.data.preferences import sides_of
 from chronicals.data.records import BadRow, Line, Record, Unparsed, parsed
 from chronicals.data.rows import (
@@ -108,6 +109,13 @@ class _Recognised:
     sides: list[int] = field(default_factory=list)
     wheres: list[str] = field(default_factory=list)
     normal: list[NormalRow] = field(default_factory=list)
+    labels: dict[int, int] = field(default_factory=dict)
+
+    def add(self, row: int, side: int, where: str, normal: NormalRow) -> None:
+        self.rows.append(row)
+        self.sides.append(side)
+        self.wheres.append(where)
+        self.normal.append(normal)
 
 
 @dataclass
@@ -158,11 +166,22 @@ class ChunkEncoder:
                 continue
             self._inspect(row, documents, where, found.report)
             for side, normal in enumerate(documents):
-                found.rows.append(row)
-                found.sides.append(side)
-                found.wheres.append(where)
-                found.normal.append(normal)
+                found.add(row, side, where, normal)
+        if JUDGED in self.tokenizer.kinds:
+            self._add_mismatched(found)
         return found
+
+    def _add_mismatched(self, found: _Recognised) -> None:
+        """To every judged answer a document more: its prompt with the answer of the row before (for the first, of the last)."""
+        records = {row: parsed(found.chunk.records[row - found.chunk.first]) for row in found.rows}
+        before = dict(zip(records, [*records][-1:] + [*records][:-1], strict=True))
+        for row, where in list(zip(found.rows, found.wheres, strict=True)):
+            found.labels[row] = judgement(records[row], where)
+            mismatched = answer_to(records[row], records[before[row]], where)
+            kind = kind_of(mismatched, where)
+            if kind == "completion" and self.tokenizer.completions_as_chat:
+                kind, mismatched = "instruction", as_instruction(mismatched)
+            found.add(row, 1, where, NormalRow.of(mismatched, kind, where))
 
     def _documents(self, row: int, record: Record | BadRow, where: str, report: DataReport) -> list[NormalRow]:
         """What a row's documents are made of; counts what is odd in it."""
@@ -175,6 +194,10 @@ class ChunkEncoder:
         records = [(kind, record)]
         if kind == "preference" and kind in kinds:
             records = [(kind_of(side, where), side) for side in sides_of(record, where)]
+        elif kind == JUDGED and kind in kinds:
+            judgement(record, where)
+            answered = answer_to(record, record, where)
+            records = [(kind_of(answered, where), answered)]
         return [self._normal(row, side, *one, where, report) for side, one in enumerate(records)]
 
     def _normal(self, row: int, side: int, kind: str, record: Record, where: str, report: DataReport) -> NormalRow:
@@ -236,7 +259,7 @@ class ChunkEncoder:
             if isinstance(tokens, DataError):
                 refused.setdefault(row, tokens)
             else:
-                items.setdefault(row, (normal.kind, []))[1].append(Piece(row, side, *tokens))
+                items.setdefault(row, (normal.kind, []))[1].append(Piece(row, side, *tokens, label=found.labels.get(row, -1)))
         for row, error in refused.items():
             report.note(error.rule, row, str(error))
             items.pop(row, None)

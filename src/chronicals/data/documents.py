@@ -49,14 +49,15 @@ class Marks:
 
 
 class Piece(NamedTuple):
-    """A document by itself: the row it is from, its place in its item, token ids, for each whether it is trained, and what the
-    column ``shared`` says (``shared_prompts.py``)."""
+    """A document by itself: the row it is from, its place in its item, token ids, for each whether it is trained, what the
+    column ``shared`` says (``shared_prompts.py``), and the row's ``label``: 1 good, 0 bad, -1 where it has none."""
 
     row: int
     side: int
     ids: np.ndarray
     trained: np.ndarray
     shared: int = 0
+    label: int = -1
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Documents:
         rows: int64 ``[N]``, the row each came from, from 0 in reading order.
         sides: int64 ``[N]``, the place of each in its item, which begins at each 0.
         shared: int64 ``[N]``, tokens of the item's last document that stand before it; -1 for that document.
+        labels: int64 ``[N]``, 1 where the row calls its answer good, 0 where bad, -1 where it says nothing.
     """
 
     ids: np.ndarray
@@ -78,6 +80,7 @@ class Documents:
     rows: np.ndarray
     sides: np.ndarray
     shared: np.ndarray
+    labels: np.ndarray
 
     @classmethod
     def joined(cls, pieces: Sequence[Piece]) -> Documents:
@@ -85,8 +88,8 @@ class Documents:
         trained = np.concatenate([piece.trained for piece in pieces] or [np.zeros(0, np.uint8)])
         offsets = np.zeros(len(pieces) + 1, np.int64)
         np.cumsum([len(piece.ids) for piece in pieces], out=offsets[1:])
-        rows, sides, shared = (np.array([piece[at] for piece in pieces], np.int64) for at in (0, 1, 4))
-        return cls(ids, trained, offsets, rows, sides, shared)
+        rows, sides, shared, labels = (np.array([piece[at] for piece in pieces], np.int64) for at in (0, 1, 4, 5))
+        return cls(ids, trained, offsets, rows, sides, shared, labels)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -116,7 +119,7 @@ class Documents:
         offsets = np.concatenate([[0], np.cumsum(self.lengths[kept])])
         return replace(
             self, ids=self.ids[positions], trained=self.trained[positions], offsets=offsets, rows=self.rows[kept],
-            sides=self.sides[kept], shared=self.shared[kept],
+            sides=self.sides[kept], shared=self.shared[kept], labels=self.labels[kept],
         )  # fmt: skip
 
     def hashes(self) -> np.ndarray:
@@ -166,7 +169,7 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
     documents are together too long, the longest are cut to one length; a shared prompt is never cut, and an item is dropped
     where it leaves no room for an answer.
     """
-    row, _, ids, trained, _ = item[0]
+    row, _, ids, trained, *_ = item[0]
     total = sum(len(piece.ids) for piece in item)
     if total <= width:
         return item

@@ -87,19 +87,20 @@ def chunk_of_frame(header: Mapping[str, Any], body: bytes) -> Chunk:
 
 def frame_of_encoded(encoded: Encoded) -> Frame:
     documents = encoded.documents
-    arrays = [documents.offsets, documents.rows, documents.sides, documents.shared, encoded.hashes, documents.ids]
-    arrays.append(documents.trained)
+    arrays = [documents.offsets, documents.rows, documents.sides, documents.shared, documents.labels]
+    arrays += [encoded.hashes, documents.ids, documents.trained]
     header = {"documents": len(documents), "tokens": len(documents.ids), "report": asdict(encoded.report)}
     return header, b"".join(array.tobytes() for array in arrays)
 
 
 def encoded_of_frame(header: Mapping[str, Any], body: bytes) -> Encoded:
     documents, tokens = header["documents"], header["tokens"]
-    numbers = (np.int64, documents + 1), *[(np.int64, documents)] * 3, (np.uint64, documents)
+    numbers = (np.int64, documents + 1), *[(np.int64, documents)] * 4, (np.uint64, documents)
     kinds = *numbers, (np.int32, tokens), (np.uint8, tokens)
     arrays, begin = [], 0
     for kind, count in kinds:
         arrays.append(np.frombuffer(body, kind, count, begin))
         begin += arrays[-1].nbytes
-    offsets, rows, sides, shared, hashes, ids, trained = arrays
-    return Encoded(Documents(ids, trained, offsets, rows, sides, shared), hashes, DataReport.from_dict(header["report"]))
+    offsets, rows, sides, shared, labels, hashes, ids, trained = arrays
+    found = Documents(ids, trained, offsets, rows, sides, shared, labels)
+    return Encoded(found, hashes, DataReport.from_dict(header["report"]))

@@ -42,7 +42,7 @@ from chronicals.data.prompt_keys import shared_keys
 from chronicals.data.shared_prompts import SHARED
 from chronicals.data.sources import Source
 from chronicals.data.steps import Counts, Step
-from chronicals.data.store import SIDE, TokenStore
+from chronicals.data.store import LABEL, SIDE, TokenStore
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +127,9 @@ class BatchStream:
         lengths, attended = store.lengths, (store.lengths + store.before) ** 2 - store.before**2
         summed = store.targets, lengths, np.ones(len(store), np.int64), first, first * store.targets, attended
         self._sums = np.stack([self._sum_in_packs(values) for values in summed], axis=1)
+        self._judged = None
+        if LABEL in store.columns:
+            self._judged = self._sum_in_packs(first * (store.columns[LABEL] == 1))
         self._weights = None
         if WEIGHT in store.columns:
             self._weights = self._sum_in_packs(store.columns[WEIGHT].astype(np.float64) * store.targets)
@@ -259,6 +262,9 @@ class BatchStream:
     def _counts(self, packs: np.ndarray) -> Counts:
         counts = dict(zip(SUMS, self._sums[packs].sum(0).tolist()))
         counts |= {"packs": int((packs < len(self.plan)).sum()), "slots": self.packs_a_step * self.width}
+        if self._judged is not None:
+            counts["good_items"] = int(self._judged[packs].sum())
+            counts["bad_items"] = counts["items"] - counts["good_items"]
         return counts if self._weights is None else {**counts, "weight": float(self._weights[packs].sum())}
 
     def _sum_in_packs(self, values: np.ndarray) -> np.ndarray:

@@ -14,10 +14,12 @@ Counts = Mapping[str, int | float]
 - ``targets``: positions that are trained;
 - ``tokens``: documents' tokens, filler not counted;
 - ``documents``, ``items``: of the data (an item is one or more documents, as a pair of answers is);
+- ``first_targets``: those of the items' first documents;
 - ``packs``: those with a document;
 - ``slots``: positions, filler included.
 
-``weight``, the sum of the weights of the targets, is there where Batches have weights.
+``weight``, the sum of the weights of the targets, is there where Batches have weights; ``good_items`` and ``bad_items`` where
+rows may judge their answers.
 """
 
 

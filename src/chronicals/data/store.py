@@ -3,8 +3,9 @@
 One row a document: ``ids`` (list of int32), ``trained`` (list of bool as uint8), how many of its positions predict a trained
 token (``targets``), the number of the ``row`` it came from, and a ``hash`` of that row's tokens. Documents that belong
 together, as the two answers of a preference do, follow each other as one *item*; further columns say which place a document
-has in its item (``side``) and which tokens of their common prompt stand before it (``shared``). The gate's report lies beside
-it as JSON. A store is written aside and renamed, so what has the name is whole.
+has in its item (``side``), how many tokens of their common prompt stand before it (``shared``), and how the row judges its
+answer (``label``). The gate's report lies beside it as JSON. A store is written aside and renamed, so what has the name is
+whole.
 """
 
 from __future__ import annotations
@@ -30,6 +31,12 @@ SCHEMA = pa.schema(
 
 SIDE = "side"
 """Column of a document's place in its item, int64 from 0: an item begins at each 0. Without it every document is an item."""
+
+LABEL = "label"
+"""Column: 1 where a row calls its answer good, 0 where bad, -1 where it says nothing."""
+
+OF_ITEMS = (SIDE, SHARED, LABEL)
+"""Columns of a store whose rows may become several documents, in their order in the file."""
 
 ODD = np.uint64(0x9E3779B97F4A7C15)
 """Tells the pieces of a row apart, whose hash is the same."""
@@ -165,7 +172,7 @@ class TokenStore:
         batches = [reader.get_batch(n) for n in range(reader.num_record_batches)]
         kinds = ("targets", np.int64), ("row", np.int64), ("hash", np.uint64)
         targets, rows, hashes = (_joined(batches, *kind) for kind in kinds)
-        columns = {name: _joined(batches, name, np.int64) for name in (SIDE, SHARED) if name in reader.schema.names}
+        columns = {name: _joined(batches, name, np.int64) for name in OF_ITEMS if name in reader.schema.names}
         return cls(
             path, lengths, targets, rows, hashes, DataReport.from_dict(meta["report"]), meta["max_id"], ids, trained,
             id_starts, trained_starts, columns=columns,

@@ -44,7 +44,8 @@ class Objective(ABC):
 
     Attributes:
         Settings: dataclass of its settings, the section of its name in a configuration.
-        row_kinds: the kinds of row that it takes; of a ``preference`` it gets items of two documents.
+        row_kinds: the kinds of row that it takes; of a ``preference`` it gets items of two documents, of an ``unpaired
+            preference`` the answer and the answer of another row to the same prompt.
         full_learning_rate, adapter_learning_rate: the default of ``learning_rate``, where all weights or adapters are trained.
         frozen: the models of ``bring``, presented, in evaluation mode and without gradients, while a run goes on; empty before
             and after.
@@ -83,6 +84,17 @@ class Objective(ABC):
 
     @abstractmethod
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms: ...
+
+    def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
+        """What must be known of the whole optimizer step, all ranks, before its first micro-batch is computed.
+
+        Called under ``torch.no_grad()`` for each Batch of the step where a class overrides it. The values of the terms, divided
+        as those of the loss are, are segments of all Batches of the step then, of shape ``[1]``, by their names.
+
+        Returns:
+            The Batch as ``__call__`` gets it, with more segments or the same; and terms.
+        """
+        return batch, {}
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:

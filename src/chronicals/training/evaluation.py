@@ -19,7 +19,7 @@ from chronicals.models import PresentedModel, check_positions, in_evaluation, in
 from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.training.frozen import bring_frozen, frozen_attending
 from chronicals.training.precision import Precision
-from chronicals.training.step import counts_of
+from chronicals.training.step import counts_of, known_before
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,9 @@ def evaluate(
     sums, terms = dict[str, Tensor](), dict[str, Term]()
     with in_evaluation(model.model):
         for step in steps.steps(count=steps.left(None)):
-            counts.update(counts_of(step, ranks))
-            for batch in step.batches:
+            of_step = counts_of(step, ranks)
+            counts.update(of_step)
+            for batch in known_before(step, of_step, model, objective, ranks, precision).batches:
                 with precision.autocast():
                     terms = dict(objective.score(model, batch.to(precision.device, non_blocking=True)))
                 for name, term in terms.items():

@@ -50,7 +50,7 @@ from chronicals.training.frozen import bring_frozen, frozen_attending, release_f
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
-from chronicals.training.step import EagerStep, StepParts, counts_of, train_step
+from chronicals.training.step import EagerStep, StepParts, counts_of, known_before, train_step
 
 logger = logging.getLogger(__name__)
 
@@ -180,6 +180,7 @@ class Session:
             As ``train_step``.
         """
         counts = counts_of(step, self.ranks)
+        step = known_before(step, counts, self.presented, self.objective, self.ranks, self.precision)
         self._parts.begin(self.before_update)
         if self._compiles:
             compile_micro_step(self.presented, self.objective, step.batches[0], counts, self.precision)

@@ -8,6 +8,7 @@ handed in: ``EagerStep`` launches every kernel, ``UpdatesInBackward`` (in_backwa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Step
 from chronicals.distributed import Mesh
-from chronicals.models import PresentedModel
+from chronicals.models import PresentedModel, Term
 from chronicals.objectives import Count, Objective, divide
 from chronicals.optimizers import FusedAdamW, learning_rate_factor
 from chronicals.training.precision import Precision
@@ -125,6 +126,25 @@ class EagerStep:
         scalars = update(self.parameters, self.optimizer, self.precision, self.max_grad_norm, self.norm, holders)
         self.optimizer.zero_grad()
         return scalars
+
+
+@torch.no_grad()
+def known_before(
+    step: Step, counts: Mapping[str, Count], model: PresentedModel, objective: Objective, ranks: Mesh, precision: Precision
+) -> Step:  # fmt: skip
+    """The step with what the objective must know of all of it in its Batches (``Objective.before_step``), on the device."""
+    if type(objective).before_step is Objective.before_step:
+        return step
+    batches, sums, terms = [], dict[str, Tensor](), dict[str, Term]()
+    for batch in step.batches:
+        with precision.autocast():
+            batch, found = objective.before_step(model, batch.to(precision.device, non_blocking=True))
+        terms = dict(found)
+        sums = {name: sums.get(name, 0.0) + term.sum.float() for name, term in terms.items()}
+        batches.append(batch)
+    totals = ranks.sum(torch.stack(list(sums.values())))
+    values = {name: (total / (counts[terms[name].per] or 1))[None] for name, total in zip(sums, totals)}
+    return replace(step, batches=[replace(batch, segments={**batch.segments, **values}) for batch in batches])
 
 
 def counts_of(step: Step, ranks: Mesh) -> Mapping[str, Count]:

@@ -1,0 +1,88 @@
+"""Kahneman-Tversky optimisation (Ethayarajh et al., 2024, arXiv 2402.01306), of answers that are judged one by one.
+
+    r = log π(y|x)/π_ref(y|x)                                                                     equation 8
+    z = max(0, mean of r over answers y' of other prompts x),  without a gradient                 section 4.1
+    loss = λ_D (1 − σ(β (r − z)))  of a good answer,   λ_U (1 − σ(β (z − r)))  of a bad one       equation 8
+
+z, an estimate of the policy's divergence from the reference, is of the whole optimizer step on all ranks, never of a
+micro-batch. y' is the answer of the row before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.data.judged_answers import JUDGED
+from chronicals.data.store import LABEL, SIDE
+from chronicals.models import PresentedModel, Term, Terms
+from chronicals.objectives.log_probabilities import document_sums, score_tokens
+from chronicals.objectives.reference import REFERENCE, ReferenceSettings, WithReference
+from chronicals.objectives.registry import register
+from chronicals.objectives.terms import settings
+
+OWN, MISMATCHED = 0, 1
+"""Sides: the row's own answer, and the answer of another row to its prompt."""
+
+KL = "kl"
+"""z, a segment of every Batch of a step."""
+
+
+def kto_losses(log_ratio: Tensor, kl: Tensor, good: Tensor, beta: float, desirable: float, undesirable: float) -> Tensor:
+    """The loss of each answer.
+
+    Args:
+        log_ratio: ``[N]``, r.
+        kl: z, ``[1]``.
+        good: bool ``[N]``.
+        desirable, undesirable: λ_D and λ_U.
+    """
+    gain = beta * (log_ratio - kl)
+    return torch.where(good, desirable * (1 - torch.sigmoid(gain)), undesirable * (1 - torch.sigmoid(-gain)))
+
+
+@register("kto")
+class KTO(WithReference):
+    """Raises the probability of good answers and lowers that of bad ones, beside a reference policy."""
+
+    row_kinds = (JUDGED,)
+    full_learning_rate, adapter_learning_rate = 1e-6, 1e-5
+
+    @settings
+    class Settings(ReferenceSettings):
+        beta: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference")
+        desirable_weight: float = Field(default=1.0, gt=0, description="Weight of good answers")
+        undesirable_weight: float = Field(default=1.0, gt=0, description="Weight of bad answers")
+
+    def before_step(self, model: PresentedModel, batch: Batch) -> tuple[Batch, Terms]:
+        reference = self.reference_sums(model, batch)
+        sums = document_sums(score_tokens(model, batch, self.chunk_size).log_p, batch)
+        mismatched = batch.segments[SIDE] == MISMATCHED
+        total = torch.where(mismatched, sums - reference, 0.0).sum()
+        batch = replace(batch, segments={**batch.segments, REFERENCE: reference})
+        return batch, {KL: Term(total, 0.0, "items")}
+
+    def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        given, segments = self.settings, batch.segments
+        scores = score_tokens(model, batch, self.chunk_size)
+        own, good = segments[SIDE] == OWN, segments[LABEL] == 1
+        log_ratio = document_sums(scores.log_p, batch) - segments[REFERENCE]
+        kl = segments[KL].clamp(min=0)
+        losses = kto_losses(log_ratio, kl, good, given.beta, given.desirable_weight, given.undesirable_weight)
+
+        def total(values: Tensor, which: Tensor) -> Tensor:
+            return torch.where(which, values, 0.0).sum()
+
+        rewards = given.beta * log_ratio.detach()
+        here = own.sum().to(kl.dtype)
+        return {
+            "kto": Term(total(losses, own), per="items"),
+            "kl": Term(kl.detach()[0] * here, 0.0, "items"),
+            "rewards/chosen": Term(total(rewards, own & good), 0.0, "good_items"),
+            "rewards/rejected": Term(total(rewards, own & ~good), 0.0, "bad_items"),
+            **scores.auxiliary,
+        }
