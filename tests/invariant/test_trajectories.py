@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import preferences
 import runs
 import tiny
 from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
@@ -76,6 +77,30 @@ def test_two_ranks(reference, tmp_path, batch, accumulation):
         f"runs.train(folder, batch_size={batch}, gradient_accumulation_steps={accumulation}, max_steps=8, **{changes!r})",
     )
     assert_one_trajectory(runs.trajectory(tmp_path), expected)
+
+
+OBJECTIVES = {
+    "dpo": {"objective": "dpo"},
+    "kto": {"objective": "kto", "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0},
+    "orpo": {"objective": "orpo"},
+}
+
+
+@pytest.mark.sample(1)
+@needs_two
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_two_ranks_of_a_preference(objective, tmp_path):
+    """The reference is stored by both ranks together, KTO's divergence is of both."""
+    given = "preferences.judged_rows(40)" if objective == "kto" else "preferences.rows(40)"
+    changes = {**OBJECTIVES[objective], "learning_rate": 1e-3, "max_steps": 4, "max_seq_length": 128}
+    rows = {"kto": preferences.judged_rows, "dpo": preferences.rows, "orpo": preferences.rows}[objective](40)
+    runs.train(tmp_path / "alone", rows, batch_size=4, gradient_accumulation_steps=2, **changes)
+    (tmp_path / "together").mkdir()
+    with_two_ranks(
+        tmp_path / "together",
+        f"import preferences\nruns.train(folder, {given}, batch_size=2, gradient_accumulation_steps=2, **{changes!r})",
+    )
+    assert_one_trajectory(runs.trajectory(tmp_path / "together"), runs.trajectory(tmp_path / "alone"), 1e-4)
 
 
 @needs_two
