@@ -39,6 +39,7 @@ from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_refere
 from chronicals.kernels.launch import with_padding
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.linear_distillation import Divergence, LinearHead, linear_distillation_reference
 from chronicals.kernels.nf4 import Scales, dequantize_4bit, quantize_nf4, quantize_scales
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
@@ -276,6 +277,45 @@ def heads():
                 rows=len(weight),
             ),
         )
+
+
+def distillation():
+    """A student of half its teacher's width, the heads of both read; beside it Liger's fused linear JSD."""
+    for tokens, width, teachers_width, vocabulary in ((16384, 896, 1792, 151936), (8192, 2048, 4096, 128256)):
+        hidden, weight = random(tokens, width), random(vocabulary, width, scale=0.02)
+        taught, theirs = random(tokens, teachers_width), random(vocabulary, teachers_width, scale=0.02)
+        targets, logits = torch.randint(0, vocabulary, (tokens,), device="cuda"), random(tokens, vocabulary, scale=0.1)
+
+        def call(hidden, weight, of, taught=taught, theirs=theirs, targets=targets, **options):
+            student, teacher = LinearHead(hidden, weight), LinearHead(taught, theirs)
+            return kernels.linear_distillation(student, teacher, targets, of, **options).loss
+
+        def plain(hidden, weight, of, taught=taught[:512], theirs=theirs, targets=targets[:512]):
+            return linear_distillation_reference(LinearHead(hidden, weight), LinearHead(taught, theirs), targets, of).loss
+
+        def both_ways(function, hidden=hidden, weight=weight):
+            leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
+            return lambda: torch.autograd.grad(function(*leaves), leaves)
+
+        def four(hidden=hidden, weight=weight, taught=taught, theirs=theirs, logits=logits):
+            torch.mm(hidden, weight.t())
+            torch.mm(taught, theirs.t())
+            torch.mm(logits, weight)
+            torch.mm(logits.t(), hidden)
+
+        shape = f"{tokens}x{width}/{teachers_width}x{vocabulary}"
+        for name, of in (("forward KL", Divergence.forward_kl()), ("JSD", Divergence.jsd())):
+            arms = {"ours": Captured(both_ways(partial(call, of=of, gradient_type=torch.bfloat16)))}
+            if LIGER and name == "JSD":
+                from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction
+
+                def liger(h, w, t=taught, v=theirs, y=targets):
+                    return LigerFusedLinearJSDFunction.apply(h, w, t, v, y, 0.5, -100, 1.0)
+
+                arms["liger"] = both_ways(liger)
+            small = {"taught": taught[:512], "targets": targets[:512], "of": of}
+            error = errors(partial(call, **small), partial(plain, of=of), [hidden[:512], weight], rows=len(weight))
+            yield Row(f"linear_distillation {name} {shape}", arms, products=four, error=error)
 
 
 def optimizers():
@@ -572,7 +612,7 @@ def nf4():
 
 GROUPS = {
     "optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads,
-    "adapters": adapters, "layers": layers, "fp8": fp8, "nf4": nf4,
+    "distillation": distillation, "adapters": adapters, "layers": layers, "fp8": fp8, "nf4": nf4,
 }  # fmt: skip
 
 

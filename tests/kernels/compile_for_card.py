@@ -109,6 +109,7 @@ def calls() -> dict[str, Callable[[], object]]:
     found |= {
         "linear_cross_entropy": lambda: both(lambda h, w: k.linear_cross_entropy(h, w, targets), hidden, head),
         "token_log_probability": lambda: both(lambda h, w: k.token_log_probability(h, w, targets)[0], hidden, head),
+        "linear_distillation": lambda: [both(call, hidden, head) for call in distilled(targets)],
         "gradient_norm": lambda: gradient_norm.gradient_norm([hidden.detach(), head.detach()]),
         "adamw": lambda: optimizer(
             adamw.Tensors, adamw.fused_adamw_, means=[torch.zeros(300, 1000)], squares=[torch.zeros(300, 1000)]
@@ -126,6 +127,22 @@ def calls() -> dict[str, Callable[[], object]]:
     if CAPABILITY >= 89:
         found["fp8"] = eight_bits
     return found
+
+
+def distilled(targets: torch.Tensor) -> list[Callable[..., object]]:
+    """Students at the heads' logits, each kind of divergence, with and without a temperature."""
+    from chronicals.kernels.linear_distillation import Divergence, LinearHead, linear_distillation
+
+    teacher = LinearHead(torch.randn(256, 512).to(HALF), torch.randn(4096, 512).to(HALF))
+
+    def call(hidden, head, divergence, temperature):
+        student = LinearHead(hidden, head, softcap=30.0 if temperature == 2.0 else None)
+        return linear_distillation(
+            student, teacher, targets, divergence, temperature=temperature, cross_entropy_weight=temperature - 1
+        ).loss  # fmt: skip
+
+    kinds = Divergence.forward_kl(), Divergence.reverse_kl(), Divergence.jsd()
+    return [partial(call, divergence=kind, temperature=temperature) for kind in kinds for temperature in (1.0, 2.0)]
 
 
 def adapters(rank: int) -> None:

@@ -17,9 +17,11 @@ from chronicals.kernels import (
     fused_softmax,
     launch,
     linear_cross_entropy,
+    linear_distillation,
     token_log_probability,
 )
 from chronicals.kernels.glu import glu_of_both
+from chronicals.kernels.linear_distillation import Divergence, LinearHead
 from chronicals.lora.merged_linear import Merged, merged_linear
 
 WIDTH = 16
@@ -44,6 +46,9 @@ DIFFERENTIATED = {
         heads(x), heads(x), VECTOR[:8].to(x), VECTOR[:8].to(x), TABLE.to(x), TABLE.to(x)
     )[0],
     "linear_cross_entropy": lambda x: linear_cross_entropy(x, MATRIX.to(x), TARGETS.to(x.device)),
+    "linear_distillation": lambda x: linear_distillation(
+        LinearHead(x, MATRIX.to(x)), LinearHead(x.detach(), MATRIX.to(x)), TARGETS.to(x.device), Divergence.reverse_kl()
+    ).loss,
     "token_log_probability": lambda x: token_log_probability(x, MATRIX.to(x), TARGETS.to(x.device))[0],
     "fp8_linear": lambda x: fp8_linear(x, MATRIX.to(x)),
     "merged_linear": lambda x: merged_linear(x, Merged.fused([MATRIX.to(x)], [None], (0,)), [None]),

@@ -395,9 +395,9 @@ def test_under_autocast(device):
 
 MUTATIONS = {
     "last chunk only": ("beta = 0 if first else 1", "beta = 0"),
-    "no upstream gradient": ("_scale(gradient, upstream,", "_scale(gradient, torch.ones_like(upstream),"),
+    "no upstream gradient": ("scale_rows(gradient, upstream,", "scale_rows(gradient, torch.ones_like(upstream),"),
     "bias of one chunk": ("factors[:, None].to(x.dtype), first)", "factors[:, None].to(x.dtype), True)"),
-    "chunks of hidden at the beginning": ("_put_of_states, d_picked[part]", "_put_of_states, d_picked[: len(x)]"),
+    "chunks of hidden at the beginning": ("put_of_states, d_picked[part]", "put_of_states, d_picked[: len(x)]"),
     "token weights of the first rows": ("weights if weights is None or rows is None else weights[rows]", "weights"),
 }
 
@@ -427,7 +427,7 @@ def test_kernels_of_the_rows(device):
 
 FACTORS = {
     "hidden states without factors": ("factors.dtype), factors, out)", "factors.dtype), one, out)"),
-    "head without factors": ("_scale(hidden, factors,", "_scale(hidden, one,"),
+    "head without factors": ("scale_rows(hidden, factors,", "scale_rows(hidden, one,"),
     "bias without factors": ("factors[:, None].to(x.dtype), first", "one.expand(len(x), 1), first"),
     "factors of another row": ("at // width * factor_stride", "at // width // 2 * factor_stride"),
     "one factor for all": ("factors.stride(0) if factors.ndim else 0", "0"),

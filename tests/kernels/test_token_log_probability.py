@@ -159,7 +159,7 @@ def test_planted_faults_of_log_probabilities_are_found(fault, device, monkeypatc
     user = sys.modules["chronicals.kernels.token_log_probability"]
     for name in ("log_probabilities", "log_probability_gradient_"):
         monkeypatch.setattr(user, name, getattr(broken, name))
-    monkeypatch.setattr(broken, "_tile", lambda vocabulary: module.Tile(1, 64, 2))
+    monkeypatch.setattr(broken, "tile_of", lambda vocabulary: module.Tile(1, 64, 2))
     with pytest.raises(AssertionError, match="error"):
         assert_as_exact_as_plain(
             lambda *x: token_log_probability(*x, chunk_size=4, entropy=True), both, draw_head(torch.float32, device, rows=5)

@@ -27,6 +27,7 @@ def test_every_kernel_passes_here():
         "qk_norm_rope",
         "qkv_norm_rope",
         "linear_cross_entropy",
+        "linear_distillation",
         "attention",
         "fp8_linear",
         "adamw",

@@ -6,6 +6,7 @@ from chronicals.kernels.fp8_linear import fp8_linear
 from chronicals.kernels.glu import fused_geglu, fused_swiglu
 from chronicals.kernels.layernorm import fused_layernorm
 from chronicals.kernels.linear_cross_entropy import fused_cross_entropy, linear_cross_entropy
+from chronicals.kernels.linear_distillation import linear_distillation
 from chronicals.kernels.qk_norm_rope import fused_qk_norm_rope
 from chronicals.kernels.qk_rope import fused_qk_rope
 from chronicals.kernels.rmsnorm import fused_add_rmsnorm, fused_rmsnorm
@@ -26,5 +27,6 @@ __all__ = [
     "fused_softmax",
     "fused_swiglu",
     "linear_cross_entropy",
+    "linear_distillation",
     "token_log_probability",
 ]

@@ -45,7 +45,7 @@ def _scale_rows_kernel(x_ptr, factor_ptr, y_ptr, elements, width, factor_stride,
     tl.store(y_ptr + at, (x * factor).to(y_ptr.dtype.element_ty), mask=at < elements)
 
 
-def _scale(x: Tensor, factors: Tensor, out: Tensor) -> Tensor:
+def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> Tensor:
     """``out = factors · x`` for one factor, or one a row ``[rows]``; torch's own is slow where types are mixed."""
     if not runs_triton(x, factors) or not x.is_contiguous() or not out.is_contiguous():
         return out.copy_(x * (factors.view(-1, *(1,) * (x.ndim - 1)) if factors.ndim else factors))
@@ -67,7 +67,7 @@ def _forward(
     ``more_weight`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``.
     """
     options = LossOptions(scale, softcap, label_smoothing, z_loss)
-    total, d_hidden, *of_head = _outputs(hidden, weight, more_weight, bias, gradient_type, wanted)
+    total, d_hidden, *of_head = sum_and_gradients(hidden, weight, more_weight, bias, gradient_type, wanted)
     narrow = side_by_side(weight, more_weight, hidden.dtype)
     rows = trained_rows(targets, count)
     picked, wanted_targets = (hidden, targets) if rows is None else (hidden[rows], targets[rows])
@@ -80,8 +80,8 @@ def _forward(
         losses, factors = loss_and_gradient_(x, wanted_targets[part], of_row, options, any(wanted))
         total += losses.sum()
         at_once(
-            partial(_put_of_states, d_picked[part], x, narrow, factors),
-            partial(_accumulate_of_head, of_head, x, picked[part], factors, weight.shape[1], part.start == 0),
+            partial(put_of_states, d_picked[part], x, narrow, factors),
+            partial(accumulate_of_head, of_head, x, picked[part], factors, weight.shape[1], part.start == 0),
             x.device,
         )
     if wanted[0] and rows is not None:
@@ -98,10 +98,10 @@ def _(
     weights: Tensor | None, scale: float, softcap: float | None, label_smoothing: float, z_loss: float, chunk_size: int,
     count: int | None, gradient_type: torch.dtype, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    return _outputs(hidden, weight, more_weight, bias, gradient_type, wanted)
+    return sum_and_gradients(hidden, weight, more_weight, bias, gradient_type, wanted)
 
 
-def _outputs(
+def sum_and_gradients(
     hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, gradient_type: torch.dtype,
     wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
@@ -115,18 +115,18 @@ def _outputs(
     return [hidden.new_zeros((), dtype=wide), torch.zeros_like(hidden) if wanted[0] else nothing, *of_head]
 
 
-def _put_of_states(out: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> None:
+def put_of_states(out: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> None:
     """The gradient of a chunk's hidden states, of rows of logits whose gradient is ``factors`` ``[rows]`` times ``x``."""
     if out.numel():
-        _scale(product(x, weight, factors.dtype), factors, out)
+        scale_rows(product(x, weight, factors.dtype), factors, out)
 
 
-def _accumulate_of_head(of_head: list[Tensor], x: Tensor, hidden: Tensor, factors: Tensor, width: int, first: bool) -> None:
+def accumulate_of_head(of_head: list[Tensor], x: Tensor, hidden: Tensor, factors: Tensor, width: int, first: bool) -> None:
     """Add the shares of such a chunk."""
     d_weight, d_more, d_bias = of_head
     if not any(gradient.numel() for gradient in of_head):
         return
-    scaled = _scale(hidden, factors, torch.empty_like(hidden))
+    scaled = scale_rows(hidden, factors, torch.empty_like(hidden))
     for gradient, columns in ((d_weight, scaled[:, :width]), (d_more, scaled[:, width:])):
         if gradient.numel():
             _add_product(gradient, x.t(), columns, first)
@@ -162,7 +162,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         return tuple(
-            _scale(gradient, upstream, torch.empty_like(gradient, dtype=kind)) if wanted else None
+            scale_rows(gradient, upstream, torch.empty_like(gradient, dtype=kind)) if wanted else None
             for gradient, kind, wanted in zip(ctx.saved_tensors, ctx.types, ctx.wanted)
         )
 

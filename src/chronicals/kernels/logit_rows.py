@@ -44,7 +44,7 @@ class LossOptions:
     z_loss: float = 0.0
 
 
-def _tile(vocabulary: int) -> Tile:
+def tile_of(vocabulary: int) -> Tile:
     """16 elements a thread; enough warps that a row's reductions are few."""
     block = min(4096, max(8, next_power_of_2(vocabulary)))
     return Tile(1, block, warps=min(16, max(1, block // 512)))
@@ -60,7 +60,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _shaped(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
+def shaped(x, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     z = x.to(tl.float32) * scale
     if HAS_SOFTCAP:
         z = softcap * _tanh(z / softcap)
@@ -84,7 +84,7 @@ def _statistics(
     for start in range(0, vocabulary, BLOCK):
         column = start + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last")
-        z = tl.where(column < vocabulary, _shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
+        z = tl.where(column < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
         if WANTS_SUM:
             plain_sum += tl.sum(tl.reshape(tl.where(column < vocabulary, z, 0.0), (BLOCK // 8, 8)), axis=1)
         z = tl.reshape(z, (BLOCK // 8, 8))
@@ -123,16 +123,16 @@ def _loss_and_numerators_kernel(
             tl.store(x_ptr + start + lane, tl.zeros((BLOCK,), kind), mask=start + lane < vocabulary)
     else:
         known = (target >= 0) & (target < vocabulary)
-        at_target = _shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
+        at_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
         x = tl.load(x_ptr + lane, mask=lane < vocabulary, other=0.0, eviction_policy="evict_first")
-        z = tl.where(lane < vocabulary, _shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
+        z = tl.where(lane < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
         first_reference = tl.maximum(tl.maximum(tl.max(z, axis=0), at_target), -3.0e38)
         reference, references = first_reference, tl.zeros((BLOCKS,), tl.float32)
         total = tl.zeros((BLOCK // 8,), tl.float32)
         for start in range(0, vocabulary, BLOCK):
             column = start + lane
             ahead = tl.load(x_ptr + column + BLOCK, mask=column + BLOCK < vocabulary, other=0.0, eviction_policy="evict_first")
-            z = tl.where(column < vocabulary, _shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
+            z = tl.where(column < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
             top = tl.max(z, axis=0)
             raised = tl.where(top > reference + 40.0, top, reference)
             total *= tl.exp(reference - raised)
@@ -187,7 +187,7 @@ def _loss_and_gradient_kernel(
                 tl.store(x_ptr + column, tl.zeros((BLOCK,), kind), mask=column < vocabulary)
     else:
         known = (target >= 0) & (target < vocabulary)
-        at_target = _shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
+        at_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
         largest, rest, plain_sum, _ = _statistics(
             x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, HAS_SMOOTHING, False, BLOCK
         )  # fmt: skip
@@ -204,7 +204,7 @@ def _loss_and_gradient_kernel(
             for back in range(blocks):
                 column = (blocks - 1 - back) * BLOCK + tl.arange(0, BLOCK)
                 x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_first")
-                z = _shaped(x, scale, softcap, HAS_SOFTCAP)
+                z = shaped(x, scale, softcap, HAS_SOFTCAP)
                 gradient = of_all * tl.exp(z - largest - rest) - tl.where(column == target, of_target, 0.0)
                 if HAS_SMOOTHING:
                     gradient -= of_each
@@ -224,7 +224,7 @@ def _log_probability_kernel(
     target = tl.load(target_ptr + row)
     largest, rest, _, mean = _statistics(x_ptr, vocabulary, scale, softcap, HAS_SOFTCAP, False, WANTS_ENTROPY, BLOCK)
     known = (target >= 0) & (target < vocabulary)
-    at_target = _shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
+    at_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), scale, softcap, HAS_SOFTCAP)
     log_p = tl.where(known, (at_target - largest) - rest, float("nan"))  # outside the vocabulary: must not pass unseen
     tl.store(log_p_ptr + row, tl.where(target == -100, 0.0, log_p))
     tl.store(lse_ptr + row, largest + rest)
@@ -244,7 +244,7 @@ def _log_probability_gradient_kernel(
     lse = tl.load(lse_ptr + row)
     of_target = tl.where(target == -100, 0.0, tl.load(d_log_p_ptr + row))
     x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0)
-    z = _shaped(x, scale, softcap, HAS_SOFTCAP)
+    z = shaped(x, scale, softcap, HAS_SOFTCAP)
     p = tl.exp(z - lse)
     gradient = tl.where(column == target, of_target, 0.0) - of_target * p
     if WANTS_ENTROPY:
@@ -270,7 +270,7 @@ def loss_and_gradient_(
         return losses, torch.ones_like(losses)
     rows, vocabulary = x.shape
     losses, factors = x.new_empty((2, rows), dtype=torch.float32)
-    tile = _tile(vocabulary)
+    tile = tile_of(vocabulary)
     # fp16 has no room for numerators that are not yet shares
     if wants_gradient and not options.label_smoothing and x.dtype != torch.float16:
         _loss_and_numerators_kernel[(rows,)](
@@ -294,7 +294,7 @@ def log_probabilities(x: Tensor, targets: Tensor, options: LossOptions, wants_en
         return log_probabilities_reference(x, targets, options, wants_entropy)
     rows, vocabulary = x.shape
     log_p, lse, entropy = x.new_zeros((3, rows), dtype=torch.float32)
-    tile = _tile(vocabulary)
+    tile = tile_of(vocabulary)
     _log_probability_kernel[(rows,)](
         x, targets, log_p, lse, entropy, vocabulary, x.stride(0), options.scale, options.softcap or 1.0,
         options.softcap is not None, wants_entropy, tile.block, num_warps=tile.warps,
@@ -323,7 +323,7 @@ def shaped_reference(x: Tensor, options: LossOptions) -> Tensor:
     return z if options.softcap is None else options.softcap * torch.tanh(z / options.softcap)
 
 
-def _places(targets: Tensor, vocabulary: int) -> Tensor:
+def places_of(targets: Tensor, vocabulary: int) -> Tensor:
     """``[rows, 1]``: where each target stands, 0 where it is ignored.
 
     Raises:
@@ -336,7 +336,7 @@ def _places(targets: Tensor, vocabulary: int) -> Tensor:
     return at[:, None]
 
 
-def _chain_(d_z: Tensor, z: Tensor, x: Tensor, options: LossOptions) -> None:
+def chain_(d_z: Tensor, z: Tensor, x: Tensor, options: LossOptions) -> None:
     d_z *= options.scale
     if options.softcap is not None:
         d_z *= 1 - (z / options.softcap).square()
@@ -347,7 +347,7 @@ def loss_and_gradient_reference_(
     x: Tensor, targets: Tensor, weights: Tensor | None, options: LossOptions, wants_gradient: bool
 ) -> Tensor:
     z = shaped_reference(x, options)
-    kept, at_target = targets != IGNORED, _places(targets, x.shape[1])
+    kept, at_target = targets != IGNORED, places_of(targets, x.shape[1])
     of_row = kept.to(z.dtype) if weights is None else kept * weights.to(z.dtype)
     smoothing = options.label_smoothing
     log_p = torch.log_softmax(z, 1)  # not z − logsumexp(z), which loses what log_softmax keeps of a likely target
@@ -361,7 +361,7 @@ def loss_and_gradient_reference_(
         d_z.scatter_add_(1, at_target, torch.full_like(at_target, smoothing - 1, dtype=z.dtype))
         d_z -= smoothing / x.shape[1]
         d_z *= of_row[:, None]
-        _chain_(d_z, z, x, options)
+        chain_(d_z, z, x, options)
     return losses * of_row
 
 
@@ -370,7 +370,7 @@ def log_probabilities_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     z = shaped_reference(x, options)
     log_p = torch.log_softmax(z, 1)
-    at_target = log_p.gather(1, _places(targets, x.shape[1])).squeeze(1).masked_fill(targets == IGNORED, 0.0)
+    at_target = log_p.gather(1, places_of(targets, x.shape[1])).squeeze(1).masked_fill(targets == IGNORED, 0.0)
     entropy = (
         -(log_p.exp() * log_p.clamp(min=torch.finfo(z.dtype).min)).sum(1) if wants_entropy else torch.zeros_like(at_target)
     )
@@ -385,7 +385,7 @@ def log_probability_gradient_reference_(
     p = log_p.exp()
     of_target = d_log_p.to(z.dtype).masked_fill(targets == IGNORED, 0.0)[:, None]
     d_z = -of_target * p
-    d_z.scatter_add_(1, _places(targets, x.shape[1]), of_target)
+    d_z.scatter_add_(1, places_of(targets, x.shape[1]), of_target)
     if d_entropy is not None:
         d_z -= d_entropy.to(z.dtype)[:, None] * p * (log_p + entropy[:, None])
-    _chain_(d_z, z, x, options)
+    chain_(d_z, z, x, options)

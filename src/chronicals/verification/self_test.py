@@ -24,6 +24,7 @@ from chronicals.kernels import (
     fused_softmax,
     fused_swiglu,
     linear_cross_entropy,
+    linear_distillation,
     token_log_probability,
 )
 from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
@@ -42,6 +43,7 @@ from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_refere
 from chronicals.kernels.launch import runs_triton
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
+from chronicals.kernels.linear_distillation import Divergence, LinearHead, linear_distillation_reference
 from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.qk_norm_rope import fused_qkv_norm_rope, qk_norm_rope_reference
 from chronicals.kernels.qk_rope import fused_qkv_rope, qk_rope_reference
@@ -114,6 +116,7 @@ def self_test() -> list[SelfTest]:
     qkv = random(tokens, heads, 16), random(tokens, 2, 16), random(tokens, 2, 16)
     gate, up = random(tokens, width), random(tokens, width)
     hidden, weight = random(tokens, width), random(vocabulary, width) * 0.1
+    teacher = LinearHead(random(tokens, 2 * width), random(vocabulary, 2 * width) * 0.1)
     cases: list[tuple[str, Function, Function, tuple[Tensor, ...]]] = [
         ("rmsnorm", fused_rmsnorm, rmsnorm_reference, (gate, random(width))),
         ("add_rmsnorm", together(fused_add_rmsnorm), together(add_rmsnorm_reference), (gate, up, random(width))),
@@ -127,6 +130,14 @@ def self_test() -> list[SelfTest]:
             "linear_cross_entropy",
             lambda h, w: linear_cross_entropy(h, w, targets, chunk_size=16),
             lambda h, w: linear_cross_entropy_reference(h, w, targets),
+            (hidden, weight),
+        ),
+        (
+            "linear_distillation",
+            lambda h, w: linear_distillation(LinearHead(h, w), teacher, targets, Divergence.jsd(), chunk_size=16).loss,
+            lambda h, w: linear_distillation_reference(
+                LinearHead(h, w), LinearHead(*(x.to(h) for x in teacher[:2])), targets, Divergence.jsd()
+            ).loss,
             (hidden, weight),
         ),
         (

@@ -1,0 +1,350 @@
+"""What is made of a row of a student's logits beside a teacher's: their divergence and its gradient. The chunked head of
+``linear_distillation.py`` builds on it.
+
+    z = softcap(scale · x) of a row of raw logits; q = softmax(z / τ) the student's, p = softmax(z' / τ) the teacher's
+    m = λ p + (1 − λ) q
+    D = a · KL(p ‖ m) + b · KL(q ‖ m)
+    loss = w · (u · D + v · (lse(z) − z_y))
+
+    | divergence                    | a | b     | λ     | source                                                     |
+    |-------------------------------|---|-------|-------|------------------------------------------------------------|
+    | forward KL, KL(p ‖ q)         | 1 | 0     | 0     | Hinton et al., 2015, section 2                             |
+    | reverse KL, KL(q ‖ p)         | 0 | 1     | 1     | Gu et al., 2024 (MiniLLM), equation 1                      |
+    | generalized JSD(β)            | β | 1 − β | β     | Agarwal et al., 2024 (GKD), equation 1                     |
+    | skewed forward, KL(p ‖ s p + (1 − s) q) | 1 | 0 | s | Ko et al., 2024 (DistiLLM), section 3.1                  |
+    | skewed reverse, KL(q ‖ (1 − s) p + s q) | 0 | 1 | 1 − s | the same                                             |
+
+With d_j = log p_j − log q_j, everything is made of ratios to m, which do not overflow:
+
+    h_j = b q_j log(q_j / m_j) − (1 − λ) (q_j / m_j) (a p_j + b q_j),     Σ_j h_j = −1 for the forward KL
+    dD/d(z_j / τ) = h_j − q_j Σ_k h_k
+    dloss/dx_j = w · (u / τ · dD/d(z_j / τ) + v (e^{z_j − lse} − 1(j = y))) · scale · (1 − (z_j / softcap)²)
+
+The cross-entropy is that of z, at temperature 1. No factor τ² is in D, as in TRL and Liger; ``u`` can hold one.
+
+A program takes a row. Bytes a row in 16 bit: 4·V for the statistics of both sides, and 6·V for the gradient, which overwrites
+the student's logits; other divergences than the forward KL read both rows once more for Σ h. Where the rows of a program are in
+cache, only the first 4·V and the 2·V written are memory's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.launch import runs_triton, tl, triton
+from chronicals.kernels.logit_rows import IGNORED, LossOptions, chain_, places_of, shaped, shaped_reference, tile_of
+
+FOUND = ("divergence", "cross_entropy", "teacher_cross_entropy", "agreement", "accuracy")
+"""What is found of a row, in this order: D; minus the logarithm of the target's probability at temperature 1, the student's and
+the teacher's; whether both have the same likeliest token; whether the student's is the target."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """``a · KL(p ‖ m) + b · KL(q ‖ m)`` of teacher p and student q, where ``m = λ p + (1 − λ) q``.
+
+    Attributes:
+        of_teacher, of_student, share: a, b and λ.
+    """
+
+    of_teacher: float
+    of_student: float
+    share: float
+
+    @classmethod
+    def forward_kl(cls) -> Divergence:
+        """``KL(p ‖ q)``: the student covers what the teacher may say."""
+        return cls(1.0, 0.0, 0.0)
+
+    @classmethod
+    def reverse_kl(cls) -> Divergence:
+        """``KL(q ‖ p)``: the student says only what the teacher may say."""
+        return cls(0.0, 1.0, 1.0)
+
+    @classmethod
+    def jsd(cls, beta: float = 0.5) -> Divergence:
+        """``β KL(p ‖ m) + (1 − β) KL(q ‖ m)`` of ``m = β p + (1 − β) q``; as TRL and Liger have it, the forward KL at β = 0 and
+        the reverse KL at β = 1, where the formula itself is zero.
+
+        Raises:
+            ValueError: ``beta`` is not in [0, 1].
+        """
+        if not 0 <= beta <= 1:
+            raise ValueError(f"beta={beta}: must be at least 0, where the JSD is the forward KL, and at most 1, the reverse KL")
+        if beta in (0, 1):
+            return cls.reverse_kl() if beta else cls.forward_kl()
+        return cls(beta, 1.0 - beta, beta)
+
+    @classmethod
+    def skew_kl(cls, skew: float = 0.1) -> Divergence:
+        """``KL(p ‖ s p + (1 − s) q)``.
+
+        Raises:
+            ValueError: ``skew`` is not in [0, 1).
+        """
+        return cls(1.0, 0.0, _skew(skew))
+
+    @classmethod
+    def skew_reverse_kl(cls, skew: float = 0.1) -> Divergence:
+        """``KL(q ‖ (1 − s) p + s q)``.
+
+        Raises:
+            ValueError: ``skew`` is not in [0, 1).
+        """
+        return cls(0.0, 1.0, 1.0 - _skew(skew))
+
+
+def _skew(skew: float) -> float:
+    if not 0 <= skew < 1:
+        raise ValueError(f"skew={skew}: must be at least 0, which skews nothing, and less than 1, which compares nothing")
+    return skew
+
+
+PLAIN = LossOptions()
+
+
+@dataclass(frozen=True)
+class DistillationOptions:
+    """How two rows of raw logits become a loss; the letters of the module's docstring.
+
+    Attributes:
+        temperature: τ.
+        of_divergence, of_cross_entropy: u and v.
+        student, teacher: scale and softcap of each side's raw logits.
+    """
+
+    divergence: Divergence
+    temperature: float = 1.0
+    of_divergence: float = 1.0
+    of_cross_entropy: float = 0.0
+    student: LossOptions = PLAIN
+    teacher: LossOptions = PLAIN
+
+
+FORWARD, REVERSE, MIXTURE = 0, 1, 2
+
+
+def _kind(divergence: Divergence) -> int:
+    """Whether m is q, p or between them."""
+    return {0.0: FORWARD, 1.0: REVERSE}.get(divergence.share, MIXTURE)
+
+
+@triton.jit
+def _row(
+    x_ptr, vocabulary, scale, softcap, temperature, HAS_SOFTCAP: tl.constexpr, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Largest logit m, the first place it is at, log Σ e^{z − m}, and log Σ e^{(z − m) / τ} of a row, in one pass."""
+    largest = tl.full((BLOCK // 8,), -3.0e38, tl.float32)
+    place = tl.zeros((BLOCK // 8,), tl.int32)
+    total = tl.zeros((BLOCK // 8,), tl.float32)
+    tempered = tl.zeros((BLOCK // 8,), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + column, mask=column < vocabulary, other=0.0, eviction_policy="evict_last")
+        z = tl.where(column < vocabulary, shaped(x, scale, softcap, HAS_SOFTCAP), -float("inf"))
+        z, column = tl.reshape(z, (BLOCK // 8, 8)), tl.reshape(column, (BLOCK // 8, 8))
+        top = tl.max(z, axis=1)
+        place = tl.where(top > largest, tl.min(tl.where(z == top[:, None], column, vocabulary), axis=1), place)
+        new = tl.maximum(largest, top)
+        total = total * tl.exp(largest - new) + tl.sum(tl.exp(z - new[:, None]), axis=1)
+        if TEMPERED:
+            tempered = tempered * tl.exp((largest - new) / temperature)
+            tempered += tl.sum(tl.exp((z - new[:, None]) / temperature), axis=1)
+        largest = new
+    top = tl.max(largest, axis=0)
+    place = tl.min(tl.where(largest == top, place, vocabulary), axis=0)
+    rest = tl.log(tl.sum(total * tl.exp(largest - top), axis=0))
+    tempered_rest = rest
+    if TEMPERED:
+        tempered_rest = tl.log(tl.sum(tempered * tl.exp((largest - top) / temperature), axis=0))
+    return top, place, rest, tempered_rest
+
+
+@triton.jit
+def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
+    """q, a column's part of D, and its h."""
+    q, p = tl.exp(log_q), tl.exp(log_p)
+    d = log_p - log_q
+    if KIND == 0:  # m is q
+        divergence = tl.where(p == 0.0, 0.0, p * d)
+        h = -p
+    elif KIND == 1:  # m is p
+        divergence = tl.where(q == 0.0, 0.0, -q * d)
+        h = divergence
+    else:
+        d = tl.minimum(tl.maximum(tl.where(d == d, d, 0.0), -1.0e4), 1.0e4)  # a banned token's is infinite, or no number
+        p_below, q_below = tl.minimum(d, 0.0), tl.minimum(-d, 0.0)
+        p_share, q_share = tl.exp(p_below), tl.exp(q_below)
+        m = share * p_share + (1.0 - share) * q_share
+        log_m = tl.log(m)
+        of_q = of_student * q * (q_below - log_m)
+        divergence = of_teacher * p * (p_below - log_m) + of_q
+        h = of_q - (1.0 - share) * (q_share / m) * (of_teacher * p + of_student * q)
+    return q, divergence, h
+
+
+@triton.jit
+def _divergence_kernel(
+    x_ptr, y_ptr, target_ptr, weight_ptr, found_ptr, rows, vocabulary, x_stride, y_stride, x_scale, x_softcap, y_scale,
+    y_softcap, temperature, of_teacher, of_student, share, of_divergence, of_cross_entropy,
+    X_SOFTCAP: tl.constexpr, Y_SOFTCAP: tl.constexpr, HAS_WEIGHTS: tl.constexpr, TEMPERED: tl.constexpr, KIND: tl.constexpr,
+    WITH_CROSS_ENTROPY: tl.constexpr, WANTS_GRADIENT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * x_stride
+    y_ptr += row * y_stride
+    found_ptr += row
+    target = tl.load(target_ptr + row)
+    blocks = tl.cdiv(vocabulary, BLOCK)
+    kind = x_ptr.dtype.element_ty
+    if target == -100:
+        for what in tl.static_range(5):
+            tl.store(found_ptr + what * rows, 0.0)
+        if WANTS_GRADIENT:
+            for block in range(blocks):
+                column = block * BLOCK + tl.arange(0, BLOCK)
+                tl.store(x_ptr + column, tl.zeros((BLOCK,), kind), mask=column < vocabulary)
+    else:
+        known = (target >= 0) & (target < vocabulary)
+        x_target = shaped(tl.load(x_ptr + target, mask=known, other=0.0), x_scale, x_softcap, X_SOFTCAP)
+        y_target = shaped(tl.load(y_ptr + target, mask=known, other=0.0), y_scale, y_softcap, Y_SOFTCAP)
+        x_top, x_best, x_rest, x_tempered = _row(
+            x_ptr, vocabulary, x_scale, x_softcap, temperature, X_SOFTCAP, TEMPERED, BLOCK
+        )  # fmt: skip
+        y_top, y_best, y_rest, y_tempered = _row(
+            y_ptr, vocabulary, y_scale, y_softcap, temperature, Y_SOFTCAP, TEMPERED, BLOCK
+        )  # fmt: skip
+        valid = tl.where(known, 1.0, float("nan"))  # a target outside the vocabulary must not pass unseen
+        weight = tl.load(weight_ptr + row).to(tl.float32) * valid if HAS_WEIGHTS else valid
+        divergences = tl.zeros((BLOCK,), tl.float32)
+        sum_of_h = -1.0
+        if KIND != 0 or not WANTS_GRADIENT:
+            sums = tl.zeros((BLOCK,), tl.float32)
+            for block in range(blocks):
+                column = block * BLOCK + tl.arange(0, BLOCK)
+                there = column < vocabulary
+                x = tl.load(x_ptr + column, mask=there, other=0.0, eviction_policy="evict_last")
+                y = tl.load(y_ptr + column, mask=there, other=0.0, eviction_policy="evict_last")
+                log_q = (shaped(x, x_scale, x_softcap, X_SOFTCAP) - x_top) / temperature - x_tempered
+                log_p = (shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top) / temperature - y_tempered
+                _, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)
+                divergences += tl.where(there, divergence, 0.0)
+                sums += tl.where(there, h, 0.0)
+            sum_of_h = tl.sum(sums, axis=0)
+        if WANTS_GRADIENT:
+            of_d, of_c = weight * of_divergence / temperature, weight * of_cross_entropy
+            for back in range(blocks):
+                column = (blocks - 1 - back) * BLOCK + tl.arange(0, BLOCK)
+                there = column < vocabulary
+                x = tl.load(x_ptr + column, mask=there, other=0.0, eviction_policy="evict_first")
+                y = tl.load(y_ptr + column, mask=there, other=0.0, eviction_policy="evict_first")
+                z = shaped(x, x_scale, x_softcap, X_SOFTCAP)
+                log_q = (z - x_top) / temperature - x_tempered
+                log_p = (shaped(y, y_scale, y_softcap, Y_SOFTCAP) - y_top) / temperature - y_tempered
+                q, divergence, h = _parts(log_q, log_p, of_teacher, of_student, share, KIND)
+                if KIND == 0:
+                    divergences += tl.where(there, divergence, 0.0)
+                gradient = of_d * (h - q * sum_of_h)
+                if WITH_CROSS_ENTROPY:
+                    chance = tl.exp(z - x_top - x_rest) if TEMPERED else q
+                    gradient += of_c * (chance - tl.where(column == target, 1.0, 0.0))
+                gradient *= x_scale
+                if X_SOFTCAP:
+                    gradient *= 1.0 - (z / x_softcap) * (z / x_softcap)
+                tl.store(x_ptr + column, gradient.to(kind), mask=there, eviction_policy="evict_first")
+        tl.store(found_ptr, tl.sum(divergences, axis=0) * valid)
+        tl.store(found_ptr + rows, (x_rest - (x_target - x_top)) * valid)
+        tl.store(found_ptr + 2 * rows, (y_rest - (y_target - y_top)) * valid)
+        tl.store(found_ptr + 3 * rows, tl.where(x_best == y_best, 1.0, 0.0))
+        tl.store(found_ptr + 4 * rows, tl.where(x_best == target, 1.0, 0.0))
+
+
+def divergence_and_gradient_(
+    x: Tensor, y: Tensor, targets: Tensor, weights: Tensor | None, options: DistillationOptions, wants_gradient: bool
+) -> Tensor:
+    """``FOUND`` of each row, fp32 ``[5, rows]``, without weights, zero where the target is −100; ``x`` becomes its gradient.
+
+    Args:
+        x, y: raw logits of student and teacher, ``[rows, V]``, of any floating-point types.
+        targets: int64 ``[rows]``; the loss and the gradient of −100 are zero.
+        weights: w, ``[rows]`` or None.
+        wants_gradient: without it ``x`` stays.
+    """
+    if not runs_triton(x, y):
+        return divergence_and_gradient_reference_(x, y, targets, weights, options, wants_gradient)
+    rows, vocabulary = x.shape
+    found = x.new_empty((len(FOUND), rows), dtype=torch.float32)
+    tile, of, student, teacher = tile_of(vocabulary), options.divergence, options.student, options.teacher
+    if rows:
+        _divergence_kernel[(rows,)](
+            x, y, targets, weights, found, rows, vocabulary, x.stride(0), y.stride(0), student.scale, student.softcap or 1.0,
+            teacher.scale, teacher.softcap or 1.0, options.temperature, of.of_teacher, of.of_student, of.share,
+            options.of_divergence, options.of_cross_entropy, student.softcap is not None, teacher.softcap is not None,
+            weights is not None, options.temperature != 1.0, _kind(of), options.of_cross_entropy != 0, wants_gradient,
+            tile.block, num_warps=tile.warps,
+        )  # fmt: skip
+    return found
+
+
+def _zero_where(chances: Tensor, values: Tensor) -> Tensor:
+    """``chances · values``, 0 where the chance is: a banned token's logarithm is infinite."""
+    return torch.where(chances == 0, 0.0, chances * values)
+
+
+def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
+    if share in (0.0, 1.0):
+        return log_p if share else log_q
+    return torch.logaddexp(log_p + math.log(share), log_q + math.log1p(-share))
+
+
+def divergence_reference(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float) -> Tensor:
+    """The definition: D of each row of two sides' logits ``[..., V]``; differentiable in ``z``."""
+    log_q, log_p = torch.log_softmax(z / temperature, -1), torch.log_softmax(teacher_z / temperature, -1)
+    log_m = _log_mixture(log_p, log_q, of.share)
+    found = torch.zeros_like(log_q[..., 0])
+    for coefficient, log in ((of.of_teacher, log_p), (of.of_student, log_q)):
+        if coefficient:
+            chances = log.exp()
+            found = found + coefficient * (chances * (log - log_m).masked_fill(chances == 0, 0.0)).sum(-1)
+    return found
+
+
+def divergence_and_gradient_reference_(
+    x: Tensor, y: Tensor, targets: Tensor, weights: Tensor | None, options: DistillationOptions, wants_gradient: bool
+) -> Tensor:
+    of, at_target = options.divergence, places_of(targets, x.shape[1])
+    z, teacher_z = shaped_reference(x, options.student), shaped_reference(y, options.teacher).to(x.device)
+    wide = torch.promote_types(z.dtype, teacher_z.dtype)
+    z, teacher_z = z.to(wide), teacher_z.to(wide)
+    log_chances = torch.log_softmax(z, 1)
+    best, teachers_best = z.argmax(1), teacher_z.argmax(1)
+    divergence = divergence_reference(z, teacher_z, of, options.temperature)
+    losses = [-log.gather(1, at_target).squeeze(1) for log in (log_chances, torch.log_softmax(teacher_z, 1))]
+    same = [(best == other).to(wide) for other in (teachers_best, targets)]
+    found = torch.stack([divergence, *losses, *same]).masked_fill(targets == IGNORED, 0.0)
+    if wants_gradient:
+        gradient = options.of_divergence / options.temperature * _of_divergence(z, teacher_z, of, options.temperature)
+        if options.of_cross_entropy:
+            chances = log_chances.exp_().scatter_add_(1, at_target, torch.full_like(at_target, -1, dtype=wide))
+            gradient += options.of_cross_entropy * chances
+        kept = (targets != IGNORED).to(wide)
+        gradient *= (kept if weights is None else kept * weights)[:, None]
+        chain_(gradient, z, x, options.student)
+    return found
+
+
+def _of_divergence(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: float) -> Tensor:
+    """``dD/d(z / τ)`` by the formula of the module's docstring."""
+    log_q, log_p = torch.log_softmax(z / temperature, 1), torch.log_softmax(teacher_z / temperature, 1)
+    log_m, q, p = _log_mixture(log_p, log_q, of.share), log_q.exp(), log_p.exp()
+    h = torch.zeros_like(q)
+    if of.of_student:
+        h += of.of_student * _zero_where(q, log_q - log_m)
+    if of.share != 1:
+        of_m = (log_q - log_m).masked_fill(log_q == -math.inf, -math.inf).exp()
+        h -= (1 - of.share) * of_m * (of.of_teacher * p + of.of_student * q)
+    return h - q * h.sum(1, keepdim=True)
