@@ -26,6 +26,9 @@ from chronicals.config.sections import SECTIONS, of_flags
 SETTING = re.compile(r"--[a-z]\w*\.[a-z]")
 """Flag of a setting of an objective, ``--dpo.beta``."""
 
+SHORT = {"--teacher": "--distill.teacher"}
+"""Settings that have a flag without their section."""
+
 
 class Command(TyperCommand):
     """A command whose messages name fields as its user does, and that answers a flag of another trainer with ours."""
@@ -52,6 +55,8 @@ def _with_settings(args: list[str]) -> list[str]:
     """``args`` with ``--dpo.beta 0.1`` as the option that it is: ``--sections dpo.beta=0.1``."""
     found, rest = [], iter(args)
     for arg in rest:
+        word, sign, value = arg.partition("=")
+        arg = SHORT.get(word, word) + sign + value
         if not SETTING.match(arg):
             found.append(arg)
             continue

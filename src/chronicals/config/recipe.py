@@ -14,6 +14,7 @@ from chronicals.config.config import STRICT, ChronicalsConfig, ConfigurationErro
 from chronicals.config.data_source import Columns, OptionalSources, Sources, with_columns
 from chronicals.config.paths import lasting
 from chronicals.config.presets import preset_fields
+from chronicals.config.sections import lasting_sections
 
 KEPT = "resume.yaml"
 """In the folder of a run, the recipe that ``--resume`` reads; a user's own ``recipe.yaml`` may well lie there."""
@@ -91,7 +92,8 @@ class Recipe(ChronicalsConfig):
         """Write what was set, for ``given`` to resume by from any folder: aside, then renamed."""
         folder.mkdir(parents=True, exist_ok=True)
         aside = folder / f".{KEPT}.{os.getpid()}"
-        self.replace(**{name: _lasting(getattr(self, name)) for name in PATHS & self.explicit}).to_yaml(aside)
+        kept = {name: _lasting(getattr(self, name)) for name in PATHS & self.explicit}
+        self.replace(**kept, **lasting_sections(self.sections)).to_yaml(aside)
         os.replace(aside, folder / KEPT)
 
     def check(self) -> None:

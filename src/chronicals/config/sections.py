@@ -6,9 +6,22 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from chronicals.config.foreign import INSTEAD, NOWHERE, OURS
+from chronicals.config.paths import lasting
 
 SECTIONS = "sections"
 """The field that holds them: the name of an objective, and its settings."""
+
+
+PATHS = frozenset({"teacher"})
+"""Settings, of any objective, that name a folder or a hub name."""
+
+
+def lasting_sections(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """``sections`` with absolute paths, to be found again from another folder."""
+    return {
+        section: {name: lasting(value) if name in PATHS and isinstance(value, str) else value for name, value in given.items()}
+        for section, given in sections.items()
+    }
 
 
 def gathered(fields: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:

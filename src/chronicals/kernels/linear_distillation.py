@@ -184,7 +184,8 @@ class _LinearDistillation(torch.autograd.Function):
         *given: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         wanted = [bool(needed) for needed in ctx.needs_input_grad[:4]]
-        kind, teachers_kind = product_type(hidden), product_type(teacher_hidden)
+        kind = product_type(hidden)
+        teachers_kind = product_type(teacher_hidden) if teacher_hidden.dtype == torch.float32 else teacher_hidden.dtype
         with torch.autocast(hidden.device.type, enabled=False):
             sums, *gradients = _forward(
                 hidden.to(kind), weight, more, bias, teacher_hidden.to(teachers_kind), *given, wanted

@@ -8,6 +8,8 @@ al., 2018, equation 1, as a mean).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -55,6 +57,9 @@ class NextToken(Objective):
                 total += _weighted(logits, targets, weight)
             correct += (logits.argmax(-1) == targets).sum()
         return {"cross_entropy": Term(total, per="weight"), "token_accuracy": Term(correct, coefficient=0.0)}
+
+    def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
+        return -F.log_softmax(logits.float(), dim=-1).gather(-1, targets[:, None])[:, 0]
 
 
 def _weighted(logits: Tensor, targets: Tensor, weights: Tensor | None) -> Tensor:

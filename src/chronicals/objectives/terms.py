@@ -101,6 +101,22 @@ class Objective(ABC):
         """The terms of evaluation."""
         return self(model, batch)
 
+    def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
+        """What each target adds to the loss, by the formula in plain torch: what ``verify`` holds a run against.
+
+        Args:
+            logits: of the trained model at the trained targets, ``[n, V]``, differentiable.
+            targets: int64 ``[n]``.
+            frozen: logits of the objective's frozen models at the same places, by name.
+
+        Returns:
+            fp32 ``[n]``.
+
+        Raises:
+            NotImplementedError: the objective has no such definition.
+        """
+        raise NotImplementedError
+
 
 def divide(terms: Terms, counts: Mapping[str, Count]) -> dict[str, Tensor]:
     """The values of a Batch's terms; added up over the Batches of a step, they are those of the step.

@@ -17,7 +17,7 @@ from chronicals.data.steps import Steps
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
 from chronicals.objectives import Objective, Term, build_objective, shown
-from chronicals.training.frozen import bring_frozen, frozen_attending
+from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
 from chronicals.training.precision import Precision
 from chronicals.training.step import counts_of, known_before
 
@@ -101,6 +101,7 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
     stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)
     device = input_device(model)
     bring_frozen(objective, model, tokenizer, config)
+    check_frozen_positions(objective, store.longest)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention)
     with presented.attending_documents(), frozen_attending(objective):
         score = evaluate(presented, objective, stream, Precision("fp32", device))

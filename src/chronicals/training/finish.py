@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
+from chronicals.config.sections import lasting_sections
 from chronicals.data import Tokenizer, TokenStore
 from chronicals.distributed import Mesh
 from chronicals.models import input_device
@@ -39,7 +40,7 @@ def about_data(store: TokenStore, tokenizer: Any, config: ChronicalsConfig) -> d
     return {
         "kinds": store.kinds,
         "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
-        "taught": {field: getattr(config, field) for field in TAUGHT},
+        "taught": {field: getattr(config, field) for field in TAUGHT} | {"sections": lasting_sections(config.sections)},
         **({"base": {field: getattr(config, field) for field in OF_THE_BASE}} if config.quantization else {}),
     }
 

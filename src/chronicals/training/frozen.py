@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from chronicals.config import ChronicalsConfig
-from chronicals.models import PresentedModel, input_device, present
+from chronicals.models import PresentedModel, check_positions, input_device, present
 from chronicals.objectives import Objective
 from chronicals.patching import fuse_weights, patch_parts
 from chronicals.training.decisions import why_not_fused
@@ -40,6 +40,16 @@ def _ready(model: Any, config: ChronicalsConfig) -> PresentedModel:
         patch_parts(presented.model, whole_layers=why_not_fused(config, presented) is None)
         fuse_weights(model)
     return presented
+
+
+def check_frozen_positions(objective: Objective, longest: int) -> None:
+    """As ``check_positions``, of each frozen model.
+
+    Raises:
+        ValueError: one has no position for a document of ``longest`` tokens.
+    """
+    for presented in objective.frozen.values():
+        check_positions(presented.model, longest)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from chronicals.objectives import build_objective
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile, ProgressBar
 from chronicals.training.finish import about_data, finish
+from chronicals.training.frozen import check_frozen_positions
 from chronicals.training.guard import check_that_something_was_applied
 from chronicals.training.heard import heard
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
@@ -127,7 +128,8 @@ class ChronicalsTrainer:
             )
         if eval_store is None and self.config.keep == "best":
             raise ConfigurationError("keep='best': nothing is held out to tell which is; give eval_dataset or validation_split")
-        check_positions(model, max(store.longest for store in (train_store, eval_store) if store is not None))
+        longest = max(store.longest for store in (train_store, eval_store) if store is not None)
+        check_positions(model, longest)
         plan = plan_of(train_store, self.config)
         with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device):
             samples = Samples(model, self.tokenizer, eval_store or train_store, config.report_samples, self.output_dir)
@@ -135,6 +137,7 @@ class ChronicalsTrainer:
                 samples.before()
             teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
             with prepared(model, config, self.objective, self.ranks, resumed, self.tokenizer) as session:
+                check_frozen_positions(self.objective, longest)
                 self._session = session
                 result = self._run(session, train_store, plan, eval_store, resumed, samples)
         model.eval()

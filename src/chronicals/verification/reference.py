@@ -1,10 +1,10 @@
 """The plain arms: transformers' own modules and attention, each document a row, one division by the step's count.
 
-Nothing here is shared with the path of training: the model is made anew from its class and configuration, adapters are
-two products in a hook (or one in the weight, where a class reads that instead of calling the layer), the loss is a log-softmax
-of the model's own logits in fp32, the update is torch's AdamW at the rates that the schedules are defined by. Documents and
-what is trained in them come from the store, not from a Batch. Where the configuration asks for a router loss, the class itself
-gives it, of each pack's documents as the padded rows of one batch.
+Nothing here is shared with the path of training: the model is made anew from its class and configuration, and so are the frozen
+models of the objective; adapters are two products in a hook (or one in the weight, where a class reads that instead of calling
+the layer), the loss is the objective's definition from the models' own logits in fp32, the update is torch's AdamW at the rates
+that the schedules are defined by. Documents and what is trained in them come from the store, not from a Batch. Where the
+configuration asks for a router loss, the class itself gives it, of each pack's documents as the padded rows of one batch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora.apply import linear_shape
 from chronicals.models import beside_text, is_within
 from chronicals.models.router_loss import asks_for_router_loss, read_router_loss
+from chronicals.objectives import Objective
 from chronicals.verification.quantised import dense_weight, multiply_as, quantised_layers
 
 ROW_TOKENS, LOGITS = 4096, 2**28
@@ -51,6 +52,7 @@ class PlainArm:
         model: the user's, whose class, configuration and weights are taken; before anything is done to it.
         device: where to compute.
         config: of the run; its LoRA fields say what is adapted.
+        objective: of the run, whose definition is minimised.
         alone: every document in a forward pass of its own, instead of padded rows.
         usual_attention: the attention that transformers takes where nothing is said, instead of eager: on a card it keeps
             no scores, and so rounds where every attention that keeps none does.
@@ -60,10 +62,12 @@ class PlainArm:
     """
 
     def __init__(
-        self, model: Any, device: torch.device, config: ChronicalsConfig, alone: bool = False, usual_attention: bool = False
-    ):
-        self.device, self.alone = device, alone
+        self, model: Any, device: torch.device, config: ChronicalsConfig, objective: Objective, alone: bool = False,
+        usual_attention: bool = False,
+    ):  # fmt: skip
+        self.device, self.alone, self.objective, self.usual_attention = device, alone, objective, usual_attention
         self.model = _fresh(model, device, usual_attention and _takes_sdpa(model))
+        self.frozen: dict[str, nn.Module] = {}
         self.router_loss = read_router_loss(model).coefficient if asks_for_router_loss(model) else 0.0
         self.trained: dict[str, nn.Parameter] = {}
         self.autocast: torch.dtype | None = None
@@ -83,17 +87,32 @@ class PlainArm:
     def use_types_of(self, model: Any, autocast: torch.dtype | None) -> None:
         """Keep every weight in the type it has in ``model``, the run's, quantised ones in that of their products; gradients of
         several passes meet in fp32."""
-        types = {name.replace(".base_layer.", "."): parameter.dtype for name, parameter in model.named_parameters()}
-        quantised = quantised_layers(model)
-        for name, parameter in self.model.named_parameters():
-            name = name.replace("parametrizations.weight.original", "weight")
-            if name.removesuffix(".weight") not in quantised:
-                parameter.data = parameter.data.to(types[name])
+        _take_types(self.model, model)
+        for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.grad_dtype = torch.float32
-        for path, layer in quantised.items():
-            multiply_as(layer, self.model.get_submodule(path))
         self.autocast = autocast
+
+    def take_frozen(self, frozen: Mapping[str, Any], own_types: bool) -> None:
+        """Make the objective's frozen models anew.
+
+        Args:
+            frozen: transformers' models by name.
+            own_types: in the types that they have, instead of fp32.
+
+        Raises:
+            ConfigurationError: one has adapters, or cannot be made with eager attention.
+        """
+        for name, model in frozen.items():
+            if any("lora_" in path for path, _ in model.named_parameters()):
+                raise ConfigurationError(
+                    f"{name}: has adapters, which the plain arms would leave out; verify with the whole model that chronicals "
+                    "merge makes of it"
+                )
+            plain = _fresh(model, self.device, self.usual_attention and _takes_sdpa(model))
+            if own_types:
+                _take_types(plain, model)
+            self.frozen[name] = plain.eval().requires_grad_(False)
 
     @torch.no_grad()
     def take_bases(self, model: Any) -> None:
@@ -179,11 +198,18 @@ class PlainArm:
         return ids.to(self.device), mask.to(self.device), trained.to(self.device)
 
     def _losses(self, documents: list[MaskedDocument]) -> Tensor:
-        """``[rows]``: −Σ log p of the trained targets of each document."""
+        """``[rows]``: the objective's losses of the trained targets of each document, summed."""
         ids, mask, trained = self._rows(documents)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        likelihood = F.log_softmax(logits[:, :-1].float(), dim=-1).gather(-1, ids[:, 1:, None])[..., 0]
-        return -torch.where(trained[:, 1:], likelihood, 0.0).sum(1)
+        with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
+            frozen = {
+                name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits for name, model in self.frozen.items()
+            }
+        at = trained[:, 1:]
+        losses = self.objective.definition(
+            logits[:, :-1][at], ids[:, 1:][at], {name: theirs[:, :-1][at] for name, theirs in frozen.items()}
+        )  # fmt: skip
+        return torch.zeros(at.shape, dtype=losses.dtype, device=losses.device).masked_scatter(at, losses).sum(1)
 
     def _products(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()
@@ -300,6 +326,18 @@ def targeted(model: Any, wanted: list[str] | str | None, layers: Collection[int]
     if isinstance(wanted, str):
         return [path for path in paths if re.fullmatch(wanted, path)]
     return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in wanted)]
+
+
+def _take_types(plain: nn.Module, model: Any) -> None:
+    """Keep every weight of ``plain`` in the type it has in ``model``, quantised ones in that of their products."""
+    types = {name.replace(".base_layer.", "."): parameter.dtype for name, parameter in model.named_parameters()}
+    quantised = quantised_layers(model)
+    for name, parameter in plain.named_parameters():
+        name = name.replace("parametrizations.weight.original", "weight")
+        if name.removesuffix(".weight") not in quantised:
+            parameter.data = parameter.data.to(types[name])
+    for path, layer in quantised.items():
+        multiply_as(layer, plain.get_submodule(path))
 
 
 def _takes_sdpa(model: Any) -> bool:

@@ -136,7 +136,7 @@ def self_test() -> list[SelfTest]:
             "linear_distillation",
             lambda h, w: linear_distillation(LinearHead(h, w), teacher, targets, Divergence.jsd(), chunk_size=16).loss,
             lambda h, w: linear_distillation_reference(
-                LinearHead(h, w), LinearHead(*(x.to(h) for x in teacher[:2])), targets, Divergence.jsd()
+                LinearHead(h, w), LinearHead(teacher.hidden.to(h), teacher.weight.to(h)), targets, Divergence.jsd()
             ).loss,
             (hidden, weight),
         ),

@@ -31,7 +31,7 @@ from chronicals.data.steps import Step
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.models import ModelShape, check_positions
 from chronicals.models.router_loss import SWITCH
-from chronicals.objectives import build_objective
+from chronicals.objectives import Objective, build_objective
 from chronicals.patching import layers_in_fp8
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
@@ -122,7 +122,12 @@ def verify(
     if not FEWEST <= steps <= MOST:
         raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
     require_one_process("verify")
-    build_objective(config)
+    objective = build_objective(config)
+    if type(objective).definition is Objective.definition:
+        raise ConfigurationError(
+            f"objective={config.objective!r}: it has no definition in plain torch to hold a run against; give its class the "
+            "method definition of chronicals.objectives.Objective"
+        )
     device = one_device(model, Mesh())
     check_precision(config, device)
     notes = without_dropout(model)
@@ -151,15 +156,18 @@ def verify(
     if device.type == "cuda" and config.use_cuda_graphs:
         notes.append("steps run without CUDA graphs here, to look at gradients before the update")
     exact = config.mixed_precision == "fp32"
-    fp32, plain = PlainArm(model, device, config), PlainArm(model, device, config, alone=exact, usual_attention=not exact)
+    fp32 = PlainArm(model, device, config, objective)
+    plain = PlainArm(model, device, config, objective, alone=exact, usual_attention=not exact)
     notes += changed_buffers(model, fp32.model)
     path = TrainingPath(model, config, total, tokenizer)
     if fp32.router_loss and path.session.presented.router_loss is None:
         fp32.router_loss = plain.router_loss = 0.0
         told = f"{type(model).__name__} adds none, or one that the run leaves out"
         notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
+    frozen = {name: presented.model for name, presented in path.session.objective.frozen.items()}
     for arm in (fp32, plain):
         arm.take_bases(model)
+        arm.take_frozen(frozen, own_types=arm is plain)
     plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
     if config.use_fp8:
         for name in layers_in_fp8(model):
