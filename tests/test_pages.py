@@ -1,5 +1,6 @@
 """Pages for users: links lead somewhere, the index names every page, commands and their flags exist."""
 
+import dataclasses
 import re
 import shlex
 from pathlib import Path
@@ -8,6 +9,8 @@ import pytest
 import typer
 
 from chronicals.cli.app import app
+from chronicals.cli.options import SETTING, SHORT
+from chronicals.objectives import OBJECTIVES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "benchmarks" / "NOTES.md"]
@@ -62,7 +65,12 @@ def test_commands_and_flags_exist(page, line):
     if hasattr(command, "commands"):
         command = command.commands[rest[0]]
     known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)}
-    assert {word for word in rest if word.startswith("--")} <= known | {"--help"}
+    flags = {SHORT.get(word, word) for word in rest if word.startswith("--")}
+    settings = {word for word in flags if SETTING.match(word)}
+    for word in settings:
+        section, _, setting = word.removeprefix("--").partition(".")
+        assert setting.replace("-", "_") in {field.name for field in dataclasses.fields(OBJECTIVES[section].Settings)}, word
+    assert flags - settings <= known | {"--help"}
 
 
 def test_the_tree_names_every_room():

@@ -8,6 +8,8 @@ import torch
 import runs
 import tiny
 from chronicals.data import create_dataloader
+from chronicals.models import attention_seam
+from chronicals.models.presentation import SEAM
 from chronicals.objectives import NextToken, Objective, Term
 from chronicals.training import ChronicalsTrainer
 from chronicals.training.frozen import bring_frozen, frozen_attending
@@ -63,6 +65,7 @@ def test_its_documents_do_not_see_each_other(tmp_path):
     (step,) = create_dataloader(tiny.chat_rows(), tiny.tokenizer(), config).steps(count=1)
     batch, frozen = step.batches[0], objective.frozen["reference"]
     with torch.no_grad(), frozen_attending(objective):
+        assert not attention_seam.module_without(frozen.model, SEAM)
         states = frozen.hidden_states(batch)
     bounds = batch.cu_seqlens.tolist()
     with torch.no_grad():

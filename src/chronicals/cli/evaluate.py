@@ -59,6 +59,8 @@ def evaluate(
         "chat_template": chat_template, "columns": columns, "gate": gate, "cache_dir": cache_dir,
     }  # fmt: skip
     fields: dict[str, Any] = {"max_seq_length": 2048, **trained.data_config}
+    if objective not in (None, fields.get("objective")):
+        fields.pop("sections", None)  # settings of the objective that it was trained by
     fields |= {name: value for name, value in asked.items() if value not in (None, [])}
     recipe = Recipe(model=model, batch_size=batch_size, gradient_accumulation_steps=1, **fields)
     tokenizer = with_chat_template(trained.tokenizer, recipe.chat_template)

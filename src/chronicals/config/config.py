@@ -307,10 +307,14 @@ class ChronicalsConfig:
     )
 
     objective: str = Field(
-        default="sft", description="sft trains what the rows mark (answers, completions); pretraining every token"
+        default="sft",
+        description="sft trains what the rows mark (answers, completions); pretraining every token; distill on a "
+        "teacher's predictions",
     )
     sections: dict[str, dict[str, Any]] = Field(
-        default_factory=dict, description="Settings of the objective by name: --dpo.beta 0.1, or in a recipe dpo: {beta: 0.1}"
+        default_factory=dict,
+        description="Settings of the objective by name: --distill.alpha 0.5, or in a recipe distill: {alpha: 0.5}; --teacher "
+        "is --distill.teacher",
     )
     train_on: TrainOn | None = Field(
         default=None, description="The answers, completions and texts of rows, or all tokens (default: the objective's)"

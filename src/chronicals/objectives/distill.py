@@ -173,9 +173,9 @@ class Distill(Objective):
         z, teachers_z = logits[:, :common].float(), frozen[TEACHER][:, :common].float()
         q, p = ((x / self.settings.temperature).log_softmax(-1) for x in (z, teachers_z))
         divergence = DEFINITIONS[self.settings.divergence](p, q, self._beta, self._skew)
-        cross_entropy = F.cross_entropy(z, targets, reduction="none")
-        of_divergence, of_cross_entropy = self.weights
-        return of_divergence * divergence + of_cross_entropy * cross_entropy
+        if self.settings.temperature_squared:
+            divergence = self.settings.temperature**2 * divergence
+        return self.settings.alpha * divergence + (1 - self.settings.alpha) * F.cross_entropy(z, targets, reduction="none")
 
 
 def _linear(states: Tensor, head: Head) -> LinearHead:
