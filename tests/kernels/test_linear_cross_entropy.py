@@ -499,6 +499,73 @@ def test_adapter_that_does_not_fit_is_refused():
         linear_cross_entropy(*tensors({}), adapter=Adapter(torch.zeros(2, 4), torch.zeros(10, 2), 1.0))
 
 
+# --- rows of the weight that others stand for ------------------------------------------------------------------------
+
+REPLACED = [5, 0, VOCABULARY - 1, 40]
+
+
+def with_rows(function=linear_cross_entropy, **options):
+    def call(hidden, values, weight, bias, eighths, targets):
+        rows = module.Rows(torch.tensor(REPLACED, device=hidden.device), values)
+        return function(hidden, weight, targets, rows=rows, bias=bias, weights=eighths / 8, **options)
+
+    return call
+
+
+def rows_and_the_rest(dtype, device):
+    def draw():
+        hidden, weight, targets, bias, eighths = inputs(dtype, device, bias=True, weighted=True)()
+        targets[:4] = torch.tensor(REPLACED)
+        return hidden, torch.randn(len(REPLACED), WIDTH, device=device).to(dtype), weight, bias, eighths, targets
+
+    return draw
+
+
+def rows_by_the_book(hidden, values, weight, bias, eighths, targets):
+    whole = weight.index_copy(0, torch.tensor(REPLACED, device=hidden.device), values)
+    return plain(hidden, whole, targets, bias, eighths, scale=0.5, softcap=3.0)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_replaced_rows(dtype, device):
+    """Targets, bias and weights of rows among them, in chunks."""
+    options = {"scale": 0.5, "softcap": 3.0}
+    for ours in (with_rows(chunk_size=7, **options), with_rows(linear_cross_entropy_reference, **options)):
+        assert_as_exact_as_plain(ours, rows_by_the_book, rows_and_the_rest(dtype, device))
+
+
+ROW_FAULTS = {
+    "the frozen row has a part": ("    x.index_fill_(1, index, 0)\n", ""),
+    "logits of the frozen rows": ("x.index_copy_(1, replaced.ids, _logits_of(replaced, picked[part], bias))", "pass"),
+    "states without the rows": (" + product(theirs, rows.values, factors.dtype)", ""),
+    "a bias of the first rows": ("bias[rows.ids]", "bias[: len(rows.ids)]"),
+    "no bias of the rows": ("if theirs is not None and index is not None:", "if False:"),
+    "rows of the last chunk": ("theirs.t(), scaled, first)", "theirs.t(), scaled, True)"),
+}
+
+
+@pytest.mark.parametrize("fault", ROW_FAULTS)
+def test_a_wrong_gradient_of_rows_is_noticed(fault, device):
+    broken = mutant(module, *ROW_FAULTS[fault]).linear_cross_entropy
+    with pytest.raises((AssertionError, RuntimeError), match=r"tensor [0-4]: .* error|shape"):
+        ours = with_rows(broken, chunk_size=7, scale=0.5, softcap=3.0)
+        assert_as_exact_as_plain(ours, rows_by_the_book, rows_and_the_rest(torch.float32, device))
+
+
+def test_replaced_rows_copy_no_weight(device):
+    hidden, values, weight, bias, eighths, targets = rows_and_the_rest(torch.float32, device)()
+    with operators_seen_through(), Shapes() as shapes:
+        leaves = [hidden.requires_grad_(), values.requires_grad_()]
+        torch.autograd.grad(with_rows(chunk_size=7)(*leaves, weight, bias, eighths, targets), leaves)
+    assert torch.Size((VOCABULARY, WIDTH)) not in shapes.seen
+
+
+def test_rows_that_do_not_fit_are_refused():
+    rows = module.Rows(torch.tensor([1, 2]), torch.zeros(2, 3))
+    with pytest.raises(ValueError, match="rows are"):
+        linear_cross_entropy(*tensors({}), rows=rows)
+
+
 @pytest.mark.parametrize("smoothing", [-0.1, 1.0])
 def test_smoothing_outside_of_its_range_is_refused(smoothing):
     with pytest.raises(ValueError, match="label_smoothing"):

@@ -47,7 +47,9 @@ OWN = (
 )  # fmt: skip
 """Fields of a recipe that a benchmark decides itself."""
 
-UNEQUAL = ("lora_rank_pattern", "lora_alpha_pattern", "lora_layers", "lora_init", "lora_modules_to_save")
+UNEQUAL = (
+    "lora_rank_pattern", "lora_alpha_pattern", "lora_layers", "lora_init", "lora_modules_to_save", "lora_trainable_tokens",
+)  # fmt: skip
 """Fields of adapters that not all arms have."""
 
 SIZES = (

@@ -160,6 +160,14 @@ def _numbers(value: Any) -> Any:
     return sorted(set(found))
 
 
+def _tokens(value: Any) -> Any:
+    """Ids and texts of tokens; digits alone, as the command line has them, are an id."""
+    if isinstance(value, dict):
+        return {name: _tokens(tokens) for name, tokens in value.items()}
+    listed = _listed(value) if isinstance(value, str) else [value] if isinstance(value, int) else value
+    return [int(x) if isinstance(x, str) and x.isdecimal() else x for x in listed] if isinstance(listed, list) else listed
+
+
 def _none_named(value: Any) -> Any:
     """``none``, as the command line says that there are to be none, as a list."""
     return [] if value in ("none", ["none"]) else value
@@ -262,6 +270,9 @@ class ChronicalsConfig:
     )
     lora_modules_to_save: Annotated[list[str] | None, BeforeValidator(_listed)] = Field(
         default=None, description="embed_tokens, lm_head: trained whole beside the adapters, and saved with them"
+    )
+    lora_trainable_tokens: Annotated[list[int | str] | dict[str, list[int | str]] | None, BeforeValidator(_tokens)] = Field(
+        default=None, description="Tokens, by id or text, whose rows of the embedding are trained beside the adapters"
     )
     lora_init: Annotated[str, AfterValidator(_init)] = Field(
         default="default", description="Where adapters start: default, gaussian, pissa, pissa_niter_N or olora"

@@ -19,10 +19,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from chronicals.export.packed_tensors import PackedTensor, unpacked
+from chronicals.export.weight_files import DTYPES as DTYPES_OF_FILES
 from chronicals.export.weight_files import INDEX, StoredTensor, files_of, tensors_in, write_file
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.magnitude import SHORTEST
 from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from chronicals.lora.tokens import FILE_NAME
 from chronicals.models.loading import DTYPES, quantised_names
 from chronicals.quantization import Packed
 from chronicals.saving import MANIFEST, SavedModel, write_folder
@@ -149,8 +151,12 @@ class _Adapter:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             self.names = {name.removeprefix(PREFIX): name for name in file.keys()}  # noqa: SIM118  # it is no dictionary
             self.shapes = {
-                own: torch.Size(file.get_slice(name).get_shape()) for own, name in self.names.items() if ".lora_" not in own
+                own.replace(".token_adapter.base_layer.", "."): torch.Size(file.get_slice(name).get_shape())
+                for own, name in self.names.items()
+                if ".lora_" not in own and not own.endswith(FILE_NAME)
             }
+        self.names |= {own.replace(".token_adapter.base_layer.", "."): name for own, name in self.names.items()}
+        self.tokens: dict[str, tuple[list[int], str]] = {}
         self.layers: dict[str, str] = {}
         self.there: set[str] = set()
         self.dequantised: set[str] = set()
@@ -174,12 +180,40 @@ class _Adapter:
                     "a layer that the class makes of several tensors, is merged by model.merge_and_unload() once it is loaded"
                 )
             self.layers[found] = path
+        self._place_tokens()
         for own in list(self.shapes):
             names = [own, own.partition(".")[2]]
             found = next((name for name in names if name in there), None)
             if found is None:
                 raise MergeError(f"{self.folder}: {own} is stored with the adapter, and the base has no such weight")
             self.names[found], self.shapes[found] = self.names[own], self.shapes.pop(own)
+
+    def _place_tokens(self) -> None:
+        """Find the weights with rows of trained tokens."""
+        asked = self.shape.trainable_token_indices
+        for own in [own for own in self.names if own.endswith(FILE_NAME)]:
+            path = own.removesuffix(f".{FILE_NAME}")
+            named = asked if isinstance(asked, Mapping) else {path: asked or ()}
+            ids = next((list(ids) for name, ids in named.items() if f".{path}".endswith(f".{name}")), None)
+            found = next((n for n in (f"{path}.weight", f"{path.partition('.')[2]}.weight") if n in self.there), None)
+            if ids is None or found is None:
+                raise MergeError(f"{self.folder}: {own} fits no trainable_token_indices, or no weight of the base")
+            self.tokens[found] = ids, self.names[own]
+
+    def _with_tokens(self, stored: StoredTensor, whole: Tensor, changes: dict[str, Change]) -> Tensor:
+        """An embedding, fp32, with the rows of the trained tokens."""
+        ids, name = self.tokens[stored.name]
+        rows = self._read(name).float()
+        if rows.shape != (len(ids), whole.shape[1]) or max(ids) >= len(whole):
+            raise MergeError(
+                f"{self.folder}: has rows {tuple(rows.shape)} for {stored.name} {tuple(whole.shape)}; give the base that the "
+                "adapter was trained on as base_model (--base-model)"
+            )
+        total = whole.index_copy(0, torch.tensor(ids), rows)
+        kind = DTYPES_OF_FILES.get(stored.dtype, torch.float32)
+        changed, off = (rows - whole[ids]).norm(), (total.to(kind).float() - total)[ids].norm()
+        changes[stored.name] = Change(_ratio(changed, whole.norm()), _ratio(off, total.norm()), _ratio(off, changed))
+        return total
 
     def place_quantised(self, names: set[str]) -> None:
         """Find the weights that were in 4 bits, those without adapters too.
@@ -206,6 +240,8 @@ class _Adapter:
     def merged(self, stored: StoredTensor, changes: dict[str, Change]) -> Tensor | None:
         """What takes the place of a weight of the base, fp32; None where it stays."""
         replaced = self._read(self.names[stored.name]).float() if stored.name in self.shapes else None
+        if stored.name in self.tokens:
+            return self._with_tokens(stored, stored.read().float() if replaced is None else replaced, changes)
         if stored.name not in self.layers and stored.name not in self.dequantised:
             return replaced
         try:

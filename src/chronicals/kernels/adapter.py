@@ -1,4 +1,4 @@
-"""Adapter: the tensors and numbers of a low-rank addition to a linear layer (Hu et al., 2022)."""
+"""What is trained beside a frozen weight: a low-rank addition (Hu et al., 2022), or some of its rows."""
 
 from __future__ import annotations
 
@@ -23,3 +23,19 @@ class Adapter(NamedTuple):
     scale: float
     dropout: float = 0.0
     magnitude: Tensor | None = None
+
+
+class Rows(NamedTuple):
+    """``W[ids] = values`` in a copy of W, of which nothing but this is trained.
+
+    Attributes:
+        ids: int64 ``[n]``, each row once.
+        values: ``[n, in]``.
+    """
+
+    ids: Tensor
+    values: Tensor
+
+    def within(self, weight: Tensor) -> Tensor:
+        """A copy of ``weight`` ``[V, in]`` with the values in it, differentiable in them."""
+        return weight.index_copy(0, self.ids, self.values.to(weight.dtype))

@@ -1,6 +1,7 @@
 """Cross-entropy of a linear head, without ever holding more than ``chunk_size`` rows of logits.
 
     x = h Wᵀ + b + α (h Aᵀ) Bᵀ      raw logits; (A, B, α) an adapter on the head, or none
+    x[:, i] = h Rᵀ + b[i]            where some rows i of W are replaced by R, which alone are trained
     Σ_t loss_t(x_t)                  over targets y_t ≠ −100; the loss of a row is in ``logit_rows``
 
 ``h`` is ``[T, D]``, ``W`` ``[V, D]``, ``b`` ``[V]``. The sum is what is returned: who knows the count divides. Since the
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter
+from chronicals.kernels.adapter import Adapter, Rows
 from chronicals.kernels.launch import differentiable_once, runs_triton, tl, triton
 from chronicals.kernels.linear_head import (
     check_head,
@@ -58,17 +59,19 @@ def scale_rows(x: Tensor, factors: Tensor, out: Tensor) -> Tensor:
 
 @torch.library.custom_op("chronicals::linear_cross_entropy", mutates_args=())
 def _forward(
-    hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, targets: Tensor,
-    weights: Tensor | None, scale: float, softcap: float | None, label_smoothing: float, z_loss: float, chunk_size: int,
-    count: int | None, gradient_type: torch.dtype, wanted: list[bool],
+    hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, values: Tensor | None,
+    index: Tensor | None, targets: Tensor, weights: Tensor | None, scale: float, softcap: float | None, label_smoothing: float,
+    z_loss: float, chunk_size: int, count: int | None, gradient_type: torch.dtype, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """The sum, and the gradients of hidden, weight, more_weight and bias that are ``wanted``, else nothing in their place.
+    """The sum, and the gradients of hidden, weight, more_weight, bias and values that are ``wanted``, else nothing there.
 
-    ``more_weight`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``.
+    ``more_weight`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``. Without it ``values``
+    ``[n, D]`` may stand for the rows of ``weight`` at ``index``.
     """
     options = LossOptions(scale, softcap, label_smoothing, z_loss)
-    total, d_hidden, *of_head = sum_and_gradients(hidden, weight, more_weight, bias, gradient_type, wanted)
+    total, d_hidden, *of_head = sum_and_gradients(hidden, weight, more_weight, bias, values, gradient_type, wanted)
     narrow = side_by_side(weight, more_weight, hidden.dtype)
+    replaced = None if values is None or index is None else Rows(index, values.to(hidden.dtype))
     rows = trained_rows(targets, count)
     picked, wanted_targets = (hidden, targets) if rows is None else (hidden[rows], targets[rows])
     weights = weights if weights is None or rows is None else weights[rows]
@@ -76,12 +79,15 @@ def _forward(
     buffer = hidden.new_empty((min(chunk_size, len(picked)), len(narrow)))
     for part in chunks(len(picked), chunk_size):
         x = chunk_logits(picked[part], narrow, bias, buffer)
+        if replaced is not None:
+            x.index_copy_(1, replaced.ids, _logits_of(replaced, picked[part], bias))
         of_row = None if weights is None else weights[part]
         losses, factors = loss_and_gradient_(x, wanted_targets[part], of_row, options, any(wanted))
         total += losses.sum()
+        theirs = None if replaced is None else _taken_out(x, replaced.ids)
         at_once(
-            partial(put_of_states, d_picked[part], x, narrow, factors),
-            partial(accumulate_of_head, of_head, x, picked[part], factors, weight.shape[1], part.start == 0),
+            partial(put_of_states, d_picked[part], x, narrow, factors, theirs, replaced),
+            partial(accumulate_of_head, of_head, x, picked[part], factors, weight.shape[1], part.start == 0, theirs, index),
             x.device,
         )
     if wanted[0] and rows is not None:
@@ -94,44 +100,71 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, targets: Tensor,
-    weights: Tensor | None, scale: float, softcap: float | None, label_smoothing: float, z_loss: float, chunk_size: int,
-    count: int | None, gradient_type: torch.dtype, wanted: list[bool],
+    hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, values: Tensor | None,
+    index: Tensor | None, targets: Tensor, weights: Tensor | None, scale: float, softcap: float | None, label_smoothing: float,
+    z_loss: float, chunk_size: int, count: int | None, gradient_type: torch.dtype, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    return sum_and_gradients(hidden, weight, more_weight, bias, gradient_type, wanted)
+    return sum_and_gradients(hidden, weight, more_weight, bias, values, gradient_type, wanted)
 
 
 def sum_and_gradients(
-    hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, gradient_type: torch.dtype,
-    wanted: list[bool],
+    hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, values: Tensor | None,
+    gradient_type: torch.dtype, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
+    """What a sum's operator writes: the sum, 0; gradients of states, 0; and of the head, not yet filled. Empty where not wanted."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     kind = torch.promote_types(hidden.dtype, gradient_type)
     nothing = hidden.new_empty(0)
     of_head = [
         x.new_empty(x.shape, dtype=kind) if wants and x is not None else nothing.clone()
-        for x, wants in zip((weight, more_weight, bias), wanted[1:])
+        for x, wants in zip((weight, more_weight, bias, values), wanted[1:])
     ]
     return [hidden.new_zeros((), dtype=wide), torch.zeros_like(hidden) if wanted[0] else nothing, *of_head]
 
 
-def put_of_states(out: Tensor, x: Tensor, weight: Tensor, factors: Tensor) -> None:
-    """The gradient of a chunk's hidden states, of rows of logits whose gradient is ``factors`` ``[rows]`` times ``x``."""
-    if out.numel():
+def _logits_of(rows: Rows, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    """``[T, n]``, of the rows that are replaced."""
+    x = hidden @ rows.values.t()
+    return x if bias is None else x + bias[rows.ids].to(x.dtype)
+
+
+def _taken_out(x: Tensor, index: Tensor) -> Tensor:
+    """Those columns of x, in which zeros stand afterwards: the frozen rows beneath have no part in the gradient."""
+    theirs = x.index_select(1, index)
+    x.index_fill_(1, index, 0)
+    return theirs
+
+
+def put_of_states(
+    out: Tensor, x: Tensor, weight: Tensor, factors: Tensor, theirs: Tensor | None = None, rows: Rows | None = None
+) -> None:  # fmt: skip
+    """The gradient of a chunk's hidden states, of rows of logits whose gradient is ``factors`` ``[rows]`` times ``x``, and
+    times ``theirs`` for the logits of ``rows``."""
+    if theirs is not None and rows is not None and out.numel():
+        found = product(x, weight, factors.dtype) + product(theirs, rows.values, factors.dtype)
+        scale_rows(found, factors, out)
+    elif out.numel():
         scale_rows(product(x, weight, factors.dtype), factors, out)
 
 
-def accumulate_of_head(of_head: list[Tensor], x: Tensor, hidden: Tensor, factors: Tensor, width: int, first: bool) -> None:
+def accumulate_of_head(
+    of_head: list[Tensor], x: Tensor, hidden: Tensor, factors: Tensor, width: int, first: bool, theirs: Tensor | None = None,
+    index: Tensor | None = None,
+) -> None:  # fmt: skip
     """Add the shares of such a chunk."""
-    d_weight, d_more, d_bias = of_head
+    d_weight, d_more, d_bias, d_rows = of_head
     if not any(gradient.numel() for gradient in of_head):
         return
     scaled = scale_rows(hidden, factors, torch.empty_like(hidden))
     for gradient, columns in ((d_weight, scaled[:, :width]), (d_more, scaled[:, width:])):
         if gradient.numel():
             _add_product(gradient, x.t(), columns, first)
+    if d_rows.numel() and theirs is not None:
+        _add_product(d_rows, theirs.t(), scaled, first)
     if d_bias.numel():
         _add_product(d_bias[:, None], x.t(), factors[:, None].to(x.dtype), first)
+        if theirs is not None and index is not None:
+            d_bias.index_add_(0, index, (theirs.t().to(factors.dtype) @ factors).to(d_bias.dtype))
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> None:
@@ -148,13 +181,15 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor, first: bool) -> Non
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, *options: Any) -> Tensor:
-        wanted = [bool(needed) for needed in ctx.needs_input_grad[:4]]
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, values: Tensor | None, *options: Any
+    ) -> Tensor:  # fmt: skip
+        wanted = [bool(needed) for needed in ctx.needs_input_grad[:5]]
         kind = product_type(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
-            total, *gradients = _forward(hidden.to(kind), weight, more, bias, *options, wanted)
+            total, *gradients = _forward(hidden.to(kind), weight, more, bias, values, *options, wanted)
         ctx.save_for_backward(*gradients)
-        ctx.types = [x.dtype if x is not None else None for x in (hidden, weight, more, bias)]
+        ctx.types = [x.dtype if x is not None else None for x in (hidden, weight, more, bias, values)]
         ctx.wanted = wanted
         return total
 
@@ -174,6 +209,7 @@ def linear_cross_entropy(
     *,
     bias: Tensor | None = None,
     adapter: Adapter | None = None,
+    rows: Rows | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
@@ -191,6 +227,7 @@ def linear_cross_entropy(
         targets: int64 ``[T]``, −100 is ignored. One outside the vocabulary is an IndexError on the CPU; on a card, which
             is not asked, it makes the loss and the gradients NaN.
         adapter: a low-rank addition to the head.
+        rows: of the weight that others stand for, differentiable; no copy of the weight is made.
         scale, softcap: applied to the logits, in this order.
         label_smoothing: share ε of the target's probability spread over the vocabulary.
         z_loss: factor ζ on the squared log of the partition sum.
@@ -210,9 +247,15 @@ def linear_cross_entropy(
     if not 0 <= label_smoothing < 1:
         raise ValueError(f"label_smoothing={label_smoothing}: must be at least 0 and less than 1")
     hidden, more = with_adapter(hidden, weight, adapter)
+    values, index = (None, None) if rows is None else (rows.values, rows.ids)
+    if rows is not None and (more is not None or rows.values.shape != (len(rows.ids), weight.shape[1])):
+        raise ValueError(
+            f"rows are {tuple(rows.ids.shape)} and {tuple(rows.values.shape)}: expected [n] and [n, {weight.shape[1]}], of a "
+            "weight without an adapter"
+        )
     return _LinearCrossEntropy.apply(
-        hidden, weight, more, bias, targets.contiguous(), None if weights is None else weights.contiguous(), scale, softcap,
-        label_smoothing, z_loss, chunk_size, count, gradient_type,
+        hidden, weight, more, bias, values, index, targets.contiguous(), None if weights is None else weights.contiguous(),
+        scale, softcap, label_smoothing, z_loss, chunk_size, count, gradient_type,
     )  # fmt: skip
 
 
@@ -259,6 +302,7 @@ def linear_cross_entropy_reference(
     *,
     bias: Tensor | None = None,
     adapter: Adapter | None = None,
+    rows: Rows | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
     label_smoothing: float = 0.0,
@@ -266,7 +310,7 @@ def linear_cross_entropy_reference(
     weights: Tensor | None = None,
 ) -> Tensor:
     """The definition, with all logits at once."""
-    x = torch.nn.functional.linear(hidden, weight, bias)
+    x = torch.nn.functional.linear(hidden, weight if rows is None else rows.within(weight), bias)
     if adapter is not None:
         down = torch.nn.functional.dropout(hidden, adapter.dropout) @ adapter.a.t()
         x = x + adapter.scale * down @ adapter.b.t()

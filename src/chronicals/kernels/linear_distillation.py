@@ -158,7 +158,7 @@ def _(
 def _outputs(
     hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, gradient_type: torch.dtype, wanted: list[bool]
 ) -> list[Tensor]:
-    total, *gradients = sum_and_gradients(hidden, weight, more, bias, gradient_type, wanted)
+    total, *gradients = sum_and_gradients(hidden, weight, more, bias, None, gradient_type, [*wanted, False])
     return [total.new_zeros(len(FOUND)), *gradients]
 
 

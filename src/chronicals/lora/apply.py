@@ -15,6 +15,7 @@ from chronicals.lora.embeddings import modules_to_save, remember_base_rows
 from chronicals.lora.layers import LoRALinear, adapters
 from chronicals.lora.model_methods import bind_methods
 from chronicals.lora.starting_values import Start, check_weights, start_from_weights
+from chronicals.lora.tokens import attach_tokens, plan_tokens
 from chronicals.models import beside_text, is_within
 from chronicals.quantization import Linear4bit
 
@@ -51,6 +52,7 @@ def apply_lora(model: Any, config: LoRAConfig, start: Mapping[str, Start] | None
     targets = targeted_paths(model, config.target_modules, layers=config.layers)
     whole = modules_to_save(model, config.modules_to_save)
     targets = [path for path in targets if path not in whole]
+    tokens = plan_tokens(model, config.trainable_token_indices, {*targets, *whole})
     _refuse_unused_patterns(config, targets)
     _warn_of_a_tied_head(model, targets)
     if config.takes_from_weights:
@@ -66,6 +68,7 @@ def apply_lora(model: Any, config: LoRAConfig, start: Mapping[str, Start] | None
         start_from_weights(model, config.init, start)
     for module in whole.values():
         module.requires_grad_(True)
+    attach_tokens(model, tokens)
     remember_base_rows(model)
     model.chronicals_lora = config
     bind_methods(model)

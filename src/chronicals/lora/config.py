@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -30,6 +30,8 @@ class LoRAConfig:
         use_dora: whether each row of the adapted weight has a trained length (Liu et al., 2024; ``magnitude.py``).
         init: where A and B start: ``default`` (A uniform, B zero), ``gaussian``, ``pissa``, ``pissa_niter_N`` or ``olora``;
             see ``starting_values``.
+        trainable_token_indices: ids of tokens whose rows of the embedding are trained, and of the head where that is one weight
+            with it; or lists of them by the names of embedding and head (``tokens.py``).
         modules_to_save: names of the embedding and the head, if they are to be trained whole and saved with the adapters.
     """
 
@@ -44,6 +46,7 @@ class LoRAConfig:
     use_dora: bool = False
     init: str = "default"
     modules_to_save: Collection[str] | None = None
+    trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1:

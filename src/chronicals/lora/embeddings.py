@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from chronicals.models import BASE_ROWS, ModelShape
+from chronicals.models import BASE_ROWS, ModelShape, embedding_table
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ def _rows_in_files(model: Any, base: str) -> int | None:
 
 def _is_resized(model: Any, base: str | None) -> bool:
     """Whether the embedding's rows differ from those in the base's files, or may differ because those are unknown."""
-    rows, there = model.get_input_embeddings().weight.shape[0], getattr(model, BASE_ROWS, None)
+    rows, there = embedding_table(model).shape[0], getattr(model, BASE_ROWS, None)
     if there is None and base is None:  # made in memory: no file has any of its weights
         return False
     if there is None and base is not None:
@@ -119,7 +119,7 @@ def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> We
     found: Weights = {}
     for path, layer in _layers(model).items():
         for name, own in layer.named_parameters(recurse=False):
-            for beneath in ("", ".base_layer"):
+            for beneath in ("", ".base_layer", ".token_adapter.base_layer"):
                 stored = tensors.pop(f"{prefix}{path}{beneath}.{name}", None)
                 if stored is not None and beneath and _is_of_another_model(stored, own):
                     raise ValueError(f"holds another weight for {path} than the model has: of another model?")
@@ -139,7 +139,7 @@ def _is_of_another_model(stored: Tensor, own: Tensor) -> bool:
 def rows_of(model: Any, stored: Weights) -> int:
     """The number of rows of the stored embedding; without one, of the model's."""
     known = [len(tensor) for tensor in stored.values()]
-    return known[0] if known else model.get_input_embeddings().weight.shape[0]
+    return known[0] if known else embedding_table(model).shape[0]
 
 
 @torch.no_grad()
@@ -147,7 +147,7 @@ def take_embeddings(model: Any, stored: Weights) -> None:
     """Copy stored weights into the model, after resizing its embedding and head to their rows."""
     if not stored:
         return
-    if (rows := rows_of(model, stored)) != model.get_input_embeddings().weight.shape[0]:
+    if (rows := rows_of(model, stored)) != embedding_table(model).shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
     layers = _layers(model)
     for (path, name), tensor in stored.items():

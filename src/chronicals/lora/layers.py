@@ -25,6 +25,7 @@ from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.magnitude import SHORTEST, adapted_norms, crossed, is_plain, squared_norms_of, unbiased
+from chronicals.lora.tokens import TrainedTokens
 
 
 class LoRALinear(nn.Module):
@@ -187,7 +188,8 @@ def adapters_are_fresh(model: nn.Module) -> bool:
 
 @contextmanager
 def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within: adapted layers compute what their base computes, as a reference policy does. No storage moves.
+    """Within: adapted layers, and tokens with trained rows, are what the base makes of them, as for a reference policy. No
+    storage moves.
 
     Layers that are recomputed in the backward pass must be so within, too.
 
@@ -196,7 +198,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """
     if whole := getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None):
         raise ValueError(f"without_adapters: {', '.join(whole)} is trained whole (modules_to_save); load the base beside it")
-    layers = [layer for _, layer in adapters(model) if layer.enabled]
+    found: list[Any] = [*(layer for _, layer in adapters(model)), *(m for m in model.modules() if isinstance(m, TrainedTokens))]
+    layers = [layer for layer in found if layer.enabled]
     for layer in layers:
         layer.enabled = False
     try:

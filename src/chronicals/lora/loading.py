@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from chronicals.lora.embeddings import Weights, modules_to_save, rows_of, stored
 from chronicals.lora.layers import LoRALinear, adapters
 from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE, stored_names
 from chronicals.lora.starting_values import Start
+from chronicals.lora.tokens import FILE_NAME, plan_tokens, trained_tokens
+from chronicals.models import embedding_table
 from chronicals.models.loading import DAMAGED
 
 NEEDED = ("r", "lora_alpha", "target_modules")
@@ -60,6 +62,10 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
         wide, narrow = linear_shape(layer) or (0, 0)
         narrow = rows_of(model, embeddings) if layer is model.get_output_embeddings() else narrow
         shapes[path] = _shapes(config.at(path), wide, narrow)
+    tokens = {path: layer.token_ids.tolist() for path, layer in trained_tokens(model)}
+    plan = _tokens(model, folder, config, {*shapes, *whole}, rows_of(model, embeddings), tokens if attached else None)
+    wide = embedding_table(model).shape[1]
+    rows = _taken(folder, tensors, {path: {FILE_NAME: torch.Size((len(ids), wide))} for path, ids in plan.items()}, last=False)
     stored = _taken(folder, tensors, shapes)
     stored |= {path: _since_start(folder, path, layer, stored[path]) for path, layer in attached.items()}
     take_embeddings(model, embeddings)
@@ -69,7 +75,22 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
         for path, layer in adapters(model):
             for name, tensor in stored[path].items():
                 getattr(layer, name.removesuffix(".weight")).copy_(tensor)
+        for path, tokens_layer in trained_tokens(model):
+            tokens_layer.values.copy_(rows[path][FILE_NAME])
     return model
+
+
+def _tokens(
+    model: Any, folder: Path, config: LoRAConfig, taken: Collection[str], rows: int, there: Mapping[str, list[int]] | None
+) -> Mapping[str, list[int]]:  # fmt: skip
+    """The trained tokens of the adapter, which must be those that are ``there`` if adapters are attached."""
+    if there is None:
+        return plan_tokens(model, config.trainable_token_indices, taken, rows)
+    asked = config.trainable_token_indices
+    lists = [list(ids) for ids in (asked.values() if isinstance(asked, Mapping) else [] if asked is None else [asked])]
+    if lists != list(there.values()) and (len(there) != 1 or any(ids != lists[0] for ids in (*lists, *there.values()))):
+        raise ValueError(f"{folder}: trainable_token_indices={asked}, the model's adapters have {dict(there) or None}")
+    return there
 
 
 def _shapes(config: LoRAConfig, wide: int, narrow: int) -> dict[str, torch.Size]:
@@ -161,6 +182,7 @@ def shape_of(described: Mapping[str, Any], target_modules: list[str] | str) -> L
         rank_pattern=described.get("rank_pattern") or {},
         alpha_pattern=described.get("alpha_pattern") or {},
         modules_to_save=described.get("modules_to_save") or None,
+        trainable_token_indices=described.get("trainable_token_indices") or None,
         use_dora=described.get("use_dora", False),
         init=start if isinstance(start := described.get("init_lora_weights"), str) and _is_from_weights(start) else "default",
     )
@@ -194,7 +216,7 @@ def _readable(folder: Path) -> Iterator[None]:
 def stored_rows(folder: Path) -> int | None:
     """Rows of the embedding that is stored with an adapter; None where there is none."""
     with _readable(folder), safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        names = [name for name in list(file.keys()) if ".lora_" not in name]
+        names = [name for name in list(file.keys()) if ".lora_" not in name and FILE_NAME not in name]
         return max((file.get_slice(name).get_shape()[0] for name in names), default=None)
 
 
@@ -204,16 +226,16 @@ def _embeddings(model: Any, folder: Path, tensors: dict[str, Tensor], fixed: boo
         found = stored_embeddings(model, tensors, PREFIX)
     except ValueError as error:
         raise ValueError(f"{folder}: {error}") from None
-    there, here = rows_of(model, found), model.get_input_embeddings().weight.shape[0]
+    there, here = rows_of(model, found), embedding_table(model).shape[0]
     if fixed and there != here:
         raise ValueError(f"{folder}: its embedding has {there} rows, the model's {here}: add the tokens that were added before")
     return found
 
 
 def _taken(
-    folder: Path, tensors: dict[str, Tensor], shapes: Mapping[str, Mapping[str, torch.Size]]
+    folder: Path, tensors: dict[str, Tensor], shapes: Mapping[str, Mapping[str, torch.Size]], last: bool = True
 ) -> dict[str, dict[str, Tensor]]:  # fmt: skip
-    """The tensors of each layer by name, all of ``shapes`` and no others."""
+    """The tensors of each layer by name, all of ``shapes`` and, where these are the ``last``, no others."""
     found: dict[str, dict[str, Tensor]] = {path: {} for path in shapes}
     for path, expected in shapes.items():
         for name, shape in expected.items():
@@ -222,7 +244,7 @@ def _taken(
                 own = name.removesuffix(".weight")
                 raise ValueError(f"{folder}: {path}.{own} is missing or not {tuple(shape)}: of another model?")
             found[path][name] = stored
-    if tensors:
+    if tensors and last:
         raise ValueError(f"{folder}: holds {len(tensors)} tensors that fit nothing, the first is {next(iter(tensors))}")
     return found
 
@@ -233,7 +255,6 @@ def _refuse_what_is_not_known(folder: Path, described: dict[str, Any]) -> None:
     for field in (
         "layer_replication",
         "target_parameters",
-        "trainable_token_indices",
         "alora_invocation_tokens",
         "use_qalora",
         "use_bdlora",

@@ -10,6 +10,7 @@ from torch import nn
 
 from chronicals.lora.layers import LoRALinear, adapters
 from chronicals.lora.magnitude import is_plain
+from chronicals.lora.tokens import merge_tokens
 from chronicals.quantization import Linear4bit
 
 
@@ -17,7 +18,8 @@ from chronicals.quantization import Linear4bit
 def merge_adapters(model: Any) -> None:
     """Replace every adapted layer by its base layer with the merged weight, summed in fp32 and rounded once to its dtype.
 
-    Layers in 4 bits become plain ones of what they are dequantised to, those without an adapter too. A head that was tied
+    Layers in 4 bits become plain ones of what they are dequantised to, those without an adapter too; rows of trained tokens
+    go into the embedding. A head that was tied
     to the embedding gets a weight of its own. All weights stay frozen, as with PEFT.
 
     Raises:
@@ -40,6 +42,7 @@ def merge_adapters(model: Any) -> None:
         base.weight.copy_(layer.with_adapter(base.weight, layer.lora_A, layer.lora_B))
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, base)
+    merge_tokens(model)
     for path, module in list(model.named_modules()):
         if isinstance(module, Linear4bit):
             model.set_submodule(path, module.plain())

@@ -17,6 +17,7 @@ from chronicals.config.paths import lasting
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import embeddings_to_store, modules_to_save
 from chronicals.lora.layers import adapters
+from chronicals.lora.tokens import FILE_NAME, TrainedTokens, tokens_for_file, trained_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +54,9 @@ def save_adapter(
     if base is None:
         logger.warning("%s: no folder or hub name is known to hold the model's weights, so the adapter names no base", folder)
     config: LoRAConfig = over_original_weights(model.chronicals_lora)
+    trained = dict(trained_tokens(model))
+    if bool(trained) != (config.trainable_token_indices is not None):
+        raise ValueError("trainable_token_indices: the embedding was replaced since; resize it before adapters are attached")
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -63,6 +67,7 @@ def save_adapter(
         "lora_dropout": config.dropout,
         "use_rslora": config.use_rslora,
         "modules_to_save": list(config.modules_to_save) if config.modules_to_save else None,
+        "trainable_token_indices": tokens_for_file(model) if trained else None,
         "rank_pattern": dict(config.rank_pattern),
         "alpha_pattern": dict(config.alpha_pattern),
         "use_dora": config.use_dora,
@@ -73,15 +78,23 @@ def save_adapter(
     }
     values = model.state_dict() if state_dict is None else state_dict
     tensors = {f"{PREFIX}{path}.{name}": t for path in paths for name, t in _stored(path, config, values).items()}
+    tensors |= {f"{PREFIX}{path}.{FILE_NAME}": values[f"{path}.lora_tokens"].detach().contiguous() for path in trained}
     whole = modules_to_save(model, config.modules_to_save)
-    trained = [f"{path}.{name}" for path, module in whole.items() for name, _ in module.named_parameters()]
-    if embeddings := sorted({*trained, *embeddings_to_store(model, base)}):
-        tensors |= {PREFIX + name: values[name].contiguous() for name in embeddings}
+    learned = [f"{path}.{name}" for path, module in whole.items() for name, _ in module.named_parameters()]
+    if embeddings := sorted({*learned, *embeddings_to_store(model, base)}):
+        tensors |= {_in_file(name, model): values[name].contiguous() for name in embeddings}
         message = "%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what merge_and_unload() gives"
         logger.warning(message, folder)
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / CONFIG_FILE).write_text(json.dumps(described, indent=2))
     save_file(tensors, Path(folder) / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def _in_file(name: str, model: Any) -> str:
+    """What a file calls a weight of the embedding or the head, which PEFT keeps beneath the rows of trained tokens."""
+    path, beneath, last = name.partition(".base_layer.")
+    tokens = beneath and isinstance(model.get_submodule(path), TrainedTokens)
+    return f"{PREFIX}{path}.token_adapter{beneath}{last}" if tokens else PREFIX + name
 
 
 def over_original_weights(config: LoRAConfig) -> LoRAConfig:

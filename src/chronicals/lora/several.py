@@ -167,12 +167,16 @@ def _keep_values(model: Any) -> None:
     if name is None:
         return
     config: LoRAConfig = model.chronicals_lora
-    if config.use_dora or config.takes_from_weights or config.modules_to_save:
-        kind = "use_dora=True" if config.use_dora else f"init={config.init!r}, modules_to_save={config.modules_to_save}"
+    if config.use_dora or config.takes_from_weights or config.modules_to_save or config.trainable_token_indices is not None:
+        kind = "use_dora=True" if config.use_dora else f"init={config.init!r}, {_beside(config)}"
         raise ValueError(f"{name!r}: an adapter with {kind} cannot be switched; save it, and add_adapter what loads as LoRA")
     held = {path: (layer.lora_A, layer.lora_B) for path, layer in adapters(model)}
     matrices = {path: (a.detach().to("cpu", copy=True), b.detach().to("cpu", copy=True)) for path, (a, b) in held.items()}
     getattr(model, NAMED)[name] = NamedAdapter(config, matrices)
+
+
+def _beside(config: LoRAConfig) -> str:
+    return f"modules_to_save={config.modules_to_save}, trainable_token_indices={config.trainable_token_indices}"
 
 
 def _find(model: Any, name: str) -> NamedAdapter:

@@ -89,7 +89,7 @@ def estimate(
     """
     parameters = list(model.parameters())
     device = parameters[0].device
-    tables = {id(model.get_input_embeddings().weight), id(_head_of(model))}
+    tables = {id(_stored(model.get_input_embeddings())), id(_head_of(model))}
     floats = [p for p in parameters if p.is_floating_point()]
     fixed = int(sum(p.numel() * (trained if p.requires_grad else size if id(p) in tables else frozen) for p in floats))
     shape = ModelShape.of(model.config)
@@ -123,7 +123,12 @@ def _quantised(model: Any, layers: int, size: int) -> int:
 
 
 def _head_of(model: Any) -> torch.Tensor:
-    return getattr(model.get_output_embeddings(), "base_layer", model.get_output_embeddings()).weight
+    return _stored(model.get_output_embeddings())
+
+
+def _stored(layer: Any) -> torch.Tensor:
+    """The weight of a layer beneath its adapter."""
+    return getattr(layer, "base_layer", layer).weight
 
 
 def enable_gradient_checkpointing(model: Any, whole_layers: bool = False, first: int | None = None) -> None:

@@ -4,7 +4,15 @@ from chronicals import deferred_imports  # noqa: F401  transformers, without wha
 from chronicals.model_shape import ModelShape
 from chronicals.models.four_bits import has_4bit_layers, quantise_layers
 from chronicals.models.head import Head, UnknownHead, read_head
-from chronicals.models.loading import BASE_ROWS, input_device, load_config, load_model, load_tokenizer, load_whole
+from chronicals.models.loading import (
+    BASE_ROWS,
+    embedding_table,
+    input_device,
+    load_config,
+    load_model,
+    load_tokenizer,
+    load_whole,
+)
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
 from chronicals.models.packed_config import describe_packed
 from chronicals.models.positions import check_positions, last_position
@@ -27,6 +35,7 @@ __all__ = [
     "beside_text",
     "check_positions",
     "describe_packed",
+    "embedding_table",
     "has_4bit_layers",
     "in_evaluation",
     "in_trained_documents",

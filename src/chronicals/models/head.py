@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from chronicals.kernels.adapter import Adapter
+from chronicals.kernels.adapter import Adapter, Rows
 from chronicals.models.linear import UnknownLinear, read_linear
 from chronicals.quantization import Linear4bit
 
@@ -28,18 +28,25 @@ class Head:
     """``softcap · tanh(scale · (h Wᵀ + b + α (dropout(h) Aᵀ) Bᵀ) / softcap)``.
 
     Attributes:
-        weight: ``[V, D]``.
+        table: ``[V, D]``, as it is stored.
         bias: ``[V]`` or None.
         scale: factor on the logits.
         softcap: bound of the logits, or None.
         adapter: A, B and α of LoRA on the head, or None; without dropout where the layer is not being trained.
+        rows: of the table that trained ones stand for, or None.
     """
 
-    weight: Tensor
+    table: Tensor
     bias: Tensor | None
     scale: float
     softcap: float | None
     adapter: Adapter | None = None
+    rows: Rows | None = None
+
+    @property
+    def weight(self) -> Tensor:
+        """W: the table, or a copy of it with the trained rows; who takes table and rows apart makes none."""
+        return self.table if self.rows is None else self.rows.within(self.table)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[..., V]`` of ``hidden`` ``[..., D]``: products in the dtype of ``hidden``, the rest in at least fp32."""
@@ -67,7 +74,8 @@ def read_head(model: Any) -> Head:
         UnknownHead: there is no output embedding, or it is neither a plain linear layer nor one with plain LoRA.
     """
     try:
-        layer, adapter, _ = read_linear(model.get_output_embeddings())
+        output, rows = _with_trained_rows(model.get_output_embeddings())
+        layer, adapter, _ = read_linear(output)
     except UnknownLinear as error:
         raise UnknownHead(f"the output layer of {type(model).__name__} {error}") from None
     if isinstance(layer, Linear4bit):
@@ -81,4 +89,11 @@ def read_head(model: Any) -> Head:
         if value is not None:
             scale *= factor(value)
     softcap = getattr(config, "final_logit_softcapping", None)
-    return Head(layer.weight, layer.bias, scale, softcap, adapter)
+    return Head(layer.weight, layer.bias, scale, softcap, adapter, rows)
+
+
+def _with_trained_rows(layer: Any) -> tuple[Any, Rows | None]:
+    """A head without the rows that are trained by themselves, and these."""
+    if f"{type(layer).__module__}.{type(layer).__qualname__}" != "chronicals.lora.tokens.TrainedTokens":
+        return layer, None
+    return layer.base_layer, layer.rows

@@ -184,6 +184,12 @@ def _auto_class(config: Any) -> Any:
     return transformers.AutoModelForCausalLM
 
 
+def embedding_table(model: Any) -> torch.Tensor:
+    """The weight of the input embedding as it is stored, ``[V, D]``, without rows that are trained by themselves."""
+    layer = model.get_input_embeddings()
+    return getattr(layer, "base_layer", layer).weight
+
+
 def input_device(model: Any) -> torch.device:
     """The device that token ids must be on."""
-    return model.get_input_embeddings().weight.device
+    return embedding_table(model).device

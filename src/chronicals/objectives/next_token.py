@@ -37,7 +37,7 @@ class NextToken(Objective):
             total = _weighted(_wide(states), batch.targets, batch.weights)
         else:
             total = linear_cross_entropy(
-                states, head.weight, batch.targets, bias=head.bias, adapter=head.adapter, scale=head.scale,
+                states, head.table, batch.targets, bias=head.bias, adapter=head.adapter, rows=head.rows, scale=head.scale,
                 softcap=head.softcap, weights=batch.weights, count=batch.trained, chunk_size=self.chunk_size,
             )  # fmt: skip
         return {"cross_entropy": Term(total, per="weight"), **auxiliary}

@@ -50,9 +50,9 @@ def _is_large(parameter: Tensor) -> bool:
 
 
 def _embeddings(model: nn.Module) -> set[int]:
-    """Of the weights whose rows are looked up: a tied head is one, so are PEFT's adapters of an embedding."""
+    """Of the weights whose rows are looked up: a tied head is one, so are adapters of an embedding and trained tokens."""
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters(recurse=False)}
-    return tables | {id(p) for name, p in model.named_parameters() if "lora_embedding" in name}
+    return tables | {id(p) for name, p in model.named_parameters() if "lora_embedding" in name or "lora_tokens" in name}
 
 
 def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

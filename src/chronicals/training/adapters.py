@@ -12,6 +12,7 @@ from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora, report_fro
 from chronicals.lora.embeddings import modules_to_save
 from chronicals.lora.loading import stored_start
 from chronicals.lora.peft_format import CHANGED, WEIGHTS_FILE
+from chronicals.lora.tokens import trained_tokens
 from chronicals.models import beside_text, has_4bit_layers, is_within, quantise_layers, read_processors, within_lora
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ ADAPTERS = {
     "use_dora": "use_dora",
     "lora_init": "init",
     "lora_modules_to_save": "modules_to_save",
+    "lora_trainable_tokens": "trainable_token_indices",
 }
 """Fields about adapters, and what each is called in a LoRAConfig."""
 
@@ -77,6 +79,33 @@ def _quantise(model: Any) -> None:
             raise ConfigurationError(str(error)) from error
 
 
+def with_token_ids(config: ChronicalsConfig, tokenizer: Any) -> ChronicalsConfig:
+    """The configuration with the ids of the tokens that ``lora_trainable_tokens`` names by their text.
+
+    Raises:
+        ConfigurationError: a text is no token.
+    """
+    asked = config.lora_trainable_tokens
+    if asked is None:
+        return config
+    known = tokenizer.get_vocab()
+
+    def of(token: int | str) -> int:
+        if isinstance(token, int):
+            return token
+        ids = [known[token]] if token in known else tokenizer.encode(token, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigurationError(
+                f"lora_trainable_tokens={token!r}: is {len(ids)} tokens; add it (tokenizer.add_tokens([{token!r}])), and call "
+                "model.resize_token_embeddings(len(tokenizer))"
+            )
+        return int(ids[0])
+
+    if isinstance(asked, dict):
+        return config.fitted(lora_trainable_tokens={name: [of(token) for token in tokens] for name, tokens in asked.items()})
+    return config.fitted(lora_trainable_tokens=[of(token) for token in asked])
+
+
 def _check_that_pefts_learn(model: Any) -> None:
     """Raises ConfigurationError where PEFT's adapters are frozen, merged, or could not be saved."""
     theirs = [module for module in model.modules() if type(module).__module__.startswith("peft.tuners.")]
@@ -119,7 +148,8 @@ def _check_what_is_trained(model: Any) -> None:
         ConfigurationError: something is trained beside adapters, which alone are saved, or PEFT's are prompts.
     """
     if hasattr(model, "chronicals_lora"):
-        saved = [tensor for _, layer in adapters(model) for tensor in layer.parameters(recurse=False)]
+        layers = (layer for found in (adapters(model), trained_tokens(model)) for _, layer in found)
+        saved = [tensor for layer in layers for tensor in layer.parameters(recurse=False)]
         for module in modules_to_save(model, model.chronicals_lora.modules_to_save).values():
             saved += module.parameters()
     elif theirs := getattr(model, "peft_config", None):

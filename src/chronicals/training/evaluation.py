@@ -15,7 +15,7 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Source, filler_token, open_store
 from chronicals.data.steps import Steps
 from chronicals.distributed import Mesh
-from chronicals.models import PresentedModel, check_positions, in_evaluation, input_device, present
+from chronicals.models import PresentedModel, check_positions, embedding_table, in_evaluation, input_device, present
 from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
 from chronicals.training.precision import Precision
@@ -95,7 +95,7 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
         ValueError: the model has no positions for it, sees the tokens that it is to predict, or gives no finite loss.
     """
     objective = build_objective(config)
-    embedding_rows = model.get_input_embeddings().weight.shape[0]
+    embedding_rows = embedding_table(model).shape[0]
     store = open_store(data, tokenizer, config, embedding_rows=embedding_rows, kinds=objective.row_kinds)
     check_positions(model, store.longest)
     stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)

@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Mesh
-from chronicals.models import input_device
+from chronicals.models import embedding_table, input_device
 from chronicals.objectives import OBJECTIVES
 
 logger = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def teach_generation_to_stop(model: Any, tokenizer: Any, chats: bool) -> None:
     known = [] if known is None else [known] if isinstance(known, int) else list(known)
     stops = known + [stop for stop in stop_token_ids(tokenizer, chats) if stop not in known]
     generation.eos_token_id = stops or None
-    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < model.get_input_embeddings().weight.shape[0]:
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id < embedding_table(model).shape[0]:
         generation.pad_token_id = tokenizer.pad_token_id
 
 

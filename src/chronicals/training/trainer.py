@@ -15,8 +15,9 @@ from chronicals.data.loader import plan_of
 from chronicals.data.packing import PackPlan
 from chronicals.distributed import Mesh
 from chronicals.kernels.compilation import identify_compiler
-from chronicals.models import check_positions
+from chronicals.models import check_positions, embedding_table
 from chronicals.objectives import build_objective
+from chronicals.training.adapters import with_token_ids
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile, ProgressBar
 from chronicals.training.finish import about_data, finish
@@ -119,7 +120,7 @@ class ChronicalsTrainer:
         if self.device.type == "cuda":
             identify_compiler()
         train_store, eval_store = open_stores(
-            train_dataset, eval_dataset, model.get_input_embeddings().weight.shape[0], self.tokenizer, self.config, self.ranks,
+            train_dataset, eval_dataset, embedding_table(model).shape[0], self.tokenizer, self.config, self.ranks,
             reports=self.output_dir,
         )  # fmt: skip
         if eval_store is None and self.config.eval_steps is not None:
@@ -147,7 +148,8 @@ class ChronicalsTrainer:
     def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
         """Within: the batch of the configuration is fitted to the data."""
         asked = self.config
-        self.config = fit_batch(fit_learning_rate(asked, self.ranks, self.model), plan, self.ranks, resumed)
+        fitted = fit_batch(fit_learning_rate(asked, self.ranks, self.model), plan, self.ranks, resumed)
+        self.config = with_token_ids(fitted, self.tokenizer)
         try:
             yield self.config
         finally:
@@ -188,7 +190,7 @@ class ChronicalsTrainer:
 
     def _stream(self, store: TokenStore, epochs: int | None, shuffle: bool, plan: PackPlan | None = None) -> BatchStream:
         return BatchStream(
-            store, self.config, filler_token(self.tokenizer, self.model.get_input_embeddings().weight.shape[0]), epochs=epochs,
+            store, self.config, filler_token(self.tokenizer, embedding_table(self.model).shape[0]), epochs=epochs,
             rank=self.ranks.rank, ranks=self.ranks.count, shuffle=shuffle, pin=self.device.type == "cuda", plan=plan,
         )  # fmt: skip
 

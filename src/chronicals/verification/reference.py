@@ -223,6 +223,7 @@ class PlainArm:
             if any(f".{name}".endswith(f".{whole}.weight") for whole in fields["modules_to_save"] or ()):
                 self.trained[name] = parameter.requires_grad_(True)
         paths = [path for path in paths if f"{path}.weight" not in self.trained]
+        self._train_rows(fields["trainable_token_indices"])
         read = _read(self.model, paths)
         for path in paths:
             rank, scale = _rank_and_scale(fields, path)
@@ -242,6 +243,25 @@ class PlainArm:
                 layer.register_forward_hook(_adapter(a, b, scale, lengths))
 
 
+    def _train_rows(self, asked: Any) -> None:
+        """Tokens whose rows of the embedding are trained, and of the head where that is the same weight; or by their names."""
+        ends = {
+            path: layer
+            for path, layer in self.model.named_modules()
+            if layer is self.model.get_input_embeddings() or layer is self.model.get_output_embeddings()
+        }
+        known: dict[int, nn.Parameter] = {}
+        named = asked if isinstance(asked, Mapping) else {} if asked is None else {next(iter(ends)): asked}
+        for name, tokens in named.items():
+            weight = next(layer for path, layer in ends.items() if f".{path}".endswith(f".{name}")).get_parameter("weight")
+            ids = torch.tensor(list(tokens), device=self.device)
+            for path, layer in ends.items():
+                if layer._parameters.get("weight") is weight:
+                    if id(weight) not in known:
+                        known[id(weight)] = self.trained[f"{path}.lora_tokens"] = nn.Parameter(weight.detach()[ids].float())
+                    parametrize.register_parametrization(layer, "weight", _RowsInWeight(ids, known[id(weight)]))
+
+
 @torch.no_grad()
 def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
     """Those of the layers that a class does not call where it is called itself: it reads their weights, as Mamba does."""
@@ -256,6 +276,18 @@ def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
     for hook in hooks:
         hook.remove()
     return {path for path in paths if path not in called and path.rpartition(".")[0] in called}
+
+
+class _RowsInWeight(nn.Module):
+    """``W ↦ W`` with other rows for some tokens."""
+
+    def __init__(self, ids: Tensor, rows: nn.Parameter):
+        super().__init__()
+        self.replaced = ids, rows  # in a tuple, so that they are no parameters of the model
+
+    def forward(self, weight: Tensor) -> Tensor:
+        ids, rows = self.replaced
+        return weight.index_copy(0, ids, rows.to(weight.dtype))
 
 
 class _AdaptedWeight(nn.Module):
@@ -298,7 +330,7 @@ def _adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
         return vars(model.chronicals_lora)
     named = ("target_modules", "layers", "rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save")
     return {name: getattr(config, f"lora_{name}") for name in named} | {
-        "use_rslora": config.use_rslora, "use_dora": config.use_dora,
+        "use_rslora": config.use_rslora, "use_dora": config.use_dora, "trainable_token_indices": config.lora_trainable_tokens,
     }  # fmt: skip
 
 

@@ -29,10 +29,11 @@ from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import plan_of
 from chronicals.data.steps import Step
 from chronicals.distributed import Mesh, require_one_process
-from chronicals.models import ModelShape, check_positions
+from chronicals.models import ModelShape, check_positions, embedding_table
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import Objective, build_objective
 from chronicals.patching import layers_in_fp8
+from chronicals.training.adapters import with_token_ids
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
 from chronicals.verification import comparison
@@ -141,11 +142,11 @@ def verify(
         notes.append("use_8bit_optimizer=True is False here: the plain arms keep states in fp32")
     exactly = {"master_weights": True, "optimizer_state_dtype": "fp32", "use_8bit_optimizer": False}
     config = config.replace(lora_dropout=0.0, **exactly)
-    embedding_rows = model.get_input_embeddings().weight.shape[0]
+    embedding_rows = embedding_table(model).shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
     check_positions(model, store.longest)
     plan = plan_of(store, config)
-    config = fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh())
+    config = with_token_ids(fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh()), tokenizer)
     filler = filler_token(tokenizer, embedding_rows)
     stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     total = Length.of(config, plan).steps
