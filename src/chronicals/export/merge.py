@@ -191,14 +191,18 @@ class _Adapter:
     def _place_tokens(self) -> None:
         """Find the weights with rows of trained tokens."""
         asked = self.shape.trainable_token_indices
+        absent = []
         for own in [own for own in self.names if own.endswith(FILE_NAME)]:
             path = own.removesuffix(f".{FILE_NAME}")
             named = asked if isinstance(asked, Mapping) else {path: asked or ()}
             ids = next((list(ids) for name, ids in named.items() if f".{path}".endswith(f".{name}")), None)
             found = next((n for n in (f"{path}.weight", f"{path.partition('.')[2]}.weight") if n in self.there), None)
             if ids is None or found is None:
-                raise MergeError(f"{self.folder}: {own} fits no trainable_token_indices, or no weight of the base")
-            self.tokens[found] = ids, self.names[own]
+                absent.append(own)
+            else:
+                self.tokens[found] = ids, self.names[own]
+        if absent and (isinstance(asked, Mapping) or not self.tokens):  # PEFT may store a list's again for a tied head
+            raise MergeError(f"{self.folder}: {absent[0]} fits no trainable_token_indices, or no weight of the base")
 
     def _with_tokens(self, stored: StoredTensor, whole: Tensor, changes: dict[str, Change]) -> Tensor:
         """An embedding, fp32, with the rows of the trained tokens."""

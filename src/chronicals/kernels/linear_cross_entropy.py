@@ -65,8 +65,8 @@ def _forward(
 ) -> list[Tensor]:  # fmt: skip
     """The sum, and the gradients of hidden, weight, more_weight, bias and values that are ``wanted``, else nothing there.
 
-    ``more_weight`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``. Without it ``values``
-    ``[n, D]`` may stand for the rows of ``weight`` at ``index``.
+    ``more_weight`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``. Without it,
+    ``values`` ``[n, D]`` may stand for the rows of ``weight`` at ``index``.
     """
     options = LossOptions(scale, softcap, label_smoothing, z_loss)
     total, d_hidden, *of_head = sum_and_gradients(hidden, weight, more_weight, bias, values, gradient_type, wanted)

@@ -66,6 +66,10 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     plan = _tokens(model, folder, config, {*shapes, *whole}, rows_of(model, embeddings), tokens if attached else None)
     wide = embedding_table(model).shape[1]
     rows = _taken(folder, tensors, {path: {FILE_NAME: torch.Size((len(ids), wide))} for path, ids in plan.items()}, last=False)
+    for path in plan:  # of a head that is the embedding PEFT may store the same rows again
+        same = [name for name in tensors if name.endswith(FILE_NAME) and torch.equal(tensors[name], rows[path][FILE_NAME])]
+        for name in same if len(plan) == 1 else ():
+            del tensors[name]
     stored = _taken(folder, tensors, shapes)
     stored |= {path: _since_start(folder, path, layer, stored[path]) for path, layer in attached.items()}
     take_embeddings(model, embeddings)

@@ -145,7 +145,7 @@ def plan_tokens(
             raise ValueError(f"{FIELD}: {' and '.join(ends)} are one weight here; give one list of tokens for both")
         found = {embedding: found[embedding]}
     for path in ends if _is_tied(ends) else found:
-        _check_layer(ends[path], path, path in taken, found.get(path, []))
+        _check_layer(ends[path], path, path in taken)
     return found
 
 
@@ -217,7 +217,7 @@ def _checked(tokens: list[Any], rows: int, path: str) -> list[int]:
 
 
 @torch.no_grad()
-def _check_layer(layer: Any, path: str, taken: bool, tokens: list[int]) -> None:
+def _check_layer(layer: Any, path: str, taken: bool) -> None:
     """Raises ValueError where rows of the layer cannot be trained by themselves."""
     if taken:
         raise ValueError(
@@ -228,7 +228,7 @@ def _check_layer(layer: Any, path: str, taken: bool, tokens: list[int]) -> None:
         return
     plain = isinstance(layer, nn.Embedding) and layer.max_norm is None and not layer.scale_grad_by_freq and not layer.sparse
     if plain:
-        ids = torch.tensor(tokens[:1], device=layer.weight.device)
+        ids = torch.tensor([0, len(layer.weight) - 1], device=layer.weight.device)
         scale = torch.as_tensor(getattr(layer, "embed_scale", 1.0)).to(layer.weight)
         if torch.allclose(layer(ids).float(), (layer.weight[ids] * scale).float(), rtol=1e-2, atol=1e-6):
             return
