@@ -55,6 +55,7 @@ def train(
     from chronicals.objectives import build_objective
     from chronicals.saving import SavedModel
     from chronicals.training import ChronicalsTrainer
+    from chronicals.training.adapters import watcher
     from chronicals.training.errors import CheckpointError
     from chronicals.training.length import fit_batch, fit_learning_rate
     from chronicals.training.preparation import open_stores
@@ -76,7 +77,7 @@ def train(
         where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
         console.print(escape(f"the data can be trained on; {where}"))
         return
-    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization)
+    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config))
 
     def keep_recipe() -> None:
         if not holds_run:

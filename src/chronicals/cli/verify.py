@@ -46,6 +46,7 @@ def verify(
     from chronicals.models.loading import DTYPES
     from chronicals.objectives import build_objective
     from chronicals.saving import SavedModel
+    from chronicals.training.adapters import watcher
     from chronicals.verification import verify as compare
 
     plan = Recipe.given(preset, recipe, **flags)
@@ -54,7 +55,7 @@ def verify(
     make_room_for(output)
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
-    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization)
+    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config))
     with Progress(console=console, transient=True) as bar:
         task = bar.add_task("steps in three arms", total=steps)
         found = compare(

@@ -275,7 +275,8 @@ class ChronicalsConfig:
         default=None, description="Tokens, by id or text, whose rows of the embedding are trained beside the adapters"
     )
     lora_init: Annotated[str, AfterValidator(_init)] = Field(
-        default="default", description="Where adapters start: default, gaussian, pissa, pissa_niter_N or olora"
+        default="default",
+        description="Where adapters start: default, gaussian, pissa, pissa_niter_N, olora, or loftq with quantization",
     )
     use_rslora: bool = Field(default=False, description="Scale adapters by alpha / sqrt(rank)")
     use_dora: bool = Field(default=False, description="Train the length of each row of an adapted weight, too (DoRA)")
@@ -393,11 +394,16 @@ class ChronicalsConfig:
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps} exceeds max_steps={self.max_steps}: the peak would never be reached"
             )
-        if self.use_dora and self.lora_init not in ("default", "gaussian"):
+        if self.use_dora and self.lora_init not in ("default", "gaussian", "loftq"):
             raise ConfigurationError(
                 f"lora_init={self.lora_init!r}: with use_dora=True lengths are those of whole weights; leave one of them out"
             )
         self._check_quantization()
+        if self.lora_init == "loftq" and self.quantization is None:
+            raise ConfigurationError(
+                "lora_init='loftq': makes up for what quantising takes from the weights, and quantization is not set; set "
+                "quantization='nf4', or take lora_init='pissa' over 16 bits"
+            )
         self._check_memory()
         if self.use_8bit_optimizer and self.optimizer_state_dtype == "bf16":
             raise ConfigurationError(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import modules_to_save, remember_base_rows
 from chronicals.lora.layers import LoRALinear, adapters
+from chronicals.lora.loftq import check_quantised, start_from_quantisation
 from chronicals.lora.model_methods import bind_methods
 from chronicals.lora.starting_values import Start, check_weights, start_from_weights
 from chronicals.lora.tokens import attach_tokens, plan_tokens
@@ -31,7 +32,8 @@ def apply_lora(model: Any, config: LoRAConfig, start: Mapping[str, Start] | None
     Args:
         model: a Hugging Face model.
         config: shape and targets; see ``LoRAConfig``.
-        start: starting values by path, for an ``init`` that takes them from the weights; they are taken instead.
+        start: starting values by path, for an ``init`` that takes them from the weights; they are taken instead. For ``loftq``
+            none are taken then: the caller fills the adapters.
 
     Returns:
         ``model``, with ``model.chronicals_lora`` set to ``config`` and methods of its own: ``save_pretrained`` (and so
@@ -57,6 +59,8 @@ def apply_lora(model: Any, config: LoRAConfig, start: Mapping[str, Start] | None
     _warn_of_a_tied_head(model, targets)
     if config.takes_from_weights:
         check_weights(model, targets, config)
+    if config.init == "loftq" and start is None:
+        check_quantised(model, targets, config)
     model.requires_grad_(False)
     for path in targets:
         layer = model.get_submodule(path)
@@ -66,6 +70,8 @@ def apply_lora(model: Any, config: LoRAConfig, start: Mapping[str, Start] | None
         setattr(model.get_submodule(parent), name, LoRALinear(layer, config.at(path), *shape).train(layer.training))
     if config.takes_from_weights:
         start_from_weights(model, config.init, start)
+    if config.init == "loftq" and start is None:
+        start_from_quantisation(model)
     for module in whole.values():
         module.requires_grad_(True)
     attach_tokens(model, tokens)

@@ -28,8 +28,8 @@ class LoRAConfig:
             as PEFT reads them; the first that matches counts.
         layers: numbers of the decoder layers whose targets are adapted; None for all.
         use_dora: whether each row of the adapted weight has a trained length (Liu et al., 2024; ``magnitude.py``).
-        init: where A and B start: ``default`` (A uniform, B zero), ``gaussian``, ``pissa``, ``pissa_niter_N`` or ``olora``;
-            see ``starting_values``.
+        init: where A and B start: ``default`` (A uniform, B zero), ``gaussian``, ``pissa``, ``pissa_niter_N`` or ``olora``,
+            see ``starting_values``; or ``loftq``, see ``loftq.py``.
         trainable_token_indices: ids of tokens whose rows of the embedding are trained, and of the head where that is one weight
             with it; or lists of them by the names of embedding and head (``tokens.py``).
         modules_to_save: names of the embedding and the head, if they are to be trained whole and saved with the adapters.
@@ -75,7 +75,7 @@ class LoRAConfig:
     @property
     def takes_from_weights(self) -> bool:
         """Whether adapters begin with a part of the base's weights."""
-        return self.init not in ("default", "gaussian")
+        return self.init not in ("default", "gaussian", "loftq")
 
     def at(self, path: str) -> LoRAConfig:
         """What it says of the layer at ``path`` alone: rank and alpha without patterns."""

@@ -72,7 +72,7 @@ def set_adapter(model: Any, name: str) -> Any:
     asked = {path: (a.shape, wanted.config.at(path).scale) for path, (a, _) in wanted.matrices.items()}
     if there != asked or model.chronicals_lora.use_dora:
         _detach(model)
-        apply_lora(model, wanted.config)
+        apply_lora(model, wanted.config, {})
     model.chronicals_lora = wanted.config
     with torch.no_grad():
         for path, layer in adapters(model):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,12 @@ logger = logging.getLogger(__name__)
 METHOD = "chronicals_nf4"
 """By which transformers finds what quantises while it reads."""
 
+WATCHED = "_chronicals_watched_quantising"
+"""Attribute of a model: what saw its weights while they were quantised."""
+
+Watch = Callable[[str, Tensor, Packed], None]
+"""Called for every layer that is quantised: its path, its weight, and what that becomes."""
+
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of small linear layers that choose experts, where a rounding would choose others."""
 
@@ -29,8 +36,11 @@ def has_4bit_layers(model: nn.Module) -> bool:
     return any(isinstance(module, Linear4bit) for module in model.modules())
 
 
-def quantise_layers(model: Any) -> int:
+def quantise_layers(model: Any, watch: Watch | None = None) -> int:
     """Quantise the linear layers of the decoder layers to NF4, in place, one after the other; how many there were.
+
+    Args:
+        watch: sees each weight; the model knows it afterwards.
 
     Raises:
         ValueError: there is none, nor one in 4 bits already.
@@ -39,15 +49,22 @@ def quantise_layers(model: Any) -> int:
     if not layers and not has_4bit_layers(model):
         raise _no_layers(model)
     for path, layer in layers.items():
-        model.set_submodule(path, Linear4bit.of(layer))
+        quantised = Linear4bit.of(layer)
+        if watch is not None:
+            watch(path, layer.weight.detach(), quantised.packed)
+        model.set_submodule(path, quantised)
+    if layers and watch is not None:
+        setattr(model, WATCHED, watch)
     _report(model)
     return len(layers)
 
 
-def quantising_while_reading() -> Any:
+def quantising_while_reading(watch: Watch | None = None) -> Any:
     """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers of the decoder layers to NF4;
     nothing of it stays in the model's configuration."""
-    return _classes()()
+    configuration = _classes()()
+    configuration.watch = watch
+    return configuration
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
@@ -91,13 +108,14 @@ def _classes() -> Any:
             self.quant_method = METHOD  # type: ignore[assignment]
 
     class Quantise(ConversionOps):
-        def __init__(self, left: set[str]):
-            self.left = left
+        def __init__(self, left: set[str], watch: Watch | None):
+            self.left, self.watch = left, watch
 
         def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Tensor]:
             ((name, value),) = input_dict.items()
             self.left.discard(name)
-            return {name: _take(model, name.removesuffix(".weight"), value[0] if isinstance(value, list) else value)}
+            weight = value[0] if isinstance(value, list) else value
+            return {name: _take(model, name.removesuffix(".weight"), weight, self.watch)}
 
     @register_quantizer(METHOD)
     class Quantiser(HfQuantizer):
@@ -113,9 +131,11 @@ def _classes() -> Any:
             return param_name in self.left
 
         def get_quantize_ops(self) -> Any:
-            return Quantise(self.left)
+            return Quantise(self.left, self.quantization_config.watch)
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
+            if self.quantization_config.watch is not None:
+                setattr(model, WATCHED, self.quantization_config.watch)
             conversions = getattr(model, "_weight_conversions", None)
             self.remove_quantization_config(model)
             model._weight_conversions = conversions
@@ -135,14 +155,17 @@ def _classes() -> Any:
     return Configuration
 
 
-def _take(model: Any, path: str, weight: Tensor) -> Tensor:
+def _take(model: Any, path: str, weight: Tensor, watch: Watch | None = None) -> Tensor:
     """Put a layer in 4 bits, made of a weight that was read, in the place of the plain one, and return its codes; a weight of
     another shape stays what it is, for the loader to complain of. Where there is a card, that quantises."""
     linear = model.get_submodule(path)
     if weight.shape != linear.weight.shape:
         return weight
     place = torch.device("cuda") if torch.cuda.is_available() else weight.device
-    layer = Linear4bit(Packed.of(weight.to(place)), linear.bias).to(weight.device)
+    packed = Packed.of(weight.to(place))
+    if watch is not None:
+        watch(path, weight.to(place), packed)
+    layer = Linear4bit(packed, linear.bias).to(weight.device)
     layer._is_hf_initialized = True  # type: ignore[assignment]
     model.set_submodule(path, layer)
     return layer.weight

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from chronicals.config.paths import lasting
 from chronicals.model_shape import ModelShape
 from chronicals.models.completeness import check_whole
-from chronicals.models.four_bits import linear_layers, quantising_while_reading
+from chronicals.models.four_bits import Watch, linear_layers, quantising_while_reading
 from chronicals.models.towers import read_processors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
@@ -59,12 +59,14 @@ def _where(name: str | Path) -> str:
 
 
 def load_model(
-    name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None
+    name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None,
+    watch: Watch | None = None,
 ) -> Any:  # fmt: skip
     """A causal language model, or one of images and text, from a folder or hub name, in host memory.
 
     Args:
         quantization: ``nf4``: the linear layers of its decoder layers are quantised to 4 bits as they are read.
+        watch: sees each weight when it is quantised, and is then known to the model (``lora.loftq``).
 
     Raises:
         ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the reason.
@@ -74,7 +76,7 @@ def load_model(
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
         load = load_packed if is_packed(config) else load_whole
         if quantization is not None and load is load_whole:
-            options |= _quantising(config)
+            options |= _quantising(config, watch)
         model = load(_auto_class(config), name, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
@@ -156,7 +158,7 @@ def quantised_names(name: str | Path, trust_remote_code: bool = False) -> set[st
     return {f"{path}.weight" for path in linear_layers(model)}
 
 
-def _quantising(config: Any) -> dict[str, Any]:
+def _quantising(config: Any, watch: Watch | None) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` by which it quantises what it reads.
 
     Raises:
@@ -167,7 +169,7 @@ def _quantising(config: Any) -> dict[str, Any]:
             f"quantization='nf4': its weights are quantised already ({described.get('quant_method')}); leave it out "
             "(--load-in-4bit too)"
         )
-    return {"quantization_config": quantising_while_reading()}
+    return {"quantization_config": quantising_while_reading(watch)}
 
 
 def _auto_class(config: Any) -> Any:

@@ -13,6 +13,7 @@ import torch
 from chronicals.lora.loading import load_adapter, stored_rows
 from chronicals.lora.peft_format import CONFIG_FILE
 from chronicals.models import ModelShape, load_config, load_model, load_tokenizer
+from chronicals.models.four_bits import Watch
 from chronicals.models.loading import DTYPES
 
 
@@ -51,11 +52,14 @@ class SavedModel:
         base = base_model or _read(folder / CONFIG_FILE).get("base_model_name_or_path") if adapted else None
         return cls(folder if folder.is_dir() else name, adapted, base, about)
 
-    def model(self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None) -> Any:
+    def model(
+        self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None, watch: Watch | None = None
+    ) -> Any:  # fmt: skip
         """It, in host memory, with our adapters where it has any, over the base that they were trained on.
 
         Args:
             quantization: of the base, as ``load_model`` takes it; by default that which the adapter was trained on.
+            watch: as there, of a base without adapters.
 
         Raises:
             ValueError: it cannot be loaded, with what to do.
@@ -64,7 +68,7 @@ class SavedModel:
             return load_adapter(self._base(dtype, trust_remote_code, quantization), self.place)
         if isinstance(self.place, Path) and not (self.place / "config.json").exists():
             raise ValueError(f"{self.place}: holds neither a model, an adapter, nor a run of chronicals")
-        return load_model(self.place, dtype, trust_remote_code, quantization)
+        return load_model(self.place, dtype, trust_remote_code, quantization, watch)
 
     def _base(self, dtype: torch.dtype, trust_remote_code: bool, quantization: str | None) -> Any:
         """A base that was quantised is so again, of the weights as they were then."""

@@ -11,6 +11,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora, report_frozen_experts
 from chronicals.lora.embeddings import modules_to_save
 from chronicals.lora.loading import stored_start
+from chronicals.lora.loftq import LoftQ
 from chronicals.lora.peft_format import CHANGED, WEIGHTS_FILE
 from chronicals.lora.tokens import trained_tokens
 from chronicals.models import beside_text, has_4bit_layers, is_within, quantise_layers, read_processors, within_lora
@@ -56,25 +57,37 @@ def attach_adapters(model: Any, config: ChronicalsConfig, resumed: Path | None =
 def _attach(model: Any, config: ChronicalsConfig, resumed: Path | None) -> None:
     usual = ChronicalsConfig()
     if config.quantization is not None:
-        _quantise(model)
+        _quantise(model, None if hasattr(model, "chronicals_lora") else watcher(config))
     _check_that_pefts_learn(model)
     if hasattr(model, "chronicals_lora"):
         _keep_adapters(model, config)
     elif config.use_lora:
-        shape = LoRAConfig(**{own: getattr(config, name) for name, own in ADAPTERS.items()})
-        known = resumed is not None and shape.takes_from_weights and (resumed / WEIGHTS_FILE).exists()
-        apply_lora(model, shape, stored_start(resumed) if known and resumed is not None else None)
+        shape = shape_of(config)
+        start = None
+        if resumed is not None and (resumed / WEIGHTS_FILE).exists():
+            start = stored_start(resumed) if shape.takes_from_weights else {}
+        apply_lora(model, shape, start)
     elif _is_quantised(model) and not any(type(module).__module__.startswith("peft.") for module in model.modules()):
         raise ConfigurationError("use_lora=False: the model's weights are quantised and cannot be trained; set use_lora=True")
     elif unused := [name for name in ADAPTERS if getattr(config, name) != getattr(usual, name)]:
         logger.warning("%s: set, but use_lora is off, so no adapters are attached; set use_lora", ", ".join(unused))
 
 
-def _quantise(model: Any) -> None:
+def shape_of(config: ChronicalsConfig) -> LoRAConfig:
+    """The adapters that the configuration asks for."""
+    return LoRAConfig(**{own: getattr(config, name) for name, own in ADAPTERS.items()})
+
+
+def watcher(config: ChronicalsConfig) -> LoftQ | None:
+    """What must see the weights of a base while they are quantised, for ``lora_init``; None where nothing must."""
+    return LoftQ(shape_of(config)) if config.use_lora and config.lora_init == "loftq" else None
+
+
+def _quantise(model: Any, watch: LoftQ | None) -> None:
     """A model that was loaded in 16 or 32 bits; raises ConfigurationError where it has nothing to quantise."""
     if not has_4bit_layers(model):
         try:
-            quantise_layers(within_lora(model))
+            quantise_layers(within_lora(model), watch)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
 
