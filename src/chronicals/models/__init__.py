@@ -15,8 +15,9 @@ from chronicals.models.loading import (
 )
 from chronicals.models.packability import Packability, prove_packability, why_neighbours_matter
 from chronicals.models.packed_config import describe_packed
+from chronicals.models.peft_kinds import unfused_kind, within_adapters
 from chronicals.models.positions import check_positions, last_position
-from chronicals.models.presentation import PresentedModel, in_evaluation, present, within_lora
+from chronicals.models.presentation import PresentedModel, in_evaluation, present
 from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_trained_documents
 from chronicals.models.terms import Term, Terms
 from chronicals.models.towers import beside_text, is_within, read_processors, save_processors
@@ -52,6 +53,7 @@ __all__ = [
     "read_head",
     "read_processors",
     "save_processors",
+    "unfused_kind",
     "why_neighbours_matter",
-    "within_lora",
+    "within_adapters",
 ]

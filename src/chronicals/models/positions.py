@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from chronicals.models.presentation import within_lora
+from chronicals.models.peft_kinds import within_adapters
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ def check_positions(model: Any, longest: int) -> None:
     Raises:
         ValueError: it has fewer.
     """
-    model = within_lora(model)
+    model = within_adapters(model)
     stated = _stated(model)
     if stated is None or longest <= stated:
         return
@@ -39,7 +39,7 @@ def check_positions(model: Any, longest: int) -> None:
 
 def last_position(model: Any, longest: int) -> int | None:
     """The number of positions of ``model`` if it is smaller than ``longest``, else None."""
-    model = within_lora(model)
+    model = within_adapters(model)
     stated = _stated(model)
     return stated if stated is not None and longest > stated and _has_no_more(model) else None
 

@@ -23,6 +23,7 @@ from chronicals.batch import Batch, SharedKeys
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.head import Head, UnknownHead, read_head
+from chronicals.models.peft_kinds import within_adapters
 from chronicals.models.router_loss import ROUTER_LOSS, SWITCH, RouterLoss
 from chronicals.models.terms import Terms
 
@@ -107,7 +108,7 @@ class PresentedModel:
     """A model together with the way it takes a Batch.
 
     Attributes:
-        model: the Hugging Face model, without PEFT's wrapping by LoRA.
+        model: the Hugging Face model, without PEFT's wrapping where that is looked through.
         packed: True where it takes documents end to end.
         head_is_read: True where its head is taken as tensors, False where the model's own logits must be used.
         router_loss: what its class adds to the loss, where its configuration asks for it.
@@ -267,13 +268,6 @@ class PaddedRows:
         return cls({"input_ids": ids, "attention_mask": mask, "use_cache": False}, kept, torch.cat(own))
 
 
-def within_lora(model: Any) -> Any:
-    """The model in PEFT's wrapping by LoRA, whose layers take every token by itself; any other model as it is."""
-    adapters = getattr(model, "peft_config", {}) if hasattr(model, "get_base_model") else {}
-    plain = [a.peft_type == "LORA" and not getattr(a, "alora_invocation_tokens", None) for a in adapters.values()]
-    return model.get_base_model() if plain and all(plain) else model
-
-
 def _attention_dropout(config: Any) -> str:
     """That and how the model drops what it attends to, which our attention does not; else empty."""
     shares = {name: share for name, share in vars(config).items() if name.startswith("att") and "drop" in name}
@@ -287,7 +281,7 @@ def present(
     """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
 
     Args:
-        model: a Hugging Face model, or PEFT's wrapping of one, which with LoRA is looked through.
+        model: a Hugging Face model, or PEFT's wrapping of one, which is looked through where every token is taken by itself.
         fused_head: False always takes the model's own logits.
         flash: False attends by no backend of FlashAttention.
         pack_width: tokens of a pack, of which a Batch has several; None for Batches of one.
@@ -298,7 +292,7 @@ def present(
     from chronicals.models.packability import prove_packability
     from chronicals.models.router_proof import proved_router_loss
 
-    model = within_lora(model)
+    model = within_adapters(model)
     proof = prove_packability(model)
     if not proof.causal:
         raise ValueError(

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chronicals.lora import adapters, load_adapter, name_base_by_absolute_path, save_adapter
-from chronicals.models import describe_packed, load_whole, save_processors, within_lora
+from chronicals.models import describe_packed, load_whole, save_processors, within_adapters
 from chronicals.standard_json import to_json
 
-SHAPED_BY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+SHAPED_BY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "alpha")
 """Fields of PEFT's configuration without whose values an adapter's matrices mean something else."""
 
 
@@ -34,7 +34,7 @@ def save_model(
     if next(adapters(model), None) is not None:
         save_adapter(model, folder, state_dict=weights)
     else:
-        describe_packed(within_lora(model))
+        describe_packed(within_adapters(model))
         model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         name_base_by_absolute_path(folder)
     for name, content in text_files.items():
@@ -48,7 +48,7 @@ def text_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
     writes a checkpoint must not use a tokenizer that others use."""
     with TemporaryDirectory() as made:
         folder = Path(made)
-        save_processors(within_lora(model), folder)
+        save_processors(within_adapters(model), folder)
         tokenizer.save_pretrained(folder)
         return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
 

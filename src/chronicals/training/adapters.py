@@ -14,7 +14,16 @@ from chronicals.lora.loading import stored_start
 from chronicals.lora.loftq import LoftQ
 from chronicals.lora.peft_format import CHANGED, WEIGHTS_FILE
 from chronicals.lora.tokens import trained_tokens
-from chronicals.models import beside_text, has_4bit_layers, is_within, quantise_layers, read_processors, within_lora
+from chronicals.models import (
+    beside_text,
+    has_4bit_layers,
+    is_within,
+    quantise_layers,
+    read_processors,
+    unfused_kind,
+    within_adapters,
+)
+from chronicals.models.peft_kinds import REFUSED, kinds
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +96,7 @@ def _quantise(model: Any, watch: LoftQ | None) -> None:
     """A model that was loaded in 16 or 32 bits; raises ConfigurationError where it has nothing to quantise."""
     if not has_4bit_layers(model):
         try:
-            quantise_layers(within_lora(model), watch)
+            quantise_layers(within_adapters(model), watch)
         except ValueError as error:
             raise ConfigurationError(str(error)) from error
 
@@ -142,7 +151,7 @@ def _check_that_pefts_learn(model: Any) -> None:
 
 def _freeze_what_reads_no_text(model: Any) -> None:
     """Rows are text, so a vision tower would get no gradient, only weight decay."""
-    text = within_lora(model)
+    text = within_adapters(model)
     towers = beside_text(text) if hasattr(text, "get_decoder") else []
     if towers:
         read_processors(text)
@@ -172,6 +181,10 @@ def _check_what_is_trained(model: Any) -> None:
             raise ConfigurationError(
                 f"PEFT's adapter {prompts[0]!r} learns a prompt, which stands before every document and fits no pack; take LoRA"
             )
+        if refused := next((kind for kind in kinds(model) if kind in REFUSED), None):
+            raise ConfigurationError(f"PEFT's {refused} {REFUSED[refused]}")
+        if own := unfused_kind(model):
+            logger.info("PEFT's %s runs through PEFT's own modules: the layers that have it are not fused", own)
         each = [get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in theirs]
         saved = [tensor for tensors in each for tensor in tensors.values()]
     else:

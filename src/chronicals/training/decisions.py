@@ -24,7 +24,7 @@ from chronicals.memory import (
     makes_tiles,
     recomputes,
 )
-from chronicals.models import ModelShape, PresentedModel, input_device
+from chronicals.models import ModelShape, PresentedModel, input_device, unfused_kind
 from chronicals.optimizers import moment_bytes, moments_in_8_bits
 from chronicals.optimizers.adam_8bit import SMALLEST
 from chronicals.patching import has_gated_mlps
@@ -129,6 +129,7 @@ def _compilation(model: Any, on_card: bool, fused: bool, router_loss: bool) -> t
         "only packs on a card are compiled for": not on_card,
         f"{type(model).__name__} has no list of layers": not decoder_layers(model),
         "its layers' router logits are recorded for the router loss": router_loss,
+        "adapters run through PEFT's own modules": unfused_kind(model) is not None,
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)
     return reason is None, reason or "decoder layers"
@@ -173,6 +174,7 @@ def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str) -
         "the model's own logits are used": not presented.head_is_read,
         f"attention by {backend} asks the host": backend not in FLASH,
         "fp16 runs under autocast": config.mixed_precision == "fp16",
+        "adapters run through PEFT's own modules, which may ask the host": unfused_kind(presented.model) is not None,
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)
     return reason is None, reason or "micro-step and update are replayed"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals.models.peft_kinds import stays_in_fp32
 from chronicals.optimizers import FusedAdamW
 from chronicals.quantization import Linear4bit
 
@@ -33,6 +34,7 @@ class Precision:
         class keeps in fp32 when transformers loads it in another type, such as routers, stay so."""
         frozen = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.mode]
         adapted, patterns = hasattr(model, "chronicals_lora"), _kept_in_fp32(model, frozen)
+        of_peft = stays_in_fp32(model)
         for module in model.modules():
             if isinstance(module, Linear4bit):
                 module.dtype = frozen
@@ -43,7 +45,7 @@ class Precision:
             stays = value.dtype == torch.float32 and any(pattern in name for pattern in patterns)
             if not parameter.requires_grad:
                 parameter.data = value if stays else value.to(frozen)
-            elif self.mode == "bf16" and not stays and not (adapted and ".lora_" in name):
+            elif self.mode == "bf16" and not stays and not of_peft and not (adapted and ".lora_" in name):
                 parameter.data = value.to(torch.bfloat16)
                 optimizer.set_master(parameter, value.float())
             else:
