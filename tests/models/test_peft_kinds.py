@@ -18,7 +18,7 @@ peft = pytest.importorskip("peft")
 
 BOTH = ["q_proj", "down_proj"]
 KINDS = {
-    "VERA": lambda: peft.VeraConfig(r=8, target_modules=["q_proj"], d_initial=0.3),
+    "VERA": lambda: peft.VeraConfig(r=8, target_modules=["o_proj", "down_proj"], d_initial=0.5),
     "OFT": lambda: peft.OFTConfig(r=0, oft_block_size=8, target_modules=BOTH),
     "BOFT": lambda: peft.BOFTConfig(boft_block_size=4, target_modules=BOTH),
     "IA3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
@@ -73,7 +73,7 @@ def test_it_trains_and_is_saved_as_pefts(tmp_path, kind, precision, caplog):
         runs.train(tmp_path, model=model, mixed_precision=precision, **FIELDS)
     trajectory = runs.trajectory(tmp_path)
     losses, norms = [loss for _, loss, _ in trajectory], [norm for *_, norm in trajectory]
-    assert sum(losses[-3:]) < sum(losses[:3]) and min(norms) > 0
+    assert sum(losses[-6:]) < sum(losses[:6]) and min(norms) > 0
     assert caplog.text.count(f"PEFT's {kind} runs through PEFT's own modules") == 1
     assert "padded rows" not in caplog.text
     assert all(torch.equal(p, frozen[name]) for name, p in model.named_parameters() if name in frozen)
@@ -102,7 +102,7 @@ def test_packed_is_separate(kind):
     alone = torch.cat([model.get_base_model().get_decoder()(input_ids=x, use_cache=False).last_hidden_state[0] for x in pieces])
     upstream = torch.randn_like(alone)
     for got, due in zip(*([x, *torch.autograd.grad((x * upstream).sum(), trained)] for x in (states, alone)), strict=True):
-        assert due.any() and torch.allclose(got, due, rtol=1e-4, atol=1e-4 * float(due.abs().max()))
+        assert due.any() and torch.allclose(got, due, rtol=1e-4, atol=1e-4 * float(due.detach().abs().max()))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -124,7 +124,7 @@ def test_a_patched_model_stays_right(kind):
         got = run()
         unpatch_model(model)
     for one, due in zip(got, expected, strict=True):
-        assert torch.allclose(one, due, rtol=1e-3, atol=1e-4 * float(due.abs().max()))
+        assert torch.allclose(one, due, rtol=1e-3, atol=1e-4 * float(due.detach().abs().max()))
     assert all(torch.equal(one, due) for one, due in zip(run(), expected, strict=True))
 
 

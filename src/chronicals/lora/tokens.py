@@ -37,6 +37,7 @@ class TrainedTokens(nn.Module):
 
     Attributes:
         lora_tokens: ``[n, D]``, in the order of ``tokens``; None where the owner has them.
+        padding: the row of the token whose row gets no gradient from an embedding, if it is one of these.
         enabled: whether the rows take the place of the weight's (``without_adapters``).
     """
 
@@ -48,7 +49,8 @@ class TrainedTokens(nn.Module):
     def __init__(self, base_layer: nn.Module, tokens: Sequence[int], owner: TrainedTokens | None = None):
         super().__init__()
         self.base_layer = base_layer.requires_grad_(False)
-        weight, self.enabled = cast(Tensor, base_layer.weight), True
+        weight, self.enabled, padding = cast(Tensor, base_layer.weight), True, getattr(base_layer, "padding_idx", None)
+        self.padding = list(tokens).index(padding) if padding in tokens else None
         ids = torch.tensor(list(tokens), dtype=torch.int64, device=weight.device)
         ascending, order = ids.sort()
         for name, value in (("token_ids", ids), ("ascending", ascending), ("order", order)):
@@ -86,22 +88,10 @@ class TrainedTokens(nn.Module):
 
     def _embedded(self, x: Tensor, y: Tensor) -> Tensor:
         place = torch.searchsorted(self.ascending, x).clamp_(max=len(self.ascending) - 1)
-        found = F.embedding(self.order[place], self.values, self._padding())
+        found = F.embedding(self.order[place], self.values, self.padding)
         scale = getattr(self.base_layer, "embed_scale", None)
         found = found.to(y.dtype) if scale is None else found.to(y.dtype) * torch.as_tensor(scale).to(y)
         return torch.where((self.ascending[place] == x)[..., None], found, y)
-
-    def _padding(self) -> int | None:
-        """The row of the token whose row gets no gradient from an embedding, if it is one of these."""
-        padding = cast(nn.Embedding, self.base_layer).padding_idx
-        return self._places.get(padding) if padding is not None else None
-
-    @property
-    def _places(self) -> dict[int, int]:
-        """The row of each token."""
-        if "_known_places" not in vars(self):
-            self._known_places = {token: row for row, token in enumerate(self.token_ids.tolist())}
-        return self._known_places
 
     def _projected(self, h: Tensor, y: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias[self.token_ids]
