@@ -41,7 +41,7 @@ RATES = [1e-4, 3e-4, 1e-3, 3e-3, 1e-2]
 HELD_OUT = 10
 """One row in so many is held out."""
 
-RANK, WIDTH = 16, 1024
+RANK, WIDTH = 16, 512
 
 
 def halves() -> tuple[list[dict], list[dict], list[dict]]:

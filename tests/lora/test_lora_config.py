@@ -10,6 +10,7 @@ def test_defaults():
     assert dataclasses.asdict(config) == {
         "rank": 64, "alpha": 16, "dropout": 0.05, "target_modules": None, "use_rslora": False, "use_dora": False,
         "rank_pattern": {}, "alpha_pattern": {}, "layers": None, "init": "default", "modules_to_save": None,
+        "trainable_token_indices": None,
     }  # fmt: skip
 
 

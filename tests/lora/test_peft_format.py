@@ -178,7 +178,6 @@ UNSUPPORTED = {
     "biases of lora": {"bias": "lora_only"},
     "bias of B": {"lora_bias": True},
     "layers several times": {"layer_replication": [[0, 2], [1, 2]]},
-    "rows of the embedding": {"trainable_token_indices": [1, 2]},
     "pooled inputs": {"use_qalora": True},
     "block-diagonal": {"use_bdlora": {"nblocks": 2}},
     "velora": {"velora_config": {"scale": 1.0}},

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapted import changed, close, gpt2, llama, logits, randomise, tokens, train_on
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import families
 import runs
@@ -198,6 +198,14 @@ def test_refilled_bit_by_bit(tmp_path):
     assert torch.equal(logits(again, ids), expected)
     with pytest.raises(ValueError, match="trainable_token_indices=.*the model's adapters have"):
         load_adapter(ours("untied"), tmp_path)
+
+
+def test_rows_that_are_missing_are_named(tmp_path):
+    save_adapter(ours("untied"), tmp_path)
+    file = tmp_path / "adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if "token_adapter" not in name}, file)
+    with pytest.raises(ValueError, match="embed_tokens.token_adapter.trainable_tokens_delta is missing or not"):
+        load_adapter(llama(), tmp_path)
 
 
 def test_added_tokens(tmp_path):

@@ -55,10 +55,10 @@ def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(tmp_
 def test_no_weight_waits_for_another_while_they_are_read(tmp_path, monkeypatch):
     place, take, waiting = base(tmp_path), module._take, []
 
-    def counting(model, path, weight):
+    def counting(model, *others):
         layers = [m for m in model.get_decoder().layers.modules() if isinstance(m, nn.Linear)]
         waiting.append(sum(m.weight.device.type != "meta" for m in layers))
-        return take(model, path, weight)
+        return take(model, *others)
 
     monkeypatch.setattr(module, "_take", counting)
     load_model(place, torch.float32, quantization="nf4")

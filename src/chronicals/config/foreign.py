@@ -98,7 +98,7 @@ INSTEAD: dict[str, str] = {
     "peft_config": "use_lora=True with lora_rank, lora_alpha, lora_dropout and lora_target_modules",
     "lora_target_linear": "use_lora=True, which adapts every linear layer but the head",
     "quantization_bit": "quantization='nf4', which is 4 bits",
-    "loftq_config": "lora_init='loftq' with quantization='nf4': 4 bits, one alternation (loftq_iter=1)",
+    "loftq_config": "lora_init='loftq' with quantization='nf4': 4 bits and one alternation",
     "loftq_iter": "lora_init='loftq', one alternation: further ones change the base, which would have to be saved, too",
     "loftq_bits": "quantization='nf4', which is 4 bits",
     "use_qlora": "quantization='nf4', which trains adapters over 4 bits",

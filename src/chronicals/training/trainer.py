@@ -148,8 +148,8 @@ class ChronicalsTrainer:
     def _fitted_to(self, plan: PackPlan, resumed: Path | None) -> Iterator[ChronicalsConfig]:
         """Within: the batch of the configuration is fitted to the data."""
         asked = self.config
-        fitted = fit_batch(fit_learning_rate(asked, self.ranks, self.model), plan, self.ranks, resumed)
-        self.config = with_token_ids(fitted, self.tokenizer)
+        self.config = fit_batch(fit_learning_rate(asked, self.ranks, self.model), plan, self.ranks, resumed)
+        self.config = with_token_ids(self.config, self.tokenizer)
         try:
             yield self.config
         finally:
