@@ -50,7 +50,7 @@ class TrainedTokens(nn.Module):
         super().__init__()
         self.base_layer = base_layer.requires_grad_(False)
         weight, self.enabled, padding = cast(Tensor, base_layer.weight), True, getattr(base_layer, "padding_idx", None)
-        self.padding = list(tokens).index(padding) if padding in tokens else None
+        self.padding = None if padding not in tokens else list(tokens).index(cast(int, padding))
         ids = torch.tensor(list(tokens), dtype=torch.int64, device=weight.device)
         ascending, order = ids.sort()
         for name, value in (("token_ids", ids), ("ascending", ascending), ("order", order)):

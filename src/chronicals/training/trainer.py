@@ -149,8 +149,8 @@ class ChronicalsTrainer:
         """Within: the batch of the configuration is fitted to the data."""
         asked = self.config
         self.config = fit_batch(fit_learning_rate(asked, self.ranks, self.model), plan, self.ranks, resumed)
-        self.config = with_token_ids(self.config, self.tokenizer)
         try:
+            self.config = with_token_ids(self.config, self.tokenizer)
             yield self.config
         finally:
             self.config = asked
