@@ -107,6 +107,28 @@ def build(family: str, random: bool = True, **changes: Any) -> Any:
     return randomise(model) if random else model
 
 
+MIXTURES: dict[str, tuple[str, dict]] = {
+    "mixtral": ("Mixtral", {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {**SIZES, "head_dim": 8, "moe_intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2},
+    ),
+    "gpt_oss": ("GptOss", {**SIZES, **GPT_OSS}),
+}
+"""Of experts as stacked parameters: two that hold them as [E, out, in], one as [E, in, out] with biases."""
+
+
+def mixture(name: str, seed: int = 0, **changes: Any) -> Any:
+    """In evaluation mode, in fp32, all parameters random; the same for the same seed."""
+    import transformers
+
+    family, sizes = MIXTURES[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
+        return randomise(getattr(transformers, f"{family}ForCausalLM")(config).float().eval())
+
+
 def minimax_m3(**changes: Any) -> Any:
     """A layer that attends to everything and one to the blocks that its indexer chooses."""
     from transformers import MiniMaxM3VLForCausalLM, MiniMaxM3VLTextConfig

@@ -129,6 +129,27 @@ def test_wrong_values_name_field_and_value(name, value):
     assert len(message) > len(f"{name}={value!r}: ") + 5, "nothing is said about what is allowed"
 
 
+def test_adapters_of_parameters_have_no_dropout():
+    """That is implied where it was not set; what was set and cannot be had is refused."""
+    config = ChronicalsConfig(lora_target_parameters="mlp.experts.up_proj, down_proj")
+    assert config.lora_target_parameters == ["mlp.experts.up_proj", "down_proj"] and config.lora_dropout == 0.0
+    assert "lora_dropout" not in config.explicit and config.replace(lora_target_parameters=None).lora_dropout == 0.05
+    config = ChronicalsConfig()
+    config.lora_target_parameters = ["down_proj"]
+    assert config.lora_dropout == 0.0
+    assert ChronicalsConfig(lora_target_parameters=["a"], lora_dropout=0.0, lora_init="gaussian")
+    for name, value in (("lora_dropout", 0.05), ("use_dora", True), ("lora_init", "pissa")):
+        with pytest.raises(ConfigurationError, match=rf"^{name}={value!r} with lora_target_par.*: .*leave out {name}"):
+            ChronicalsConfig(lora_target_parameters=["a"], **{name: value})
+
+
+@pytest.mark.parametrize("given", ["none", ["none"], []])
+def test_no_layer_beside_parameters(given):
+    assert ChronicalsConfig(lora_target_modules=given, lora_target_parameters=["a"]).lora_target_modules == []
+    with pytest.raises(ConfigurationError, match="^lora_target_modules='none': nothing is adapted; set lora_target_parameters"):
+        ChronicalsConfig(lora_target_modules=given)
+
+
 @pytest.mark.parametrize("given", ["0-3,20", ["0-3", "20"], [20, 0, 1, 2, 3], "20, 0 - 3"])
 def test_layers_are_numbers_and_ranges(given):
     assert ChronicalsConfig(lora_layers=given).lora_layers == [0, 1, 2, 3, 20]

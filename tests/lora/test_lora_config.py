@@ -10,7 +10,7 @@ def test_defaults():
     assert dataclasses.asdict(config) == {
         "rank": 64, "alpha": 16, "dropout": 0.05, "target_modules": None, "use_rslora": False, "use_dora": False,
         "rank_pattern": {}, "alpha_pattern": {}, "layers": None, "init": "default", "modules_to_save": None,
-        "trainable_token_indices": None,
+        "trainable_token_indices": None, "target_parameters": None,
     }  # fmt: skip
 
 

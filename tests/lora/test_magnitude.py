@@ -6,7 +6,7 @@ from adapted import MODELS, TARGETS, llama, logits, randomise, tokens
 from safetensors.torch import load_file
 
 import chronicals.lora.magnitude as module
-from chronicals.lora import LoRAConfig, LoRALinear, adapters, apply_lora, load_adapter, peft_format, save_adapter
+from chronicals.lora import LoRAConfig, LoRALinear, adapters, apply_lora, load_adapter, save_adapter
 from chronicals.lora.merging import merge_adapters
 from mutants import mutant
 
@@ -93,7 +93,7 @@ def test_adapters_of_the_other_kind_are_refused(tmp_path, dora):
 
 
 def test_magnitudes_that_are_not_saved_are_missed(tmp_path, monkeypatch):
-    monkeypatch.setattr(peft_format, "stored_names", lambda _: ("lora_A.weight", "lora_B.weight"))
+    monkeypatch.setattr(LoRALinear, "trained", LoRALinear.MATRICES)
     save_adapter(ours(use_dora=True), tmp_path)
     with pytest.raises(ValueError, match=r"down_proj.lora_magnitude_vector is missing or not \(64,\)"):
         load_adapter(llama(), tmp_path)

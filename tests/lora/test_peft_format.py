@@ -173,7 +173,6 @@ UNSUPPORTED = {
     "another method": {"peft_type": "IA3"},
     "no method": {"peft_type": None},
     "whole layers": {"modules_to_save": ["norm"]},
-    "bare parameters": {"target_parameters": ["experts.weight"]},
     "biases of the base": {"bias": "all"},
     "biases of lora": {"bias": "lora_only"},
     "bias of B": {"lora_bias": True},

@@ -41,3 +41,23 @@ def test_an_a_matrix_beside_a_b_that_is_not_zero_does_not_wait():
     model["used"].lora_A.register_hook(torch.zeros_like)
     found = audited(model)
     assert found.waiting == 0 and found.idle == ("used.lora_A",)
+
+
+class AdaptedEmbedding(nn.Module):
+    """Of which A begins at zero."""
+
+    def __init__(self, a: float):
+        super().__init__()
+        self.lora_embedding_A = nn.Parameter(torch.full((2, 5), a))
+        self.lora_embedding_B = nn.Parameter(torch.ones(3, 2))
+
+    def forward(self, x):
+        return self.lora_embedding_A.t()[:2] @ self.lora_embedding_B.t()
+
+
+def test_of_an_embedding_b_waits_for_a():
+    found = audited(nn.ModuleDict({"used": AdaptedEmbedding(0.0)}))
+    assert found.waiting == 6 and found.with_gradient == 10 and not found.idle
+    model = nn.ModuleDict({"used": AdaptedEmbedding(0.5)})
+    model["used"].lora_embedding_B.register_hook(torch.zeros_like)
+    assert audited(model).idle == ("used.lora_embedding_B",)

@@ -13,7 +13,8 @@ import runs
 import tiny
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.loader import Memory
-from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora import LoRAConfig, apply_lora, expert_products, parameter_layer
+from chronicals.lora.embedding_layer import LoRAEmbedding
 from chronicals.optimizers import SCHEDULES, learning_rate_factor
 from chronicals.patching import patch_model
 from chronicals.training.callbacks import read_metrics
@@ -23,6 +24,7 @@ from chronicals.verification.reference import scheduled_rates
 SESSION = "chronicals.training.session"
 LORA = {"use_lora": True, "lora_rank": 8}
 UNEQUAL = {"lora_layers": "1", "lora_rank_pattern": {"down_proj": 3}, "lora_alpha_pattern": {r".*self_attn\.[qk]_proj": 4}}
+STACKED = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 GPT2_LORA = {**LORA, "lora_target_modules": ["c_attn", "c_proj", "c_fc"]}
 UNEVEN = {"use_sequence_packing": False}
 """A document a micro-batch, so that their counts differ."""
@@ -85,6 +87,10 @@ HEALTHY = [
     ("mamba", {"mixed_precision": "bf16", **LORA, "use_dora": True}),
     ("Mixtral", {"mixed_precision": "fp32", "gradient_accumulation_steps": 1}),
     ("Qwen2Moe", {"mixed_precision": "bf16", **LORA}),
+    ("Qwen3Moe", {"mixed_precision": "fp32", **LORA, "lora_target_parameters": STACKED}),
+    ("Mixtral", {"mixed_precision": "bf16", **LORA, "lora_target_modules": [], "lora_target_parameters": STACKED[1:]}),
+    ("gemma3", {"mixed_precision": "bf16", **LORA, "lora_target_modules": ["q_proj", "embed_tokens"]}),
+    ("llama", {"mixed_precision": "fp32", **LORA, "lora_target_modules": ["embed_tokens"]}),
     ("Qwen3Moe", {"mixed_precision": "bf16", "batch_size": 4}),
 ]
 
@@ -193,9 +199,9 @@ def a_mean_of_means(monkeypatch, model):
 
 
 def an_adapter_left_out(monkeypatch, model):
-    apply = sys.modules["chronicals.lora.apply"]
-    right = apply.targeted_paths
-    monkeypatch.setattr(apply, "targeted_paths", lambda *given, **named: right(*given, **named)[1:])
+    targets = sys.modules["chronicals.lora.targets"]
+    right = targets.targeted_paths
+    monkeypatch.setattr(targets, "targeted_paths", lambda *given, **named: right(*given, **named)[1:])
 
 
 def a_frozen_expert(monkeypatch, model):
@@ -247,6 +253,22 @@ def a_weight_that_is_not_updated(monkeypatch, model):
     monkeypatch.setattr(session, "build_optimizer", wrong)
 
 
+def an_expert_left_out(monkeypatch, model):
+    right = expert_products.adapted_experts
+    monkeypatch.setattr(parameter_layer, "adapted_experts", lambda layer, factors, routed: right(
+        layer, {name: found for name, found in factors.items() if name != "down_proj"}, routed))  # fmt: skip
+
+
+def an_unscaled_embedding(monkeypatch, model):
+    right = LoRAEmbedding.forward
+
+    def wrong(self, ids):
+        bare = self.base_layer(ids)
+        return bare + (right(self, ids) - bare) / self.base_layer.embed_scale
+
+    monkeypatch.setattr(LoRAEmbedding, "forward", wrong)
+
+
 FAULTS = [
     (a_wrong_head, "llama", {}, "gradient deviates"),
     (a_wrong_swiglu, "llama", {}, "up_proj: gradient deviates"),
@@ -259,6 +281,8 @@ FAULTS = [
     (a_frozen_expert, "Qwen3Moe", {}, r"layers.1.mlp.experts.\d: gradient is zero"),
     (frozen_experts, "Mixtral", {}, r"layers.0.mlp.experts.*: not trained"),
     (no_faster_b, "llama", LORA, "lora_B: update deviates"),
+    (an_expert_left_out, "Mixtral", {**LORA, "lora_target_parameters": STACKED}, r"mlp.experts.lora_B: gradient"),
+    (an_unscaled_embedding, "gemma3", {**LORA, "lora_target_modules": ["embed_tokens"]}, "embedding_A: gradient deviates"),
     (a_weight_that_is_not_updated, "llama", {}, "update is zero"),
 ]
 

@@ -280,7 +280,8 @@ def _write_adapter(work: Work) -> None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from chronicals.lora import LoRAConfig, adapters, apply_lora
+    from chronicals.lora import LoRAConfig, apply_lora
+    from chronicals.lora.layers import linear_adapters
     from chronicals.lora.peft_format import save_adapter
 
     config = work.config()
@@ -288,7 +289,7 @@ def _write_adapter(work: Work) -> None:
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work.model))
     apply_lora(model, LoRAConfig(config.lora_rank, config.lora_alpha, 0.0, config.lora_target_modules, config.use_rslora))
     generator = torch.Generator().manual_seed(0)
-    for _, layer in adapters(model):
+    for _, layer in linear_adapters(model):
         bound = layer.lora_A.shape[1] ** -0.5
         start = torch.rand(layer.lora_A.shape, generator=generator) * 2 * bound - bound
         layer.lora_A = torch.nn.Parameter(start.bfloat16().float())

@@ -23,7 +23,7 @@ from chronicals.config.foreign import no_such_field
 from chronicals.config.lora_init import INITS, is_init
 from chronicals.config.sections import SECTIONS, gathered, merged
 
-IMPLIED = ("quantization", "use_lora")
+IMPLIED = ("quantization", "use_lora", "lora_dropout")
 """Fields that others may set where they were left out."""
 
 ENTRIES = ("gate", "columns")
@@ -256,8 +256,15 @@ class ChronicalsConfig:
     lora_rank: Positive = Field(default=64, description="Rank of the adapters")
     lora_alpha: Finite = Field(default=16, gt=0, description="Adapters are scaled by alpha / rank")
     lora_dropout: Share = Field(default=0.05, description="Dropout on the input of an adapter")
-    lora_target_modules: Annotated[list[str] | str | None, BeforeValidator(_names_listed), AfterValidator(_pattern)] = Field(
-        default=None, description="Linear layers to adapt: names, or one regular expression (default: all but the head)"
+    lora_target_modules: Annotated[
+        list[str] | str | None, BeforeValidator(_names_listed), BeforeValidator(_none_named), AfterValidator(_pattern)
+    ] = Field(
+        default=None,
+        description="Linear layers (or the embedding) to adapt: names, or one regular expression (default: all but the head); "
+        "none adapts lora_target_parameters alone",
+    )
+    lora_target_parameters: Annotated[list[str] | None, BeforeValidator(_listed)] = Field(
+        default=None, description="Stacked weights of experts to adapt, as mlp.experts.down_proj; sets lora_dropout to 0"
     )
     lora_rank_pattern: Annotated[dict[str, Positive], BeforeValidator(_named_shares), AfterValidator(_patterns)] = Field(
         default_factory=dict, description="Ranks of some layers, NAME=RANK: the end of their path, or a regular expression"
@@ -398,6 +405,7 @@ class ChronicalsConfig:
             raise ConfigurationError(
                 f"lora_init={self.lora_init!r}: with use_dora=True lengths are those of whole weights; leave one of them out"
             )
+        self._check_target_parameters()
         self._check_quantization()
         if self.lora_init == "loftq" and self.quantization is None:
             raise ConfigurationError(
@@ -414,6 +422,27 @@ class ChronicalsConfig:
             raise ConfigurationError(f"master_weights=False: with {other} no bf16 weight is trained; leave it out")
         if self.early_stopping_patience is not None and self.eval_steps is None:
             raise ConfigurationError("early_stopping_patience needs eval_steps: without evaluations nothing can stop")
+
+    def _check_target_parameters(self) -> None:
+        """An adapter of a parameter has no input to drop, no rows with a length, and takes nothing from the weight."""
+        if not self.lora_target_parameters:
+            if self.lora_target_modules == []:
+                raise ConfigurationError(
+                    "lora_target_modules='none': nothing is adapted; set lora_target_parameters, or name layers"
+                )
+            return
+        if "lora_dropout" not in self.explicit:
+            vars(self)["lora_dropout"] = 0.0
+        for name, is_set in (
+            ("lora_dropout", self.lora_dropout > 0),
+            ("use_dora", self.use_dora),
+            ("lora_init", self.lora_init not in ("default", "gaussian")),
+        ):
+            if is_set:
+                raise ConfigurationError(
+                    f"{name}={getattr(self, name)!r} with lora_target_parameters={self.lora_target_parameters}: adapters of "
+                    f"parameters do not have it; leave out {name}, or adapt linear layers alone (lora_target_modules)"
+                )
 
     def _check_quantization(self) -> None:
         """``load_in_4bit`` is ``quantization='nf4'``, and weights in 4 bits are trained by adapters."""

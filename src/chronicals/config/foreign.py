@@ -40,6 +40,7 @@ RENAMED: dict[str, str] = {
     "lora_alpha_pattern": "alpha_pattern",
     "lora_modules_to_save": "modules_to_save additional_target",
     "lora_trainable_tokens": "trainable_token_indices",
+    "lora_target_parameters": "target_parameters",
     "lora_init": "init_lora_weights",
     "lora_layers": "layers_to_transform lora_layers_to_transform peft_layers_to_transform",
     "use_rslora": "rslora use_rs_lora peft_use_rslora",

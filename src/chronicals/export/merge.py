@@ -6,6 +6,7 @@ of its largest weight. What the sum loses by rounding is measured for each weigh
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import shutil
@@ -18,6 +19,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from chronicals.export.additions import Addition, Additions
 from chronicals.export.packed_tensors import PackedTensor, unpacked
 from chronicals.export.weight_files import DTYPES as DTYPES_OF_FILES
 from chronicals.export.weight_files import INDEX, StoredTensor, files_of, tensors_in, write_file
@@ -45,6 +47,9 @@ MOST_LOST = 0.9
 
 ROUNDED = 1e-6
 """Of a weight's norm: what rounding changes of it where a magnitude is the norm that its row has already."""
+
+KEPT = 4
+"""Matrices that stay in memory: those of the experts of a layer change many tensors."""
 
 OWN_FILES = {CONFIG_FILE, WEIGHTS_FILE, MANIFEST, "README.md", "chronicals.json"}
 """Of an adapter's folder, those that a whole model does not have."""
@@ -108,7 +113,7 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
     base = _folder_of(saved.base)
     adapter = _Adapter(Path(saved.place), saved.about.get("base"))
     files = unpacked({file: list(tensors_in(file)) for file in files_of(base)})
-    adapter.place_in([stored for tensors in files.values() for stored in tensors])
+    adapter.place_in([stored for tensors in files.values() for stored in tensors], base)
     if adapter.quantised is not None:
         adapter.place_quantised(quantised_names(base))
     _check_room(output, files)
@@ -138,6 +143,7 @@ class _Adapter:
 
     def __init__(self, folder: Path, quantised: Mapping[str, str] | None = None):
         self.folder, self.described, self.quantised = folder, describe_adapter(folder), quantised
+        self._read = functools.lru_cache(KEPT)(self._load)
         self.shape = shape_of(self.described, self.described["target_modules"])
         if self.shape.modules_to_save:
             raise MergeError(
@@ -157,33 +163,32 @@ class _Adapter:
             }
         self.names |= {own.replace(".token_adapter.base_layer.", "."): name for own, name in self.names.items()}
         self.tokens: dict[str, tuple[list[int], str]] = {}
-        self.layers: dict[str, str] = {}
+        self.changed: dict[str, Addition] = {}
         self.there: set[str] = set()
         self.dequantised: set[str] = set()
 
-    def place_in(self, stored: list[StoredTensor]) -> None:
+    def place_in(self, stored: list[StoredTensor], base: Path) -> None:
         """Find the weight of each layer and embedding.
+
+        Args:
+            base: the folder of what is stored, whose class says what is made of several tensors.
 
         Raises:
             MergeError: one is not there.
         """
-        there = self.there = {tensor.name for tensor in stored}
+        self.there = {tensor.name for tensor in stored}
         paths = {own.rpartition(".lora_")[0] for own in self.names if ".lora_" in own}
         if not paths:
             raise MergeError(f"{self.folder}: holds no matrices of an adapter")
-        for path in sorted(paths):
-            names = [f"{path}.weight", f"{path.partition('.')[2]}.weight"]  # files of some classes leave the first part out
-            found = next((name for name in names if name in there), None)
-            if found is None:
-                raise MergeError(
-                    f"{self.folder}: the base has no weight {names[0]} in its files; a head that is tied to the embedding, or "
-                    "a layer that the class makes of several tensors, is merged by model.merge_and_unload() once it is loaded"
-                )
-            self.layers[found] = path
+        additions = Additions(self.folder, self.described, self.shape, self._read, self.names)
+        try:
+            self.changed = additions.by_weight(sorted(paths), self.there, base)
+        except ValueError as error:
+            raise MergeError(str(error)) from error
         self._place_tokens()
         for own in list(self.shapes):
-            names = [own, own.partition(".")[2]]
-            found = next((name for name in names if name in there), None)
+            plain = own.replace(".base_layer.", ".")
+            found = next((name for name in (plain, plain.partition(".")[2]) if name in self.there), None)
             if found is None:
                 raise MergeError(f"{self.folder}: {own} is stored with the adapter, and the base has no such weight")
             self.names[found], self.shapes[found] = self.names[own], self.shapes.pop(own)
@@ -246,28 +251,25 @@ class _Adapter:
         replaced = self._read(self.names[stored.name]).float() if stored.name in self.shapes else None
         if stored.name in self.tokens:
             return self._with_tokens(stored, stored.read().float() if replaced is None else replaced, changes)
-        if stored.name not in self.layers and stored.name not in self.dequantised:
+        addition = self.changed.get(stored.name)
+        if addition is None and stored.name not in self.dequantised:
             return replaced
         try:
             weight = stored.read()
         except ValueError as error:
             raise MergeError(f"{error}: the base is quantised; give base_model (--base-model) in 16 or 32 bits") from None
         exact = self._as_trained(weight, stored.name).float() if replaced is None else replaced
-        if stored.name not in self.layers:
+        if addition is None:
             return exact
-        path = self.layers[stored.name]
-        up, down = (self._read(f"{PREFIX}{path}.lora_{side}.weight").float() for side in "BA")
-        update = self.shape.at(path).scale * (up @ down)
-        turned = bool(self.described.get("fan_in_fan_out"))
-        update = update.t() if turned else update
+        update = addition.update()
         if update.shape != exact.shape:
             raise MergeError(
-                f"{self.folder}: {path} changes a weight {tuple(update.shape)}, that of the base is {tuple(exact.shape)}; give "
-                "the base that the adapter was trained on as base_model (--base-model)"
+                f"{self.folder}: {addition.path} changes a weight {tuple(update.shape)}, that of the base is "
+                f"{tuple(exact.shape)}; give the base that the adapter was trained on as base_model (--base-model)"
             )
         total = exact + update
         if self.described.get("use_dora"):
-            total = self._with_magnitudes(path, total, 0 if turned else 1)
+            total = self._with_magnitudes(addition.path, total, 0 if self.described.get("fan_in_fan_out") else 1)
             update = total - exact
             if update.norm() <= ROUNDED * exact.norm():  # the norms of an adapter that was not trained
                 update = torch.zeros_like(update)
@@ -281,7 +283,7 @@ class _Adapter:
         norms = torch.linalg.vector_norm(weight, dim=along).clamp_(min=SHORTEST)
         return weight * (magnitude / norms).unsqueeze(along)
 
-    def _read(self, name: str) -> Tensor:
+    def _load(self, name: str) -> Tensor:
         with safe_open(self.folder / WEIGHTS_FILE, framework="pt") as file:
             return file.get_tensor(name)
 

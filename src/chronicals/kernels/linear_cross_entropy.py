@@ -111,7 +111,7 @@ def sum_and_gradients(
     hidden: Tensor, weight: Tensor, more_weight: Tensor | None, bias: Tensor | None, values: Tensor | None,
     gradient_type: torch.dtype, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
-    """What a sum's operator writes, the sum and the gradients of states 0, those of the head not yet filled; empty if not wanted."""
+    """What a sum's operator writes: the sum and the gradients of states are 0, those of the head not yet filled, or empty."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     kind = torch.promote_types(hidden.dtype, gradient_type)
     nothing = hidden.new_empty(0)

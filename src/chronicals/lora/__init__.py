@@ -1,6 +1,7 @@
 """Low-rank adapters, in PEFT's format on disk."""
 
-from chronicals.lora.apply import adapts, apply_lora
+from chronicals.lora.adapter_layer import AdapterLayer
+from chronicals.lora.apply import adapts, adapts_parameters, apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.experts import report_frozen_experts
 from chronicals.lora.layers import LoRALinear, adapters, adapters_are_fresh, has_magnitudes, without_adapters
@@ -10,12 +11,14 @@ from chronicals.lora.peft_format import name_base_by_absolute_path, save_adapter
 from chronicals.lora.several import adapter_names, add_adapter, add_weighted_adapter, delete_adapter, set_adapter
 
 __all__ = [
+    "AdapterLayer",
     "LoRAConfig",
     "LoRALinear",
     "adapter_names",
     "adapters",
     "adapters_are_fresh",
     "adapts",
+    "adapts_parameters",
     "add_adapter",
     "add_weighted_adapter",
     "apply_lora",

@@ -23,7 +23,9 @@ class LoRAConfig:
         alpha: ``s = alpha / rank``; with ``use_rslora`` ``alpha / sqrt(rank)`` (Kalajdzievski, 2023, theorem 3.2).
         dropout: probability with which an input of A is dropped in training.
         target_modules: names of linear layers (the last parts of their path), one regular expression for the whole
-            path, or None for every linear layer but the head.
+            path, or None for every linear layer but the head; the input embedding is adapted where it is named.
+        target_parameters: names of parameters that are adapted by themselves, such as the weights of all experts of a layer in
+            one tensor: the last parts of their path (``mlp.experts.down_proj``). With them ``target_modules`` may be empty.
         rank_pattern, alpha_pattern: ranks and alphas of some layers, by the end of their path or a regular expression for it,
             as PEFT reads them; the first that matches counts.
         layers: numbers of the decoder layers whose targets are adapted; None for all.
@@ -47,6 +49,7 @@ class LoRAConfig:
     init: str = "default"
     modules_to_save: Collection[str] | None = None
     trainable_token_indices: Sequence[int] | Mapping[str, Sequence[int]] | None = None
+    target_parameters: Collection[str] | None = None
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -59,6 +62,14 @@ class LoRAConfig:
             raise ValueError(f"init={self.init!r}: {INITS}")
         if self.use_dora and self.takes_from_weights:
             raise ValueError(f"use_dora=True with init={self.init!r}: lengths are of whole weights; leave one out")
+        if isinstance(self.target_parameters, str):
+            raise ValueError(f"target_parameters={self.target_parameters!r}: give a list of names, also for one")
+        if self.target_parameters:
+            self._check_parameters()
+        elif self.target_modules == []:
+            raise ValueError(
+                "lora_target_modules='none': nothing would be trained; name layers, or leave it out for all linear ones"
+            )
         for name, least in (("rank_pattern", 1), ("alpha_pattern", 0)):
             for key, value in getattr(self, name).items():
                 if value < least or value == 0:
@@ -67,6 +78,19 @@ class LoRAConfig:
                     re.compile(key)
                 except re.error as error:
                     raise ValueError(f"{name}: {key!r} is no regular expression: {error}") from None
+
+    def _check_parameters(self) -> None:
+        """What an adapter of a parameter cannot do, as in PEFT: it has no input of its own and no rows with a length."""
+        for value, name, remedy in (
+            (self.dropout, "dropout", "set dropout=0"),
+            (self.use_dora, "use_dora", "leave use_dora out"),
+            (self.takes_from_weights, "init", "leave init out"),
+        ):
+            if value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} with target_parameters={list(self.target_parameters or ())!r}: adapters "
+                    f"of parameters have none; {remedy}, or adapt linear layers alone (target_modules)"
+                )
 
     @property
     def scale(self) -> float:

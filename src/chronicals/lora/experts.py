@@ -1,4 +1,4 @@
-"""Experts stay frozen under adapters: all experts of a layer are one tensor, not linear layers."""
+"""Experts without adapters: all experts of a layer are one tensor, not linear layers, and are adapted where they are named."""
 
 from __future__ import annotations
 
@@ -22,15 +22,25 @@ def report_frozen_experts(model: Any) -> None:
     if frozen:
         ratio = sum(frozen.values()) / sum(parameter.numel() for parameter in model.parameters())
         others = f" and {len(frozen) - 1} others" if len(frozen) > 1 else ""
-        message = "experts have no adapters and stay frozen: %s%s, %.0f%% of all weights"
-        logger.warning(message, min(frozen), others, 100 * ratio)
+        message = "experts have no adapters and stay frozen: %s%s, %.0f%% of all weights%s"
+        names = sorted({name for path in frozen for name, _ in stacked(model.get_submodule(path))})
+        remedy = f"; lora_target_parameters={','.join(names)} adapts them" if names else ""
+        logger.warning(message, min(frozen), others, 100 * ratio, remedy)
 
 
 def _experts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Modules that hold the experts of a layer: with 3-D parameters, or named ``experts``."""
-    stacked = any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)) and not isinstance(module, _ConvNd)
-    if stacked or path.rpartition(".")[2] == "experts":
+    """Modules that hold the experts of a layer: with 3-D parameters, or named ``experts``; adapters around them included."""
+    inner: Any = module
+    while hasattr(inner, "base_layer"):
+        inner = inner.base_layer
+    if stacked(inner) or path.rpartition(".")[2] == "experts":
         yield path, module
         return
     for name, child in module.named_children():
         yield from _experts(child, f"{path}.{name}" if path else name)
+
+
+def stacked(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Its parameters with 3 dimensions, but those of convolutions."""
+    own = [] if isinstance(module, _ConvNd) else list(module.named_parameters(recurse=False))
+    return [(name, parameter) for name, parameter in own if parameter.ndim == 3]

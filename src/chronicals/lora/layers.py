@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from chronicals.kernels.launch import differentiable_once
 from chronicals.kernels.products import product
+from chronicals.lora.adapter_layer import AdapterLayer, exact
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.magnitude import SHORTEST, adapted_norms, crossed, is_plain, squared_norms_of, unbiased
 from chronicals.lora.tokens import TrainedTokens
 
 
-class LoRALinear(nn.Module):
+class LoRALinear(AdapterLayer):
     """``base(x) + s · B (A dropout(x))`` with A ``[r, in]``, B ``[out, r]``, both fp32 whatever the base is.
 
     A starts uniform as a linear layer does and B at zero, so that the model is at first unchanged.
@@ -40,31 +41,30 @@ class LoRALinear(nn.Module):
 
     Attributes:
         lora_magnitude_vector: m of DoRA, fp32 ``[out]``, or None; it starts at the norms of the rows of W.
-        enabled: whether the adapter is on (``without_adapters``).
         lora_start_A, lora_start_B: where the adapter started, if a part of the base's weight was moved into it
             (``starting_values``); else None. Off, such a layer computes what the original weight does.
     """
 
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
     lora_magnitude_vector: Tensor | None
     lora_start_A: Tensor | None
     lora_start_B: Tensor | None
 
     def __init__(self, base_layer: nn.Module, config: LoRAConfig, in_features: int, out_features: int):
-        super().__init__()
-        self.base_layer = base_layer.requires_grad_(False)
+        super().__init__(base_layer, config)
         self.in_features, self.out_features = in_features, out_features
         device = next(base_layer.parameters()).device
-        self.lora_A = nn.Parameter(torch.empty(config.rank, in_features, device=device, dtype=torch.float32))
-        self.lora_B = nn.Parameter(torch.zeros(out_features, config.rank, device=device, dtype=torch.float32))
-        if config.init == "gaussian":
-            nn.init.normal_(self.lora_A, std=1 / config.rank)
-        else:
-            nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+        self._make_matrices((config.rank, in_features), (out_features, config.rank), device)
+        start(self.lora_A, self.lora_B, config)
         self.register_buffer("lora_start_A", None)
         self.register_buffer("lora_start_B", None)
-        self.scale, self.dropout, self.enabled = config.scale, config.dropout, True
         self._squares: tuple[tuple, Tensor] | None = None
         self.lora_magnitude_vector = nn.Parameter(self.norms()) if config.use_dora else None
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        return self.MATRICES if self.lora_magnitude_vector is None else (*self.MATRICES, "lora_magnitude_vector")
 
     def keep_start(self) -> None:
         """Keep A and B as they are now as those that the base's weight is without."""
@@ -83,7 +83,7 @@ class LoRALinear(nn.Module):
         if self.lora_start_A is not None and self.lora_start_B is not None:
             same = torch.equal(self.lora_A, self.lora_start_A) and torch.equal(self.lora_B, self.lora_start_B)
         else:
-            same = not bool(self.lora_B.any())
+            same = super().is_fresh
         magnitude = self.lora_magnitude_vector
         return same and (magnitude is None or torch.allclose(magnitude, self.norms(), rtol=1e-5))
 
@@ -105,13 +105,17 @@ class LoRALinear(nn.Module):
     def with_adapter(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """``weight``, the base's in its layout, with A and B in it; in at least fp32."""
         update, upright = (b @ a) * self.scale, isinstance(self.base_layer, nn.Linear)
-        kind = torch.promote_types(weight.dtype, torch.float32)
-        total = weight.to(kind) + (update if upright else update.t()).to(weight.device)
+        total = exact(weight) + (update if upright else update.t()).to(weight.device)
         if self.lora_magnitude_vector is None:
             return total
         along = 1 if upright else 0
         norms = torch.linalg.vector_norm(total.detach(), dim=along).clamp_(min=SHORTEST)
         return total * (self.lora_magnitude_vector.to(weight.device) / norms).unsqueeze(along)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        weight = cast(Tensor, self.base_layer.weight)
+        weight.copy_(self.with_adapter(weight, self.lora_A, self.lora_B))
 
     @torch.no_grad()
     def norms(self) -> Tensor:
@@ -132,11 +136,6 @@ class LoRALinear(nn.Module):
     @property
     def bias(self) -> Tensor | None:
         return cast(Tensor | None, self.base_layer.bias)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "base_layer" and type(value).__module__.startswith("peft."):
-            raise ValueError(f"PEFT's {type(value).__name__} would go into an adapter of ours: call merge_and_unload() first")
-        super().__setattr__(name, value)
 
     def forward(self, x: Tensor) -> Tensor:
         if (matrices := self.matrices) is None:
@@ -166,14 +165,28 @@ class LoRALinear(nn.Module):
         return F.linear(F.linear(F.dropout(x, dropout), a.to(x.dtype)), b.to(x.dtype))
 
 
-def adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
-    """Paths and modules of the adapted layers."""
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear))
+def start(a: nn.Parameter, b: nn.Parameter, config: LoRAConfig) -> None:
+    """A uniform as a linear layer's, or normal; B zero."""
+    if config.init == "gaussian":
+        nn.init.normal_(a, std=1 / config.rank)
+    else:
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+    nn.init.zeros_(b)
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, AdapterLayer]]:
+    """Paths and modules of the adapted layers, linear or not. Of several around one layer the outermost comes first."""
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, AdapterLayer))
+
+
+def linear_adapters(model: nn.Module) -> Iterator[tuple[str, LoRALinear]]:
+    """Those of linear layers."""
+    return ((name, module) for name, module in adapters(model) if isinstance(module, LoRALinear))
 
 
 def has_magnitudes(model: nn.Module) -> bool:
     """Whether adapters are DoRA."""
-    return any(layer.lora_magnitude_vector is not None for _, layer in adapters(model))
+    return any(layer.lora_magnitude_vector is not None for _, layer in linear_adapters(model))
 
 
 def adapters_are_fresh(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chronicals.config.lora_init import is_init
-from chronicals.lora.apply import apply_lora, linear_shape, targeted_paths
+from chronicals.lora.adapter_layer import AdapterLayer, in_file
+from chronicals.lora.apply import apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import Weights, modules_to_save, rows_of, stored_embeddings, take_embeddings
 from chronicals.lora.layers import LoRALinear, adapters
-from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE, stored_names
+from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from chronicals.lora.starting_values import Start
+from chronicals.lora.targets import targeted_paths, targets_of
 from chronicals.lora.tokens import FILE_NAME, plan_tokens, trained_tokens
 from chronicals.models import embedding_table
 from chronicals.models.loading import DAMAGED
@@ -42,7 +44,7 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     attached = dict(adapters(model))
     config = _config(model, described, attached)
     for path, layer in attached.items():
-        if not math.isclose(layer.scale, scale := config.at(path).scale, rel_tol=1e-12):
+        if not math.isclose(layer.scale, scale := config.at(layer.named_at(path)).scale, rel_tol=1e-12):
             raise ValueError(f"{folder}: {path} is scaled by {scale:g}, the model's adapter by {layer.scale:g}")
     if attached and model.chronicals_lora.use_dora != config.use_dora:
         which = "is DoRA, the model's adapters are not" if config.use_dora else "is not DoRA, the model's adapters are"
@@ -55,13 +57,9 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     embeddings = _embeddings(model, folder, tensors, fixed=bool(attached))
     if absent := [path for path in whole if (path, "weight") not in embeddings]:
         raise ValueError(f"{folder}: {absent[0]} is in modules_to_save, and its weight is missing: save the adapter again")
-    names = stored_names(config)
-    shapes = {path: _shapes_of(layer, names) for path, layer in attached.items()}
-    for path in [] if attached else [path for path in targeted_paths(model, config.target_modules) if path not in whole]:
-        layer = model.get_submodule(path)
-        wide, narrow = linear_shape(layer) or (0, 0)
-        narrow = rows_of(model, embeddings) if layer is model.get_output_embeddings() else narrow
-        shapes[path] = _shapes(config.at(path), wide, narrow)
+    targets = [] if attached else targets_of(model, config, whole)
+    shapes = {path: _shapes_of(layer) for path, layer in attached.items()}
+    shapes |= {target.path: target.shapes(model, config, rows_of(model, embeddings)) for target in targets}
     tokens = {path: layer.token_ids.tolist() for path, layer in trained_tokens(model)}
     plan = _tokens(model, folder, config, {*shapes, *whole}, rows_of(model, embeddings), tokens if attached else None)
     wide = embedding_table(model).shape[1]
@@ -74,7 +72,7 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     stored |= {path: _since_start(folder, path, layer, stored[path]) for path, layer in attached.items()}
     take_embeddings(model, embeddings)
     if not attached:
-        apply_lora(model, config.fitted(shapes))
+        apply_lora(model, config.fitted([target.named for target in targets]))
     with torch.no_grad():
         for path, layer in adapters(model):
             for name, tensor in stored[path].items():
@@ -97,27 +95,21 @@ def _tokens(
     return there
 
 
-def _shapes(config: LoRAConfig, wide: int, narrow: int) -> dict[str, torch.Size]:
-    """Of the tensors of a layer's adapter, by their names in a file."""
-    shapes = ((config.rank, wide), (narrow, config.rank), (narrow,))
-    return {name: torch.Size(shape) for name, shape in zip(stored_names(config), shapes)}
-
-
-def _shapes_of(layer: LoRALinear, names: Sequence[str]) -> dict[str, torch.Size]:
-    """Of the same of a layer that is there: with the starting values beside A and B where it has some."""
-    if layer.lora_start_A is None:
-        return {name: getattr(layer, name.removesuffix(".weight")).shape for name in names}
+def _shapes_of(layer: AdapterLayer) -> dict[str, torch.Size]:
+    """Of what is trained of a layer, by the names in a file: with the starting values beside A and B where it has some."""
+    if not isinstance(layer, LoRALinear) or layer.lora_start_A is None:
+        return {in_file(name): layer.get_parameter(name).shape for name in layer.trained}
     (rank, wide), narrow = layer.lora_A.shape, len(layer.lora_B)
     return {"lora_A.weight": torch.Size((2 * rank, wide)), "lora_B.weight": torch.Size((narrow, 2 * rank))}
 
 
-def _since_start(folder: Path, path: str, layer: LoRALinear, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+def _since_start(folder: Path, path: str, layer: AdapterLayer, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     """A and B of a layer from those over its original weight; see ``starting_values``.
 
     Raises:
         ValueError: they started elsewhere than the layer, whose base is without another part of its weight.
     """
-    if layer.lora_start_A is None or layer.lora_start_B is None:
+    if not isinstance(layer, LoRALinear) or layer.lora_start_A is None or layer.lora_start_B is None:
         return stored
     now, start = _halves(stored["lora_A.weight"], stored["lora_B.weight"])
     own = layer.lora_start_A, layer.lora_start_B
@@ -157,6 +149,8 @@ def describe_adapter(folder: Path) -> dict[str, Any]:
     except (OSError, json.JSONDecodeError) as error:
         raise ValueError(f"{folder}: no readable {CONFIG_FILE}: {error}") from error
     _refuse_what_is_not_known(folder, described)
+    if described.get("target_modules") is None and described.get("target_parameters"):
+        described["target_modules"] = []
     absent = [field for field in NEEDED if described.get(field) is None]
     if absent:
         raise ValueError(
@@ -187,6 +181,7 @@ def shape_of(described: Mapping[str, Any], target_modules: list[str] | str) -> L
         alpha_pattern=described.get("alpha_pattern") or {},
         modules_to_save=described.get("modules_to_save") or None,
         trainable_token_indices=described.get("trainable_token_indices") or None,
+        target_parameters=described.get("target_parameters") or None,
         use_dora=described.get("use_dora", False),
         init=start if isinstance(start := described.get("init_lora_weights"), str) and _is_from_weights(start) else "default",
     )
@@ -258,7 +253,6 @@ def _refuse_what_is_not_known(folder: Path, described: dict[str, Any]) -> None:
         raise ValueError(f"{folder}: peft_type={described.get('peft_type')!r}: only LORA adapters can be loaded")
     for field in (
         "layer_replication",
-        "target_parameters",
         "alora_invocation_tokens",
         "use_qalora",
         "use_bdlora",

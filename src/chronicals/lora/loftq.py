@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.layers import adapters
+from chronicals.lora.layers import linear_adapters
 from chronicals.models.four_bits import WATCHED
 from chronicals.quantization import Linear4bit, Packed
 
@@ -93,7 +93,7 @@ def check_quantised(model: Any, paths: Collection[str], config: LoRAConfig) -> N
 def start_from_quantisation(model: Any) -> None:
     """Give every adapter its start, and forget the starts; magnitudes (DoRA) become the lengths of rows with it."""
     starts = vars(model).pop(WATCHED).starts
-    for path, layer in adapters(model):
+    for path, layer in linear_adapters(model):
         for own, start in zip((layer.lora_A, layer.lora_B), starts[path], strict=True):
             own.copy_(start)
         if layer.lora_magnitude_vector is not None:

@@ -1,5 +1,5 @@
-"""Merging: a linear layer with an adapter becomes a plain linear layer with the weight ``W + s · B A``, its rows scaled where
-the adapter has magnitudes (``magnitude.py``)."""
+"""Merging: an adapted layer becomes a plain one with the weight ``W + s · B A``, its rows scaled where the adapter has
+magnitudes (``magnitude.py``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from chronicals.lora.layers import LoRALinear, adapters
+from chronicals.lora.adapter_layer import AdapterLayer
+from chronicals.lora.layers import adapters
 from chronicals.lora.magnitude import is_plain
+from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import merge_tokens
 from chronicals.quantization import Linear4bit
 
@@ -18,9 +20,9 @@ from chronicals.quantization import Linear4bit
 def merge_adapters(model: Any) -> None:
     """Replace every adapted layer by its base layer with the merged weight, summed in fp32 and rounded once to its dtype.
 
-    Layers in 4 bits become plain ones of what they are dequantised to, those without an adapter too; rows of trained tokens
-    go into the embedding. A head that was tied
-    to the embedding gets a weight of its own. All weights stay frozen, as with PEFT.
+    Layers in 4 bits become plain ones of what they are dequantised to, those without an adapter too; rows of trained tokens go
+    into the embedding. A head that is tied to the embedding gets a weight of its own where one of the two is adapted. All
+    weights stay frozen, as with PEFT.
 
     Raises:
         ValueError: there are no adapters of ours, or a weight is quantised; the model is unchanged.
@@ -28,36 +30,40 @@ def merge_adapters(model: Any) -> None:
     adapted = dict(adapters(model))
     if not adapted:
         raise ValueError(f"{type(model).__name__} has no adapters of apply_lora or load_adapter to merge")
-    quantised = [path for path, layer in adapted.items() if not _can_be_merged(layer.base_layer)]
+    quantised = [path for path, layer in adapted.items() if not _can_be_merged(layer)]
     if quantised:
         raise ValueError(
             f"the weights of {quantised[0]} are quantised and cannot take its adapter; save the adapter, load the base in 16 "
             "bit, attach it with chronicals.lora.load_adapter, and merge that"
         )
     _untie_adapted_head(model)
-    for path, layer in adapted.items():
+    for path, layer in reversed(adapted.items()):  # of several around one layer the innermost first
         if isinstance(layer.base_layer, Linear4bit):
             layer.base_layer = layer.base_layer.plain()
-        base: Any = layer.base_layer
-        base.weight.copy_(layer.with_adapter(base.weight, layer.lora_A, layer.lora_B))
+        layer.merge()
         parent, _, name = path.rpartition(".")
-        setattr(model.get_submodule(parent), name, base)
+        setattr(model.get_submodule(parent), name, layer.base_layer)
     merge_tokens(model)
     for path, module in list(model.named_modules()):
         if isinstance(module, Linear4bit):
             model.set_submodule(path, module.plain())
 
 
-def _can_be_merged(layer: Any) -> bool:
-    return isinstance(layer, Linear4bit) or is_plain(layer.weight)
+def _can_be_merged(adapted: AdapterLayer) -> bool:
+    if isinstance(adapted, LoRAParameter):
+        return is_plain(adapted.parameter)
+    return isinstance(adapted.base_layer, Linear4bit) or is_plain(adapted.base_layer.weight)
 
 
 def _untie_adapted_head(model: Any) -> None:
-    """Give an adapted head a copy of a weight that it shares with the embedding, so that merging does not change the latter."""
-    head = model.get_output_embeddings()
-    if not isinstance(head, LoRALinear) or head.base_layer.weight is not model.get_input_embeddings().weight:
+    """Give the head a copy of a weight that it shares with the embedding, so that merging an adapter of one of them does not
+    change the other."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    adapted = isinstance(head, AdapterLayer) or isinstance(embedding, AdapterLayer)
+    plain: Any = head.base_layer if isinstance(head, AdapterLayer) else head
+    if not adapted or plain is None or plain.weight is not embedding.weight:
         return
-    head.base_layer.weight = nn.Parameter(head.base_layer.weight.clone(), requires_grad=False)
+    plain.weight = nn.Parameter(plain.weight.clone(), requires_grad=False)
     for config in (model.config, model.config.get_text_config()):
         config.tie_word_embeddings = False
     model.all_tied_weights_keys = {}

@@ -14,9 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from chronicals.config.paths import lasting
+from chronicals.lora.adapter_layer import AdapterLayer, in_file
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import embeddings_to_store, modules_to_save
 from chronicals.lora.layers import adapters
+from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import FILE_NAME, TrainedTokens, tokens_for_file, trained_tokens
 
 logger = logging.getLogger(__name__)
@@ -25,11 +27,6 @@ PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 CHANGED = "_chronicals_weights_changed"
 """Attribute of a model whose weights are no longer those of the folder or hub name that it was loaded from."""
-
-
-def stored_names(config: LoRAConfig) -> tuple[str, ...]:
-    """What a file calls the tensors of a layer's adapter; the layer itself without ``.weight``."""
-    return ("lora_A.weight", "lora_B.weight", *(("lora_magnitude_vector",) if config.use_dora else ()))
 
 
 def save_adapter(
@@ -46,8 +43,8 @@ def save_adapter(
     Raises:
         ValueError: there are none, or they are PEFT's, which writes its own.
     """
-    paths = dict(adapters(model))
-    if not paths:
+    layers = dict(adapters(model))
+    if not layers:
         theirs = "; PEFT's are written by its own save_pretrained" if hasattr(model, "peft_config") else ""
         raise ValueError(f"{type(model).__name__} has no adapters of apply_lora or load_adapter{theirs}")
     base = lasting(base_model or ("" if getattr(model, CHANGED, False) else model.config._name_or_path)) or None
@@ -57,6 +54,8 @@ def save_adapter(
     trained = dict(trained_tokens(model))
     if bool(trained) != (config.trainable_token_indices is not None):
         raise ValueError("trainable_token_indices: the embedding was replaced since; resize it before adapters are attached")
+    whole_layers = sorted(path for path, layer in layers.items() if not isinstance(layer, LoRAParameter))
+    parameters = sorted(layer.named_at(path) for path, layer in layers.items() if isinstance(layer, LoRAParameter))
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -71,13 +70,15 @@ def save_adapter(
         "rank_pattern": dict(config.rank_pattern),
         "alpha_pattern": dict(config.alpha_pattern),
         "use_dora": config.use_dora,
-        "target_modules": sorted(paths),
-        "fan_in_fan_out": any(type(layer.base_layer).__name__ == "Conv1D" for layer in paths.values()),
+        "target_modules": whole_layers,
+        "target_parameters": parameters or None,
+        "fan_in_fan_out": any(type(layer.base_layer).__name__ == "Conv1D" for layer in layers.values()),
         "bias": "none",
         "inference_mode": True,
     }
     values = model.state_dict() if state_dict is None else state_dict
-    tensors = {f"{PREFIX}{path}.{name}": t for path in paths for name, t in _stored(path, config, values).items()}
+    stored = {path: _stored(path, layer, values) for path, layer in layers.items()}
+    tensors = {f"{PREFIX}{path}.{name}": tensor for path, found in stored.items() for name, tensor in found.items()}
     tensors |= {f"{PREFIX}{path}.{FILE_NAME}": values[f"{path}.lora_tokens"].detach().contiguous() for path in trained}
     whole = modules_to_save(model, config.modules_to_save)
     learned = [f"{path}.{name}" for path, module in whole.items() for name, _ in module.named_parameters()]
@@ -109,9 +110,9 @@ def over_original_weights(config: LoRAConfig) -> LoRAConfig:
     )
 
 
-def _stored(path: str, config: LoRAConfig, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _stored(path: str, layer: AdapterLayer, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a layer's adapter over its original weight, by their names in a file."""
-    found = {name: values[f"{path}.{name.removesuffix('.weight')}"].detach() for name in stored_names(config)}
+    found = {in_file(name): values[f"{path}.{name}"].detach() for name in layer.trained}
     start_a, start_b = (values.get(f"{path}.lora_start_{side}") for side in "AB")
     if start_a is not None and start_b is not None:
         a, b = found["lora_A.weight"], found["lora_B.weight"]

@@ -13,18 +13,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from chronicals.lora.apply import apply_lora, linear_shape
+from chronicals.lora.apply import apply_lora
 from chronicals.lora.config import LoRAConfig
+from chronicals.lora.embedding_layer import LoRAEmbedding, is_embedding
 from chronicals.lora.layers import adapters
 from chronicals.lora.loading import adapter_tensors, describe_adapter, shape_of
 from chronicals.lora.model_methods import ACTIVE, NAMED, plain_again
+from chronicals.lora.targets import linear_shape
 
 Matrices = dict[str, tuple[Tensor, Tensor]]
 """A ``[r, in]`` and B ``[out, r]`` of each layer, by its path."""
@@ -68,7 +70,7 @@ def set_adapter(model: Any, name: str) -> Any:
     """
     wanted = _find(model, name)
     _keep_values(model)
-    there = {path: (layer.lora_A.shape, layer.scale) for path, layer in adapters(model)}
+    there = {path: (layer.pair[0].shape, layer.scale) for path, layer in adapters(model)}
     asked = {path: (a.shape, wanted.config.at(path).scale) for path, (a, _) in wanted.matrices.items()}
     if there != asked or model.chronicals_lora.use_dora:
         _detach(model)
@@ -77,7 +79,7 @@ def set_adapter(model: Any, name: str) -> Any:
     with torch.no_grad():
         for path, layer in adapters(model):
             layer.dropout = wanted.config.dropout
-            for own, kept in zip((layer.lora_A, layer.lora_B), wanted.matrices[path], strict=True):
+            for own, kept in zip(layer.pair, wanted.matrices[path], strict=True):
                 own.copy_(kept)
     setattr(model, ACTIVE, name)
     return model
@@ -167,16 +169,26 @@ def _keep_values(model: Any) -> None:
     if name is None:
         return
     config: LoRAConfig = model.chronicals_lora
-    if config.use_dora or config.takes_from_weights or config.modules_to_save or config.trainable_token_indices is not None:
-        kind = "use_dora=True" if config.use_dora else f"init={config.init!r}, {_beside(config)}"
-        raise ValueError(f"{name!r}: an adapter with {kind} cannot be switched; save it, and add_adapter what loads as LoRA")
-    held = {path: (layer.lora_A, layer.lora_B) for path, layer in adapters(model)}
+    if (more := _more_than_matrices(config)) is not None:
+        field, value = more
+        raise ValueError(
+            f"{name!r}: an adapter with {field}={value!r} cannot be switched; save it, and add_adapter what loads as LoRA"
+        )
+    held = {path: layer.pair for path, layer in adapters(model)}
     matrices = {path: (a.detach().to("cpu", copy=True), b.detach().to("cpu", copy=True)) for path, (a, b) in held.items()}
     getattr(model, NAMED)[name] = NamedAdapter(config, matrices)
 
 
-def _beside(config: LoRAConfig) -> str:
-    return f"modules_to_save={config.modules_to_save}, trainable_token_indices={config.trainable_token_indices}"
+THEIRS = {"init": "init_lora_weights"}
+"""Fields of a LoRAConfig that PEFT calls otherwise."""
+
+
+def _more_than_matrices(config: LoRAConfig) -> tuple[str, Any] | None:
+    """A field, and its value, by which adapters are more than A and B of layers; None where they are that."""
+    asked: dict[str, Any] = {"use_dora": config.use_dora, "target_parameters": config.target_parameters}
+    asked |= {"init": config.init if config.takes_from_weights else None, "modules_to_save": config.modules_to_save}
+    asked |= {"trainable_token_indices": config.trainable_token_indices}
+    return next(((field, value) for field, value in asked.items() if value), None)
 
 
 def _find(model: Any, name: str) -> NamedAdapter:
@@ -188,7 +200,7 @@ def _find(model: Any, name: str) -> NamedAdapter:
 
 def _detach(model: Any) -> None:
     """Make the model plain again; nothing is merged."""
-    for path, layer in list(adapters(model)):
+    for path, layer in reversed(list(adapters(model))):
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer.base_layer)
     plain_again(model)
@@ -197,15 +209,16 @@ def _detach(model: Any) -> None:
 def _read(model: Any, folder: Path) -> NamedAdapter:
     described = describe_adapter(folder)
     config = shape_of(described, described["target_modules"])
-    if config.use_dora or config.takes_from_weights:
-        field = "use_dora" if config.use_dora else "init_lora_weights"
+    if (more := _more_than_matrices(replace(config, modules_to_save=None))) is not None:
+        field = THEIRS.get(more[0], more[0])
         raise ValueError(f"{folder}: {field}={described[field]!r}: cannot be one of several; merge_and_unload() it into a base")
     tensors = adapter_tensors(folder)
     if others := [name for name in tensors if ".lora_" not in name]:
         raise ValueError(f"{folder}: holds {others[0]} beside its adapters, which all adapters would share; load it alone")
     matrices: Matrices = {}
     for path in sorted({name.rpartition(".lora_")[0] for name in tensors}):
-        a, b = tensors.get(f"{path}.lora_A.weight"), tensors.get(f"{path}.lora_B.weight")
+        names = ("lora_A.weight", "lora_B.weight"), LoRAEmbedding.MATRICES
+        a, b = (next((tensors[f"{path}.{name}"] for name in each if f"{path}.{name}" in tensors), None) for each in zip(*names))
         shape, rank = _shape_at(model, path), config.at(path).rank
         if a is None or b is None or shape is None or (a.shape, b.shape) != ((rank, shape[0]), (shape[1], rank)):
             raise ValueError(f"{folder}: the adapter of {path} does not fit the model: of another one?")
@@ -215,9 +228,10 @@ def _read(model: Any, folder: Path) -> NamedAdapter:
 
 
 def _shape_at(model: Any, path: str) -> tuple[int, int] | None:
-    """``(in, out)`` of the linear layer at a path, adapted or not."""
+    """``(in, out)`` of the linear layer or embedding at a path, adapted or not."""
     try:
         layer = model.get_submodule(path)
     except AttributeError:
         return None
-    return linear_shape(getattr(layer, "base_layer", layer))
+    layer = getattr(layer, "base_layer", layer)
+    return linear_shape(layer) or ((layer.num_embeddings, layer.embedding_dim) if is_embedding(layer) else None)

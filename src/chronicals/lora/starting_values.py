@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.layers import LoRALinear, adapters
+from chronicals.lora.layers import LoRALinear, linear_adapters
 
 Start = tuple[Tensor, Tensor]
 """A₀ ``[r, in]`` and B₀ ``[out, r]``."""
@@ -55,7 +55,7 @@ def start_from_weights(model: Any, init: str, known: Mapping[str, Start] | None 
         init: ``pissa``, ``pissa_niter_N`` or ``olora``.
         known: starting values by path, which are taken instead of computed ones.
     """
-    for path, layer in adapters(model):
+    for path, layer in linear_adapters(model):
         _start(layer, init, (known or {}).get(path))
 
 

@@ -152,10 +152,18 @@ def quantised_names(name: str | Path, trust_remote_code: bool = False) -> set[st
     Raises:
         ValueError: there is no such model.
     """
+    return {f"{path}.weight" for path in linear_layers(load_without_weights(name, trust_remote_code))}
+
+
+def load_without_weights(name: str | Path, trust_remote_code: bool = False) -> Any:
+    """The model of a folder or hub name on torch's meta device: names and shapes alone.
+
+    Raises:
+        ValueError: there is no such model.
+    """
     config = load_config(name, trust_remote_code)
     with torch.device("meta"):
-        model = _auto_class(config).from_config(config)
-    return {f"{path}.weight" for path in linear_layers(model)}
+        return _auto_class(config).from_config(config)
 
 
 def _quantising(config: Any, watch: Watch | None) -> dict[str, Any]:

@@ -1,4 +1,5 @@
-"""LoRA+ (Hayou, Ghosh and Yu, 2024, section 4): matrix B of an adapter learns ``lr_ratio`` times faster than A."""
+"""LoRA+ (Hayou, Ghosh and Yu, 2024, section 4): matrix B of an adapter learns ``lr_ratio`` times faster than A. Both matrices
+of an embedding's adapter learn as A does, as in PEFT's optimizer."""
 
 from typing import Any
 
@@ -35,7 +36,7 @@ def lora_plus_groups(model: nn.Module, base_lr: float, lr_ratio: float = 16.0) -
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     fast = [parameter for name, parameter in named if "lora_B" in name.split(".")]
     rest = [parameter for name, parameter in named if "lora_B" not in name.split(".")]
-    if not fast:
+    if not fast and not any("lora_embedding_B" in name.split(".") for name, _ in named):
         raise ValueError("lr_ratio has nothing to act on: the model has no trainable lora_B; call apply_lora first")
     groups: list[dict[str, Any]] = [
         {"params": [p for p in rest if p.ndim > 1], "lr": base_lr},

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.lora import LoRAConfig, adapters, adapts, apply_lora, report_frozen_experts
+from chronicals.lora import LoRAConfig, adapters, adapts, adapts_parameters, apply_lora, report_frozen_experts
 from chronicals.lora.embeddings import modules_to_save
 from chronicals.lora.loading import stored_start
 from chronicals.lora.loftq import LoftQ
@@ -40,6 +40,7 @@ ADAPTERS = {
     "lora_init": "init",
     "lora_modules_to_save": "modules_to_save",
     "lora_trainable_tokens": "trainable_token_indices",
+    "lora_target_parameters": "target_parameters",
 }
 """Fields about adapters, and what each is called in a LoRAConfig."""
 
@@ -228,7 +229,9 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
 def _is_as_asked(model: Any, config: ChronicalsConfig, name: str) -> bool:
     """Whether the model's adapters are what a field asks for; layers are compared where they are, not by their names."""
     asked, found = getattr(config, name), getattr(model.chronicals_lora, ADAPTERS[name])
+    unlimited = config.lora_target_modules is None and config.lora_layers is None
+    if name == "lora_target_parameters":
+        return adapts_parameters(model, asked, config.lora_layers)
     if name in ("lora_target_modules", "lora_layers"):
-        unlimited = config.lora_target_modules is None and config.lora_layers is None
         return unlimited or adapts(model, config.lora_target_modules, config.lora_layers)
     return bool(asked == found)

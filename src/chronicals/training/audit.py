@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 SMALL = 1 << 16
 """Tensors up to this many elements are compared whole, larger ones by the sums of their bit patterns."""
 
+WAITS_FOR = {"lora_A": "lora_B", "lora_embedding_B": "lora_embedding_A"}
+"""Matrices of adapters, and those that begin at zero, without which they have no gradient."""
+
 AT_A_TIME = 1 << 22
 """Elements that are summed at a time: torch makes 8 bytes of each."""
 
@@ -31,8 +34,8 @@ class Coverage:
         attached: of those, held by the optimizer.
         with_gradient: of those, in tensors with a gradient that is not zero.
         moved: of those, in tensors that the first step changed.
-        waiting: of those attached, A matrices of adapters, ours or PEFT's, whose B was zero and has a gradient: they learn from
-            the second step on.
+        waiting: of those attached, matrices of adapters, ours or PEFT's, whose other one was zero and has a gradient: they
+            learn from the second step on.
         idle: names of the other asked-for tensors without a gradient.
     """
 
@@ -87,7 +90,8 @@ class FirstStepAudit:
         self.asked = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.attached = {name: p for name, p in self.asked.items() if id(p) in held}
         self.before = {name: self._mark(p) for name, p in self.attached.items()}
-        self.zero = {name for name, p in self.attached.items() if "lora_B" in name and not bool(p.count_nonzero())}
+        begins_at_zero = [name for name in self.attached if any(zero in name for zero in WAITS_FOR.values())]
+        self.zero = {name for name in begins_at_zero if not bool(self.attached[name].count_nonzero())}
         self.with_gradient: dict[str, Tensor] = {}
 
     def see_gradients(self) -> None:
@@ -113,7 +117,8 @@ class FirstStepAudit:
         moved = [p for name, p in self.attached.items() if not torch.equal(self.before[name], self._mark(p))]
         idle = set(self.asked) - set(self.with_gradient)
         learning = self.zero & set(self.with_gradient)
-        waiting = {name for name in idle if "lora_A" in name and name.replace("lora_A", "lora_B") in learning}
+        pairs = [(name, name.replace(own, zero)) for name in idle for own, zero in WAITS_FOR.items() if own in name]
+        waiting = {name for name, other in pairs if other in learning}
         return Coverage(
             total=sum(p.numel() for p in self.model.parameters()),
             asked=_count(self.asked.values()),

@@ -10,6 +10,11 @@ import torch
 from torch import Size
 
 
+def plain_name(name: str) -> str:
+    """What a weight is called in the model without adapters; a matrix of an adapter keeps its name."""
+    return name if ".lora_" in name else ".".join(part for part in name.split(".") if part != "base_layer")
+
+
 @dataclass(frozen=True)
 class Modules:
     """The modules of a model's trained weights.

@@ -14,6 +14,7 @@ from chronicals.kernels.master import join_master
 from chronicals.objectives import build_objective
 from chronicals.training.session import prepare
 from chronicals.training.step import rate_factor, set_learning_rate
+from chronicals.verification.modules import plain_name
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class TrainingPath:
     def __init__(self, model: Any, config: ChronicalsConfig, total_steps: int, tokenizer: Any = None):
         self.model, self.config, self.total_steps = model, config, total_steps
         self.session = prepare(model, config, build_objective(config), tokenizer=tokenizer)
-        self.trained = {name.replace(".base_layer.", "."): p for name, p in model.named_parameters() if p.requires_grad}
+        self.trained = {plain_name(name): p for name, p in model.named_parameters() if p.requires_grad}
         self.stepping = self.session.stepping
         model.train()
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.config import ConfigurationError
-from chronicals.lora.apply import linear_shape
+from chronicals.lora.targets import linear_shape
 
 ROWS = 1024
 """Rows of the identity that a layer multiplies at a time."""

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.lora.apply import linear_shape
+from chronicals.lora.targets import linear_shape
 from chronicals.models import beside_text, is_within
 from chronicals.models.router_loss import asks_for_router_loss, read_router_loss
 from chronicals.objectives import Objective
+from chronicals.verification.modules import plain_name
 from chronicals.verification.quantised import dense_weight, multiply_as, quantised_layers
 
 ROW_TOKENS, LOGITS = 4096, 2**28
@@ -224,10 +225,14 @@ class PlainArm:
                 self.trained[name] = parameter.requires_grad_(True)
         paths = [path for path in paths if f"{path}.weight" not in self.trained]
         self._train_rows(fields["trainable_token_indices"])
+        self._adapt_parameters(fields)
         read = _read(self.model, paths)
         for path in paths:
             rank, scale = _rank_and_scale(fields, path)
             layer = self.model.get_submodule(path)
+            if isinstance(layer, nn.Embedding):
+                self._adapt_embedding(path, layer, rank, scale)
+                continue
             weight = layer.get_parameter("weight")
             wide, narrow = weight.shape[::-1] if isinstance(layer, nn.Linear) else weight.shape  # Conv1D is [in, out]
             a = nn.Parameter(torch.randn(rank, wide, device=self.device) / math.sqrt(wide))
@@ -242,6 +247,38 @@ class PlainArm:
             else:
                 layer.register_forward_hook(_adapter(a, b, scale, lengths))
 
+    def _adapt_embedding(self, path: str, layer: nn.Embedding, rank: int, scale: float) -> None:
+        """``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``, where e is the scale of the class."""
+        a = nn.Parameter(torch.zeros(rank, layer.num_embeddings, device=self.device))
+        b = nn.Parameter(torch.randn(layer.embedding_dim, rank, device=self.device))
+        self.trained[f"{path}.lora_embedding_A"], self.trained[f"{path}.lora_embedding_B"] = a, b
+        scale *= float(getattr(layer, "embed_scale", 1.0))
+
+        def add(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            rows = F.embedding(inputs[0], a.t(), layer.padding_idx).to(out.dtype)
+            return out + F.linear(rows, b.to(out.dtype)) * scale
+
+        layer.register_forward_hook(add)
+
+    def _adapt_parameters(self, fields: Mapping[str, Any]) -> None:
+        """Each layer runs with ``W[e] + scale · B[e] A[e]`` in the place of a targeted parameter."""
+        named = [name for name, _ in self.model.named_parameters()]
+        named = [n for n in named if any(f".{n}".endswith(f".{end}") for end in fields["target_parameters"] or ())]
+        layers = fields["layers"]
+        named = [n for n in named if layers is None or any(int(part) in layers for part in n.split(".") if part.isdigit())]
+        for full in named:
+            owner, _, name = full.rpartition(".")
+            beneath = [n for n in named if n.rpartition(".")[0] == owner]
+            path = owner + ".base_layer" * (len(beneath) - 1 - beneath.index(full))
+            rank, scale = _rank_and_scale(fields, full)
+            layer = self.model.get_submodule(owner)
+            weight, turned = layer.get_parameter(name), bool(getattr(layer, "is_transposed", False))
+            experts = weight.shape[0] if weight.ndim == 3 else 1
+            narrow, wide = weight.shape[:-3:-1] if weight.ndim == 3 and turned else weight.shape[-2:]
+            a = nn.Parameter(torch.randn(experts * rank, wide, device=self.device) / math.sqrt(wide))
+            b = nn.Parameter(torch.zeros(narrow, rank * experts, device=self.device))
+            self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
+            _put_in_place(layer, name, a, b, scale, experts, turned)
 
     def _train_rows(self, asked: Any) -> None:
         """Tokens whose rows of the embedding are trained, and of the head where that is the same weight; or by their names."""
@@ -260,6 +297,26 @@ class PlainArm:
                     if id(weight) not in known:
                         known[id(weight)] = self.trained[f"{path}.lora_tokens"] = nn.Parameter(weight.detach()[ids].float())
                     parametrize.register_parametrization(layer, "weight", _RowsInWeight(ids, known[id(weight)]))
+
+
+def _put_in_place(
+    layer: nn.Module, name: str, a: nn.Parameter, b: nn.Parameter, scale: float, experts: int, turned: bool
+) -> None:  # fmt: skip
+    """While the layer runs it finds the adapted parameter before its own; A is ``[experts · rank, in]``, with the ranks of an
+    expert together, B ``[out, rank · experts]``, with the experts of a rank together."""
+
+    def before(layer: nn.Module, _: Any) -> None:
+        weight = layer.get_parameter(name)
+        down, up = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts)
+        update = torch.einsum("ore,eri->eoi", up, down) * scale
+        update = (update.transpose(1, 2) if turned else update) if weight.ndim == 3 else update[0]
+        layer.__dict__[name] = (weight.float() + update).to(weight.dtype)
+
+    def after(layer: nn.Module, _inputs: Any, _out: Any) -> None:
+        layer.__dict__.pop(name)
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after)
 
 
 @torch.no_grad()
@@ -328,7 +385,16 @@ def _adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
     """What is said of the adapters that are there already, or of those that the run will attach."""
     if hasattr(model, "chronicals_lora"):
         return vars(model.chronicals_lora)
-    named = ("target_modules", "layers", "rank", "alpha", "rank_pattern", "alpha_pattern", "modules_to_save")
+    named = (
+        "target_modules",
+        "target_parameters",
+        "layers",
+        "rank",
+        "alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "modules_to_save",
+    )
     return {name: getattr(config, f"lora_{name}") for name in named} | {
         "use_rslora": config.use_rslora, "use_dora": config.use_dora, "trainable_token_indices": config.lora_trainable_tokens,
     }  # fmt: skip
@@ -346,7 +412,7 @@ def _rank_and_scale(fields: Mapping[str, Any], path: str) -> tuple[int, float]:
 
 
 def targeted(model: Any, wanted: list[str] | str | None, layers: Collection[int] | None = None) -> list[str]:
-    """Paths of the linear layers that the options ask to adapt, in a model without adapters."""
+    """Paths of the linear layers and embeddings that the options ask to adapt, in a model without adapters."""
     if layers is not None:
         found = [(path, re.search(r"\.(\d+)\.", path)) for path in targeted(model, wanted)]
         return [path for path, number in found if number and int(number[1]) in layers]
@@ -355,6 +421,7 @@ def targeted(model: Any, wanted: list[str] | str | None, layers: Collection[int]
     if wanted is None or wanted == "all-linear":
         towers = beside_text(model)
         return [path for path in paths if model.get_submodule(path) is not head and not is_within(path, towers)]
+    paths += [path for path, layer in model.named_modules() if isinstance(layer, nn.Embedding)]
     if isinstance(wanted, str):
         return [path for path in paths if re.fullmatch(wanted, path)]
     return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in wanted)]
@@ -392,7 +459,7 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
             "verify a model of the same family that can"
         ) from error
     without_dropout(fresh)
-    weights = {name.replace(".base_layer.", "."): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
+    weights = {plain_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
     quantised = quantised_layers(model)
     for path in quantised:  # of which a state dictionary has the format, too
         weights = {name: x for name, x in weights.items() if not name.startswith(f"{path}.") or name == f"{path}.bias"}

@@ -1,0 +1,76 @@
+"""AdapterLayer: what all adapted layers have, whatever they adapt."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.lora.config import LoRAConfig
+
+
+class AdapterLayer(nn.Module, ABC):
+    """A frozen ``base_layer`` with a trained product ``s · B A`` beside one of its weights. A ``[r, in]`` and B ``[out, r]``
+    are fp32 whatever the base is.
+
+    Attributes:
+        MATRICES: names of A and B.
+        scale: s.
+        dropout: of the input of A, in training.
+        enabled: whether the adapter is on (``without_adapters``).
+    """
+
+    MATRICES = ("lora_A", "lora_B")
+
+    def __init__(self, base_layer: nn.Module, config: LoRAConfig):
+        super().__init__()
+        self.base_layer = base_layer
+        if not isinstance(base_layer, AdapterLayer):  # which is trained itself
+            base_layer.requires_grad_(False)
+        self.scale, self.dropout, self.enabled = config.scale, config.dropout, True
+
+    def _make_matrices(self, a_shape: tuple[int, int], b_shape: tuple[int, int], device: torch.device) -> None:
+        """A and B as parameters, not yet filled."""
+        for name, shape in zip(self.MATRICES, (a_shape, b_shape), strict=True):
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=torch.float32)))
+
+    @property
+    def pair(self) -> tuple[nn.Parameter, nn.Parameter]:
+        """A and B."""
+        a, b = (self.get_parameter(name) for name in self.MATRICES)
+        return a, b
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Names of what is trained and saved."""
+        return self.MATRICES
+
+    def named_at(self, path: str) -> str:
+        """What patterns of ranks and PEFT's configuration call the adapted weight, where the layer is at ``path``."""
+        return path
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the layer is what it is without its adapter: one of A and B is zero. Waits for the device."""
+        return not all(bool(matrix.any()) for matrix in self.pair)
+
+    @abstractmethod
+    def merge(self) -> None:
+        """Add ``s · B A`` to the base's weight, summed in at least fp32 and rounded once."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "base_layer" and type(value).__module__.startswith("peft."):
+            raise ValueError(f"PEFT's {type(value).__name__} would go into an adapter of ours: call merge_and_unload() first")
+        super().__setattr__(name, value)
+
+
+def exact(weight: Tensor) -> Tensor:
+    """In at least fp32."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32))
+
+
+def in_file(name: str) -> str:
+    """What a file of PEFT's calls a trained tensor of a layer: its A and B of a linear layer are layers themselves."""
+    return f"{name}.weight" if name in AdapterLayer.MATRICES else name

@@ -1,0 +1,136 @@
+"""The experts of a layer with adapters, as transformers 5 defines experts (``use_experts_implementation``), in plain torch.
+
+    y_t = Σ_k p_tk · down_e(gate(up_e(x_t))),   e = expert k of token t;   up and down: x W[e]ᵀ + b[e] + s · (x A[e]ᵀ) B[e]ᵀ
+
+Rows are sorted by expert and multiplied group by group. Nothing of the size of W is made: the gradients of A and B come from
+products as wide as the rank, W is frozen and has none.
+
+Shapes: T tokens, k experts of a token, S = T · k rows, E experts, K inputs, N outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
+"""What ``use_experts_implementation`` says of a class: how its experts are computed from its parameters."""
+
+ALIGNED = 8
+"""Elements of 16 bits in the 16 bytes that rows of a grouped product begin at multiples of."""
+
+
+class Factors(NamedTuple):
+    """A and B of an adapter for each expert, in the dtype of W, and s."""
+
+    down_ERK: Tensor
+    up_ENR: Tensor
+    scale: float
+
+
+class Routed(NamedTuple):
+    """What a layer of experts is called with."""
+
+    hidden_TK: Tensor
+    experts_Tk: Tensor
+    shares_Tk: Tensor
+
+
+def expert_inputs(layer: Any, names: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]) -> Routed | None:
+    """The inputs of a layer whose experts are computed here; None where the layer is something else, has hooks, or has its
+    experts on several ranks.
+
+    Args:
+        names: of the parameters that are adapted.
+        inputs, named: arguments of the layer's forward.
+    """
+    if not all(hasattr(layer, flag) for flag in FLAGS) or getattr(layer, "_is_expert_parallel", False):
+        return None
+    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
+    if hooks or "forward" in vars(layer) or not names.keys() <= {_first(layer), "down_proj"}:
+        return None
+    order = _argument_names(type(layer).forward)
+    given = dict(zip(order, inputs)) | dict(named)
+    if len(order) != 3 or given.keys() != set(order):
+        return None
+    routed = Routed(*(given[name] for name in order))
+    return routed if all(isinstance(x, Tensor) and x.ndim == 2 for x in routed) else None
+
+
+@functools.cache
+def _argument_names(forward: Callable) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]
+
+
+def _first(layer: Any) -> str:
+    """The parameter of the first product."""
+    return "gate_up_proj" if layer.has_gate else "up_proj"
+
+
+def adapted_experts(layer: Any, factors: Mapping[str, Factors], routed: Routed) -> Tensor:
+    """``[T, N]``, in the dtype of the hidden states."""
+    hidden_TK, experts_Tk, shares_Tk = routed
+    tokens, each = experts_Tk.shape
+    experts_S, order_S = experts_Tk.reshape(-1).sort(stable=True)
+    numbers_E = torch.arange(layer.num_experts, device=experts_S.device)
+    groups = _Groups(experts_S, torch.searchsorted(experts_S, numbers_E, right=True))
+    rows_SN = _adapted_product(layer, _first(layer), factors, hidden_TK[order_S // each], groups)
+    rows_SN = layer._apply_gate(rows_SN) if layer.has_gate else layer.act_fn(rows_SN)
+    rows_SN = _adapted_product(layer, "down_proj", factors, rows_SN, groups)
+    if layer.has_post_expert_norm:
+        rows_SN = layer.post_expert_norm(rows_SN)
+    rows_SN = rows_SN * shares_Tk.reshape(-1)[order_S, None]
+    back_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
+    return rows_SN[back_S].unflatten(0, (tokens, each)).sum(1).to(hidden_TK.dtype)
+
+
+class _Groups(NamedTuple):
+    """Rows sorted by expert: whose each is, and where those of an expert end."""
+
+    experts_S: Tensor
+    ends_E: Tensor
+
+
+def _adapted_product(layer: Any, name: str, factors: Mapping[str, Factors], x_SK: Tensor, groups: _Groups) -> Tensor:
+    weight: nn.Parameter = layer.get_parameter(name)
+    x_SK = x_SK.to(weight.dtype)
+    y_SN = grouped_product(x_SK, weight if layer.is_transposed else weight.transpose(1, 2), groups.ends_E)
+    if layer.has_bias:
+        y_SN = y_SN + layer.get_parameter(f"{name}_bias")[groups.experts_S]
+    if name not in factors:
+        return y_SN
+    down_ERK, up_ENR, scale = factors[name]
+    down_SR = grouped_product(x_SK, down_ERK.transpose(1, 2), groups.ends_E)
+    up_SN = grouped_product(down_SR, up_ENR.transpose(1, 2), groups.ends_E)
+    return torch.add(y_SN, up_SN.to(y_SN.dtype), alpha=scale)
+
+
+def grouped_product(x_SK: Tensor, w_EKN: Tensor, ends_E: Tensor) -> Tensor:
+    """``[S, N]``: rows of x, those before ``ends_E[0]`` times ``w_EKN[0]``, those before ``ends_E[1]`` times ``w_EKN[1]`` ….
+
+    In bf16 on a card of compute capability 8.0 or newer it is one kernel and the host waits for nothing; elsewhere a product
+    for each expert with rows, whose numbers the host reads.
+    """
+    if _is_grouped(x_SK) and w_EKN.dtype == x_SK.dtype:
+        more_K, more_N = (-size % ALIGNED for size in w_EKN.shape[1:])
+        if more_K or more_N:  # a rank that is no multiple of 8
+            x_SK, w_EKN = F.pad(x_SK, (0, more_K)), F.pad(w_EKN, (0, more_N, 0, more_K))
+        if w_EKN.requires_grad or 1 not in w_EKN.stride():
+            w_EKN = w_EKN.contiguous()
+        y_SN: Tensor = F.grouped_mm(x_SK.contiguous(), w_EKN, offs=ends_E.int())
+        return y_SN[:, : y_SN.shape[1] - more_N]
+    counts = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    groups = zip(x_SK.split(counts), w_EKN.unbind(0), strict=True)
+    parts = [rows @ weight for rows, weight in groups if len(rows)]
+    return torch.cat(parts) if parts else x_SK.new_zeros(0, w_EKN.shape[2])
+
+
+def _is_grouped(x: Tensor) -> bool:
+    capable = x.is_cuda and hasattr(F, "grouped_mm") and torch.cuda.get_device_capability(x.device) >= (8, 0)
+    return capable and x.dtype == torch.bfloat16

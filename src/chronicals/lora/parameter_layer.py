@@ -1,0 +1,141 @@
+"""LoRAParameter: an adapter beside a bare parameter of a layer, such as the weights of all experts in one tensor.
+
+    W'[e] = W[e] + s · B[e] A[e]          W [E, N, K], or [E, K, N] where the class says ``is_transposed``; or one matrix [N, K]
+
+In PEFT's format (``target_parameters``) A is ``[E · r, K]`` with the ranks of an expert together, B ``[N, r · E]`` with the
+experts of a rank together. A layer with several adapted parameters is wrapped several times, in the order of its parameters.
+
+Experts as transformers 5 computes them take A and B as products of their own beside the base's (``expert_products``). Any other
+layer runs with W' in the place of W: in the dtype of W, for the length of the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from chronicals.lora.adapter_layer import AdapterLayer, exact
+from chronicals.lora.config import LoRAConfig
+from chronicals.lora.expert_products import Factors, adapted_experts, expert_inputs
+from chronicals.lora.layers import start
+
+WRAPPED = "base_layer"
+
+
+class LoRAParameter(AdapterLayer):
+    """Args:
+    base_layer: whose parameter is adapted, or a LoRAParameter around that; it is frozen.
+    parameter_name: of a matrix, or of one for each expert.
+    config: rank, scale and how A starts.
+    """
+
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def __init__(self, base_layer: nn.Module, parameter_name: str, config: LoRAConfig):
+        super().__init__(base_layer, config)
+        self.parameter_name, self.rank = parameter_name, config.rank
+        layer = innermost(base_layer)
+        shapes = shapes_for(layer, parameter_name, config.rank)
+        self._make_matrices(*shapes, device=layer.get_parameter(parameter_name).device)
+        start(self.lora_A, self.lora_B, config)
+
+    @property
+    def parameter(self) -> Tensor:
+        """W."""
+        return innermost(self).get_parameter(self.parameter_name)
+
+    def named_at(self, path: str) -> str:
+        return f"{without_wraps(path)}.{self.parameter_name}"
+
+    def factors(self, dtype: torch.dtype) -> Factors:
+        """A ``[E, r, K]`` and B ``[E, N, r]``, views where the dtype is theirs."""
+        a, b = (matrix.to(dtype) for matrix in self.pair)
+        down_ERK = a.view(-1, self.rank, a.shape[1])
+        up_ENR = b.view(len(b), self.rank, -1).permute(2, 0, 1)
+        return Factors(down_ERK, up_ENR, self.scale)
+
+    def adapted(self) -> Tensor:
+        """W', in the dtype of W."""
+        weight = self.parameter
+        down_ERK, up_ENR, scale = self.factors(weight.dtype)
+        with torch.autocast(weight.device.type, enabled=False):
+            if weight.ndim == 2:
+                return torch.addmm(weight, up_ENR[0], down_ERK[0], alpha=scale)
+            if is_transposed(innermost(self)):
+                return torch.baddbmm(weight, down_ERK.transpose(1, 2), up_ENR.transpose(1, 2), alpha=scale)
+            return torch.baddbmm(weight, up_ENR, down_ERK, alpha=scale)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a class reads of the layer instead of calling it; of the adapted parameter with the adapter in it."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED or "_modules" not in vars(self):
+                raise
+        on = {found.parameter_name: found for found in _around(self) if found.enabled}
+        return on[name].adapted() if name in on else getattr(innermost(self), name)
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        layer, on = innermost(self), {found.parameter_name: found for found in _around(self) if found.enabled}
+        if not on:
+            return layer(*inputs, **named)
+        if (y := _by_products(layer, on, inputs, named)) is not None:
+            return y
+        return functional_call(layer, {name: found.adapted() for name, found in on.items()}, inputs, named)
+
+    @torch.no_grad()
+    def merge(self) -> None:
+        weight, (down_ERK, up_ENR, scale) = self.parameter, self.factors(torch.float32)
+        turned, matrices = is_transposed(innermost(self)), weight if weight.ndim == 3 else [weight]
+        for own, down, up in zip(matrices, down_ERK, up_ENR, strict=True):
+            update = scale * (up @ down)
+            own.copy_(exact(own) + (update.t() if turned and weight.ndim == 3 else update))
+
+
+@torch.compiler.disable
+def _by_products(layer: Any, on: Mapping[str, LoRAParameter], inputs: tuple, named: Mapping[str, Any]) -> Tensor | None:
+    """What the layer returns where its experts are computed with A and B as products of their own; else None. How many rows an
+    expert has is no matter for a compiler, which would compile for each number."""
+    if (routed := expert_inputs(layer, on, inputs, named)) is None:
+        return None
+    return adapted_experts(layer, {name: found.factors(found.parameter.dtype) for name, found in on.items()}, routed)
+
+
+def shapes_for(layer: nn.Module, name: str, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Of A and B for a parameter of ``layer``."""
+    shape = layer.get_parameter(name).shape
+    experts, narrow, wide = shape if len(shape) == 3 else (1, *shape)
+    if len(shape) == 3 and is_transposed(layer):
+        narrow, wide = wide, narrow
+    return (experts * rank, wide), (narrow, experts * rank)
+
+
+def innermost(layer: nn.Module) -> nn.Module:
+    """What is within all adapters of its parameters."""
+    while isinstance(layer, LoRAParameter):
+        layer = layer.base_layer
+    return layer
+
+
+def without_wraps(path: str) -> str:
+    """The path of a wrapped layer in the model without adapters."""
+    return ".".join(part for part in path.split(".") if part != WRAPPED)
+
+
+def _around(layer: nn.Module) -> list[LoRAParameter]:
+    """This adapter and those within it."""
+    found = []
+    while isinstance(layer, LoRAParameter):
+        found.append(layer)
+        layer = layer.base_layer
+    return found
+
+
+def is_transposed(layer: nn.Module) -> bool:
+    """Whether the matrices of its experts are ``[in, out]``."""
+    return bool(getattr(layer, "is_transposed", False))
