@@ -13,8 +13,10 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_ROW = re.compile(r"row-(?P<row>.+)-(?P<card>[a-z]{1,2}\d{2,4})(?:-(?P<run>\d+))?\.json")
 FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|\S+)")
-WITH_FRONTIER = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed")
+WITH_FRONTIER = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed", "8b qlora fixed")
 """Rows with a frontier of memory and speed."""
+
+SPELT = {"lora": "LoRA", "qlora": "QLoRA", "dora": "DoRA", "fp8": "FP8", "8bit": "8-bit states"}
 
 UNLIKE_PEERS = ("use_fp8", "max_grad_norm")
 """Fields of a variant of ours that no peer has: peers multiply in 16 bit and clip."""
@@ -40,7 +42,8 @@ class Row:
     def name(self) -> str:
         """The title as a reader of the README has it: `0.5B full, fixed`."""
         size, *mode, data = self.title.split()
-        return f"{size.upper()} {' '.join(mode)}, {data}".replace("lora", "LoRA").replace("fp8", "FP8")
+        words = [SPELT.get(word, word) for word in mode]
+        return f"{size.upper()} {' '.join(words)}, {data}"
 
     @property
     def compared(self) -> dict[str, dict]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from chronicals.lifeline import BoundProcess
 
 SMALL, LARGE = ["--model", "qwen2.5-0.5b"], ["--model", "llama-3.1-8b"]
-LORA, RAGGED = ["--mode", "lora"], ["--data", "ragged"]
+LORA, QLORA, RAGGED = ["--mode", "lora"], ["--mode", "qlora"], ["--data", "ragged"]
 BF16_STATES = ["--optimizer-state-dtype", "bf16"]
 
 
@@ -53,6 +53,12 @@ LEANEST = scouted(
 )
 """8 bytes a weight, or 6, a few gradients at a time, and of the activations what is on its way."""
 
+IN_4_BITS = scouted(
+    "memory=[recompute_layers,offload_activations,tiled_mlp],logits_chunk_size=512,optimizer_state_dtype=bf16",
+    "memory=[recompute_layers,offload_activations],logits_chunk_size=512",
+)
+"""What is least beside a base in 4 bits: a layer's input on its way, a tile of an MLP, few rows of logits."""
+
 IN_FP8 = scouted(
     "use_fp8=true,memory=[offload_frozen_weights,recompute_layers]",
     "use_fp8=true,memory=[offload_frozen_weights,recompute_elementwise]",
@@ -71,6 +77,16 @@ ROWS = {
     "row-8b-full-fixed": [*LARGE, *BF16_STATES, *against("liger", "unsloth")],
     "row-8b-full-fp8-fixed": [*LARGE, *BF16_STATES, "--use-fp8", *against("liger")],
     "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *IN_FP8, *POLICIES, *against("liger", "unsloth")],
+    "row-0.5b-qlora-ragged": [
+        *SMALL, *QLORA, *RAGGED,
+        *against("transformers", "transformers-recompute", "trl", "unsloth-padded", "unsloth-compiled", "unsloth"),
+    ],
+    "row-8b-qlora-fixed": [
+        *LARGE, *QLORA, *variants("memory=[recompute_layers]"), *IN_4_BITS, *POLICIES,
+        *against("transformers", "transformers-recompute", "trl", "trl-recompute", "unsloth"),
+    ],
+    "row-8b-lora-dora-fixed": [*LARGE, *LORA, *variants("use_dora=true")],
+    "row-8b-full-8bit-fixed": [*LARGE, *BF16_STATES, *variants("use_8bit_optimizer=true,optimizer_state_dtype=fp32")],
 }  # fmt: skip
 
 

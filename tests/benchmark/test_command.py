@@ -126,6 +126,25 @@ def running_in(folder):
     return [link for link in links if str(link).startswith(f"{folder}/")]
 
 
+def test_adapters_over_4_bits_train_alike_in_ours_and_in_peft_over_bitsandbytes(tmp_path):
+    """With DoRA and a rank pattern, which peers have too; a variant with other adapters has a reference of its own."""
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    _, result, _ = run(
+        tmp_path, "--load-in-4bit", "--lora-rank", 8, "--lora-rank-pattern", "q_proj=3", "--use-dora", "--steps", 2,
+        "--against", "transformers,transformers-recompute", "--scouted-variant", "use_dora=false",
+    )  # fmt: skip
+    assert result["row"]["mode"] == "qlora" and result["floor"] is None
+    for name in ("ours", "transformers", "transformers-recompute", "ours use_dora=False"):
+        arm = result["arms"][name]
+        assert arm["status"] == "measured", arm["reason"]
+        assert max(arm["parity"][what]["largest_deviation"] for what in ("loss", "grad_norm")) < 1e-4, name
+    ours, peer, plain = (result["arms"][name] for name in ("ours", "transformers", "ours use_dora=False"))
+    assert ours["trained_share"] == pytest.approx(peer["trained_share"]) and ours["trained_share"] > plain["trained_share"]
+    assert ours["grad_norms"][0] > plain["grad_norms"][0], "lengths have gradients"
+    assert "NF4" in ours["settings"] and "NF4" in peer["settings"]
+
+
 @pytest.mark.long
 def test_trl_and_torch_compile_train_alike_with_adapters(tmp_path):
     pytest.importorskip("trl")
@@ -206,8 +225,8 @@ def test_a_variant_is_fields():
 
 def test_a_recipe_and_its_flags(tmp_path):
     (tmp_path / "recipe.yaml").write_text("model: base\ndata: rows.jsonl\nuse_lora: true\nlora_rank: 4\nmax_steps: 9\n")
-    model, data, fields, lora = command._recipe(tmp_path / "recipe.yaml", {"lora_rank": 8})
-    assert (model, data, lora) == ("base", "rows.jsonl", True) and fields["lora_rank"] == 8
+    model, data, fields, mode = command._recipe(tmp_path / "recipe.yaml", {"lora_rank": 8})
+    assert (model, data, mode) == ("base", "rows.jsonl", "lora") and fields["lora_rank"] == 8
     trained = Recipe.from_yaml(tmp_path / "recipe.yaml", lora_rank=8).config()
     work = plan_work(tmp_path, "tiny", "fixed", "lora", fields, None, 2)
     assert all(getattr(work.config(), name) == getattr(trained, name) for name in SIZES)

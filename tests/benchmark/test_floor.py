@@ -11,6 +11,7 @@ from chronicals.benchmark.floor import (
     Product,
     ReferenceStep,
     attention_flops,
+    dequantised_bytes,
     elementwise_bytes,
     loss_bytes,
     mfu,
@@ -150,6 +151,23 @@ def test_only_the_adapted_projections_are_counted():
     thin = {key: sizes for key, sizes in found.items() if key[0].endswith((" A", " B"))}
     a, b = (8, 4, 3), (4, 16, 3)
     assert thin == {("qkv A", "forward"): a, ("qkv A", "dW"): a, ("qkv B", "dW"): b}
+
+
+def test_weights_in_4_bits_are_read_and_written_twice_a_step_whatever_its_tokens():
+    """But for the first layer's queries, keys and values, whose input has no gradient."""
+    shape = DecoderShape(layers=3, width=8, heads=2, kv_heads=1, head_dim=4, inner=20, vocabulary=50, experts=0)
+    job = Job(shape, tokens=10, mean_length=5.0, rank=2)
+    packed = replace(job, dequantised_bytes=2.5)
+    layer = 8 * (8 + 2 * 4) + 8 * 8 + 3 * 8 * 20
+    assert dequantised_bytes(job) == 0 and dequantised_bytes(packed) == 2.5 * (2 * 3 * layer - 8 * (8 + 2 * 4))
+    plain, found = (reference_step(one, 1e3, lambda product: 1.0, 1.0) for one in (job, packed))
+    assert found.elementwise - plain.elementwise == pytest.approx(dequantised_bytes(packed) / 1e3)
+    assert found.products == plain.products and needed_flops(job) == needed_flops(packed)
+
+
+def test_adapters_that_are_not_counted_have_no_mfu():
+    job = Job(shape(SMALL), 16384, 2048, 32)
+    assert mfu(job, 1.0, "NVIDIA H200") and mfu(replace(job, uneven=True), 1.0, "NVIDIA H200") is None
 
 
 def test_one_layer_under_adapters_has_no_gradient_of_its_input():

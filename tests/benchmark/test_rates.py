@@ -1,11 +1,13 @@
 """Rates: all that the floor counts runs, in the number of a step, and is timed where it stands."""
 
+from dataclasses import replace
+
 import made
 import pytest
 import torch
 
 from chronicals.benchmark import rates
-from chronicals.benchmark.floor import DecoderShape, Job, Product, elementwise_bytes, loss_bytes, products
+from chronicals.benchmark.floor import DecoderShape, Job, Product, dequantised_bytes, elementwise_bytes, loss_bytes, products
 from chronicals.benchmark.rates import BACKWARD, COPY, FORWARD
 from chronicals.benchmark.work import prepare
 
@@ -30,6 +32,15 @@ def test_a_step_has_each_part_as_often_as_the_floor_counts_it(rank, tokens, on_a
     assert order.count(FORWARD) == order.count(BACKWARD) == 3
     total = elementwise_bytes(SHAPE) * job.tokens + loss_bytes(job) * job.tokens + job.optimizer_bytes * job.trained_parameters
     assert order.count(COPY) * 2 * size == pytest.approx(total, rel=0.1)
+
+
+def test_weights_in_4_bits_are_copied_as_often_as_they_are_dequantised(on_a_card):
+    """In whole copies of a layer."""
+    job = Job(SHAPE, 10**5, 500.0, 8)
+    size = rates.copied_bytes(job)
+    plain, packed = (rates.order_of_a_step(replace(job, dequantised_bytes=of), size).count(COPY) for of in (0.0, 2e4))
+    more = dequantised_bytes(replace(job, dequantised_bytes=2e4))
+    assert (packed - plain) * 2 * size == pytest.approx(more, abs=2 * size * SHAPE.layers) and packed > plain
 
 
 def test_copies_are_neither_tiny_nor_huge(on_a_card):
@@ -105,7 +116,7 @@ def test_a_slow_host_is_given_a_longer_lead():
     assert rates._leading(queued=0.001, step=0.0015, square=0.0015) == rates.LEAD
 
 
-@pytest.mark.parametrize("mode", ["full", "lora"])
+@pytest.mark.parametrize("mode", ["full", "lora", "qlora"])
 def test_of_a_whole_row(mode, tmp_path):
     work = made.work(tmp_path, mode=mode)
     prepare(work)

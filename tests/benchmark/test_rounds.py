@@ -373,6 +373,23 @@ def test_a_reference_step_that_an_arm_passes_is_none(bench, products, fp8):
     assert (result["arms"]["liger"]["share_of_floor"] is not None) == believed
 
 
+@pytest.mark.parametrize("right", [True, False])
+def test_a_variant_with_other_adapters_has_a_reference_with_these(bench, right):
+    own = [9.0 - 0.1 * n for n in range(5)]
+    bench.changes = {"ours use_dora=True": {"losses": own}, "reference use_dora=True": {"losses": own} if right else {}}
+    row = bench.measure(variants=[{"use_dora": True}], rounds=2)
+    assert bench.started.count("reference use_dora=True") == bench.started.count("reference") == 1
+    assert ("ours use_dora=True" in row.refused) == (not right) and "ours" not in row.refused
+    arm = to_dict(row)["arms"]["ours use_dora=True"]
+    assert arm["parity"]["loss"]["reference"] == (own if right else [7.0 - 0.1 * n for n in range(5)])
+
+
+def test_a_variant_whose_reference_fails_has_no_speed(bench):
+    bench.crash = {"reference use_dora=True"}
+    row = bench.measure(variants=[{"use_dora": True}], rounds=1)
+    assert row.refused["ours use_dora=True"].startswith("no reference with its own adapters: OutOfMemoryError")
+
+
 def test_a_variant_that_does_less_than_the_step_has_no_share(bench):
     bench.rates["floor"] = floor_of(0.0390)
     bench.changes = {"ours lora_dropout=0.1": {"seconds": [0.04] * 5}}

@@ -30,6 +30,7 @@ def test_the_runtime_of_cuda_12_is_loaded_from_its_wheel(tmp_path, monkeypatch, 
         ("lora", "ragged", "unsloth-recompute", True),
         ("lora", "ragged", "unsloth-compiled", False),
         ("lora", "fixed", "unsloth", False),  # torch's dense attention is faster
+        ("qlora", "ragged", "unsloth", True),
         ("full", "ragged", "unsloth", False),
     ],
 )

@@ -16,6 +16,9 @@ from chronicals.memory import (
     enable_gradient_checkpointing,
     estimate,
 )
+from chronicals.models import load_by_bitsandbytes, load_model
+from chronicals.models.four_bits import linear_layers
+from chronicals.quantization import Linear4bit, Packed
 
 GIB = 2**30
 
@@ -92,6 +95,19 @@ def test_what_is_counted():
     model.get_decoder().layers.requires_grad_(False)
     others = sum(p.numel() for p in model.get_decoder().layers.parameters())
     assert found.fixed - estimate(model, 1000, True, 2, 1, 14, 4352).fixed == 13 * others
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_scales_of_bitsandbytes_are_counted_as_ours(tmp_path, nested):
+    """But for its tables of codes, which each layer has."""
+    pytest.importorskip("bitsandbytes")
+    tiny.llama(intermediate_size=128).save_pretrained(tmp_path)
+    kind, cpu = transformers.LlamaForCausalLM, torch.device("cpu")
+    theirs, ours = load_by_bitsandbytes(kind, tmp_path, torch.float32, cpu, nested), load_model(tmp_path, torch.float32)
+    for path, layer in linear_layers(ours).items():
+        ours.set_submodule(path, Linear4bit(Packed.of(layer.weight.detach(), nested=nested)))
+    one, two = (estimate(model.requires_grad_(False), 64, False, 2, 2, 14, 16).fixed for model in (theirs, ours))
+    assert 0 <= one - two <= 14 * (16 + 256) * 4
 
 
 def test_the_first_layers_alone():

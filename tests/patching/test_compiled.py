@@ -6,8 +6,11 @@ from torch._dynamo.utils import counters
 
 import families
 from chronicals.attention import choice
-from chronicals.models import PresentedModel
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora.layers import LoRALinear
+from chronicals.models import PresentedModel, quantise_layers
 from chronicals.patching import patch_model, patch_parts
+from chronicals.quantization import Linear4bit
 
 STEPS = 50
 
@@ -67,6 +70,55 @@ def test_a_patched_model(family, batch, device):
         runner(**rows).loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     families.assert_same(*found)
+
+
+@pytest.mark.parametrize(
+    ("four", "dora", "patched"),
+    [(True, False, False), (True, True, False), (True, True, True), (False, True, False)],
+    ids=["nf4-lora", "nf4-dora", "nf4-dora-patched", "dense-dora"],
+)
+def test_adapters_over_16_and_over_4_bits(four, dora, patched, device):
+    """Forward and backward passes traced, while adapters are trained; gradients are those of the model that is not compiled."""
+    model = families.build("qwen2").to(device)
+    if four:
+        quantise_layers(model)
+    apply_lora(model, LoRAConfig(rank=3, alpha=5, dropout=0.0, use_dora=dora)).double().train()
+    if patched:
+        patch_model(model)
+    adapters = [p for p in model.parameters() if p.requires_grad]
+    for p in adapters:
+        torch.nn.init.normal_(p, 1.0, 0.1)
+    compiled = torch.compile(model, backend="aot_eager")
+    optimizer = torch.optim.SGD(adapters, lr=1e-3)
+    for _ in range(6):
+        compiled(**padded(device)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_compiled_once_and_again()
+    rows, found = padded(device), []
+    for runner in (model, compiled):
+        runner.zero_grad()
+        runner(**rows).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    families.assert_same(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_layer_is_one_graph(dtype, device):
+    """What torch's own account of it says, too; and 4 bits that change under the graph are seen."""
+    layer = Linear4bit.of(torch.nn.Linear(64, 24, device=device)).to(dtype)
+    adapted = LoRALinear(layer, LoRAConfig(rank=3, dropout=0.0, use_dora=True), 64, 24).to(device)
+    torch.nn.init.normal_(adapted.lora_B)
+    x = torch.randn(5, 64, device=device, dtype=dtype)
+    told = torch._dynamo.explain(adapted)(x)
+    assert (told.graph_count, told.graph_break_count) == (1, 0), told.break_reasons
+    torch._dynamo.reset()
+    compiled = torch.compile(adapted, backend="aot_eager", fullgraph=True)
+    tolerance = {"rtol": 2 * torch.finfo(dtype).eps ** 0.9, "atol": torch.finfo(dtype).eps * 10}
+    assert torch.allclose(compiled(x), adapted(x), **tolerance)
+    other = Linear4bit.of(torch.nn.Linear(64, 24, device=device)).to(dtype)
+    layer.load_state_dict(other.state_dict())
+    assert torch.allclose(compiled(x), adapted(x), **tolerance)
 
 
 @pytest.mark.parametrize("backend", ["flex", "flash"])

@@ -23,6 +23,8 @@ CONFIGURATIONS = {
     },
     "8-bit states": {"use_8bit_optimizer": True},
     "adapters": {"use_lora": True, "memory": ["recompute_layers", "offload_activations"]},
+    "over 4 bits": {"quantization": "nf4"},
+    "over FP8": {"use_lora": True, "use_fp8": True},
 }
 
 
@@ -38,6 +40,12 @@ def test_what_is_said_to_help_is_a_configuration(name):
     for changed in (config.replace(**fields) for fields, price in ways if not price):
         assert changed.batch_size * changed.gradient_accumulation_steps == tokens
     assert ways or name == "one row"
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_base_in_4_bits_is_among_it_where_adapters_are_trained_over_16(name):
+    config = ChronicalsConfig(**CONFIGURATIONS[name])
+    assert any("quantization" in fields for fields, _ in what_helps(config)) == (name == "adapters")
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

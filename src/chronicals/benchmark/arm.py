@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ARMS = {
     "ours": "ours:ours",
     "transformers": "plain:transformers",
+    "transformers-recompute": "plain:transformers_recompute",
     "torch-compile": "plain:torch_compile",
     "liger": "plain:liger",
     "unsloth": "unsloth:unsloth",
@@ -25,6 +26,7 @@ ARMS = {
     "unsloth-padded": "unsloth:unsloth_padded",
     "unsloth-compiled": "unsloth:unsloth_compiled",
     "trl": "trl:trl",
+    "trl-recompute": "trl:trl_recompute",
     "reference": "plain:reference",
 }
 

@@ -6,12 +6,13 @@ P adapter parameters, f ratio of labelled tokens, T real tokens of a step, s̄ =
     Nb = L·(D(q + 2kv) + qD + 3DF)        Nh = D·V        a = 2·L·q·(s̄ + 1)
     FLOPs a token, full:  6·Nb + 6·Nh·f + 3a
     FLOPs a token, LoRA:  4·Nb − 2·D(q + 2kv) + 6·P + 4·Nh·f + 3a
+    bytes a step to dequantise weights held in 4 bits:  (2·Nb − D(q + 2kv)) · (read + written for a value)
     elementwise bytes a token:  L · 2·(16D + 4(q + kv) + 8F + 7q)      loss bytes a token:  4·V·f
 
 Recomputation and padding do not count. The reference step has five parts: its products, attention by the best backend, and the
-bytes of elementwise operations, loss and optimizer at the copy bandwidth. Each part counts with the best time seen for it, by
-itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound: another kernel may be faster.
-Since the times of our own step are among them, our step never exceeds 100 % of it, whatever the kernels.
+bytes of elementwise operations (dequantising is one), loss and optimizer at the copy bandwidth. Each part counts with the best
+time seen for it, by itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound: another
+kernel may be faster. Since the times of our own step are among them, our step never exceeds 100 % of it, whatever the kernels.
 """
 
 from __future__ import annotations
@@ -92,6 +93,9 @@ class Job:
         adapted: names of the projections that have one.
         labelled: f.
         optimizer_bytes: bytes that the optimizer reads and writes for each trained parameter.
+        dequantised_bytes: bytes read and written for a value of the layers' weights to have it dense, before a product of the
+            forward pass and before one of the backward pass; 0 where it is held so.
+        uneven: adapters differ between layers, or have lengths (DoRA), which is not counted.
     """
 
     shape: DecoderShape
@@ -101,6 +105,13 @@ class Job:
     adapted: tuple[str, ...] = PROJECTIONS
     labelled: float = 1.0
     optimizer_bytes: float = 26
+    dequantised_bytes: float = 0.0
+    uneven: bool = False
+
+    @property
+    def counted(self) -> bool:
+        """Whether all of its FLOPs are."""
+        return not self.shape.routed and not self.uneven
 
     @property
     def adapter_parameters(self) -> int:
@@ -146,12 +157,19 @@ def needed_flops(job: Job) -> float:
 def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
     """Needed FLOPs over the card's specified FLOPs; None if either is unknown."""
     peak = next((peak for name, peak in PEAKS.items() if name in card), None)
-    return None if peak is None or job.shape.routed else needed_flops(job) * tokens_per_second / peak
+    return None if peak is None or not job.counted else needed_flops(job) * tokens_per_second / peak
 
 
 def elementwise_bytes(shape: DecoderShape) -> int:
     """Bytes of elementwise operations for a token in all layers, forward and backward, in bf16 and perfectly fused."""
     return shape.layers * 2 * (16 * shape.width + 4 * (shape.q + shape.kv) + 8 * shape.inner + 7 * shape.q)
+
+
+def dequantised_bytes(job: Job) -> float:
+    """Bytes of a step that dequantise its layers' weights, one pass over all forward and one backward, in which the first
+    layer's queries, keys and values are not needed."""
+    first = job.shape.width * (job.shape.q + 2 * job.shape.kv)
+    return job.dequantised_bytes * (2 * job.shape.body - first)
 
 
 def loss_bytes(job: Job) -> float:
@@ -268,7 +286,7 @@ def reference_step(
     return ReferenceStep(
         products=sum(product.count * product_seconds(product) for product in products(job)),
         attention=job.shape.layers * attention_seconds,
-        elementwise=elementwise_bytes(job.shape) * job.tokens / copy_rate,
+        elementwise=(elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job)) / copy_rate,
         loss=loss_bytes(job) * job.tokens / copy_rate,
         optimizer=job.optimizer_bytes * job.trained_parameters / copy_rate,
         tokens=job.tokens,

@@ -167,7 +167,7 @@ class Movement:
 
     def __init__(self, model: torch.nn.Module):
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.total = sum(p.numel() for p in model.parameters())
+        self.total = sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in model.parameters())  # two codes a byte
         self.before = self._sums()
 
     def _sums(self) -> dict[str, int]:

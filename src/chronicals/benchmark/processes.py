@@ -23,6 +23,7 @@ from chronicals.lifeline import BoundProcess
 
 PEERS: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers",),
+    "transformers-recompute": ("transformers",),
     "torch-compile": ("transformers",),
     "liger": ("liger_kernel",),
     "unsloth": ("unsloth",),
@@ -30,8 +31,11 @@ PEERS: dict[str, tuple[str, ...]] = {
     "unsloth-padded": ("unsloth",),
     "unsloth-compiled": ("unsloth",),
     "trl": ("trl", "datasets"),
+    "trl-recompute": ("trl", "datasets"),
 }
-"""Peers by name, and the packages each needs; LoRA also needs peft."""
+"""Peers by name, and the packages each needs; adapters also need peft, a base in 4 bits also bitsandbytes and accelerate."""
+
+REFERENCE = "reference"
 
 OURS = "ours"
 
@@ -60,8 +64,10 @@ class Arm:
 
 
 def missing(peer: str, mode: str) -> list[str]:
-    """Packages that the peer needs and that are not installed."""
-    needed = PEERS[peer] + (("peft",) if mode == "lora" else ())
+    """Packages that the peer, or the reference, needs and that are not installed."""
+    needed = PEERS.get(peer, ()) + (() if mode == "full" else ("peft",))
+    if mode == "qlora" and peer != REFERENCE:
+        needed += ("bitsandbytes", "accelerate")
     return [package for package in needed if find_spec(package) is None]
 
 

@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from chronicals.attention import choose_backend, document_attention
-from chronicals.benchmark.floor import Job, Product, elementwise_bytes, loss_bytes, products, reference_step
+from chronicals.benchmark.floor import (
+    Job,
+    Product,
+    dequantised_bytes,
+    elementwise_bytes,
+    loss_bytes,
+    products,
+    reference_step,
+)
 from chronicals.benchmark.measurement import Clock, device
 from chronicals.benchmark.work import Work
 
@@ -81,16 +89,21 @@ def machine() -> dict[str, str | float | int]:
 
 def copied_bytes(job: Job) -> int:
     """Bytes of one copy, which reads and writes as much as the elementwise operations of a layer, within limits."""
-    of_a_layer = elementwise_bytes(job.shape) * job.tokens // job.shape.layers // 2
+    of_a_layer = int(_bytes_of_a_layer(job)) // 2
     largest = LARGEST_COPY if device().type == "cuda" else SMALLEST_COPY
     return min(max(of_a_layer, SMALLEST_COPY), largest)
+
+
+def _bytes_of_a_layer(job: Job) -> float:
+    """Of its elementwise operations, and to dequantise its weights."""
+    return (elementwise_bytes(job.shape) * job.tokens + dequantised_bytes(job)) / job.shape.layers
 
 
 def order_of_a_step(job: Job, copied: int) -> list[str]:
     """Names of the parts in their order; loss and optimizer are copies of as many bytes."""
     order, made = list[str](), products(job)
     layers = job.shape.layers if device().type == "cuda" else 1
-    copies = max(round(elementwise_bytes(job.shape) * job.tokens / job.shape.layers / (2 * copied)), 1)
+    copies = max(round(_bytes_of_a_layer(job) / (2 * copied)), 1)
     for layer in range(layers):
         order += [*(product.key for product in made if layer < product.count), FORWARD, BACKWARD, *[COPY] * copies]
     beside = loss_bytes(job) * job.tokens + job.optimizer_bytes * job.trained_parameters

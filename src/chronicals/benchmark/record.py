@@ -18,7 +18,7 @@ from chronicals.standard_json import to_json
 
 PACKAGES = (
     "chronicals", "torch", "triton", "transformers", "peft", "flash-attn-4", "liger-kernel", "unsloth", "unsloth-zoo",
-    "xformers", "trl",
+    "xformers", "trl", "bitsandbytes", "accelerate",
 )  # fmt: skip
 
 
@@ -33,14 +33,14 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
         "row": {
             "model": work.name, "mode": work.mode, "data": work.data, "fields": work.fields, "steps": work.steps,
             "warm_up": work.warm_up, "tokens_a_step": job.tokens, "mean_length": job.mean_length, "labelled": job.labelled,
-            "trained_parameters": job.trained_parameters, "optimizer_bytes": job.optimizer_bytes,
+            "trained_parameters": None if job.uneven else job.trained_parameters, "optimizer_bytes": job.optimizer_bytes,
         },
         "machine": row.rates.get("machine", {}),
         "python": platform.python_version(),
         "versions": versions(),
         "commit": commit or current_commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "needed_flops_a_token": None if job.shape.routed else needed_flops(job),
+        "needed_flops_a_token": needed_flops(job) if job.counted else None,
         "floor": _floor(row),
         "rates": {name: row.rates.get(name) for name in ("copy_bytes_per_second", "products", "attention")},
         "reference": reference and {"losses": reference.losses, "grad_norms": reference.grad_norms},
@@ -69,7 +69,7 @@ def _floor(row: Row) -> dict[str, Any] | None:
 
 def _reference_step(row: Row) -> ReferenceStep | None:
     """The best time seen of each part: by itself, or in our own step if its products are in 16 bit."""
-    if row.job.shape.routed or "floor" not in row.rates:
+    if not row.job.counted or "floor" not in row.rates:
         return None
     floor = ReferenceStep.from_dict(row.rates["floor"])
     ours = row.runs.get("ours")

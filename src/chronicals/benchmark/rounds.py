@@ -21,7 +21,7 @@ from typing import Any
 from chronicals.benchmark.floor import Job
 from chronicals.benchmark.measurement import COMPARED, Measurement
 from chronicals.benchmark.parity import Tolerance, refusal
-from chronicals.benchmark.processes import OURS, Arm, ArmFailed, RunningArm, missing, run_preparation
+from chronicals.benchmark.processes import OURS, REFERENCE, Arm, ArmFailed, RunningArm, missing, run_preparation
 from chronicals.benchmark.work import Work
 from chronicals.config import ConfigurationError
 
@@ -116,7 +116,7 @@ def measure(
     Raises:
         ConfigurationError: the reference of adapters needs a package that is not installed, or the preparation failed.
     """
-    lacking = missing("transformers", work.mode)
+    lacking = missing(REFERENCE, work.mode)
     if lacking:
         raise ConfigurationError(f"mode={work.mode!r}: its reference needs {', '.join(lacking)}; install chronicals[peft]")
     began = time.perf_counter() if began is None else began
@@ -136,6 +136,10 @@ def measure(
     if row.job.shape.routed:
         row.notes.append(
             "no MFU and no reference step: this model sends tokens to experts, whose products are not counted here"
+        )
+    elif row.job.uneven:
+        row.notes.append(
+            "no MFU and no reference step: adapters differ between layers or have lengths, and their products are not counted"
         )
     session = _Session(row, options, say, keep, began)
     try:
@@ -177,12 +181,17 @@ class _Session:
         except ArmFailed as error:
             self.row.notes.append(f"no reference: {error}")
 
-    def _reference(self, documents: Path | None, label: str) -> Measurement:
+    def _reference(self, documents: Path | None, label: str, changes: dict[str, Any] | None = None) -> Measurement:
         """The fp32 steps. If they fail, they run again with all waiting processes ended, then the first step alone, which needs
-        no optimizer states."""
+        no optimizer states.
+
+        Args:
+            changes: fields of other adapters than the row's.
+        """
 
         def run(steps: int) -> Measurement:
-            reference = RunningArm(self.row.work, "reference", steps, documents=documents, label=label, warm_up=0)
+            arm = Arm(REFERENCE, changes or {})
+            reference = RunningArm(self.row.work, arm, steps, documents=documents, label=label, warm_up=0)
             self._begin(Arm(OURS), SCOUTING)
             return reference.measure(self.options.within_limit(self.options.arm_timeout, self.began))
 
@@ -193,7 +202,7 @@ class _Session:
                 raise ArmFailed("the time limit was reached") from error
             if self.waiting:
                 self._end_waiting()
-                return self._reference(documents, label)
+                return self._reference(documents, label, changes)
             self.row.notes.append(f"the reference has one step, more failed: {error}")
             return run(1)
 
@@ -357,15 +366,25 @@ class _Session:
     def _refusal(self, arm: Arm, measured: Measurement, label: str) -> str | None:
         """Why the arm has no speed, by the reference on the documents that the arm itself took; None if it has one."""
         reference = self.row.reference
-        if measured.own_batches:
-            try:
+        changes = self.row.work.other_adapters(arm.changes)
+        try:
+            if changes:
+                reference = self._reference_with(changes)
+            elif measured.own_batches:
                 reference = self._reference_on(measured.own_batches, arm, label)
-            except ArmFailed as error:
-                return f"no reference on its own batches: {error}"
+        except ArmFailed as error:
+            return f"no reference {'with its own adapters' if changes else 'on its own batches'}: {error}"
+        if reference is not None and reference is not self.row.reference:
             measured.extra["reference"] = {"losses": reference.losses, "grad_norms": reference.grad_norms}
         fields = {**self.row.work.fields, **arm.changes}
         dropout = arm.ours and bool(fields.get("use_lora")) and bool(self.row.work.config(**arm.changes).lora_dropout)
         return refusal(measured, reference, self.options.tolerance, dropout)
+
+    def _reference_with(self, changes: dict[str, Any]) -> Measurement:
+        text = json.dumps(changes)
+        if text not in self.own_references:
+            self.own_references[text] = self._reference(None, f"adapters{len(self.own_references)}", changes)
+        return self.own_references[text]
 
     def _reference_on(self, batches: list[list[list[int]]], arm: Arm, label: str) -> Measurement:
         text = json.dumps(batches)

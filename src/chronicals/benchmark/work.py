@@ -4,7 +4,7 @@
     FOLDER/ROW/work.json         this dataclass
     FOLDER/ROW/documents.jsonl   built-in documents; else the user's own file is read
     FOLDER/ROW/tokens/           the token store
-    FOLDER/ROW/adapter/          adapters to start from, in PEFT's format
+    FOLDER/ROW/adapter/          adapters to start from, by their names in PEFT's format
     FOLDER/caches/               what compilers keep between processes
 
 The order of documents is that of ``BatchStream``: step t holds the same documents in every arm that takes them as they come.
@@ -16,7 +16,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +28,11 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.model_shape import ModelShape
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from chronicals.data.loader import BatchStream
     from chronicals.data.steps import Step
+    from chronicals.lora import LoRAConfig
 
 MODES: dict[str, dict[str, Any]] = {
     "full": {"learning_rate": 5e-7},
@@ -38,6 +41,7 @@ MODES: dict[str, dict[str, Any]] = {
         "lora_target_modules": list(PROJECTIONS), "learning_rate": 1e-4,
     },
 }  # fmt: skip
+MODES["qlora"] = {**MODES["lora"], "quantization": "nf4"}
 """The fields of a mode, unless the user sets them. Learning rates are constant and small: weights in bf16 without a master lose
 most of a small update to rounding, and over the compared steps that must stay within the tolerance."""
 
@@ -47,10 +51,18 @@ OWN = (
 )  # fmt: skip
 """Fields of a recipe that a benchmark decides itself."""
 
-UNEQUAL = (
-    "lora_rank_pattern", "lora_alpha_pattern", "lora_layers", "lora_init", "lora_modules_to_save", "lora_trainable_tokens",
-)  # fmt: skip
+UNEQUAL = ("lora_init", "lora_modules_to_save", "lora_trainable_tokens", "lora_target_parameters")
 """Fields of adapters that not all arms have."""
+
+UNEVEN = ("lora_rank_pattern", "lora_alpha_pattern", "lora_layers", "use_dora")
+"""Fields of adapters that PEFT has as we do. Their products and norms are not counted: such a row has neither MFU nor a
+reference step."""
+
+SHAPE = ("lora_rank", "lora_alpha", "lora_target_modules", "use_rslora", *UNEVEN)
+"""Fields that say which adapters there are; those of dropout and of learning rates do not."""
+
+MATRICES = ("lora_rank", "lora_target_modules", "lora_rank_pattern", "lora_layers")
+"""Those of them that say which matrices there are."""
 
 SIZES = (
     "batch_size", "max_seq_length", "gradient_accumulation_steps", "lora_rank", "lora_alpha", "lora_dropout",
@@ -60,7 +72,8 @@ SIZES = (
 
 STEPS = {
     "batch_size", "max_seq_length", "gradient_accumulation_steps", "use_sequence_packing", "packing_strategy", "max_documents",
-    "overlong", "seed", "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "use_lora",
+    "overlong", "seed", "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "use_lora", "quantization",
+    "load_in_4bit",
 }  # fmt: skip
 """Fields that decide what a step holds or trains; all arms must have the same."""
 
@@ -90,7 +103,7 @@ class Work:
         folder: of this row.
         model: folder or hub name of the weights.
         name: the model's name in tables: a built-in shape, or its path.
-        mode: ``full`` or ``lora``.
+        mode: ``full``, ``lora``, or ``qlora``, over a base in 4 bits.
         data: ``fixed``, ``ragged``, or a file.
         documents: file with the documents.
         fields: of the configuration of our arm.
@@ -119,6 +132,20 @@ class Work:
         )  # fmt: skip
 
     @property
+    def adapts(self) -> bool:
+        return self.mode != "full"
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether the base of every arm is."""
+        return self.mode == "qlora"
+
+    def other_adapters(self, changes: dict[str, Any]) -> dict[str, Any]:
+        """Those of the changes of a variant by which its adapters are not the row's."""
+        row, own = self.config(), self.config(**changes)
+        return {name: changes[name] for name in SHAPE if name in changes and getattr(own, name) != getattr(row, name)}
+
+    @property
     def rows_a_micro_batch(self) -> int:
         return self.config().batch_size if self.data == "fixed" else PADDED_ROWS
 
@@ -139,11 +166,14 @@ class Work:
         """Sizes of a mean step, for the reference step."""
         from transformers import AutoConfig
 
-        config = self.config()
+        from chronicals.quantization import NF4
+
+        config, usual = self.config(), ChronicalsConfig()
         steps = list(self.documents_by_step(self.warm_up + self.steps))[self.warm_up :]
         lengths = np.array([len(document) for step in steps for document in step])
         labelled = sum(int((document.labels != -100).sum()) for step in steps for document in step)
         shape = DecoderShape.of(AutoConfig.from_pretrained(self.model))
+        dense = {"bf16": 2, "fp16": 2, "fp32": 4}[config.mixed_precision]
         return Job(
             shape=shape,
             tokens=round(int(lengths.sum()) / len(steps)),
@@ -155,6 +185,8 @@ class Work:
                 config.mixed_precision, "8bit" if config.use_8bit_optimizer else config.optimizer_state_dtype,
                 config.use_lora, config.master_weights, full=0.0 if config.use_lora else shape.head / shape.parameters,
             ),
+            dequantised_bytes=NF4.bytes_a_value(dense) + dense if self.in_4_bits else 0.0,
+            uneven=self.adapts and any(getattr(config, name) != getattr(usual, name) for name in UNEVEN),
         )  # fmt: skip
 
     def write(self) -> None:
@@ -204,8 +236,11 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
     """
     if mode not in MODES:
         raise ConfigurationError(f"mode={mode!r}: no such mode; there are {', '.join(MODES)}")
-    if fields.get("use_lora", mode == "lora") != (mode == "lora"):
+    if fields.get("use_lora", mode != "full") != (mode != "full"):
         raise ConfigurationError(f"mode={mode!r} contradicts use_lora={fields['use_lora']}: give one of the two")
+    for name in ("quantization", "load_in_4bit"):
+        if name in fields and bool(fields[name]) != (mode == "qlora"):
+            raise ConfigurationError(f"mode={mode!r} contradicts {name}={fields[name]!r}: give one of the two")
     usual = ChronicalsConfig()
     if unequal := [name for name in UNEQUAL if fields.get(name, getattr(usual, name)) != getattr(usual, name)]:
         raise ConfigurationError(
@@ -270,28 +305,60 @@ def prepare(work: Work) -> None:
     if work.name in SHAPES and not (Path(work.model) / "tokenizer.json").exists():
         build_model(work.name, Path(work.model), "cuda" if torch.cuda.is_available() else "cpu")
     work.stream()
-    if work.mode == "lora":
+    if work.adapts:
         _write_adapter(work)
 
 
+ADAPTER_FILE = "adapter_model.safetensors"
+
+
 def _write_adapter(work: Work) -> None:
-    """Write adapters to start from: A uniform as in a linear layer, rounded to bf16 so that every arm holds it exactly; B
-    zero."""
+    from safetensors.torch import save_file
+
+    (work.folder / "adapter").mkdir(exist_ok=True)
+    save_file(starting_values(work, work.config()), work.folder / "adapter" / ADAPTER_FILE, metadata={"format": "pt"})
+
+
+def starting_values(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
+    """A and B that every arm with the adapters of ``config`` starts from, by their names in PEFT's files.
+
+    A is uniform as in a linear layer, rounded to bf16 so that every arm holds it exactly; B is zero. Lengths of rows (DoRA) are
+    those of the base, which each arm measures itself.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from chronicals.lora import LoRAConfig, apply_lora
+    from chronicals.lora import apply_lora
     from chronicals.lora.layers import linear_adapters
-    from chronicals.lora.peft_format import save_adapter
+    from chronicals.lora.peft_format import PREFIX
 
-    config = work.config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(work.model))
-    apply_lora(model, LoRAConfig(config.lora_rank, config.lora_alpha, 0.0, config.lora_target_modules, config.use_rslora))
-    generator = torch.Generator().manual_seed(0)
-    for _, layer in linear_adapters(model):
+    apply_lora(model, replace(adapter_shape(config), use_dora=False))
+    generator, found = torch.Generator().manual_seed(0), {}
+    for path, layer in linear_adapters(model):
         bound = layer.lora_A.shape[1] ** -0.5
         start = torch.rand(layer.lora_A.shape, generator=generator) * 2 * bound - bound
-        layer.lora_A = torch.nn.Parameter(start.bfloat16().float())
-        layer.lora_B = torch.nn.Parameter(torch.zeros(layer.lora_B.shape))
-    save_adapter(model, work.folder / "adapter", work.model)
+        found[f"{PREFIX}{path}.lora_A.weight"] = start.bfloat16().float()
+        found[f"{PREFIX}{path}.lora_B.weight"] = torch.zeros(layer.lora_B.shape)
+    return found
+
+
+def start_of(work: Work, config: ChronicalsConfig) -> dict[str, Tensor]:
+    """``starting_values``: from the row's folder where the matrices of ``config`` are those of the row."""
+    from safetensors.torch import load_file
+
+    row = work.config()
+    if any(getattr(config, name) != getattr(row, name) for name in MATRICES):
+        return starting_values(work, config)
+    return load_file(work.folder / "adapter" / ADAPTER_FILE)
+
+
+def adapter_shape(config: ChronicalsConfig) -> LoRAConfig:
+    """The adapters of a configuration."""
+    from chronicals.lora import LoRAConfig
+
+    return LoRAConfig(
+        config.lora_rank, config.lora_alpha, config.lora_dropout, config.lora_target_modules, config.use_rslora,
+        config.lora_rank_pattern, config.lora_alpha_pattern, config.lora_layers, config.use_dora,
+    )  # fmt: skip

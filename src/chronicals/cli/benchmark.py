@@ -28,7 +28,7 @@ REFUSED = {
 @with_recipe_flags
 def benchmark(
     recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below")] = None,
-    mode: Annotated[str | None, typer.Option(help="full or lora (default: what the recipe does, else full)")] = None,
+    mode: Annotated[str | None, typer.Option(help="full, lora or qlora (default: what the recipe does, else full)")] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Measured steps of a round (default: 20, 8 for 8B)")] = None,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before them that are not counted, compilation included")] = 5,
     against: Annotated[
@@ -78,10 +78,11 @@ def benchmark(
     make_room_for(output)
     if output and output.suffix == ".png":
         raise ConfigurationError(f"output={str(output)!r}: the bars are written there; name a file that ends in .json")
-    name, data, fields, uses_lora = _recipe(recipe, flags)
+    name, data, fields, does = _recipe(recipe, flags)
+    mode = mode or does
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     options = Options(
-        against=_peers(against, data, mode == "lora" or uses_lora), variants=[_changes(text) for text in variant or []],
+        against=_peers(against, data, mode != "full"), variants=[_changes(text) for text in variant or []],
         scouted=[_changes(text) for text in scouted_variant or []], rounds=rounds, time_limit=time_limit,
         arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
     )  # fmt: skip
@@ -92,7 +93,7 @@ def benchmark(
 
     with _ended_by_sigterm(), contextlib.ExitStack() as scratch:
         place = folder or Path(scratch.enter_context(tempfile.TemporaryDirectory(prefix="chronicals-benchmark-")))
-        work = plan_work(place, name, data, mode or ("lora" if uses_lora else "full"), fields, steps, warm_up)
+        work = plan_work(place, name, data, mode, fields, steps, warm_up)
         for changes in (*options.variants, *options.scouted):
             work.config(**changes)  # raises here, before any arm has run, where a field is unknown or has a wrong value
         with console.status("") as status:
@@ -124,8 +125,8 @@ def _ended_by_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], bool]:
-    """Model, data, the fields that were set, and whether they include adapters."""
+def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], str]:
+    """Model, data, the fields that were set, and the mode that they ask for."""
     from chronicals.benchmark.work import OWN, SIZES
     from chronicals.config import ConfigurationError, Recipe
 
@@ -146,12 +147,16 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
     config = plan.config()
     set_here = config.explicit | (set(SIZES) if recipe else set())
     fields = {name: value for name, value in config.to_dict().items() if name in set_here}
-    return plan.model, plan.data, fields, config.use_lora
+    return plan.model, plan.data, fields, "qlora" if config.quantization else "lora" if config.use_lora else "full"
 
 
 def _peers(against: str, data: str, lora: bool) -> list[str]:
     """Peers by name. ``unsloth`` stands for several arms: without and with recomputation, where lengths differ also with padded
-    rows and, under LoRA, through its compiled modules. Beside another ``unsloth-…`` it is the first of these alone."""
+    rows and, under LoRA, through its compiled modules. Beside another ``unsloth-…`` it is the first of these alone.
+
+    Args:
+        lora: whether adapters are trained.
+    """
     from chronicals.benchmark.processes import PEERS
     from chronicals.config import ConfigurationError
 

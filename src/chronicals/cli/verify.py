@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -35,8 +36,9 @@ def verify(
     (eager attention, no packing, no accumulation), and by plain transformers in the run's own dtype. The loss of each step and
     the gradient and update of each module may be at most 1.5 times as far from fp32 as the third is. The update must be that of
     torch's AdamW for the run's own gradients, apart from roundings in fp32, and the learning rate of every step of the whole
-    run that of its schedule. The last line is the verdict; exit code 1 if one of these fails, or if something that should be
-    trained is not.
+    run that of its schedule. Over a base in 4 bits, transformers with bitsandbytes and PEFT is a fourth arm, where they are
+    installed, whose weights must be those of the run. The last line is the verdict; exit code 1 if one of these fails, or if
+    something that should be trained is not.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -57,7 +59,7 @@ def verify(
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
     model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config))
     with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("steps in three arms", total=steps)
+        task = bar.add_task("steps in all arms", total=steps)
         found = compare(
             model, tokenizer, config, *plan.sources, steps,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
@@ -74,25 +76,33 @@ def _show(found: Verification, console: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    losses = Table("step", "loss", "fp32", "plain", "off by", "allowed", show_edge=False)
-    for row in found.losses:
-        figures = (f"{value:.6f}" for value in (row.ours, row.fp32, row.plain))
+    beside = found.bitsandbytes
+    others = ["bitsandbytes"] if beside else []
+    losses = Table("step", "loss", "fp32", "plain", *others, "off by", "allowed", show_edge=False)
+    for number, row in enumerate(found.losses):
+        theirs = [beside.losses[number].ours] if beside else []
+        figures = (f"{value:.6f}" for value in (row.ours, row.fp32, row.plain, *theirs))
         losses.add_row(str(row.step), *figures, f"{abs(row.ours - row.fp32):.1e}", f"{row.allowed:.1e}")
+    theirs_of = {("gradient", row.module): f"{row.deviation:.1e}" for row in beside.gradients} if beside else {}
     modules = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=0)  # leaves the most columns for names
     modules.add_column("module", overflow="fold")
-    for name in ("of", "deviation", "plain's", "allowed", "cosine", "norm", ""):
+    for name in ("of", "deviation", "plain's", *(["bnb's"] if beside else []), "allowed", "cosine", "norm", ""):
         modules.add_column(name, no_wrap=True)
     rows = sorted([*found.gradients, *found.updates, *found.optimizer], key=lambda row: -row.ratio)
     for deviation in rows[:SHOWN]:
         modules.add_row(
-            deviation.module, deviation.quantity,
-            *(f"{value:.1e}" for value in (deviation.deviation, deviation.plain, deviation.allowed)),
+            deviation.module, deviation.quantity, f"{deviation.deviation:.1e}", f"{deviation.plain:.1e}",
+            *([theirs_of.get((deviation.quantity, deviation.module), "")] if beside else []), f"{deviation.allowed:.1e}",
             f"{deviation.cosine:.6f}", f"{deviation.norm_ratio:.4f}",
             "[green]ok[/]" if deviation.ratio <= 1 else "[bold red]differs[/]",
         )  # fmt: skip
     console.print(losses, "", modules)
     if len(rows) > SHOWN:
         console.print(f"… and {len(rows) - SHOWN} more rows, each further inside what it is allowed")
+    if beside and beside.gradients:
+        median = [statistics.median(row.deviation for row in rows) for rows in (found.gradients, beside.gradients)]
+        words = "transformers + bitsandbytes + PEFT: median deviation of a gradient from fp32"
+        console.print(f"{words} {median[1]:.1e}, ours {median[0]:.1e}", soft_wrap=True)
     for note in found.notes:
         console.print(f"note: {escape(note)}")
     for failure in found.failures[:SHOWN]:

@@ -27,6 +27,7 @@ from chronicals.lora.adapter_layer import AdapterLayer, exact
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.magnitude import SHORTEST, adapted_norms, crossed, is_plain, squared_norms_of, unbiased
 from chronicals.lora.tokens import TrainedTokens
+from chronicals.quantization import Linear4bit
 
 
 class LoRALinear(AdapterLayer):
@@ -124,9 +125,9 @@ class LoRALinear(AdapterLayer):
         return adapted_norms(self._squared_norms(), across, self.lora_A, self.lora_B * self.scale)
 
     def _squared_norms(self) -> Tensor:
-        """‖W‖², computed once for a weight that stays where and what it is."""
+        """‖W‖², computed once for a weight that stays where and what it is, which a compiled graph does not see."""
         weight = cast(Tensor, self.base_layer.weight)
-        if torch.compiler.is_compiling() and is_plain(weight):
+        if torch.compiler.is_compiling() and (is_plain(weight) or isinstance(self.base_layer, Linear4bit)):
             return squared_norms_of(self.base_layer, self.in_features)
         key = weight.data_ptr(), weight._version, weight.dtype, weight.device
         if self._squares is None or self._squares[0] != key:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.products import product
 from chronicals.lora.padding import Padding
-from chronicals.quantization import Base
+from chronicals.quantization import Base, Linear4bit
 
 ROWS = 1024
 """Rows of the identity that a layer multiplies at a time."""
@@ -94,6 +94,8 @@ def squared_norms_of(layer: Any, width: int) -> Tensor:
     """‖W‖² of a linear layer, quantised or not: of what it returns for the identity, where its weight is not plain."""
     if is_plain(layer.weight):
         return squared_norms(upright(layer))
+    if isinstance(layer, Linear4bit):
+        return layer.squared_norms()
     device = layer.weight.device
     kind = getattr(layer, "compute_dtype", None) or torch.float32
     parts = torch.eye(width, device=device, dtype=kind).split(ROWS)

@@ -119,7 +119,15 @@ def _quantised(model: Any, layers: int, size: int) -> int:
     packed = [m for m in model.modules() if any(not p.is_floating_point() for p in m.parameters(recurse=False))]
     codes = sum(p.nbytes for m in packed for p in m.parameters(recurse=False) if not p.is_floating_point())
     beside = sum(buffer.nbytes for m in packed for buffer in m.buffers(recurse=False))
+    beside += sum(_scales_of(p) for m in packed for p in m.parameters(recurse=False))
     return codes + beside + 2 * codes // layers * size
+
+
+def _scales_of(weight: Any) -> int:
+    """Bytes of the scales that a weight of bitsandbytes keeps in itself."""
+    state = getattr(weight, "quant_state", None)
+    states = [] if state is None else [state, *([state.state2] if getattr(state, "state2", None) is not None else [])]
+    return sum(kept.absmax.nbytes + kept.code.nbytes for kept in states)
 
 
 def _head_of(model: Any) -> torch.Tensor:

@@ -2,7 +2,8 @@
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.model_shape import ModelShape
-from chronicals.models.four_bits import has_4bit_layers, quantise_layers
+from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
+from chronicals.models.four_bits import QUANTISED_FROM, count_values, has_4bit_layers, quantise_layers
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import (
     BASE_ROWS,
@@ -24,6 +25,7 @@ from chronicals.models.towers import beside_text, is_within, read_processors, sa
 
 __all__ = [
     "BASE_ROWS",
+    "QUANTISED_FROM",
     "Head",
     "ModelShape",
     "Packability",
@@ -35,6 +37,7 @@ __all__ = [
     "asks_for_router_loss",
     "beside_text",
     "check_positions",
+    "count_values",
     "describe_packed",
     "embedding_table",
     "has_4bit_layers",
@@ -43,10 +46,12 @@ __all__ = [
     "input_device",
     "is_within",
     "last_position",
+    "load_by_bitsandbytes",
     "load_config",
     "load_model",
     "load_tokenizer",
     "load_whole",
+    "missing_for_bitsandbytes",
     "present",
     "prove_packability",
     "quantise_layers",

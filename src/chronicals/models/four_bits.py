@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ WATCHED = "_chronicals_watched_quantising"
 
 Watch = Callable[[str, Tensor, Packed], None]
 """Called for every layer that is quantised: its path, its weight, and what that becomes."""
+
+QUANTISED_FROM = "_chronicals_quantised_from"
+"""Attribute of a model with layers that were quantised here: the dtype that their weights had before."""
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
 """Names of small linear layers that choose experts, where a rounding would choose others."""
@@ -52,6 +55,7 @@ def quantise_layers(model: Any, watch: Watch | None = None) -> int:
         quantised = Linear4bit.of(layer)
         if watch is not None:
             watch(path, layer.weight.detach(), quantised.packed)
+        setattr(model, QUANTISED_FROM, layer.weight.dtype)
         model.set_submodule(path, quantised)
     if layers and watch is not None:
         setattr(model, WATCHED, watch)
@@ -65,6 +69,11 @@ def quantising_while_reading(watch: Watch | None = None) -> Any:
     configuration = _classes()()
     configuration.watch = watch
     return configuration
+
+
+def count_values(parameters: Iterable[Tensor]) -> int:
+    """Weights that parameters stand for: a byte of codes holds two."""
+    return sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in parameters)
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:
@@ -136,6 +145,7 @@ def _classes() -> Any:
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             if self.quantization_config.watch is not None:
                 setattr(model, WATCHED, self.quantization_config.watch)
+            setattr(model, QUANTISED_FROM, model.dtype)
             conversions = getattr(model, "_weight_conversions", None)
             self.remove_quantization_config(model)
             model._weight_conversions = conversions

@@ -63,6 +63,14 @@ class Linear4bit(nn.Module):
         scales = Scales(self.absmax, self.absmax2, self.code2, self.offset, self.block2)
         return Packed(self.weight, scales, (self.out_features, self.in_features), self.dtype, self.block, self.code)
 
+    @torch.no_grad()
+    def squared_norms(self) -> Tensor:
+        """Of the rows of the dequantised weight, ``[out]``, in at least fp32."""
+        scales = self.absmax, self.absmax2, self.code2, self.offset, self.block2
+        shape = self.out_features, self.in_features
+        norms: Tensor = _squared_norms(self.weight, *scales, *shape, self.block, self.code, self.dtype)
+        return norms
+
     def plain(self, dtype: torch.dtype | None = None) -> nn.Linear:
         """A plain frozen layer of the dequantised weight, rounded to ``self.dtype``.
 
@@ -175,6 +183,23 @@ def _(
     dy: Tensor, codes: Tensor, absmax: Tensor, absmax2: Any, code2: Any, offset: Any, block2: int, inputs: int, *_: Any
 ) -> Tensor:
     return dy.new_empty((*dy.shape[:-1], inputs))
+
+
+@torch.library.custom_op("chronicals::linear_4bit_squared_norms", mutates_args=())
+def _squared_norms(
+    codes: Tensor, absmax: Tensor, absmax2: Tensor | None, code2: Tensor | None, offset: Tensor | None, block2: int,
+    outputs: int, inputs: int, block: int, code: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    weight = Packed(codes, Scales(absmax, absmax2, code2, offset, block2), (outputs, inputs), dtype, block, code).dense()
+    return torch.linalg.vector_norm(weight, dim=1, dtype=torch.promote_types(dtype, torch.float32)).square_()
+
+
+@_squared_norms.register_fake
+def _(
+    codes: Tensor, absmax: Tensor, absmax2: Any, code2: Any, offset: Any, block2: int, outputs: int, inputs: int, block: int,
+    code: str, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    return absmax.new_empty(outputs, dtype=torch.promote_types(dtype, torch.float32))
 
 
 def _setup(ctx: Any, inputs: tuple, output: Tensor) -> None:

@@ -66,8 +66,7 @@ def attach_adapters(model: Any, config: ChronicalsConfig, resumed: Path | None =
 
 def _attach(model: Any, config: ChronicalsConfig, resumed: Path | None) -> None:
     usual = ChronicalsConfig()
-    if config.quantization is not None:
-        _quantise(model, None if hasattr(model, "chronicals_lora") else watcher(config))
+    quantise_as_asked(model, config)
     _check_that_pefts_learn(model)
     if hasattr(model, "chronicals_lora"):
         _keep_adapters(model, config)
@@ -93,9 +92,14 @@ def watcher(config: ChronicalsConfig) -> LoftQ | None:
     return LoftQ(shape_of(config)) if config.use_lora and config.lora_init == "loftq" else None
 
 
-def _quantise(model: Any, watch: LoftQ | None) -> None:
-    """A model that was loaded in 16 or 32 bits; raises ConfigurationError where it has nothing to quantise."""
-    if not has_4bit_layers(model):
+def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
+    """A model that was loaded in 16 or 32 bits, where ``config`` asks for 4.
+
+    Raises:
+        ConfigurationError: it has nothing to quantise.
+    """
+    if config.quantization is not None and not has_4bit_layers(model):
+        watch = None if hasattr(model, "chronicals_lora") else watcher(config)
         try:
             quantise_layers(within_adapters(model), watch)
         except ValueError as error:

@@ -50,6 +50,8 @@ def what_helps(config: ChronicalsConfig) -> Iterator[tuple[dict[str, Any], str]]
             yield {"use_8bit_optimizer": True, **other}, "states are rounded to 8 bits"
         masters = {} if config.master_weights else {"master_weights": True}
         yield {"use_lora": True, **masters}, "adapters are trained, not the weights"
+    elif config.quantization is None and not config.use_fp8:
+        yield {"quantization": "nf4"}, "the base is rounded to 4 bits"
     if config.max_seq_length > 1:
         yield {"max_seq_length": config.max_seq_length // 2}, "what is longer is split or cut"
 

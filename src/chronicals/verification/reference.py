@@ -73,7 +73,7 @@ class PlainArm:
         self.trained: dict[str, nn.Parameter] = {}
         self.autocast: torch.dtype | None = None
         if config.use_lora or hasattr(model, "chronicals_lora"):
-            self._adapt(_adapter_fields(model, config))
+            self._adapt(adapter_fields(model, config))
         else:
             towers = beside_text(model)
             asked = {name: p.requires_grad and not is_within(name, towers) for name, p in model.named_parameters()}
@@ -228,7 +228,7 @@ class PlainArm:
         self._adapt_parameters(fields)
         read = _read(self.model, paths)
         for path in paths:
-            rank, scale = _rank_and_scale(fields, path)
+            rank, scale = rank_and_scale(fields, path)
             layer = self.model.get_submodule(path)
             if isinstance(layer, nn.Embedding):
                 self._adapt_embedding(path, layer, rank, scale)
@@ -270,7 +270,7 @@ class PlainArm:
             owner, _, name = full.rpartition(".")
             beneath = [n for n in named if n.rpartition(".")[0] == owner]
             path = owner + ".base_layer" * (len(beneath) - 1 - beneath.index(full))
-            rank, scale = _rank_and_scale(fields, full)
+            rank, scale = rank_and_scale(fields, full)
             layer = self.model.get_submodule(owner)
             weight, turned = layer.get_parameter(name), bool(getattr(layer, "is_transposed", False))
             experts = weight.shape[0] if weight.ndim == 3 else 1
@@ -381,7 +381,7 @@ def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float, lengths: nn.Paramet
     return add
 
 
-def _adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
+def adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
     """What is said of the adapters that are there already, or of those that the run will attach."""
     if hasattr(model, "chronicals_lora"):
         return vars(model.chronicals_lora)
@@ -400,7 +400,7 @@ def _adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _rank_and_scale(fields: Mapping[str, Any], path: str) -> tuple[int, float]:
+def rank_and_scale(fields: Mapping[str, Any], path: str) -> tuple[int, float]:
     """Of the adapter at a path."""
     found = {name: fields[name] for name in ("rank", "alpha")}
     for name in found:

@@ -8,6 +8,9 @@ Three arms compute every step from the same weights, those that the path of trai
     plain   the same in the run's own types, with the attention transformers takes by itself, which is the scale of what
             rounding does (of an fp32 run: a document a pass, eager)
 
+For a base in 4 bits a fourth shows what others make of it (``bitsandbytes_arm``): its weights must be ours, its losses and
+gradients are set beside fp32 as ours are.
+
 Only the states of the optimizers differ by more than one step's roundings, for each arm keeps its own. What one does with
 gradients is also compared by itself, at fp32's roundings in every type: torch's AdamW, with states of its own, takes ours.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,10 +36,11 @@ from chronicals.models import ModelShape, check_positions, embedding_table
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import Objective, build_objective
 from chronicals.patching import layers_in_fp8
-from chronicals.training.adapters import with_token_ids
+from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
 from chronicals.verification import comparison
+from chronicals.verification.bitsandbytes_arm import ARM, BitsAndBytesArm, NotRun, wants_bitsandbytes
 from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
 from chronicals.verification.eight_bits import round_products
 from chronicals.verification.modules import Modules
@@ -53,13 +57,29 @@ from chronicals.verification.reference import (
 )
 
 FEWEST, MOST = 5, 20
-PACKAGES = ("chronicals", "torch", "triton", "transformers", "flash-attn-4")
+PACKAGES = ("chronicals", "torch", "triton", "transformers", "flash-attn-4", "bitsandbytes", "peft")
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PLAIN_SCALE = 2.0**12
 """Loss scale of the plain arm in fp16: below what overflows, above what underflows, in a model that trains."""
 
 RATE = 1e-9
 """Share of the peak by which a learning rate may be off, in fp64."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """What transformers, bitsandbytes and PEFT compute of the same steps.
+
+    Attributes:
+        losses: a row for each step, theirs in the place of ours.
+        gradients: a row for each module, likewise, worst first.
+    """
+
+    losses: list[StepLoss]
+    gradients: list[Deviation]
+
+    def to_dict(self) -> dict:
+        return {name: [row.to_dict() for row in getattr(self, name)] for name in ("losses", "gradients")}
 
 
 @dataclass(frozen=True)
@@ -73,6 +93,7 @@ class Verification:
         failures: in words, empty if the run is as exact as plain transformers in its own type.
         notes: what was done differently from the run, by name.
         facts: the run, the machine, the versions.
+        bitsandbytes: of a base in 4 bits, where that arm ran; a note says why it did not.
     """
 
     losses: list[StepLoss]
@@ -82,6 +103,7 @@ class Verification:
     failures: list[str]
     notes: list[str]
     facts: dict[str, Any] = field(default_factory=dict)
+    bitsandbytes: Beside | None = None
 
     @property
     def passed(self) -> bool:
@@ -96,6 +118,7 @@ class Verification:
             "gradients": [row.to_dict() for row in self.gradients],
             "updates": [row.to_dict() for row in self.updates],
             "optimizer": [row.to_dict() for row in self.optimizer],
+            "bitsandbytes": self.bitsandbytes and self.bitsandbytes.to_dict(),
             "facts": self.facts,
         }
 
@@ -131,6 +154,7 @@ def verify(
         )
     device = one_device(model, Mesh())
     check_precision(config, device)
+    quantise_as_asked(model, config)
     notes = without_dropout(model)
     if config.use_lora and config.lora_dropout:
         notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
@@ -160,9 +184,12 @@ def verify(
     fp32 = PlainArm(model, device, config, objective)
     plain = PlainArm(model, device, config, objective, alone=exact, usual_attention=not exact)
     notes += changed_buffers(model, fp32.model)
+    others, why_not = _others(model, fp32, config)
+    notes += why_not
     path = TrainingPath(model, config, total, tokenizer)
     if fp32.router_loss and path.session.presented.router_loss is None:
-        fp32.router_loss = plain.router_loss = 0.0
+        for arm in filter(None, (fp32, plain, others)):
+            arm.router_loss = 0.0
         told = f"{type(model).__name__} adds none, or one that the run leaves out"
         notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
     frozen = {name: presented.model for name, presented in path.session.objective.frozen.items()}
@@ -173,7 +200,7 @@ def verify(
     if config.use_fp8:
         for name in layers_in_fp8(model):
             round_products(plain.model.get_submodule(name))
-    compared = _Comparison(path, fp32, plain, config, scheduled_rates(config, total), device)
+    compared = _Comparison(path, fp32, plain, others, config, scheduled_rates(config, total), device)
     with path.stepping():
         for number, step in enumerate(stream.steps(count=steps)):
             compared.one_step(step, number, documents_of(store, stream, step.began))
@@ -182,29 +209,43 @@ def verify(
     return compared.verification(notes, _facts(model, config, device, steps))
 
 
+def _others(model: Any, fp32: PlainArm, config: ChronicalsConfig) -> tuple[BitsAndBytesArm | None, list[str]]:
+    """The arm of bitsandbytes for a base in 4 bits, or in words why there is none."""
+    if not wants_bitsandbytes(model):
+        return None, []
+    try:
+        arm = BitsAndBytesArm(model, fp32, config)
+    except NotRun as reason:
+        return None, [f"{ARM} is not run: {reason}"]
+    return arm, arm.notes
+
+
 def documents_of(store: TokenStore, stream: BatchStream, position: int) -> list[list[MaskedDocument]]:
     """The documents of each pack of the step that begins at ``position``, each by itself, from the store."""
     return [[store.document(document) for document in pack] for pack in stream.packs_of(position) if len(pack)]
 
 
 class _Comparison:
-    """The three arms, and the sums over the steps done so far."""
+    """The arms, and the sums over the steps done so far."""
 
     def __init__(
-        self, path: TrainingPath, fp32: PlainArm, plain: PlainArm, config: ChronicalsConfig, rates: list[float],
-        device: torch.device,
+        self, path: TrainingPath, fp32: PlainArm, plain: PlainArm, others: BitsAndBytesArm | None, config: ChronicalsConfig,
+        rates: list[float], device: torch.device,
     ):  # fmt: skip
-        self.path, self.fp32, self.plain, self.config, self.rates, self.device = path, fp32, plain, config, rates, device
+        self.path, self.fp32, self.plain, self.others = path, fp32, plain, others
+        self.config, self.rates, self.device = config, rates, device
         start = self._weights()
         self.modules = Modules.of({name: tensor.shape for name, tensor in start.items()})
         self.gradients, self.updates, self.optimizer, self.sizes = (
             Tally(quantity, self.modules, device) for quantity in ("gradient", "update", "optimizer", "weight")
         )
+        self.their_gradients = Tally("gradient", self.modules, device)
         lora = hasattr(path.model, "chronicals_lora")
         self.fp32_optimizer, self.plain_optimizer, self.our_gradients = (PlainAdamW(start, config, lora) for _ in range(3))
         layers = ModelShape.of(path.model.config).layers
         self.walk = rounding_walk(layers)
         self.losses: list[tuple[float, Tensor, Tensor, int]] = []
+        self.their_losses: list[tuple[float, Tensor, Tensor, int]] = []
         self.skipped: list[int] = []
 
     def _weights(self) -> dict[str, Tensor]:
@@ -227,6 +268,21 @@ class _Comparison:
         targets = sum(count_targets(document) for pack in packs for document in pack)
         self.losses.append((made.loss, exact_losses, plain_losses, targets))
         self._compare(made, exact, plain, before, self.rates[number])
+        if self.others is not None:
+            self.others.load(before)
+            their_losses, theirs = self.others.differentiate(packs, scale)
+            self.their_losses.append((float(their_losses.sum()) / targets, exact_losses, plain_losses, targets))
+            self.their_gradients.begin_step()
+            self._add(self.their_gradients, before, theirs, plain, exact)
+
+    def _add(
+        self, tally: Tally, weights: dict[str, Tensor], ours: dict[str, Tensor], plain: dict[str, Tensor],
+        exact: dict[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Gradients of one step; one that is not there is zero."""
+        for name, weight in weights.items():
+            nothing = torch.zeros((), device=self.device).expand_as(weight)
+            tally.add(name, *(gradients.get(name, nothing) for gradients in (ours, plain, exact)))
 
     @torch.no_grad()
     def _compare(
@@ -237,10 +293,10 @@ class _Comparison:
         self.our_gradients.update(before, made.gradients, factor)
         for tally in (self.gradients, self.updates, self.optimizer, self.sizes):
             tally.begin_step()
+        self._add(self.gradients, before, made.gradients, plain, exact)
         for name, weight in before.items():
             nothing = torch.zeros((), device=self.device).expand_as(weight)
-            g, p, f = (gradients.get(name, nothing) for gradients in (made.gradients, plain, exact))
-            self.gradients.add(name, g, p, f)
+            p, f = (gradients.get(name, nothing) for gradients in (plain, exact))
             clear = comparison.decided(f, p, self.walk)
             after = self.path.weight(name) if name in self.path.trained else weight
             arms = after, self.plain_optimizer.weights[name], self.fp32_optimizer.weights[name]
@@ -255,11 +311,17 @@ class _Comparison:
         eps = torch.finfo(TYPES[self.config.mixed_precision]).eps
         losses = comparison.step_losses(self.losses, self.walk)
         gradients = self.gradients.deviations(max(eps, self.walk))
+        beside = None
+        if self.others is not None:
+            their_losses = comparison.step_losses(self.their_losses, self.walk)
+            beside = Beside(their_losses, self.their_gradients.deviations(max(eps, self.walk)))
         sizes, changes, due = (tally.sums()[..., 0].sum(0).sqrt() for tally in (self.sizes, self.updates, self.optimizer))
         updates = self.updates.deviations(comparison.update_floors(gradients, self.modules, sizes, changes))
         optimizer = self.optimizer.deviations(comparison.optimizer_floors(sizes, due))
         failures = self._failures(losses, [*gradients, *updates, *optimizer])
-        return Verification(losses, gradients, updates, optimizer, failures, notes, facts)
+        if self.others is not None and beside is not None:
+            failures += _failures_beside(beside, self.others.differs)
+        return Verification(losses, gradients, updates, optimizer, failures, notes, facts, beside)
 
     def _failures(self, losses: list[StepLoss], rows: list[Deviation]) -> list[str]:
         asked, trained = set(self.fp32.trained), set(self.path.trained)
@@ -294,6 +356,22 @@ class _Comparison:
             for number, (ours, rate) in enumerate(pairs)
             if not abs(ours - rate) <= RATE
         ]
+
+
+def _failures_beside(beside: Beside, differs: Mapping[str, float]) -> list[str]:
+    """Where bitsandbytes has other weights, or most of its steps or gradients are further from fp32 than rounding takes them:
+    then fp32 is not what others understand by this run."""
+    found = [f"{path}: the weight of {ARM} is another, by {off:.1%}" for path, off in differs.items()]
+    if wrong := comparison.wrong_losses(beside.losses):
+        found.append(f"{ARM}: its loss of step {wrong[0].step} is {wrong[0].ours:.6g}, in fp32 {wrong[0].fp32:.6g}")
+    exceeding = [row for row in beside.gradients if row.ratio > 1]
+    if 2 * len(exceeding) > len(beside.gradients):
+        worst = exceeding[0]
+        found.append(
+            f"{ARM}: its gradients of {len(exceeding)} of {len(beside.gradients)} modules are others; {worst.module} deviates "
+            f"by {worst.deviation:.2e}, allowed {worst.allowed:.2e}"
+        )
+    return found
 
 
 def _facts(model: Any, config: ChronicalsConfig, device: torch.device, steps: int) -> dict[str, Any]:

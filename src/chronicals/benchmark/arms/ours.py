@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from chronicals.benchmark.arms.weights import load
+from chronicals.benchmark.arms.weights import load, load_in_4_bits
 from chronicals.benchmark.measurement import ArmPlan, Measurement, reset_peak
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
-from chronicals.benchmark.work import SPARE_STEPS, UNEQUAL, Work
+from chronicals.benchmark.work import SPARE_STEPS, UNEQUAL, Work, adapter_shape, start_of
+from chronicals.lora.peft_format import PREFIX
 from chronicals.models import load_tokenizer
 from chronicals.models.loading import DTYPES
 from chronicals.training import Callback, ChronicalsTrainer, Interrupted
@@ -91,7 +92,7 @@ def ours(work: Work, plan: ArmPlan) -> None:
     """Train through the trainer; the plan's changes are fields of the configuration."""
     run = f"run-{time.time_ns()}"
     config = work.config(run, **{"max_steps": plan.at_most + SPARE_STEPS, **plan.changes})
-    model = load(work.model, DTYPES[config.mixed_precision])
+    model = (load_in_4_bits if work.in_4_bits else load)(work.model, DTYPES[config.mixed_precision])
     if config.use_lora:
         _attach(model, work, config)
     collector = Collector(plan, _settings(config, plan), config.use_fp8)
@@ -106,19 +107,25 @@ def ours(work: Work, plan: ArmPlan) -> None:
 
 
 def _attach(model: Any, work: Work, config: Any) -> None:
-    """The row's adapters, under this arm's own dropout; where their shape differs, the trainer makes its own."""
-    from chronicals.lora import LoRAConfig, apply_lora, load_adapter
+    """The row's adapters, or those of this arm's shape, under its own dropout, with the values that every arm starts from; the
+    trainer makes those that not every arm has."""
+    from chronicals.lora import apply_lora
+    from chronicals.lora.layers import linear_adapters
 
     row = work.config()
-    if any(getattr(config, name) != getattr(row, name) for name in ("lora_rank", *UNEQUAL)):
+    if any(getattr(config, name) != getattr(row, name) for name in UNEQUAL):
         return
-    targets = config.lora_target_modules
-    apply_lora(model, LoRAConfig(config.lora_rank, config.lora_alpha, config.lora_dropout, targets, config.use_rslora))
-    load_adapter(model, work.folder / "adapter")
+    apply_lora(model, adapter_shape(config))
+    start = start_of(work, config)
+    with torch.no_grad():
+        for path, layer in linear_adapters(model):
+            layer.lora_A.copy_(start[f"{PREFIX}{path}.lora_A.weight"])
+            layer.lora_B.copy_(start[f"{PREFIX}{path}.lora_B.weight"])
 
 
 def _settings(config: Any, plan: ArmPlan) -> str:
     states = "8-bit" if config.use_8bit_optimizer else config.optimizer_state_dtype
-    words = [f"{config.mixed_precision}, optimizer states {states}"]
+    base = ["base in NF4"] if config.quantization else []
+    words = [*base, f"{config.mixed_precision}, optimizer states {states}"]
     words += [f"{name}={value}" for name, value in plan.changes.items()]
     return ", ".join(words)

@@ -10,9 +10,10 @@ import torch
 
 from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import load, with_peft
+from chronicals.benchmark.arms.weights import load, load_dequantised, load_for_peers, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import LabelledDocument, Work
+from chronicals.models.loading import DTYPES as OURS
 
 TIGHT_STEPS = 3
 """Reference steps of a model whose weights, gradients and states fill the card."""
@@ -22,19 +23,32 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.bfloat16, "fp32": torch.float32}
 
 def _model(work: Work) -> tuple[Any, list[str]]:
     """The model, and the attentions it may have here, sdpa last."""
-    model = load(work.model, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
+    model = load_for_peers(work, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
     flash = flash_attention(model)
-    return with_peft(model, work) if work.mode == "lora" else model, [*filter(None, [flash]), "sdpa"]
+    return with_peft(model, work) if work.adapts else model, [*filter(None, [flash]), "sdpa"]
 
 
 def _kept_in(work: Work) -> str:
-    return {torch.bfloat16: "weights and states bf16", torch.float32: "fp32"}[DTYPES[work.config().mixed_precision]]
+    kept = {torch.bfloat16: "weights and states bf16", torch.float32: "fp32"}[DTYPES[work.config().mixed_precision]]
+    return f"base in bitsandbytes' NF4, the rest {kept}" if work.in_4_bits else kept
 
 
 def transformers(work: Work, plan: ArmPlan) -> None:
     """transformers' model as it is."""
     model, attentions = _model(work)
     train_padded(model, work, plan, f"fused AdamW, {_kept_in(work)}", attentions=attentions)
+
+
+def transformers_recompute(work: Work, plan: ArmPlan) -> None:
+    """The same with gradient checkpointing."""
+    model, attentions = _model(work)
+    recompute(model)
+    train_padded(model, work, plan, f"gradient checkpointing, fused AdamW, {_kept_in(work)}", attentions=attentions)
+
+
+def recompute(model: Any) -> None:
+    """Gradient checkpointing that needs no gradient of the layers' inputs."""
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def torch_compile(work: Work, plan: ArmPlan) -> None:
@@ -61,17 +75,22 @@ def liger(work: Work, plan: ArmPlan) -> None:
 def reference(work: Work, plan: ArmPlan) -> None:
     """The plain model in fp32 without TF32: what losses and gradients should be.
 
+    Of a base in 4 bits it has the weights that the codes stand for. The plan's changes are fields of other adapters.
+
     Where the weights are a good part of the card, activations are recomputed, one row at a time, over few steps.
     """
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    model = load(work.model, torch.float32, attn_implementation="sdpa")
+    if work.in_4_bits:
+        model = load_dequantised(work.model, OURS[work.config().mixed_precision], attn_implementation="sdpa")
+    else:
+        model = load(work.model, torch.float32, attn_implementation="sdpa")
     weights = 4 * sum(p.numel() for p in model.parameters())
     tight = device().type == "cuda" and weights > torch.cuda.get_device_properties(0).total_memory / 8
     if tight:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if work.mode == "lora":
-        model = with_peft(model, work)
+        recompute(model)
+    if work.adapts:
+        model = with_peft(model, work, **plan.changes)
     count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
     if plan.documents is None:
         steps = list(work.documents_by_step(count))

@@ -9,7 +9,7 @@ from typing import Any
 from chronicals.benchmark.arms.plain import DTYPES
 from chronicals.benchmark.arms.trainer import train_with_trainer, with_flash_lengths
 from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import load, with_peft
+from chronicals.benchmark.arms.weights import load_for_peers, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import Work
 from chronicals.models import load_tokenizer
@@ -21,10 +21,20 @@ ROWS = 8
 
 
 def trl(work: Work, plan: ArmPlan) -> None:
-    """``SFTTrainer`` at its documented best: best-fit packing, no padding, Liger's kernels where they are installed."""
-    model = load(work.model, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
+    """``SFTTrainer`` at its documented best: best-fit packing, no padding, Liger's kernels where they are installed; over
+    layers of bitsandbytes where the row is in 4 bits."""
+    _trl(work, plan, recompute=False)
+
+
+def trl_recompute(work: Work, plan: ArmPlan) -> None:
+    """The same with gradient checkpointing."""
+    _trl(work, plan, recompute=True)
+
+
+def _trl(work: Work, plan: ArmPlan, recompute: bool) -> None:
+    model = load_for_peers(work, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
     attention = flash_attention(model)
-    if work.mode == "lora":
+    if work.adapts:
         model = with_peft(model, work)
     liger = device().type == "cuda" and find_spec("liger_kernel") is not None
     options: dict[str, Any] = {}
@@ -40,7 +50,10 @@ def trl(work: Work, plan: ArmPlan) -> None:
         options = {"per_device_train_batch_size": max(1, mean // accumulation), "gradient_accumulation_steps": accumulation}
         rows = f"{mean // accumulation} rows x {accumulation} sorted by length"
         how = f"padded, {rows}, sdpa: no attention for packed rows runs here"
-    settings = f"SFTTrainer, {how}" + (", Liger kernels" if liger else "")
+    settings = f"SFTTrainer, {how}" + (", Liger kernels" if liger else "") + (", gradient checkpointing" if recompute else "")
+    settings += ", base in bitsandbytes' NF4" if work.in_4_bits else ""
+    if recompute:
+        options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     train_with_trainer(
         model, load_tokenizer(work.model), work, plan, settings, packing=attention is not None, use_liger_kernel=liger,
         bf16=False, fp16=False, use_cpu=device().type == "cpu", **options,

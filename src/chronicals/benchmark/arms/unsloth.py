@@ -14,7 +14,7 @@ from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.weights import start_from
 from chronicals.benchmark.floor import PROJECTIONS
 from chronicals.benchmark.measurement import ArmPlan
-from chronicals.benchmark.work import Work
+from chronicals.benchmark.work import UNEVEN, Work, start_of
 
 
 def unsloth(work: Work, plan: ArmPlan) -> None:
@@ -39,7 +39,7 @@ def unsloth_compiled(work: Work, plan: ArmPlan) -> None:
 
 
 def _unsloth(work: Work, plan: ArmPlan, recompute: bool) -> None:
-    packed_lora = work.mode == "lora" and work.data != "fixed"
+    packed_lora = work.adapts and work.data != "fixed"
     attention = [f"attention {packed_attention()}"] if packed_lora else []
     model, tokenizer = _load(work, recompute)
     _train(model, tokenizer, work, plan, *attention, recompute=recompute)
@@ -76,7 +76,9 @@ def packed_attention() -> str:
 
 
 def _states(work: Work) -> str:
-    return "fused AdamW, weights and states bf16" if work.mode == "full" else "fused AdamW"
+    if work.in_4_bits:
+        return "fused AdamW, base in bitsandbytes' NF4"
+    return "fused AdamW" if work.adapts else "fused AdamW, weights and states bf16"
 
 
 def _load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]:
@@ -84,16 +86,19 @@ def _load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any
 
     loader = FastModel if compiled else FastLanguageModel
     config = work.config()
+    if uneven := [name for name in UNEVEN if getattr(config, name)]:
+        given = f"{uneven[0]}={getattr(config, uneven[0])!r}"
+        raise ValueError(f"{given}: it is measured with plain adapters of one rank in all layers; leave it out of --against")
     way: Any = "unsloth" if recompute else False
     model, tokenizer = loader.from_pretrained(
-        work.model, max_seq_length=config.max_seq_length, dtype=torch.bfloat16, load_in_4bit=False,
-        full_finetuning=work.mode == "full", use_gradient_checkpointing=way,
+        work.model, max_seq_length=config.max_seq_length, dtype=torch.bfloat16, load_in_4bit=work.in_4_bits,
+        full_finetuning=not work.adapts, use_gradient_checkpointing=way,
     )  # fmt: skip
-    if work.mode == "lora":
+    if work.adapts:
         model = loader.get_peft_model(
             model, r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0, bias="none", use_rslora=config.use_rslora,
             target_modules=config.lora_target_modules or list(PROJECTIONS), use_gradient_checkpointing=way,
         )  # fmt: skip
-        start_from(model, work.folder / "adapter")
+        start_from(model, start_of(work, config))
     loader.for_training(model)
     return model, tokenizer

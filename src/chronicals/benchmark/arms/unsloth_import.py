@@ -20,7 +20,7 @@ CUDA_12_RUNTIME = "cuda_runtime/lib/libcudart.so.12"
 def import_unsloth(work: Path, name: str) -> None:
     """Import it for the arm ``name`` of the work in this folder."""
     row = json.loads((work / "work.json").read_text())
-    if row["mode"] == "lora" and row["data"] != "fixed" and name in PACKING:
+    if row["mode"] != "full" and row["data"] != "fixed" and name in PACKING:
         load_cuda_12_runtime()
     importlib.import_module("unsloth")
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from chronicals.benchmark.floor import PROJECTIONS
 from chronicals.benchmark.measurement import device
-from chronicals.benchmark.work import Work
+from chronicals.benchmark.work import Work, adapter_shape, start_of
 
 
 def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
@@ -26,43 +26,88 @@ def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
 
     place = {"device_map": {"": 0}} if device().type == "cuda" and find_spec("accelerate") else {}
     model = load_whole(AutoModelForCausalLM, path, dtype=dtype, use_safetensors=True, **place, **options)
+    return _settled(model if place else model.to(device()))
+
+
+def load_in_4_bits(path: str, dtype: torch.dtype) -> Any:
+    """The same with layers in 4 bits as our run has them."""
+    from chronicals.models import load_model
+
+    return _settled(load_model(path, dtype, quantization="nf4").to(device()))
+
+
+def load_for_peers(work: Work, dtype: torch.dtype, **options: Any) -> Any:
+    """The row's model as a peer on transformers has it: over layers of bitsandbytes where the row is in 4 bits.
+
+    Raises:
+        ImportError, ValueError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from chronicals.models import load_by_bitsandbytes
+
+    if not work.in_4_bits:
+        return load(work.model, dtype, **options)
+    return _settled(load_by_bitsandbytes(AutoModelForCausalLM, work.model, dtype, device(), **options))
+
+
+def load_dequantised(path: str, dtype: torch.dtype, **options: Any) -> Any:
+    """A plain fp32 model of the weights that layers in 4 bits stand for, which were quantised from ``dtype``; options are of
+    ``from_pretrained``."""
+    from chronicals.quantization import Linear4bit
+
+    model, packed = load(path, torch.float32, **options), load_in_4_bits(path, dtype)
+    for name, layer in packed.named_modules():
+        if isinstance(layer, Linear4bit):
+            model.get_submodule(name).weight.data.copy_(layer.packed.dense())
+    return model
+
+
+def _settled(model: Any) -> Any:
     model.config.use_cache = False
     for config in (model.config, model.config.get_text_config()):
         if getattr(config, "output_router_logits", False):
             config.output_router_logits = False
-    return model if place else model.to(device())
+    return model
 
 
-def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False) -> Any:
+PREFIX = "base_model.model."
+"""Of names of a model in PEFT's."""
+
+
+def with_peft(model: Any, work: Work, autocast_adapter_dtype: bool = False, **changes: Any) -> Any:
     """PEFT's LoRA as the row describes it, started from the row's adapters.
 
     Args:
         autocast_adapter_dtype: keep adapters in fp32 over a bf16 model (PEFT's default); False is faster.
+        changes: fields of the configuration that describe other adapters.
     """
     import peft
 
-    config = work.config()
+    config = work.config(**changes)
+    shape, start = adapter_shape(config), start_of(work, config)
+    paths = [name.removeprefix(PREFIX).removesuffix(".lora_A.weight") for name in start if ".lora_A." in name]
+    each = {path: shape.at(path) for path in paths}
     described = peft.LoraConfig(
-        r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0.0, use_rslora=config.use_rslora,
-        target_modules=config.lora_target_modules or list(PROJECTIONS), bias="none", task_type="CAUSAL_LM",
+        r=shape.rank, lora_alpha=shape.alpha, lora_dropout=0.0, use_rslora=shape.use_rslora, use_dora=shape.use_dora,
+        target_modules=paths, bias="none", task_type="CAUSAL_LM",
+        rank_pattern={re.escape(path): own.rank for path, own in each.items() if own.rank != shape.rank},
+        alpha_pattern={re.escape(path): own.alpha for path, own in each.items() if own.alpha != shape.alpha},
     )  # fmt: skip
     model = peft.get_peft_model(model, described, autocast_adapter_dtype=autocast_adapter_dtype)
-    start_from(model, work.folder / "adapter")
+    start_from(model, start)
     return model
 
 
-def start_from(model: Any, folder: Path) -> None:
-    """Fill PEFT's adapters, or those of a library built on it, from a file in PEFT's format.
+def start_from(model: Any, start: Mapping[str, torch.Tensor]) -> None:
+    """Fill PEFT's adapters, or those of a library built on it, from values by their names in PEFT's files.
 
     Raises:
-        ValueError: the model's adapters are not those of the file.
+        ValueError: the model's adapters are not those.
     """
-    from safetensors.torch import load_file
-
-    stored = load_file(folder / "adapter_model.safetensors")
-    own = {name.replace(".default", ""): p for name, p in model.named_parameters() if "lora_" in name}
-    if own.keys() != stored.keys():
-        raise ValueError(f"adapters differ from those of the row: {sorted(own.keys() ^ stored.keys())[:2]}")
+    own = {name.replace(".default", ""): p for name, p in model.named_parameters() if ".lora_A." in name or ".lora_B." in name}
+    if own.keys() != start.keys():
+        raise ValueError(f"adapters differ from those of the row: {sorted(own.keys() ^ start.keys())[:2]}")
     with torch.no_grad():
         for name, parameter in own.items():
-            parameter.copy_(stored[name])
+            parameter.copy_(start[name])

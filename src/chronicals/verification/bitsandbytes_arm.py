@@ -1,0 +1,182 @@
+"""An arm that is nobody's but the field's, for a base in 4 bits: transformers, bitsandbytes and PEFT in a plain loop.
+
+The base is loaded anew from its checkpoint with a ``BitsAndBytesConfig``, the adapters are PEFT's, with the A and B of the run
+at every step. So it shows what no arm of ours can: that the weights are those that others make of the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import nn
+
+from chronicals.config import ChronicalsConfig
+from chronicals.lora.peft_format import CHANGED
+from chronicals.models import QUANTISED_FROM, has_4bit_layers, load_by_bitsandbytes, missing_for_bitsandbytes
+from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
+from chronicals.quantization.linear import SCALES, Linear4bit
+from chronicals.verification.quantised import AGREES, dense_weight, quantised_layers
+from chronicals.verification.reference import PlainArm, adapter_fields, rank_and_scale
+
+ARM = "transformers + bitsandbytes + PEFT"
+
+NAMES = ("lora_A", "lora_B", "lora_magnitude_vector")
+"""Trained tensors of an adapter."""
+
+
+class NotRun(Exception):
+    """Why there is no such arm; the message continues a sentence."""
+
+
+class BitsAndBytesArm(PlainArm):
+    """A model of transformers over layers of bitsandbytes, with PEFT's adapters.
+
+    Args:
+        model: the user's, before anything is done to it; the layers in 4 bits are its, or those its weights become.
+        fp32: the arm in fp32, whose trained weights this one has by the same names.
+        config: of the run.
+
+    Attributes:
+        differs: by path, how far a weight is from ours, relative to it, where that is more than rounding.
+        notes: what this arm takes from ours.
+
+    Raises:
+        NotRun: a package is missing, the checkpoint is not known or cannot be loaded so, or it computes something else.
+    """
+
+    def __init__(self, model: Any, fp32: PlainArm, config: ChronicalsConfig):
+        if missing := [*missing_for_bitsandbytes(), *(["peft"] if find_spec("peft") is None else [])]:
+            raise NotRun(f"{', '.join(missing)}: not installed")
+        self.device, self.alone, self.router_loss = fp32.device, False, fp32.router_loss
+        base = _load(model, config, self.device)
+        self.differs, close = _differing(base, model, fp32.trained.keys())
+        self.notes = [f"{ARM}: {close} layers have codes or scales that ours round otherwise; it takes ours"] if close else []
+        self.model = _adapted(base, fp32, adapter_fields(model, config))
+        self.autocast = torch.float16 if config.mixed_precision == "fp16" else None
+        self.trained = _trained_as(fp32.trained, self.model)
+        self.model.train()
+        if self.device.type == "cuda" and getattr(base, "supports_gradient_checkpointing", False):
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def wants_bitsandbytes(model: Any) -> bool:
+    """Whether it has layers in 4 bits, ours or bitsandbytes'."""
+    return has_4bit_layers(model) or any(is_of_bitsandbytes(layer) for layer in model.modules())
+
+
+def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
+    place = str(getattr(model.config, "_name_or_path", "") or "")
+    if getattr(model, CHANGED, False) or not place:
+        raise NotRun("the model in memory has no checkpoint that it could load")
+    kind = getattr(model, "plain_class", type(model))
+    layers = [layer for layer in quantised_layers(model).values() if isinstance(layer, Linear4bit)]
+    nested = all(layer.absmax2 is not None for layer in layers)
+    products = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
+    try:
+        own = getattr(model, QUANTISED_FROM, next(iter(model.parameters())).dtype)
+        base = load_by_bitsandbytes(kind, place, own, device, nested, products=products)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise NotRun(f"{place}: {' '.join(str(error).split())}") from error
+    if layers and layers[0].dtype != own:
+        _cast(base, layers[0].dtype)
+    return base
+
+
+def _cast(base: Any, dtype: torch.dtype) -> None:
+    """Dense weights, and what packed ones are dequantised to, as a model of ours is cast after it was quantised."""
+    for parameter in base.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    for layer in quantised_layers(base).values():
+        layer.weight.quant_state.dtype = dtype  # type: ignore[union-attr]
+
+
+@torch.no_grad()
+def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[str, float], int]:
+    """By how much weights of bitsandbytes' layers differ from ours, where that is more than rounding.
+
+    A number half-way between two codes is rounded to one or the other by the last bit of a scale. That changes gradients by
+    more than fp32 rounds them, so layers which differ by that alone take our codes; how many do is returned, too.
+
+    Args:
+        trained: weights that the model may have other values of.
+
+    Raises:
+        NotRun: other layers are in 4 bits, others than those in 4 bits differ, or a product is not by the weight that the codes
+            and scales stand for.
+    """
+    theirs, ours, found, close = quantised_layers(base), quantised_layers(model), dict[str, float](), 0
+    if theirs.keys() != ours.keys():
+        raise NotRun(f"its layers in 4 bits are others: {', '.join(sorted(theirs.keys() ^ ours.keys())[:2])}")
+    named = {name.replace(".base_layer.", "."): value for name, value in model.named_parameters()}
+    for name, value in base.named_parameters():
+        if name.removesuffix(".weight") not in ours and name not in trained and not _same(value, named.get(name)):
+            raise NotRun(f"{name} of the model is not that of its checkpoint")
+    for path, layer in theirs.items():
+        read, own = weight_of_layer(layer).dense().float(), dense_weight(path, ours[path])
+        if off := _off(dense_weight(path, layer), read):
+            raise NotRun(
+                f"its {path} does not multiply by the weight that its codes stand for (off by {off:.1%}), as bitsandbytes on a "
+                "CPU where inputs are no multiple of a block"
+            )
+        if off := _off(own, read):
+            found[path] = off
+        elif not torch.equal(own, read):
+            _take(layer, ours[path])
+            close += 1
+    return found, close
+
+
+def _take(layer: Any, ours: Any) -> None:
+    """Copy the codes and scales of a layer of ours, or of another one of bitsandbytes."""
+    own, place = ours.packed if isinstance(ours, Linear4bit) else weight_of_layer(ours), weight_of_layer(layer)
+    place.codes.copy_(own.codes.view(-1))
+    for name in SCALES:
+        if (tensor := getattr(place.scales, name)) is not None:
+            tensor.copy_(getattr(own.scales, name))
+
+
+def _same(theirs: torch.Tensor, ours: torch.Tensor | None) -> bool:
+    """In the narrower of their types."""
+    return ours is not None and (torch.equal(theirs, ours.to(theirs)) or torch.equal(theirs.to(ours), ours))
+
+
+def _off(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """The relative distance; 0 where that is of rounding."""
+    off = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-30))
+    return 0.0 if off <= AGREES else off
+
+
+def _adapted(base: Any, fp32: PlainArm, fields: Mapping[str, Any]) -> Any:
+    """PEFT's adapters at the same paths."""
+    import peft
+
+    paths = [name.removesuffix(".lora_A") for name in fp32.trained if name.endswith(".lora_A")]
+    shapes = {path: rank_and_scale(fields, path) for path in paths}
+    (rank, scale), keys = shapes[paths[0]], {path: path.replace(".", r"\.") for path in paths}
+    described = peft.LoraConfig(
+        r=rank, lora_alpha=scale * rank, lora_dropout=0.0, bias="none", target_modules=paths, use_dora=fields["use_dora"],
+        rank_pattern={keys[path]: own for path, (own, _) in shapes.items()},
+        alpha_pattern={keys[path]: own * factor for path, (own, factor) in shapes.items()},
+        modules_to_save=fields["modules_to_save"], task_type="CAUSAL_LM",
+    )  # fmt: skip
+    try:
+        return peft.get_peft_model(base, described)
+    except (TypeError, ValueError) as error:
+        raise NotRun(f"PEFT does not adapt these layers: {error}") from error
+
+
+def _trained_as(trained: Mapping[str, nn.Parameter], model: Any) -> dict[str, nn.Parameter]:
+    """PEFT's parameters by our names."""
+    theirs = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    found = {}
+    for name in trained:
+        path, _, last = name.rpartition(".")
+        parts = (path, last, "default.weight") if last in NAMES else (path, "modules_to_save.default", last)
+        found[name] = f"base_model.model.{'.'.join(parts)}"
+    if wrong := set(found.values()) ^ theirs.keys():
+        raise NotRun(f"PEFT trains something else: {min(wrong)}")
+    return {name: theirs[own] for name, own in found.items()}

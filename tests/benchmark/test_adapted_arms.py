@@ -1,0 +1,172 @@
+"""Arms with adapters, over 16 or 4 bits: the same base and the same adapters in each of them."""
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import made
+import pytest
+import torch
+
+import tiny
+from chronicals.benchmark.arms import ours, unsloth
+from chronicals.benchmark.arms.weights import load_dequantised, load_for_peers, load_in_4_bits, with_peft
+from chronicals.benchmark.processes import missing
+from chronicals.benchmark.shapes import byte_tokenizer
+from chronicals.benchmark.work import STEPS, plan_work, prepare, start_of, starting_values
+from chronicals.cli import benchmark as command
+from chronicals.config import ConfigurationError
+from chronicals.lora import adapters
+from chronicals.models import load_model
+from chronicals.quantization import NF4, Linear4bit
+
+UNEVEN = {"lora_rank_pattern": {"q_proj": 3}, "lora_alpha_pattern": {"down_proj": 5}, "lora_layers": [1], "use_dora": True}
+
+
+def planned(folder, mode="lora", **changes):
+    """A work with weights in 128 columns: of others bitsandbytes' products are wrong on a CPU."""
+    work = made.work(folder, mode=mode, **{"lora_rank": 4, "lora_alpha": 6, **changes})
+    byte_tokenizer().save_pretrained(work.model)
+    tiny.llama(intermediate_size=128).save_pretrained(work.model)
+    prepare(work)
+    return work
+
+
+def values(model):
+    """Scale, A, B and lengths of each adapter, of ours or PEFT's."""
+    found = {path: (a.scale, a.lora_A, a.lora_B, getattr(a, "lora_magnitude_vector", None)) for path, a in adapters(model)}
+    for path, layer in model.named_modules():
+        if isinstance(getattr(layer, "scaling", None), dict):
+            lengths = layer.lora_magnitude_vector["default"].weight if len(layer.lora_magnitude_vector) else None
+            of = layer.scaling["default"], layer.lora_A["default"].weight, layer.lora_B["default"].weight, lengths
+            found[path.removeprefix("base_model.model.")] = of
+    return found
+
+
+@pytest.mark.parametrize("mode", ["lora", "qlora"])
+@pytest.mark.parametrize("changes", [{}, UNEVEN, {"use_rslora": True}], ids=["even", "uneven", "rslora"])
+@pytest.mark.parametrize("of", ["row", "variant"])
+def test_ours_and_pefts_adapters_are_the_same(tmp_path, mode, changes, of):
+    work = planned(tmp_path, mode, **(changes if of == "row" else {}))
+    given = {} if of == "row" else changes
+    mine = (load_in_4_bits if mode == "qlora" else load_model)(work.model, torch.float32)
+    ours._attach(mine, work, work.config(**given))
+    theirs = with_peft(load_for_peers(work, torch.float32), work, **given)
+    one, two = values(mine), values(theirs)
+    assert one.keys() == two.keys() and len(one) == (7 if "lora_layers" in changes else 14)
+    for path, (scale, a, b, lengths) in one.items():
+        assert scale == pytest.approx(two[path][0]) and torch.equal(a, two[path][1]) and torch.equal(b, two[path][2]), path
+        assert a.abs().max() > 0 and len(a) == (3 if "q_proj" in path and "lora_rank_pattern" in changes else 4)
+        assert (lengths is None) == (two[path][3] is None) == ("use_dora" not in changes)
+        assert lengths is None or torch.allclose(lengths, two[path][3].to(lengths), rtol=1e-5), path
+
+
+def test_a_variant_with_the_same_matrices_starts_as_the_row_does(tmp_path):
+    work = planned(tmp_path)
+    row = start_of(work, work.config())
+    for changes in ({"use_dora": True}, {"lora_alpha": 1.0}, {"lora_dropout": 0.5}):
+        assert all(torch.equal(x, row[name]) for name, x in start_of(work, work.config(**changes)).items())
+    wider = starting_values(work, work.config(lora_rank=8))
+    assert wider.keys() == row.keys() and all(x.shape != row[name].shape for name, x in wider.items())
+    assert work.other_adapters({"use_dora": True, "lora_alpha": 6, "memory": []}) == {"use_dora": True}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_reference_has_the_weights_that_the_codes_stand_for(tmp_path, dtype):
+    work = planned(tmp_path, "qlora")
+    plain, packed = load_dequantised(work.model, dtype), load_in_4_bits(work.model, dtype)
+    sixteen, layers = load_model(work.model, torch.float32), 0
+    for path, layer in packed.named_modules():
+        if isinstance(layer, Linear4bit):
+            weight, layers = plain.get_submodule(path).weight, layers + 1
+            assert weight.dtype == torch.float32 and torch.equal(weight, layer.packed.dense().float())
+            assert not torch.equal(weight, sixteen.get_submodule(path).weight)
+    assert layers == 14 and torch.equal(plain.lm_head.weight, sixteen.lm_head.weight)
+
+
+def test_peers_have_bitsandbytes_layers(tmp_path):
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    work = planned(tmp_path, "qlora")
+    model, ours_ = load_for_peers(work, torch.float32), load_in_4_bits(work.model, torch.float32)
+    theirs = {path for path, layer in model.named_modules() if isinstance(layer, bitsandbytes.nn.Linear4bit)}
+    assert theirs == {path for path, layer in ours_.named_modules() if isinstance(layer, Linear4bit)} and len(theirs) == 14
+
+
+def test_what_a_step_reads_of_4_bits_is_counted(tmp_path):
+    plain, packed = (planned(tmp_path / mode, mode).job() for mode in ("lora", "qlora"))
+    assert plain.dequantised_bytes == 0 and packed.dequantised_bytes == NF4.bytes_a_value(4) + 4
+    assert plain.counted and not planned(tmp_path / "dora", use_dora=True).job().counted
+
+
+# --- what is asked ------------------------------------------------------------------------------------------------------
+
+
+def test_4_bits_are_a_mode_of_the_row():
+    assert command._recipe(None, {"load_in_4bit": True})[3] == command._recipe(None, {"quantization": "nf4"})[3] == "qlora"
+    assert {"quantization", "load_in_4bit"} <= STEPS
+    with pytest.raises(ConfigurationError, match="variant='quantization=nf4': quantization decides what a step holds"):
+        command._changes("quantization=nf4")
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "message"),
+    [
+        ("lora", {"quantization": "nf4"}, "mode='lora' contradicts quantization='nf4'"),
+        ("full", {"load_in_4bit": True}, "mode='full' contradicts load_in_4bit=True"),
+        ("qlora", {"load_in_4bit": False}, "mode='qlora' contradicts load_in_4bit=False"),
+        ("qlora", {"use_lora": False}, "mode='qlora' contradicts use_lora=False"),
+        ("lora", {"lora_init": "pissa"}, "lora_init='pissa': not every arm has it"),
+    ],
+)
+def test_what_contradicts_the_mode_is_named(tmp_path, mode, fields, message):
+    with pytest.raises(ConfigurationError, match=message):
+        plan_work(tmp_path, "tiny", "fixed", mode, fields, None, 2)
+
+
+def test_packages_by_what_is_trained(monkeypatch):
+    monkeypatch.setattr("chronicals.benchmark.processes.find_spec", lambda package: None)
+    assert missing("transformers", "full") == ["transformers"] and missing("reference", "qlora") == ["peft"]
+    assert missing("transformers", "lora") == ["transformers", "peft"]
+    assert missing("trl", "qlora") == ["trl", "datasets", "peft", "bitsandbytes", "accelerate"]
+
+
+# --- Unsloth, whose interface is called and whose work is not done ------------------------------------------------------
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """What its loader is asked for."""
+    asked = {}
+
+    class Loader:
+        @staticmethod
+        def from_pretrained(name, **given):
+            asked.update(given)
+            return tiny.llama(), None
+
+        @staticmethod
+        def get_peft_model(model, **given):
+            return model
+
+        @staticmethod
+        def for_training(model):
+            pass
+
+    module = ModuleType("unsloth")
+    module.FastLanguageModel = module.FastModel = Loader
+    monkeypatch.setitem(sys.modules, "unsloth", module)
+    monkeypatch.setattr(unsloth, "start_from", lambda *given: None)
+    return asked
+
+
+@pytest.mark.parametrize(("mode", "packed", "full"), [("full", False, True), ("lora", False, False), ("qlora", True, False)])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_unsloth_is_asked_for_4_bits_where_the_row_has_them(tmp_path, asked, mode, packed, full, recompute):
+    unsloth._load(planned(tmp_path, mode), recompute)
+    assert (asked["load_in_4bit"], asked["full_finetuning"]) == (packed, full)
+    assert asked["use_gradient_checkpointing"] == ("unsloth" if recompute else False)
+
+
+def test_unsloth_says_which_adapters_it_is_not_measured_with(asked):
+    config = SimpleNamespace(use_dora=True, lora_rank_pattern={}, lora_alpha_pattern={}, lora_layers=None)
+    with pytest.raises(ValueError, match="use_dora=True: it is measured with plain adapters of one rank"):
+        unsloth._load(SimpleNamespace(config=lambda: config), False)
