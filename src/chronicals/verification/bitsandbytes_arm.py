@@ -18,6 +18,7 @@ from chronicals.lora.peft_format import CHANGED
 from chronicals.models import QUANTISED_FROM, has_4bit_layers, load_by_bitsandbytes, missing_for_bitsandbytes
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
 from chronicals.quantization.linear import SCALES, Linear4bit
+from chronicals.quantization.nf4 import Packed
 from chronicals.verification.quantised import AGREES, dense_weight, quantised_layers
 from chronicals.verification.reference import PlainArm, adapter_fields, rank_and_scale
 
@@ -51,6 +52,7 @@ class BitsAndBytesArm(PlainArm):
         if missing := [*missing_for_bitsandbytes(), *(["peft"] if find_spec("peft") is None else [])]:
             raise NotRun(f"{', '.join(missing)}: not installed")
         self.device, self.alone, self.router_loss = fp32.device, False, fp32.router_loss
+        self.objective, self.frozen = fp32.objective, fp32.frozen
         base = _load(model, config, self.device)
         self.differs, close = _differing(base, model, fp32.trained.keys())
         self.notes = [f"{ARM}: {close} layers have codes or scales that ours round otherwise; it takes ours"] if close else []
@@ -72,8 +74,9 @@ def _load(model: Any, config: ChronicalsConfig, device: torch.device) -> Any:
     if getattr(model, CHANGED, False) or not place:
         raise NotRun("the model in memory has no checkpoint that it could load")
     kind = getattr(model, "plain_class", type(model))
-    layers = [layer for layer in quantised_layers(model).values() if isinstance(layer, Linear4bit)]
-    nested = all(layer.absmax2 is not None for layer in layers)
+    quantised = quantised_layers(model).values()
+    layers = [layer for layer in quantised if isinstance(layer, Linear4bit)]
+    nested = all(_packed(layer).scales.absmax2 is not None for layer in quantised)
     products = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
     try:
         own = getattr(model, QUANTISED_FROM, next(iter(model.parameters())).dtype)
@@ -132,11 +135,16 @@ def _differing(base: Any, model: Any, trained: Collection[str]) -> tuple[dict[st
 
 def _take(layer: Any, ours: Any) -> None:
     """Copy the codes and scales of a layer of ours, or of another one of bitsandbytes."""
-    own, place = ours.packed if isinstance(ours, Linear4bit) else weight_of_layer(ours), weight_of_layer(layer)
+    own, place = _packed(ours), weight_of_layer(layer)
     place.codes.copy_(own.codes.view(-1))
     for name in SCALES:
         if (tensor := getattr(place.scales, name)) is not None:
             tensor.copy_(getattr(own.scales, name))
+
+
+def _packed(layer: Any) -> Packed:
+    """The weight of a layer of ours or of bitsandbytes."""
+    return layer.packed if isinstance(layer, Linear4bit) else weight_of_layer(layer)
 
 
 def _same(theirs: torch.Tensor, ours: torch.Tensor | None) -> bool:
