@@ -21,6 +21,7 @@ from chronicals.kernels.linear_distillation import (
     Distillation,
     Divergence,
     LinearHead,
+    StoredTokens,
     distillation_of_logits,
     linear_distillation,
     linear_distillation_reference,
@@ -287,6 +288,85 @@ def test_nothing_to_train_on(ignored, device):
     assert not torch.stack(found).any() and not hidden.grad.any() and not weight.grad.any()
 
 
+# --- a teacher whose predictions were stored -----------------------------------------------------------------------
+
+
+def stored(teacher_hidden, teacher_weight, k):
+    """The k likeliest tokens of a teacher, and one place that is not used."""
+    log_p, ids = (teacher_hidden @ teacher_weight.t()).log_softmax(-1).topk(k, -1)
+    return StoredTokens(F.pad(ids, (0, 1)), F.pad(log_p, (0, 1), value=-math.inf))
+
+
+@pytest.mark.parametrize("name", [name for name in DEFINITIONS if name != "reverse_kl"])
+def test_stored_tokens_are_normalised_anew(name, device):
+    """As by the definition of a teacher who gives all others no chance; the temperature is that of the whole teacher."""
+
+    def with_teacher(function):
+        def call(hidden, weight, targets, teacher_hidden, teacher_weight):
+            teacher = stored(teacher_hidden.detach(), teacher_weight.detach(), 5)
+            loss = function(hidden, weight, targets, teacher)
+            return loss + 0 * (teacher_hidden.sum() + teacher_weight.sum())
+
+        return call
+
+    def call(hidden, weight, targets, teacher):
+        return linear_distillation(
+            LinearHead(hidden, weight), teacher, targets, DEFINITIONS[name][0], temperature=2.0, cross_entropy_weight=0.4,
+            chunk_size=7,
+        ).loss  # fmt: skip
+
+    def definition(hidden, weight, targets, teacher):
+        ids, log_p = (x[:, :5] for x in teacher)
+        z = hidden @ weight.t()
+        p = torch.zeros_like(z).scatter(1, ids, (log_p / 2).softmax(-1)).log().clamp(min=-1e4)
+        own = F.cross_entropy(z, targets, reduction="none", ignore_index=IGNORED)
+        losses = DEFINITIONS[name][1](p, (z / 2).log_softmax(-1)) + 0.4 * own
+        return ((targets != IGNORED) * losses).sum()
+
+    assert_as_exact_as_plain(with_teacher(call), with_teacher(definition), inputs(torch.float32, device))
+
+
+def test_all_tokens_stored_are_the_teacher_itself(device):
+    hidden, weight, targets, *teacher = inputs(torch.float32, device)()
+    found = []
+    for given in (LinearHead(*teacher), stored(*teacher, VOCABULARY)):
+        leaves = [x.clone().requires_grad_() for x in (hidden, weight)]
+        sums = linear_distillation(LinearHead(*leaves), given, targets, Divergence.jsd(0.3), temperature=2.0, chunk_size=7)
+        sums.loss.backward()
+        found.append([torch.stack(sums).detach(), *(x.grad for x in leaves)])
+        again = linear_distillation_reference(LinearHead(*leaves), given, targets, Divergence.jsd(0.3), temperature=2.0)
+        torch.testing.assert_close(torch.stack(again), torch.stack(sums), rtol=1e-5, atol=1e-6)
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.interpreted
+def test_stored_tokens_on_the_kernels(device):
+    """The same as the rows in plain torch, in which a banned token's logarithm is infinite as well."""
+    hidden, weight, targets, *teacher = inputs(torch.float32, device, rows=9)()
+    teacher, targets = stored(*teacher, 4), torch.arange(9, device=device)
+    for of in (Divergence.forward_kl(), Divergence.jsd(0.3), Divergence.skew_reverse_kl()):
+        found = []
+        for function, options in ((linear_distillation, {"chunk_size": 4}), (linear_distillation_reference, {})):
+            leaf = hidden.clone().requires_grad_()
+            loss = function(LinearHead(leaf, weight), teacher, targets, of, temperature=1.5, **options).loss
+            loss.backward()
+            found.append((loss.detach(), leaf.grad))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_stored_tokens_that_do_not_fit_are_refused():
+    student, targets = LinearHead(torch.zeros(5, 4), torch.zeros(11, 4)), torch.zeros(5, dtype=torch.long)
+    ids, log_p = torch.zeros(5, 3, dtype=torch.long), torch.zeros(5, 3)
+    for wrong in ((ids[:4], log_p[:4]), (ids, log_p[:, :2]), (ids.int(), log_p), (ids[:, :0], log_p[:, :0])):
+        with pytest.raises(ValueError, match=r"teacher: ids .*expected \[5, k\] both"):
+            linear_distillation(student, StoredTokens(*wrong), targets, Divergence.jsd())
+    for of in (Divergence.reverse_kl(), Divergence.jsd(1.0)):
+        with pytest.raises(ValueError, match="divergence: the reverse KL from a teacher of whom k tokens were stored"):
+            linear_distillation(student, StoredTokens(ids, log_p), targets, of)
+
+
 # --- what is frozen, and what exists -------------------------------------------------------------------------------
 
 
@@ -451,7 +531,7 @@ MUTATIONS = {
     "no upstream gradient": ("scale_rows(gradient, upstream,", "scale_rows(gradient, torch.ones_like(upstream),"),
     "chunks of hidden at the beginning": ("put_of_states, d_picked[part]", "put_of_states, d_picked[: len(x)]"),
     "chunks of the teacher at the beginning": ("chunk_logits(taught[part]", "chunk_logits(taught[: len(x)]"),
-    "token weights of the first rows": ("weights if weights is None or rows is None else weights[rows]", "weights"),
+    "token weights of the first rows": ("x if x is None or rows is None else x[rows] for x in (weights", "x for x in (weights"),
     "another row of the teacher": ("x in (hidden, teacher_hidden, t", "x in (hidden, teacher_hidden.roll(1, 0), t"),
     "weights left out of the gradient": ("kept[part], of_row, options", "kept[part], None, options"),
     "weights left out of the loss": ("found if of_row is None else found * of_row", "found"),

@@ -8,6 +8,11 @@ D_t, a divergence of the two next-token distributions at a temperature, is in ``
 vocabularies are padded to different sizes, both sides are distributions over the first min(V, V') ids, and what is beyond gets
 no gradient.
 
+In the place of the teacher's states and head may stand what was stored of it: the log-probabilities of k ids a position, over
+which p is normalised anew (Peng et al., 2024, truncate so). The mean of what is kept of a teacher by its k likeliest tokens is
+not the teacher's (Anshumann et al., 2025, section 3); ids that were drawn by its probabilities, with the logarithms of their
+shares, are the same input and have that mean.
+
 Never more than ``chunk_size`` rows of logits of either side exist. As in ``linear_cross_entropy.py`` the sum is what is
 returned, and gradients are made chunk by chunk in the forward pass: two products and what is trained of two more. Floor:
 (6·D + 2·D')·T·V operations, less 2·D·T·V where the head is frozen, and 6·V bytes a token in 16 bit.
@@ -84,6 +89,30 @@ class LinearHead(NamedTuple):
         return LossOptions(self.scale, self.softcap)
 
 
+class StoredTokens(NamedTuple):
+    """A teacher's predictions as they were stored: k tokens a position, and no other.
+
+    Attributes:
+        ids: int64 ``[T, k]``; in a place that is not used any id of the vocabulary.
+        log_p: ``[T, k]``, up to a constant of the row; minus infinity in a place that is not used. A position with a target has
+            at least one that is used.
+    """
+
+    ids: Tensor
+    log_p: Tensor
+
+    def logits(self, vocabulary: int) -> Tensor:
+        """``[T, V]`` at once: minus infinity for what was not stored."""
+        kind = torch.promote_types(self.log_p.dtype, torch.float32)
+        return _spread(self.ids, self.log_p, self.log_p.new_empty((len(self.ids), vocabulary), dtype=kind))
+
+
+def _spread(ids: Tensor, log_p: Tensor, buffer: Tensor) -> Tensor:
+    """Stored log-probabilities at their ids, in the first rows of ``buffer``; an id that occurs twice has the larger one."""
+    out = buffer[: len(ids)].fill_(-torch.inf)
+    return out.scatter_reduce_(1, ids, log_p.to(out.dtype), "amax")
+
+
 class Distillation(NamedTuple):
     """Sums over the targets that are not −100, each times its weight; fp32 scalars.
 
@@ -106,29 +135,36 @@ class Distillation(NamedTuple):
 
 @torch.library.custom_op("chronicals::linear_distillation", mutates_args=())
 def _forward(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_more: Tensor | None, teacher_bias: Tensor | None, targets: Tensor, weights: Tensor | None, numbers: list[float],
-    softcap: float | None, teacher_softcap: float | None, chunk_size: int, count: int | None, gradient_type: torch.dtype,
-    wanted: list[bool],
+    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, teacher_hidden: Tensor,
+    teacher_weight: Tensor | None, teacher_more: Tensor | None, teacher_bias: Tensor | None, teacher_ids: Tensor | None,
+    targets: Tensor, weights: Tensor | None, numbers: list[float], softcap: float | None, teacher_softcap: float | None,
+    chunk_size: int, count: int | None, gradient_type: torch.dtype, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     """The sums of ``FOUND``, ``[5]``, and the gradients of hidden, weight, more and bias that are ``wanted``, else nothing in
     their place.
 
-    ``more`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``. So it is of the teacher.
+    ``more`` ``[V, r]`` continues the columns of ``weight`` ``[V, D]``; ``hidden`` is ``[T, D + r]``. So it is of the
+    teacher; or ``teacher_hidden`` are log-probabilities of ``teacher_ids``, without a weight.
     """
     options = _options(numbers, softcap, teacher_softcap)
     sums, d_hidden, *of_head = _outputs(hidden, weight, more, bias, gradient_type, wanted)
-    narrow, theirs = side_by_side(weight, more, hidden.dtype), side_by_side(teacher_weight, teacher_more, teacher_hidden.dtype)
+    narrow = side_by_side(weight, more, hidden.dtype)
+    theirs = None if teacher_weight is None else side_by_side(teacher_weight, teacher_more, teacher_hidden.dtype)
     rows = trained_rows(targets, count)
     picked, taught, kept = (x if rows is None else x[rows] for x in (hidden, teacher_hidden, targets))
-    weights = weights if weights is None or rows is None else weights[rows]
+    weights, ids = (x if x is None or rows is None else x[rows] for x in (weights, teacher_ids))
     d_picked = torch.zeros_like(picked) if wanted[0] and rows is not None else d_hidden
     most = min(chunk_size, len(picked))
-    ours_buffer, their_buffer = hidden.new_empty((most, len(narrow))), teacher_hidden.new_empty((most, len(theirs)))
+    ours_buffer = hidden.new_empty((most, len(narrow)))
+    their_buffer = teacher_hidden.new_empty((most, len(narrow)), dtype=sums.dtype if theirs is None else None)
     ones = hidden.new_ones(most, dtype=sums.dtype)
     for part in chunks(len(picked), chunk_size):
         x = chunk_logits(picked[part], narrow, bias, ours_buffer)
-        y = chunk_logits(taught[part], theirs, teacher_bias, their_buffer)
+        if theirs is None:
+            assert ids is not None
+            y = _spread(ids[part], taught[part], their_buffer)
+        else:
+            y = chunk_logits(taught[part], theirs, teacher_bias, their_buffer)
         of_row = None if weights is None else weights[part]
         found = divergence_and_gradient_(x, y, kept[part], of_row, options, any(wanted))
         sums += (found if of_row is None else found * of_row).sum(1)
@@ -147,10 +183,10 @@ def _forward(
 
 @_forward.register_fake
 def _(
-    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, teacher_hidden: Tensor, teacher_weight: Tensor,
-    teacher_more: Tensor | None, teacher_bias: Tensor | None, targets: Tensor, weights: Tensor | None, numbers: list[float],
-    softcap: float | None, teacher_softcap: float | None, chunk_size: int, count: int | None, gradient_type: torch.dtype,
-    wanted: list[bool],
+    hidden: Tensor, weight: Tensor, more: Tensor | None, bias: Tensor | None, teacher_hidden: Tensor,
+    teacher_weight: Tensor | None, teacher_more: Tensor | None, teacher_bias: Tensor | None, teacher_ids: Tensor | None,
+    targets: Tensor, weights: Tensor | None, numbers: list[float], softcap: float | None, teacher_softcap: float | None,
+    chunk_size: int, count: int | None, gradient_type: torch.dtype, wanted: list[bool],
 ) -> list[Tensor]:  # fmt: skip
     return _outputs(hidden, weight, more, bias, gradient_type, wanted)
 
@@ -194,7 +230,7 @@ class _LinearDistillation(torch.autograd.Function):
         ctx.types = [x.dtype if x is not None else None for x in (hidden, weight, more, bias)]
         ctx.wanted = wanted
         ctx.mark_non_differentiable(sums)
-        numbers = given[5]
+        numbers = given[6]
         return _loss(sums, *numbers[4:6]), sums
 
     @staticmethod
@@ -214,7 +250,7 @@ def _loss(sums: Tensor, of_divergence: float, of_cross_entropy: float) -> Tensor
 
 def linear_distillation(
     student: LinearHead,
-    teacher: LinearHead,
+    teacher: LinearHead | StoredTokens,
     targets: Tensor,
     divergence: Divergence,
     *,
@@ -231,7 +267,8 @@ def linear_distillation(
     Args:
         student: its tensors are differentiable where they require it. A frozen head costs no gradient of its size.
         teacher: gets no gradient. Its states may be of another width and type, its vocabulary of another size: then the first
-            ids, which both have, are compared.
+            ids, which both have, are compared. Of one whose predictions were stored every divergence can be had but the reverse
+            KL, which is infinite; its cross-entropy is infinite where a target was not stored.
         targets: int64 ``[T]``; −100 is left out of every sum. One outside the common ids is an IndexError on the CPU; on a
             card, which is not asked, it makes the loss and the gradients NaN.
         divergence: which; ``Divergence.forward_kl()``, ``Divergence.jsd(0.5)``, ….
@@ -246,29 +283,35 @@ def linear_distillation(
     Raises:
         ValueError: shapes or types do not fit, or a number is out of its range; the message names it.
     """
-    _check(student, teacher, targets, temperature, weights, chunk_size)
-    vocabulary = min(len(student.weight), len(teacher.weight))
-    student, teacher = student.of_rows(vocabulary), teacher.of_rows(vocabulary)
+    _check(student, teacher, targets, divergence, temperature, weights, chunk_size)
+    theirs: tuple[Tensor | None, ...]
+    if isinstance(teacher, StoredTokens):
+        theirs, shape = (teacher.log_p, None, None, None, teacher.ids), LossOptions()
+    else:
+        vocabulary = min(len(student.weight), len(teacher.weight))
+        student, teacher = student.of_rows(vocabulary), teacher.of_rows(vocabulary)
+        with torch.no_grad():
+            taught, teacher_more = with_adapter(teacher.hidden, teacher.weight, teacher.adapter)
+        theirs, shape = (taught, teacher.weight, teacher_more, teacher.bias, None), teacher.shape
     hidden, more = with_adapter(student.hidden, student.weight, student.adapter)
-    with torch.no_grad():
-        teacher_hidden, teacher_more = with_adapter(teacher.hidden, teacher.weight, teacher.adapter)
-    options = DistillationOptions(
-        divergence, temperature, divergence_weight, cross_entropy_weight, student.shape, teacher.shape
-    )  # fmt: skip
-    theirs = (None if x is None else x.detach() for x in (teacher_hidden, teacher.weight, teacher_more, teacher.bias))
+    options = DistillationOptions(divergence, temperature, divergence_weight, cross_entropy_weight, student.shape, shape)
     loss, sums = _LinearDistillation.apply(
-        hidden, student.weight, more, student.bias, *theirs, targets.contiguous(),
-        None if weights is None else weights.contiguous(), _numbers(options), student.softcap, teacher.softcap, chunk_size,
-        count, gradient_type,
+        hidden, student.weight, more, student.bias, *(None if x is None else x.detach() for x in theirs),
+        targets.contiguous(), None if weights is None else weights.contiguous(), _numbers(options), student.softcap,
+        shape.softcap, chunk_size, count, gradient_type,
     )  # fmt: skip
     return Distillation(loss, *sums.unbind())
 
 
 def _check(
-    student: LinearHead, teacher: LinearHead, targets: Tensor, temperature: float, weights: Tensor | None, chunk_size: int
-) -> None:
+    student: LinearHead, teacher: LinearHead | StoredTokens, targets: Tensor, divergence: Divergence, temperature: float,
+    weights: Tensor | None, chunk_size: int,
+) -> None:  # fmt: skip
     """Raises ValueError unless everything fits."""
     for side, head in (("student", student), ("teacher", teacher)):
+        if isinstance(head, StoredTokens):
+            _check_stored(head, targets, divergence)
+            continue
         try:
             check_head(head.hidden, head.weight, targets, head.bias, chunk_size, head.softcap)
         except ValueError as error:
@@ -279,9 +322,23 @@ def _check(
         raise ValueError(f"weights has shape {tuple(weights.shape)}: expected [{len(targets)}]")
 
 
+def _check_stored(teacher: StoredTokens, targets: Tensor, divergence: Divergence) -> None:
+    ids, log_p = teacher
+    if ids.ndim != 2 or ids.shape != log_p.shape or len(ids) != len(targets) or not ids.shape[1] or ids.dtype != torch.int64:
+        raise ValueError(
+            f"teacher: ids {tuple(ids.shape)} of {ids.dtype} and log_p {tuple(log_p.shape)}: expected [{len(targets)}, k] "
+            "both, ids of torch.int64"
+        )
+    if divergence.share == 1.0:
+        raise ValueError(
+            "divergence: the reverse KL from a teacher of whom k tokens were stored is infinite, since it gives all others no "
+            "chance; take the forward KL, the JSD or a skewed one"
+        )
+
+
 def linear_distillation_reference(
     student: LinearHead,
-    teacher: LinearHead,
+    teacher: LinearHead | StoredTokens,
     targets: Tensor,
     divergence: Divergence,
     *,
@@ -291,8 +348,10 @@ def linear_distillation_reference(
     weights: Tensor | None = None,
 ) -> Distillation:
     """The definition, with all logits of both sides at once; differentiable by autograd."""
+    z = student.logits()
+    teachers_z = teacher.logits(z.shape[1]) if isinstance(teacher, StoredTokens) else teacher.logits()
     return distillation_of_logits(
-        student.logits(), teacher.logits(), targets, divergence, temperature=temperature,
+        z, teachers_z, targets, divergence, temperature=temperature,
         divergence_weight=divergence_weight, cross_entropy_weight=cross_entropy_weight, weights=weights,
     )  # fmt: skip
 
