@@ -316,7 +316,7 @@ def refused(**settings):
 
 
 def test_settings_that_contradict_are_refused():
-    assert refused() == "distill: teacher is required, and was not given"
+    assert refused() == "distill: teacher is required, and was not given; set distill={'teacher': '...'}"
     assert "distill={'beta': 0.3}: belongs to jsd, and divergence is forward_kl" in refused(teacher="x", beta=0.3)
     assert "{'skew': 0.3}: belongs to skew_kl and skew_reverse_kl" in refused(teacher="x", divergence="jsd", skew=0.3)
     for wrong in ({"beta": 1.5, "divergence": "jsd"}, {"temperature": 0}, {"alpha": 0}, {"alpha": 1.2}, {"divergence": "kl"}):

@@ -73,7 +73,7 @@ def _explained(section: str, settings: type, error: pydantic.ValidationError) ->
         field = str(detail["loc"][0])
         given = f"{section}={{{field!r}: {detail['input']!r}}}"
         if detail["type"] == "missing":
-            lines.append(f"{section}: {field} is required, and was not given")
+            lines.append(f"{section}: {field} is required, and was not given; set {section}={{{field!r}: '...'}}")
         elif detail["type"] == "unexpected_keyword_argument":
             near = difflib.get_close_matches(field, known, n=1)
             there = f"there are {', '.join(known)}" if known else "it has none"
