@@ -67,11 +67,12 @@ def far(got, expected):
     return ((got.double().cpu() - expected).norm() / expected.norm()).item()
 
 
-def compare(of, name, dtype, device, weighted=False, **changes):
+def compare(of, name, dtype, device, weighted=False, teachers=None, **changes):
     """An excess by chance does not come in so many fresh draws one after the other, each larger than the one before."""
     for attempt in range(ATTEMPTS):
         try:
-            compare_rows(of, name, *draw(dtype, device, ROWS * LARGER**attempt), options_of(name, **changes), weighted)
+            x, y, targets = draw(dtype, device, ROWS * LARGER**attempt)
+            compare_rows(of, name, x, y.to(teachers or dtype), targets, options_of(name, **changes), weighted)
         except AssertionError:
             if attempt == ATTEMPTS - 1:
                 raise
@@ -124,8 +125,7 @@ def test_scale_softcap_and_weights(name, softcap, weighted, way, device):
 @pytest.mark.parametrize("name", DIVERGENCES)
 def test_types_may_differ(name, way, device):
     """A teacher in bf16 beside a student in fp32."""
-    x, y, targets = draw(torch.float32, device)
-    compare_rows(way, name, x, y.bfloat16(), targets, options_of(name), False)
+    compare(way, name, torch.float32, device, teachers=torch.bfloat16)
 
 
 def test_without_a_gradient_the_logits_stay(way, device):
@@ -199,7 +199,7 @@ MUTATIONS = {
         "- y_top) / temperature - y_tempered\n                q, div", "- y_top) - y_rest\n                q, div"
     ),
     "chances of the cross-entropy at the temperature": ("x_top - x_rest) if TEMPERED", "x_top - x_rest) if not TEMPERED"),
-    "one side of the mixture": ("(of_teacher * p + of_student * q)\n    return q", "(of_teacher * p)\n    return q"),
+    "the other side of the mixture": ("of_q - (of_teacher * (1.0 - share)", "of_q - (of_teacher * share"),
     "no mean is taken off": ("(h - q * sum_of_h)", "(h + q)"),
     "another likeliest token": ("tl.where(top > largest, tl.min", "tl.where(top < largest, tl.min"),
 }  # fmt: skip

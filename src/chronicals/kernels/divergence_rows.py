@@ -16,11 +16,13 @@
 
 With d_j = log p_j − log q_j, everything is made of ratios to m, which do not overflow:
 
-    h_j = b q_j log(q_j / m_j) − (1 − λ) (q_j / m_j) (a p_j + b q_j),     Σ_j h_j = −1 for the forward KL
+    h_j = b q_j log(q_j / m_j) − (a (1 − λ) − b λ) q_j p_j / m_j,     Σ_j h_j = −1 for the forward KL
     dD/d(z_j / τ) = h_j − q_j Σ_k h_k
     dloss/dx_j = w · (u / τ · dD/d(z_j / τ) + v (e^{z_j − lse} − 1(j = y))) · scale · (1 − (z_j / softcap)²)
 
-The cross-entropy is that of z, at temperature 1. No factor τ² is in D, as in TRL and Liger; ``u`` can hold one.
+What is left out of h is a multiple of q, which the second line takes away again; of the JSD, whose factor of p / m is zero, it
+would be all but a small part. The cross-entropy is that of z, at temperature 1. No factor τ² is in D, as in TRL and Liger; ``u``
+can hold one.
 
 A program takes a row. Bytes a row in 16 bit: 4·V for the statistics of both sides, and 6·V for the gradient, which overwrites
 the student's logits; other divergences than the forward KL read both rows once more for Σ h. Where the rows of a program are in
@@ -178,12 +180,12 @@ def _parts(log_q, log_p, of_teacher, of_student, share, KIND: tl.constexpr):
     else:
         d = tl.minimum(tl.maximum(tl.where(d == d, d, 0.0), -1.0e4), 1.0e4)  # a banned token's is infinite, or no number
         p_below, q_below = tl.minimum(d, 0.0), tl.minimum(-d, 0.0)
-        p_share, q_share = tl.exp(p_below), tl.exp(q_below)
-        m = share * p_share + (1.0 - share) * q_share
+        p_share = tl.exp(p_below)
+        m = share * p_share + (1.0 - share) * tl.exp(q_below)
         log_m = tl.log(m)
         of_q = of_student * q * (q_below - log_m)
         divergence = of_teacher * p * (p_below - log_m) + of_q
-        h = of_q - (1.0 - share) * (q_share / m) * (of_teacher * p + of_student * q)
+        h = of_q - (of_teacher * (1.0 - share) - of_student * share) * q * (p_share / m)
     return q, divergence, h
 
 
@@ -344,7 +346,9 @@ def _of_divergence(z: Tensor, teacher_z: Tensor, of: Divergence, temperature: fl
     h = torch.zeros_like(q)
     if of.of_student:
         h += of.of_student * _zero_where(q, log_q - log_m)
-    if of.share != 1:
-        of_m = (log_q - log_m).masked_fill(log_q == -math.inf, -math.inf).exp()
-        h -= (1 - of.share) * of_m * (of.of_teacher * p + of.of_student * q)
+    if of.share == 0:
+        h -= of.of_teacher * p
+    elif of.share != 1:
+        of_m = (log_p - log_m).masked_fill(log_p == -math.inf, -math.inf).exp()
+        h -= (of.of_teacher * (1 - of.share) - of.of_student * of.share) * q * of_m
     return h - q * h.sum(1, keepdim=True)
