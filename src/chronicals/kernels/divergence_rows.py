@@ -21,8 +21,8 @@ With d_j = log p_j − log q_j, everything is made of ratios to m, which do not 
     dloss/dx_j = w · (u / τ · dD/d(z_j / τ) + v (e^{z_j − lse} − 1(j = y))) · scale · (1 − (z_j / softcap)²)
 
 What is left out of h is a multiple of q, which the second line takes away again; of the JSD, whose factor of p / m is zero, it
-would be all but a small part. The cross-entropy is that of z, at temperature 1. No factor τ² is in D, as in TRL and Liger; ``u``
-can hold one.
+would be all but a small part. The cross-entropy is that of z, at temperature 1. No factor τ² is in D, as in TRL and Liger;
+``u`` can hold one.
 
 A program takes a row. Bytes a row in 16 bit: 4·V for the statistics of both sides, and 6·V for the gradient, which overwrites
 the student's logits; other divergences than the forward KL read both rows once more for Σ h. Where the rows of a program are in
