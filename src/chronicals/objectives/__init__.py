@@ -5,7 +5,7 @@ import pkgutil
 
 from chronicals.models import Term, Terms
 from chronicals.objectives.registry import OBJECTIVES, build_objective, default_learning_rate, register
-from chronicals.objectives.terms import Count, Objective, divide, settings, shown
+from chronicals.objectives.terms import Count, Objective, ScoredDocument, divide, settings, shown
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
@@ -13,6 +13,6 @@ for _module in pkgutil.iter_modules(__path__):
 from chronicals.objectives.next_token import NextToken  # noqa: E402
 
 __all__ = [
-    "OBJECTIVES", "Count", "NextToken", "Objective", "Term", "Terms", "build_objective", "default_learning_rate", "divide",
-    "register", "settings", "shown",
+    "OBJECTIVES", "Count", "NextToken", "Objective", "ScoredDocument", "Term", "Terms", "build_objective",
+    "default_learning_rate", "divide", "register", "settings", "shown",
 ]  # fmt: skip

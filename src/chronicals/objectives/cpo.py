@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from chronicals.batch import Batch
-from chronicals.models import PresentedModel, Term
+from chronicals.models import Term
 from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, nll_of_chosen, reward_metrics
 from chronicals.objectives.registry import register
@@ -29,7 +28,7 @@ class CPO(PairObjective):
         alpha: float = Field(default=1.0, ge=0, description="Weight of the cross-entropy of the chosen answers")
         label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="Share of pairs taken to be the wrong way round")
 
-    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
+    def terms(self, pairs: Pairs) -> dict[str, Term]:
         given = self.settings
         losses = dpo_losses(given.beta * (pairs.chosen - pairs.rejected), "sigmoid", given.label_smoothing)
         return {

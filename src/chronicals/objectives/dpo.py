@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from chronicals.batch import Batch
-from chronicals.models import PresentedModel, Term
-from chronicals.objectives.pairs import CHOSEN, PER_PAIR, REJECTED, PairObjective, Pairs, by_item, reward_metrics
+from chronicals.models import Term
+from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import settings
@@ -62,21 +61,11 @@ class DPO(PairObjective, WithReference):
             if self.label_smoothing and self.loss not in ("sigmoid", "robust"):
                 raise ValueError(f"loss={self.loss!r} has no label_smoothing; leave it out, or take 'sigmoid' or 'robust'")
 
-    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
-        given, reference = self.settings, self.reference_sums(model, batch)
-        chosen, rejected = log_ratios(pairs, reference, batch)
+    def terms(self, pairs: Pairs) -> dict[str, Term]:
+        given, (chosen, rejected) = self.settings, pairs.log_ratios()
         scores = (chosen, rejected)
         if given.loss == "sigmoid_norm":
             scores = chosen / pairs.chosen_tokens, rejected / pairs.rejected_tokens
         losses = dpo_losses(given.beta * (scores[0] - scores[1]), given.loss, given.label_smoothing)
         loss = Term(pairs.total(losses), per=PER_PAIR)
         return {self.name: loss, **reward_metrics(pairs, given.beta * chosen, given.beta * rejected)}
-
-
-def log_ratios(pairs: Pairs, reference: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """log π/π_ref of the chosen and the rejected answers, ``[G]``.
-
-    Args:
-        reference: ``[N]``, log π_ref of each document.
-    """
-    return pairs.chosen - by_item(reference, batch, CHOSEN), pairs.rejected - by_item(reference, batch, REJECTED)

@@ -10,9 +10,7 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from chronicals.batch import Batch
-from chronicals.models import PresentedModel, Term
-from chronicals.objectives.dpo import log_ratios
+from chronicals.models import Term
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.reference import ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
@@ -34,9 +32,8 @@ class IPO(PairObjective, WithReference):
     class Settings(ReferenceSettings):
         tau: float = Field(default=0.1, gt=0, description="How strongly the policy is held to the reference")
 
-    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
-        tau = self.settings.tau
-        chosen, rejected = log_ratios(pairs, self.reference_sums(model, batch), batch)
+    def terms(self, pairs: Pairs) -> dict[str, Term]:
+        tau, (chosen, rejected) = self.settings.tau, pairs.log_ratios()
         losses = ipo_losses(chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens, tau)
         loss = Term(pairs.total(losses), per=PER_PAIR)
         return {self.name: loss, **reward_metrics(pairs, tau * chosen, tau * rejected)}

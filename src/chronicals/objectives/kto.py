@@ -10,6 +10,7 @@ micro-batch. y' is the answer of the row before.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,9 +22,10 @@ from chronicals.data.judged_answers import JUDGED
 from chronicals.data.store import LABEL, SIDE
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
+from chronicals.objectives.pairs import sums_of
 from chronicals.objectives.reference import REFERENCE, ReferenceSettings, WithReference
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import settings
+from chronicals.objectives.terms import ScoredDocument, settings
 
 OWN, MISMATCHED = 0, 1
 """Sides: the row's own answer, and the answer of another row to its prompt."""
@@ -86,3 +88,21 @@ class KTO(WithReference):
             "rewards/rejected": Term(total(rewards, own & ~good), 0.0, "bad_items"),
             **scores.auxiliary,
         }
+
+    def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
+        return {KL: Term(_log_ratio(item, MISMATCHED).sum(), 0.0, "items")}
+
+    def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
+        given, log_ratio = self.settings, _log_ratio(item, OWN)
+        good = torch.tensor([item[0].label == 1], device=log_ratio.device)
+        losses = kto_losses(
+            log_ratio, known[KL].clamp(min=0), good, given.beta, given.desirable_weight, given.undesirable_weight
+        )
+        return {"kto": Term(losses.sum(), per="items")}
+
+
+def _log_ratio(item: Sequence[ScoredDocument], side: int) -> Tensor:
+    """r, ``[1]``, of an item's document of this side."""
+    own, reference = sums_of(next(document for document in item if document.side == side))
+    assert reference is not None
+    return own - reference

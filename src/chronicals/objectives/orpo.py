@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from chronicals.batch import Batch
-from chronicals.models import PresentedModel, Term
+from chronicals.models import Term
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, nll_of_chosen, reward_metrics
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import settings
@@ -44,7 +43,7 @@ class ORPO(PairObjective):
     class Settings:
         beta: float = Field(default=0.1, gt=0, description="λ: weight of the odds ratio beside the cross-entropy")
 
-    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
+    def terms(self, pairs: Pairs) -> dict[str, Term]:
         beta, (chosen, rejected) = self.settings.beta, pairs.mean_log_p()
         ratio = log_odds_ratio(chosen, rejected)
         return {

@@ -10,8 +10,8 @@ An objective's own file has its loss, a pure function of such sums, and its sett
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -22,7 +22,8 @@ from chronicals.data.loader import GROUP
 from chronicals.data.store import SIDE
 from chronicals.models import PresentedModel, Term, Terms
 from chronicals.objectives.log_probabilities import document_sums, document_targets, score_tokens
-from chronicals.objectives.terms import Objective
+from chronicals.objectives.reference import REFERENCE, WithReference
+from chronicals.objectives.terms import Objective, ScoredDocument
 
 CHOSEN, REJECTED = 0, 1
 """Sides."""
@@ -40,6 +41,7 @@ class Pairs:
         chosen, rejected: fp32 ``[G]``, log π of each answer.
         chosen_tokens, rejected_tokens: fp32 ``[G]``, its trained tokens, at least 1.
         there: bool ``[G]``.
+        reference_chosen, reference_rejected: fp32 ``[G]``, log π_ref of each answer, where the objective has a reference.
     """
 
     chosen: Tensor
@@ -47,10 +49,17 @@ class Pairs:
     chosen_tokens: Tensor
     rejected_tokens: Tensor
     there: Tensor
+    reference_chosen: Tensor | None = None
+    reference_rejected: Tensor | None = None
 
     def mean_log_p(self) -> tuple[Tensor, Tensor]:
         """log π over the number of tokens, of the chosen and of the rejected answers."""
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+
+    def log_ratios(self) -> tuple[Tensor, Tensor]:
+        """log π/π_ref of the chosen and the rejected answers."""
+        assert self.reference_chosen is not None and self.reference_rejected is not None
+        return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     def total(self, values: Tensor) -> Tensor:
         """The sum over the items of ``values`` ``[G]``."""
@@ -64,12 +73,34 @@ def by_item(values: Tensor, batch: Batch, side: int) -> Tensor:
     return values.new_zeros(len(values) + 1).index_copy(0, place, values * here)[:-1]
 
 
-def pairs_of(sums: Tensor, batch: Batch) -> Pairs:
-    """Of the log-probabilities ``[N]`` of the documents."""
+def pairs_of(sums: Tensor, batch: Batch, reference: Tensor | None) -> Pairs:
+    """Of the log-probabilities ``[N]`` of the documents, and those under the reference."""
     tokens = document_targets(batch, sums.dtype)
     chosen, rejected = (by_item(sums, batch, side) for side in (CHOSEN, REJECTED))
     of_chosen, of_rejected = (by_item(tokens, batch, side) for side in (CHOSEN, REJECTED))
-    return Pairs(chosen, rejected, of_chosen.clamp(min=1), of_rejected.clamp(min=1), there=of_chosen > 0)
+    found = Pairs(chosen, rejected, of_chosen.clamp(min=1), of_rejected.clamp(min=1), of_chosen > 0)
+    if reference is None:
+        return found
+    references = (by_item(reference, batch, side) for side in (CHOSEN, REJECTED))
+    return replace(found, **dict(zip(("reference_chosen", "reference_rejected"), references)))
+
+
+def pair_of(item: Sequence[ScoredDocument]) -> Pairs:
+    """The one pair of an item's documents, from their whole logits."""
+    documents = {document.side: document for document in item}
+    sides = [documents[side] for side in (CHOSEN, REJECTED)]
+    (chosen, reference_chosen), (rejected, reference_rejected) = (sums_of(document) for document in sides)
+    of_chosen, of_rejected = (torch.tensor([float(len(document.targets))], device=chosen.device) for document in sides)
+    return Pairs(chosen, rejected, of_chosen, of_rejected, of_chosen > 0, reference_chosen, reference_rejected)
+
+
+def sums_of(document: ScoredDocument) -> tuple[Tensor, Tensor | None]:
+    """``[1]`` both: log π of a document's targets, and log π_ref where a reference is among its frozen models."""
+    found = [
+        logits.float().log_softmax(-1).gather(-1, document.targets[:, None]).sum()[None]
+        for logits in (document.logits, *([document.frozen[REFERENCE]] if REFERENCE in document.frozen else []))
+    ]
+    return found[0], found[1] if len(found) > 1 else None
 
 
 class PairObjective(Objective):
@@ -85,17 +116,21 @@ class PairObjective(Objective):
     name: ClassVar[str]
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
+        reference = self.reference_sums(model, batch) if isinstance(self, WithReference) else None
         scores = score_tokens(model, batch, self.chunk_size)
-        pairs = pairs_of(document_sums(scores.log_p, batch), batch)
+        pairs = pairs_of(document_sums(scores.log_p, batch), batch, reference)
         metrics = {
             "logps/chosen": Term(pairs.total(pairs.chosen.detach()), 0.0, PER_PAIR),
             "logps/rejected": Term(pairs.total(pairs.rejected.detach()), 0.0, PER_PAIR),
             "entropy": Term(scores.entropy.sum(), 0.0),
         }
-        return {**self.terms(model, batch, pairs), **metrics, **scores.auxiliary}
+        return {**self.terms(pairs), **metrics, **scores.auxiliary}
+
+    def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
+        return self.terms(pair_of(item))
 
     @abstractmethod
-    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
+    def terms(self, pairs: Pairs) -> dict[str, Term]:
         """The loss under ``name``, with what else is minimised, and ``reward_metrics``."""
 
 

@@ -66,6 +66,9 @@ class WithReference(Objective):
             )
         return {REFERENCE: other}
 
+    def frozen_start(self) -> str | None:
+        return REFERENCE if self.settings.reference_model is None else None
+
     def stores_reference(self, model: Any) -> bool:
         """Whether the log-probability of every document is to be computed with ``model``, as the run begins.
 

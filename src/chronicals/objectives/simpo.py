@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor
 
-from chronicals.batch import Batch
-from chronicals.models import PresentedModel, Term
+from chronicals.models import Term
 from chronicals.objectives.pairs import PER_PAIR, PairObjective, Pairs, reward_metrics
 from chronicals.objectives.registry import register
 from chronicals.objectives.terms import settings
@@ -34,7 +33,7 @@ class SimPO(PairObjective):
         beta: float = Field(default=2.0, gt=0, description="Factor on the mean log-probability of a token")
         gamma: float = Field(default=1.0, ge=0, description="Margin between both rewards")
 
-    def terms(self, model: PresentedModel, batch: Batch, pairs: Pairs) -> dict[str, Term]:
+    def terms(self, pairs: Pairs) -> dict[str, Term]:
         chosen, rejected = (self.settings.beta * mean for mean in pairs.mean_log_p())
         loss = Term(pairs.total(simpo_losses(chosen, rejected, self.settings.gamma)), per=PER_PAIR)
         return {self.name: loss, **reward_metrics(pairs, chosen, rejected)}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pydantic
@@ -29,6 +30,24 @@ settings = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=pyda
 @settings
 class NoSettings:
     """Of an objective that has none of its own."""
+
+
+@dataclass(frozen=True)
+class ScoredDocument:
+    """A document by itself, as an objective's definition sees it.
+
+    Attributes:
+        logits: of the trained model at the trained targets, ``[n, V]``, differentiable.
+        targets: int64 ``[n]``.
+        frozen: logits of the objective's frozen models at the same places, by name.
+        side, label: of these columns of the data (``data/store.py``).
+    """
+
+    logits: Tensor
+    targets: Tensor
+    frozen: Mapping[str, Tensor]
+    side: int = 0
+    label: int = -1
 
 
 class Objective(ABC):
@@ -116,6 +135,28 @@ class Objective(ABC):
             NotImplementedError: the objective has no such definition.
         """
         raise NotImplementedError
+
+    def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
+        """As ``definition``, of an item: for an objective over several documents together.
+
+        Args:
+            known: the values of ``known_definition`` over the whole step.
+        """
+        (document,) = item
+        return {"loss": Term(self.definition(document.logits, document.targets, document.frozen).sum(), per="weight")}
+
+    def known_definition(self, item: Sequence[ScoredDocument]) -> Terms:
+        """What ``before_step`` gives of an item, by the formula in plain torch."""
+        return {}
+
+    def frozen_start(self) -> str | None:
+        """The name by which ``item_definition`` finds logits of the model as the run begins; None where it needs none."""
+        return None
+
+    @classmethod
+    def is_defined(cls) -> bool:
+        """Whether there is a definition to hold a run against."""
+        return cls.definition is not Objective.definition or cls.item_definition is not Objective.item_definition
 
 
 def divide(terms: Terms, counts: Mapping[str, Count]) -> dict[str, Tensor]:

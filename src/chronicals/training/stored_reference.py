@@ -17,7 +17,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
-from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, TokenStore
 from chronicals.lora import adapters_are_fresh
 from chronicals.models import in_evaluation
@@ -42,13 +41,9 @@ class StoredReference:
     Args:
         session: as the run begins: before a checkpoint's weights are loaded.
         stream: makes the Batches of a store, each document once, this rank's part.
-        resumed: whether the run goes on.
-
-    Raises:
-        CheckpointError: it goes on from another model than it began with.
     """
 
-    def __init__(self, session: Session, stream: Callable[[TokenStore], BatchStream], resumed: bool):
+    def __init__(self, session: Session, stream: Callable[[TokenStore], BatchStream]):
         self.session, self.stream = session, stream
         objective = session.objective
         self.wanted = isinstance(objective, WithReference) and objective.stores_reference(session.model)
@@ -56,10 +51,17 @@ class StoredReference:
             fresh = adapters_are_fresh(session.model)  # then they change nothing yet, and start otherwise with another seed
             named = session.model.named_parameters()
             self.weights = fingerprint(p for name, p in named if not (fresh and ".lora_" in name))
-            session.ranks.writer_does(lambda: self._check(session.config, resumed), CheckpointError)
 
-    def _check(self, config: ChronicalsConfig, resumed: bool) -> None:
-        file = config.output_dir / KEPT
+    def keep(self, output_dir: Path, resumed: bool) -> None:
+        """Write to the run's folder which weights its reference are, or compare what a run that goes on wrote there.
+
+        Raises:
+            CheckpointError: it goes on from another model than it began with.
+        """
+        if self.wanted:
+            self.session.ranks.writer_does(lambda: self._keep(output_dir / KEPT, resumed), CheckpointError)
+
+    def _keep(self, file: Path, resumed: bool) -> None:
         if not resumed or not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(json.dumps({"weights": self.weights}))

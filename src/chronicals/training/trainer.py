@@ -160,7 +160,8 @@ class ChronicalsTrainer:
         samples: Samples,
     ) -> TrainingResult:  # fmt: skip
         config, model = self.config, self.model
-        reference = StoredReference(session, partial(self._stream, epochs=1, shuffle=False), resumed is not None)
+        reference = StoredReference(session, partial(self._stream, epochs=1, shuffle=False))
+        reference.keep(self.output_dir, resumed is not None)
         train_store = reference.beside(train_store)
         eval_store = None if eval_store is None else reference.beside(eval_store)
         stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)

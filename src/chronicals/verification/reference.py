@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora.targets import linear_shape
 from chronicals.models import beside_text, is_within
 from chronicals.models.router_loss import asks_for_router_loss, read_router_loss
-from chronicals.objectives import Objective
+from chronicals.objectives import Count, Objective, ScoredDocument, divide
 from chronicals.verification.modules import plain_name
 from chronicals.verification.quantised import dense_weight, multiply_as, quantised_layers
 
@@ -37,13 +37,26 @@ tokens, exist at once. One document is never divided."""
 FEW_TOKENS, FIRST_TOKEN = 4, 3
 """Of a forward pass that shows which layers a class calls."""
 
-MaskedDocument = tuple[np.ndarray, np.ndarray]
-"""Ids and mask of a document, as ``TokenStore.document`` gives them."""
+class MaskedDocument(NamedTuple):
+    """A document by itself, behind the prompt that it shares with others.
+
+    Attributes:
+        ids, trained: as ``TokenStore.whole_document`` gives them.
+        side, label: of these columns of the store.
+    """
+
+    ids: np.ndarray
+    trained: np.ndarray
+    side: int = 0
+    label: int = -1
+
+
+Item = list[MaskedDocument]
 
 
 def count_targets(document: MaskedDocument) -> int:
     """Its tokens that are trained; the first is predicted by none."""
-    return int(document[1][1:].sum())
+    return int(document.trained[1:].sum())
 
 
 class PlainArm:
@@ -132,27 +145,31 @@ class PlainArm:
             if name in weights:
                 parameter.copy_(weights[name])
 
-    def differentiate(self, packs: Sequence[Sequence[MaskedDocument]], scale: float = 1.0) -> tuple[Tensor, dict[str, Tensor]]:
+    def differentiate(
+        self, packs: Sequence[Sequence[Item]], counts: Mapping[str, Count], scale: float = 1.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Forward and backward over a whole step.
 
         Args:
-            packs: the documents of each pack.
+            packs: the items of each pack.
+            counts: of the step, by name.
             scale: factor on the loss while it is differentiated (fp16).
 
         Returns:
-            Each document's loss summed over its targets, float64 ``[documents]`` on the host, with its part of the router
-            loss; the gradients of the mean over all targets by name, in the types they come in, but for ``scale``.
+            Each item's part of the loss times all targets, float64 ``[items]`` on the host, with its part of the router
+            loss; the gradients of the loss by name, in the types they come in, but for ``scale``.
         """
-        documents = [document for pack in packs for document in pack]
-        count = sum(count_targets(document) for document in documents)
-        found = torch.zeros(len(documents), dtype=torch.float64)
-        for rows in self._forward_passes([len(ids) for ids, _ in documents]):
+        items = [item for pack in packs for item in pack]
+        found = torch.zeros(len(items), dtype=torch.float64)
+        known = self._known(items, counts)
+        for rows in self._forward_passes([max(len(document.ids) for document in item) for item in items]):
             with self._products():
-                sums = self._losses([documents[row] for row in rows])
-            (sums.sum() * (scale / max(count, 1))).backward()
-            found[rows] = sums.detach().double().cpu()
+                scored = self._scored([items[row] for row in rows])
+                losses = torch.stack([divide(self.objective.item_definition(item, known), counts)["loss"] for item in scored])
+            (losses.sum() * scale).backward()
+            found[rows] = losses.detach().double().cpu() * counts["targets"]
         if self.router_loss:
-            found += self._router_losses(packs, scale) * count / len(documents)
+            found += self._router_losses(packs, scale) * counts["targets"] / len(items)
         gradients = {name: p.grad for name, p in self.trained.items() if p.grad is not None}
         for parameter in self.trained.values():
             parameter.grad = None
@@ -160,8 +177,22 @@ class PlainArm:
             gradients = {name: gradient.float() / scale for name, gradient in gradients.items()}
         return found, gradients
 
+    @torch.no_grad()
+    def _known(self, items: Sequence[Item], counts: Mapping[str, Count]) -> dict[str, Tensor]:
+        """What the objective must know of the whole step, ``[1]`` by name."""
+        if type(self.objective).known_definition is Objective.known_definition:
+            return {}
+        sums: dict[str, Tensor] = {}
+        for item in items:
+            with self._products():
+                (scored,) = self._scored([item])
+                found = self.objective.known_definition(scored)
+            for name, term in found.items():
+                sums[name] = sums.get(name, 0.0) + term.sum / counts[term.per]
+        return {name: total[None] for name, total in sums.items()}
+
     def _forward_passes(self, lengths: list[int]) -> Iterator[list[int]]:
-        """Documents by decreasing length, as many together as the limits allow when padded to the longest."""
+        """Items by decreasing length, as many together as the limits allow when padded to the longest."""
         tokens = min(ROW_TOKENS, LOGITS // self.model.get_input_embeddings().weight.shape[0])
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
         while order:
@@ -169,11 +200,11 @@ class PlainArm:
             yield order[:many]
             order = order[many:]
 
-    def _router_losses(self, packs: Sequence[Sequence[MaskedDocument]], scale: float) -> float:
+    def _router_losses(self, packs: Sequence[Sequence[Item]], scale: float) -> float:
         """Backward of the mean over the packs of what the class itself adds for its routers, and its value."""
         value = 0.0
         for pack in packs:
-            counted = [document for document in pack if count_targets(document)]
+            counted = [document for item in pack for document in item if count_targets(document)]
             if counted:
                 ids, mask, _ = self._rows(counted)
                 with self._products():
@@ -189,28 +220,33 @@ class PlainArm:
 
     def _rows(self, documents: list[MaskedDocument]) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, mask of what is no padding, and bool of what is trained: a row a document."""
-        width = max(len(ids) for ids, _ in documents)
+        width = max(len(document.ids) for document in documents)
         ids = torch.zeros(len(documents), width, dtype=torch.long)
         mask, trained = torch.zeros_like(ids), torch.zeros(len(documents), width, dtype=torch.bool)
-        for row, (tokens, marks) in enumerate(documents):
+        for row, (tokens, marks, *_) in enumerate(documents):
             ids[row, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
             trained[row, 1 : len(tokens)] = torch.from_numpy(marks[1:].astype(bool))
             mask[row, : len(tokens)] = 1
         return ids.to(self.device), mask.to(self.device), trained.to(self.device)
 
-    def _losses(self, documents: list[MaskedDocument]) -> Tensor:
-        """``[rows]``: the objective's losses of the trained targets of each document, summed."""
+    def _scored(self, items: list[Item]) -> list[list[ScoredDocument]]:
+        """The documents of some items, in one forward pass."""
+        documents = [document for item in items for document in item]
         ids, mask, trained = self._rows(documents)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             frozen = {
                 name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits for name, model in self.frozen.items()
             }
-        at = trained[:, 1:]
-        losses = self.objective.definition(
-            logits[:, :-1][at], ids[:, 1:][at], {name: theirs[:, :-1][at] for name, theirs in frozen.items()}
+        at, targets = trained[:, 1:], ids[:, 1:]
+        scored = iter(
+            ScoredDocument(
+                logits[row, :-1][at[row]], targets[row][at[row]],
+                {name: theirs[row, :-1][at[row]] for name, theirs in frozen.items()}, document.side, document.label,
+            )
+            for row, document in enumerate(documents)
         )  # fmt: skip
-        return torch.zeros(at.shape, dtype=losses.dtype, device=losses.device).masked_scatter(at, losses).sum(1)
+        return [[next(scored) for _ in item] for item in items]
 
     def _products(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()

@@ -22,6 +22,7 @@ import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,14 +32,17 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import plan_of
 from chronicals.data.steps import Step
+from chronicals.data.store import LABEL, SIDE
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.models import ModelShape, check_positions, embedding_table
 from chronicals.models.router_loss import SWITCH
-from chronicals.objectives import Objective, build_objective
+from chronicals.objectives import build_objective
 from chronicals.patching import layers_in_fp8
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
+from chronicals.training.step import counts_of
+from chronicals.training.stored_reference import StoredReference
 from chronicals.verification import comparison
 from chronicals.verification.bitsandbytes_arm import ARM, BitsAndBytesArm, NotRun, wants_bitsandbytes
 from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
@@ -46,11 +50,11 @@ from chronicals.verification.eight_bits import round_products
 from chronicals.verification.modules import Modules
 from chronicals.verification.path import Made, TrainingPath
 from chronicals.verification.reference import (
+    Item,
     MaskedDocument,
     PlainAdamW,
     PlainArm,
     changed_buffers,
-    count_targets,
     exact_products,
     scheduled_rates,
     without_dropout,
@@ -147,7 +151,7 @@ def verify(
         raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
     require_one_process("verify")
     objective = build_objective(config)
-    if type(objective).definition is Objective.definition:
+    if not objective.is_defined():
         raise ConfigurationError(
             f"objective={config.objective!r}: it has no definition in plain torch to hold a run against; give its class the "
             "method definition of chronicals.objectives.Objective"
@@ -172,7 +176,6 @@ def verify(
     plan = plan_of(store, config)
     config = with_token_ids(fit_batch(fit_learning_rate(config, Mesh(), model), plan, Mesh()), tokenizer)
     filler = filler_token(tokenizer, embedding_rows)
-    stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     total = Length.of(config, plan).steps
     if total < steps:
         there = f"{total} steps in num_epochs={config.epochs}" if config.epochs else f"max_steps={total}"
@@ -186,7 +189,12 @@ def verify(
     notes += changed_buffers(model, fp32.model)
     others, why_not = _others(model, fp32, config)
     notes += why_not
+    if (name := objective.frozen_start()) is not None:
+        for arm in (fp32, plain):
+            arm.take_frozen({name: model}, own_types=arm is plain)
     path = TrainingPath(model, config, total, tokenizer)
+    store = StoredReference(path.session, partial(BatchStream, config=config, padding_token_id=filler, epochs=1)).beside(store)
+    stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     if fp32.router_loss and path.session.presented.router_loss is None:
         for arm in filter(None, (fp32, plain, others)):
             arm.router_loss = 0.0
@@ -203,7 +211,7 @@ def verify(
     compared = _Comparison(path, fp32, plain, others, config, scheduled_rates(config, total), device)
     with path.stepping():
         for number, step in enumerate(stream.steps(count=steps)):
-            compared.one_step(step, number, documents_of(store, stream, step.began))
+            compared.one_step(step, number, items_of(store, stream, step.began))
             if progress is not None:
                 progress(number + 1, steps)
     return compared.verification(notes, _facts(model, config, device, steps))
@@ -220,9 +228,22 @@ def _others(model: Any, fp32: PlainArm, config: ChronicalsConfig) -> tuple[BitsA
     return arm, arm.notes
 
 
-def documents_of(store: TokenStore, stream: BatchStream, position: int) -> list[list[MaskedDocument]]:
-    """The documents of each pack of the step that begins at ``position``, each by itself, from the store."""
-    return [[store.document(document) for document in pack] for pack in stream.packs_of(position) if len(pack)]
+def items_of(store: TokenStore, stream: BatchStream, position: int) -> list[list[Item]]:
+    """The items of each pack of the step that begins at ``position``, each document by itself, from the store."""
+    sides, labels = (store.columns.get(name) for name in (SIDE, LABEL))
+    packs = []
+    for pack in stream.packs_of(position):
+        items: list[Item] = []
+        for number in pack:
+            ids, trained = store.whole_document(number)
+            side, label = 0 if sides is None else int(sides[number]), -1 if labels is None else int(labels[number])
+            if side == 0:
+                items.append([])
+            if trained.any():  # a shared prompt is in front of its answers
+                items[-1].append(MaskedDocument(ids, trained, side, label))
+        if items:
+            packs.append(items)
+    return packs
 
 
 class _Comparison:
@@ -253,8 +274,9 @@ class _Comparison:
         own = self.fp32.trained
         return {name: self.path.weight(name) if name in self.path.trained else own[name].detach().clone() for name in own}
 
-    def one_step(self, step: Step, number: int, packs: list[list[MaskedDocument]]) -> None:
-        before = self._weights()
+    def one_step(self, step: Step, number: int, packs: list[list[Item]]) -> None:
+        before, counts = self._weights(), counts_of(step, Mesh())
+        targets = int(step.counts["targets"])
         self.fp32.load(before)
         self.plain.load(before)
         made = self.path.step(step, number)
@@ -262,15 +284,14 @@ class _Comparison:
             self.skipped.append(number + 1)
             return
         with exact_products():
-            exact_losses, exact = self.fp32.differentiate(packs)
+            exact_losses, exact = self.fp32.differentiate(packs, counts)
         scale = PLAIN_SCALE if self.config.mixed_precision == "fp16" else 1.0
-        plain_losses, plain = self.plain.differentiate(packs, scale)
-        targets = sum(count_targets(document) for pack in packs for document in pack)
+        plain_losses, plain = self.plain.differentiate(packs, counts, scale)
         self.losses.append((made.loss, exact_losses, plain_losses, targets))
         self._compare(made, exact, plain, before, self.rates[number])
         if self.others is not None:
             self.others.load(before)
-            their_losses, theirs = self.others.differentiate(packs, scale)
+            their_losses, theirs = self.others.differentiate(packs, counts, scale)
             self.their_losses.append((float(their_losses.sum()) / targets, exact_losses, plain_losses, targets))
             self.their_gradients.begin_step()
             self._add(self.their_gradients, before, theirs, plain, exact)
