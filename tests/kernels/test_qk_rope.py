@@ -240,10 +240,10 @@ def test_in_place_on_a_leaf_is_refused(device):
 
 
 @pytest.mark.parametrize("shared", ["heads", "batch", "both"])
-def test_in_place_on_what_would_be_turned_twice_is_refused(shared, device):
+def test_in_place_on_what_would_be_rotated_twice_is_refused(shared, device):
     q, k = default_layout(2, 4, 2, 13, 16, torch.float32, device)()
     k = {"heads": k[:, :1].expand(2, 2, 13, 16), "batch": k[:1].expand(2, 2, 13, 16), "both": q}[shared]
-    with pytest.raises(RuntimeError, match="turned twice; use in_place=False"):
+    with pytest.raises(RuntimeError, match="rotated twice; use in_place=False"):
         fused_qk_rope(q, k, *tables(2, 13, 16, device=device), in_place=True)
 
 

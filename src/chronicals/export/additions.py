@@ -36,20 +36,20 @@ class Part:
     Attributes:
         expert: its number; None for all of them.
         rows, columns: where it begins and ends, as shares of the matrix's.
-        turned: whether it is the transpose of that.
+        transposed: whether it is the transpose of that.
     """
 
     expert: int | None = None
     rows: tuple[float, float] = (0.0, 1.0)
     columns: tuple[float, float] = (0.0, 1.0)
-    turned: bool = False
+    transposed: bool = False
 
     def of(self, matrix: Tensor) -> Tensor:
         """Of one expert's matrix."""
         (top, bottom), (left, right) = self.rows, self.columns
         height, width = matrix.shape
         part = matrix[round(top * height) : round(bottom * height), round(left * width) : round(right * width)]
-        return part.t() if self.turned else part
+        return part.t() if self.transposed else part
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Additions:
     def _of_parameter(self, model: Any, target: Target, there: Collection[str]) -> dict[str, Addition]:
         """Of the parameter's own tensor, or of all that it is made of."""
         parameter: Tensor = model.get_parameter(target.named)
-        turned = parameter.ndim == 3 and is_transposed(model.get_submodule(target.layer))
+        transposed = parameter.ndim == 3 and is_transposed(model.get_submodule(target.layer))
         experts = len(parameter) if parameter.ndim == 3 else 1
 
         def update(part: Part) -> Tensor:
@@ -152,9 +152,9 @@ class Additions:
                 return scale * (up_ENR[0] @ down_ERK[0])
             if part.expert is None:
                 whole = scale * (up_ENR @ down_ERK)
-                return whole.transpose(1, 2) if turned else whole
+                return whole.transpose(1, 2) if transposed else whole
             matrix = scale * (up_ENR[part.expert] @ down_ERK[part.expert])
-            return part.of(matrix.t() if turned else matrix)
+            return part.of(matrix.t() if transposed else matrix)
 
         parts = {target.named: Part()}
         if target.named not in there:
@@ -184,9 +184,9 @@ def parts_in_files(model: Any, name: str, shape: torch.Size) -> dict[str, Part]:
         first, last = int(tensor[0, 0]), int(tensor[-1, -1])
         expert, top, left = first // SMALL**2, first // SMALL % SMALL, first % SMALL
         bottom, right = last // SMALL % SMALL + 1, last % SMALL + 1
-        turned = tensor.shape != (bottom - top, right - left) or (len(tensor) > 1 and int(tensor[1, 0]) != first + SMALL)
+        transposed = tensor.shape != (bottom - top, right - left) or (len(tensor) > 1 and int(tensor[1, 0]) != first + SMALL)
         block = places[expert, top:bottom, left:right]
-        if not torch.equal(tensor, block.t() if turned else block):
+        if not torch.equal(tensor, block.t() if transposed else block):
             raise ValueError(f"{written} {NO_BLOCK}")
-        parts[written] = Part(expert, (top / SMALL, bottom / SMALL), (left / SMALL, right / SMALL), turned)
+        parts[written] = Part(expert, (top / SMALL, bottom / SMALL), (left / SMALL, right / SMALL), transposed)
     return parts

@@ -88,12 +88,12 @@ def _rotate_heads(
     a, b = a.to(tl.float32), b.to(tl.float32)
     cos_a, cos_b, sin_a, sin_b = load_turn(cos_ptr + table, sin_ptr + table, inside, HALF, BLOCK, INTERLEAVED)
     if INVERSE:
-        turned_a, turned_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
+        rotated_a, rotated_b = a * cos_a + b * sin_b, b * cos_b - a * sin_a
     else:
-        turned_a, turned_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
-    store_pairs(out_ptr, turned_a, turned_b, inside, HALF, BLOCK, INTERLEAVED)
+        rotated_a, rotated_b = a * cos_a - b * sin_a, b * cos_b + a * sin_b
+    store_pairs(out_ptr, rotated_a, rotated_b, inside, HALF, BLOCK, INTERLEAVED)
     if HAS_AMAX:  # rounded as what is stored, which keeps the order
-        most = tl.max(tl.maximum(magnitude(turned_a), magnitude(turned_b)), 1)
+        most = tl.max(tl.maximum(magnitude(rotated_a), magnitude(rotated_b)), 1)
         raise_amax(amax_ptr, most.to(out_ptr.dtype.element_ty).to(tl.float32))
     if REST:
         column = 2 * HALF + tl.arange(0, REST)[None, :]
@@ -285,7 +285,7 @@ def _rotate_without_kernel(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, in_place: bool
 ) -> tuple[Tensor, Tensor]:
     rotated = _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
-    return tuple(x.copy_(turned) for x, turned in zip((q, k), rotated)) if in_place else rotated  # type: ignore[return-value]
+    return tuple(x.copy_(y) for x, y in zip((q, k), rotated)) if in_place else rotated  # type: ignore[return-value]
 
 
 def fused_qk_rope(
@@ -325,7 +325,7 @@ def _check_places(q: Tensor, k: Tensor) -> None:
         raise RuntimeError("a leaf that requires a gradient would lose its value; rotate it with in_place=False")
     expanded = any(stride == 0 and size > 1 for x in (q, k) for stride, size in zip(x.stride(), x.shape))
     if expanded or q is k:
-        raise RuntimeError("q or k is expanded, or both are one tensor, which would be turned twice; use in_place=False")
+        raise RuntimeError("q or k is expanded, or both are one tensor, which would be rotated twice; use in_place=False")
 
 
 def fused_qkv_rope(
@@ -384,8 +384,8 @@ def qk_rope_reference(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool = False) -> Tensor:
     """``x`` ``[..., H, S, D]``, tables ``[..., S, R]``."""
     width = cos.shape[-1]
-    turned, rest = x[..., :width], x[..., width:]
-    wide = turned.to(torch.promote_types(x.dtype, torch.float32))
+    first, rest = x[..., :width], x[..., width:]
+    wide = first.to(torch.promote_types(x.dtype, torch.float32))
     cos, sin = (table.to(wide.dtype).unsqueeze(-3) for table in (cos, sin))
     swapped = _swap(wide * sin, interleaved, sign=-1) if inverse else _swap(wide, interleaved) * sin
     return torch.cat(((wide * cos + swapped).to(x.dtype), rest), -1)

@@ -221,7 +221,7 @@ class _MergedLinear(torch.autograd.Function):
         kept = any(needs[OPTIONS : OPTIONS + count]) or any(needs[OPTIONS + 2 * count :][: 2 * count])  # others want dy alone
         ctx.make = remake.make if remake is not None and kept else None
         ctx.save_for_backward(source if kept else None, seed, *scaling, *tensors[2 * count : 4 * count])
-        ctx.kind = next((x.dtype for x in tensors[2 * count :] if x is not None), None)
+        ctx.adapter_dtype = next((x.dtype for x in tensors[2 * count :] if x is not None), None)
         return y
 
     @staticmethod
@@ -243,7 +243,7 @@ class _MergedLinear(torch.autograd.Function):
         if adapting and rows is not None:
             assert padding is not None
             of_adapters[count:] = adapter_gradients(
-                dy, padding.up, rows[:, base.width :], g, merged.sizes, padding.ranks, ctx.scales, ctx.kind
+                dy, padding.up, rows[:, base.width :], g, merged.sizes, padding.ranks, ctx.scales, ctx.adapter_dtype
             )
         elif padding is not None:
             product_into(g, dy, padding.up)
@@ -334,7 +334,10 @@ def _of_biases(dy: Tensor) -> Tensor:
 def _of_downs(ctx: Any, x: Tensor, g: Tensor, seed: Tensor | None) -> list[Tensor]:
     """Gradients of all A."""
     g = g[:, : ctx.padding.used]
-    found = product(g.t(), x, ctx.kind) if seed is None else dropped_gradient_of_down(g, x, seed, ctx.dropout).to(ctx.kind)
+    if seed is None:  # no dropout
+        found = product(g.t(), x, ctx.adapter_dtype)
+    else:
+        found = dropped_gradient_of_down(g, x, seed, ctx.dropout).to(ctx.adapter_dtype)
     return list(found.split(ctx.padding.ranks))
 
 

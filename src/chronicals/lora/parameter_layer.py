@@ -91,10 +91,10 @@ class LoRAParameter(AdapterLayer):
     @torch.no_grad()
     def merge(self) -> None:
         weight, (down_ERK, up_ENR, scale) = self.parameter, self.factors(torch.float32)
-        turned, matrices = is_transposed(innermost(self)), weight if weight.ndim == 3 else [weight]
+        transposed, matrices = is_transposed(innermost(self)), weight if weight.ndim == 3 else [weight]
         for own, down, up in zip(matrices, down_ERK, up_ENR, strict=True):
             update = scale * (up @ down)
-            own.copy_(exact(own) + (update.t() if turned and weight.ndim == 3 else update))
+            own.copy_(exact(own) + (update.t() if transposed and weight.ndim == 3 else update))
 
 
 @torch.compiler.disable

@@ -19,8 +19,9 @@ from chronicals.models import QUANTISED_FROM, has_4bit_layers, load_by_bitsandby
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
 from chronicals.quantization.linear import SCALES, Linear4bit
 from chronicals.quantization.nf4 import Packed
+from chronicals.verification.plain_adapters import adapter_fields, rank_and_scale
 from chronicals.verification.quantised import AGREES, dense_weight, quantised_layers
-from chronicals.verification.reference import PlainArm, adapter_fields, rank_and_scale
+from chronicals.verification.reference import PlainArm
 
 ARM = "transformers + bitsandbytes + PEFT"
 

@@ -55,6 +55,7 @@ from chronicals.verification.eight_bits import rounded_linear
 
 ALLOWED = 1.5
 LENGTHS = (17, 1, 31)
+DTYPE, WIDTH, VOCABULARY, HEADS = torch.bfloat16, 64, 301, 4
 
 Function = Callable[..., Tensor]
 
@@ -76,100 +77,17 @@ class SelfTest:
 def self_test() -> list[SelfTest]:
     """Test everything that would run here."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = torch.bfloat16
-    tokens, width, vocabulary, heads = sum(LENGTHS), 64, 301, 4
-
-    def random(*shape: int) -> Tensor:
-        return torch.randn(*shape, device=device, dtype=dtype)
-
-    targets = torch.randint(0, vocabulary, (tokens,), device=device)
-    targets[::3] = -100
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
-    angles = torch.rand(tokens, 8, device=device, dtype=torch.float64) * 6
-    cos, sin = (torch.cat((table, table), -1) for table in (angles.cos(), angles.sin()))
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return document_attention(q, k, v, bounds, max(LENGTHS))
-
-    def plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(device)
-        seen = (document[:, None] == document[None]).tril()
-        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return attention_reference(q, k, v, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
-
-    def together(function: Callable[..., tuple[Tensor, ...]]) -> Function:
-        return lambda *given: torch.cat([x.flatten() for x in function(*given)])
-
-    def rope(function: Callable[..., tuple[Tensor, ...]]) -> Function:
-        return together(lambda *given: function(*given, *(table.to(given[0].dtype) for table in (cos, sin))))
-
-    def merged(function: Callable[..., tuple[Tensor, ...]]) -> Function:
-        return rope(lambda x, *given: function(x * 1, *given, (heads, 2)))
-
-    def in_parts(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
-        def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
-            q, k, v = x.unflatten(1, (-1, 16)).split((heads, 2, 2), 1)
-            return *function(q, k, *given), v
-
-        return rope(run)
-
-    qkv = random(tokens, heads, 16), random(tokens, 2, 16), random(tokens, 2, 16)
-    gate, up = random(tokens, width), random(tokens, width)
-    hidden, weight = random(tokens, width), random(vocabulary, width) * 0.1
-    teacher = LinearHead(random(tokens, 2 * width), random(vocabulary, 2 * width) * 0.1)
-    cases: list[tuple[str, Function, Function, tuple[Tensor, ...]]] = [
-        ("rmsnorm", fused_rmsnorm, rmsnorm_reference, (gate, random(width))),
-        ("add_rmsnorm", together(fused_add_rmsnorm), together(add_rmsnorm_reference), (gate, up, random(width))),
-        ("layernorm", fused_layernorm, layernorm_reference, (gate, random(width), random(width))),
-        ("softmax", fused_softmax, softmax_reference, (gate,)),
-        ("swiglu", fused_swiglu, swiglu_reference, (gate, up)),
-        ("geglu", fused_geglu, geglu_reference, (gate, up)),
-        ("qk_rope", rope(fused_qk_rope), rope(qk_rope_reference), qkv[:2]),
-        ("qk_norm_rope", rope(fused_qk_norm_rope), rope(qk_norm_rope_reference), (*qkv[:2], random(16), random(16))),
-        (
-            "linear_cross_entropy",
-            lambda h, w: linear_cross_entropy(h, w, targets, chunk_size=16),
-            lambda h, w: linear_cross_entropy_reference(h, w, targets),
-            (hidden, weight),
-        ),
-        (
-            "linear_distillation",
-            lambda h, w: linear_distillation(LinearHead(h, w), teacher, targets, Divergence.jsd(), chunk_size=16).loss,
-            lambda h, w: linear_distillation_reference(
-                LinearHead(h, w), LinearHead(teacher.hidden.to(h), teacher.weight.to(h)), targets, Divergence.jsd()
-            ).loss,
-            (hidden, weight),
-        ),
-        (
-            "token_log_probability",
-            together(lambda h, w: token_log_probability(h, w, targets, chunk_size=16, entropy=True)),
-            together(lambda h, w: token_log_probability_reference(h, w, targets)),
-            (hidden, weight),
-        ),
-        ("glu_of_both", lambda x: glu_of_both(x, "silu"), lambda x: swiglu_reference(*x.chunk(2, -1)), (random(tokens, 74),)),
-        ("qkv_rope", merged(fused_qkv_rope), in_parts(qk_rope_reference), (random(tokens, 8 * 16),)),
-        (
-            "qkv_norm_rope",
-            merged(fused_qkv_norm_rope),
-            in_parts(qk_norm_rope_reference),
-            (random(tokens, 8 * 16), random(16), random(16)),
-        ),
-        (
-            "merged_linear",
-            lambda x, w, a, b: merged_linear(x, Merged.fused([w], [None], [len(a)]), [Adapter(a, b, 0.5)]),
-            lambda x, w, a, b: merged_linear_reference(x, [w], [None], [Adapter(a, b, 0.5)]),
-            (gate, random(width, width) * 0.1, random(8, width) * 0.1, random(width, 8)),
-        ),
-        ("attention", attention, plain_attention, qkv),
-    ]
+    drawn = _Drawn.of(device)
+    gate, width = drawn.gate, WIDTH
     kernels = "triton" if runs_triton(gate) else "torch"
-    runs_as = {"attention": choose_backend(device, dtype, head_dim=16)}
+    runs_as = {"attention": choose_backend(device, DTYPE, head_dim=16)}
+    cases = [*_elementwise(drawn), *_of_heads(drawn), *_rotations(drawn), *_attention(drawn)]
     compared = [_compare(name, runs_as.get(name, kernels), ours, plain, inputs) for name, ours, plain, inputs in cases]
     if not lacks_fp8(device):
-        inputs = gate, random(width, width) * 0.1
+        inputs = gate, drawn.random(width, width) * 0.1
         compared.append(_compare("fp8_linear", kernels, fp8_linear, rounded_linear, inputs, fp8_linear_reference))
-    dropped = _compare_dropped(kernels, gate, random(8, width), random(tokens, 8))
-    norms = [gate, up.float(), hidden.half()]
+    dropped = _compare_dropped(kernels, gate, drawn.random(8, width), drawn.random(len(gate), 8))
+    norms = [gate, drawn.up.float(), drawn.hidden.half()]
     norm, plain_norm, exact_norm = (
         function([x.to(dtype or x.dtype) for x in norms])
         for function, dtype in ((gradient_norm, None), (gradient_norm_reference, None), (_norm, torch.float64))
@@ -178,6 +96,135 @@ def self_test() -> list[SelfTest]:
         *compared, dropped, _judged("gradient_norm", kernels, [norm], [plain_norm], [exact_norm], torch.float32),
         _compare_adamw(kernels, device),
     ]  # fmt: skip
+
+
+Case = tuple[str, Function, Function, tuple[Tensor, ...]]
+"""Its name, ours, the plain one and their inputs."""
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """Random inputs that several kernels take, T tokens each."""
+
+    device: torch.device
+    gate: Tensor
+    up: Tensor
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    tables: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, device: torch.device) -> _Drawn:
+        tokens = sum(LENGTHS)
+        targets = torch.randint(0, VOCABULARY, (tokens,), device=device)
+        targets[::3] = -100
+        angles = torch.rand(tokens, 8, device=device, dtype=torch.float64) * 6
+        cos, sin = (torch.cat((table, table), -1) for table in (angles.cos(), angles.sin()))
+        gate, up, hidden = (torch.randn(tokens, WIDTH, device=device, dtype=DTYPE) for _ in range(3))
+        weight = torch.randn(VOCABULARY, WIDTH, device=device, dtype=DTYPE) * 0.1
+        return cls(device, gate, up, hidden, weight, targets, (cos, sin))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=DTYPE)
+
+
+def _elementwise(drawn: _Drawn) -> list[Case]:
+    gate, up, random = drawn.gate, drawn.up, drawn.random
+    return [
+        ("rmsnorm", fused_rmsnorm, rmsnorm_reference, (gate, random(WIDTH))),
+        ("add_rmsnorm", _together(fused_add_rmsnorm), _together(add_rmsnorm_reference), (gate, up, random(WIDTH))),
+        ("layernorm", fused_layernorm, layernorm_reference, (gate, random(WIDTH), random(WIDTH))),
+        ("softmax", fused_softmax, softmax_reference, (gate,)),
+        ("swiglu", fused_swiglu, swiglu_reference, (gate, up)),
+        ("geglu", fused_geglu, geglu_reference, (gate, up)),
+        (
+            "glu_of_both", lambda x: glu_of_both(x, "silu"), lambda x: swiglu_reference(*x.chunk(2, -1)),
+            (random(len(gate), 74),),
+        ),
+    ]  # fmt: skip
+
+
+def _of_heads(drawn: _Drawn) -> list[Case]:
+    """Losses of the head, and the merged product."""
+    targets, random, inputs = drawn.targets, drawn.random, (drawn.hidden, drawn.weight)
+    teacher = LinearHead(random(len(targets), 2 * WIDTH), random(VOCABULARY, 2 * WIDTH) * 0.1)
+
+    def taught(x: Tensor) -> LinearHead:
+        return LinearHead(teacher.hidden.to(x), teacher.weight.to(x))
+
+    return [
+        (
+            "linear_cross_entropy",
+            lambda h, w: linear_cross_entropy(h, w, targets, chunk_size=16),
+            lambda h, w: linear_cross_entropy_reference(h, w, targets),
+            inputs,
+        ),
+        (
+            "linear_distillation",
+            lambda h, w: linear_distillation(LinearHead(h, w), teacher, targets, Divergence.jsd(), chunk_size=16).loss,
+            lambda h, w: linear_distillation_reference(LinearHead(h, w), taught(h), targets, Divergence.jsd()).loss,
+            inputs,
+        ),
+        (
+            "token_log_probability",
+            _together(lambda h, w: token_log_probability(h, w, targets, chunk_size=16, entropy=True)),
+            _together(lambda h, w: token_log_probability_reference(h, w, targets)),
+            inputs,
+        ),
+        (
+            "merged_linear",
+            lambda x, w, a, b: merged_linear(x, Merged.fused([w], [None], [len(a)]), [Adapter(a, b, 0.5)]),
+            lambda x, w, a, b: merged_linear_reference(x, [w], [None], [Adapter(a, b, 0.5)]),
+            (drawn.gate, random(WIDTH, WIDTH) * 0.1, random(8, WIDTH) * 0.1, random(WIDTH, 8)),
+        ),
+    ]
+
+
+def _rotations(drawn: _Drawn) -> list[Case]:
+    tokens, random = len(drawn.gate), drawn.random
+
+    def rope(function: Callable[..., tuple[Tensor, ...]]) -> Function:
+        return _together(lambda *given: function(*given, *(table.to(given[0].dtype) for table in drawn.tables)))
+
+    def merged(function: Callable[..., tuple[Tensor, ...]]) -> Function:
+        return rope(lambda x, *given: function(x * 1, *given, (HEADS, 2)))
+
+    def in_parts(function: Callable[..., tuple[Tensor, Tensor]]) -> Function:
+        def run(x: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+            q, k, v = x.unflatten(1, (-1, 16)).split((HEADS, 2, 2), 1)
+            return *function(q, k, *given), v
+
+        return rope(run)
+
+    qk, norms, qkv = (random(tokens, HEADS, 16), random(tokens, 2, 16)), (random(16), random(16)), random(tokens, 8 * 16)
+    return [
+        ("qk_rope", rope(fused_qk_rope), rope(qk_rope_reference), qk),
+        ("qk_norm_rope", rope(fused_qk_norm_rope), rope(qk_norm_rope_reference), (*qk, *norms)),
+        ("qkv_rope", merged(fused_qkv_rope), in_parts(qk_rope_reference), (qkv,)),
+        ("qkv_norm_rope", merged(fused_qkv_norm_rope), in_parts(qk_norm_rope_reference), (qkv, *norms)),
+    ]
+
+
+def _attention(drawn: _Drawn) -> list[Case]:
+    bounds = torch.tensor([0, *LENGTHS]).cumsum(0).to(drawn.device, torch.int32)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return document_attention(q, k, v, bounds, max(LENGTHS))
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        document = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS)).to(drawn.device)
+        seen = (document[:, None] == document[None]).tril()
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        return attention_reference(q, k, v, seen, q.shape[-1] ** -0.5, None, None).transpose(0, 1)
+
+    tokens = len(drawn.gate)
+    return [("attention", attention, plain, tuple(drawn.random(tokens, heads, 16) for heads in (HEADS, 2, 2)))]
+
+
+def _together(function: Callable[..., tuple[Tensor, ...]]) -> Function:
+    """All results as one flat tensor."""
+    return lambda *given: torch.cat([x.flatten() for x in function(*given)])
 
 
 def _compare(

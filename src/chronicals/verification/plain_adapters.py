@@ -1,0 +1,243 @@
+"""Adapters and trained tokens in plain torch: the formulas of papers as hooks around a model of transformers."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from chronicals.config import ChronicalsConfig
+from chronicals.lora.targets import linear_shape
+from chronicals.models import beside_text, is_within
+
+FEW_TOKENS, FIRST_TOKEN = 4, 3
+"""Of a forward pass that shows which layers a class calls."""
+
+
+class PlainAdapters:
+    """Those of one model.
+
+    Attributes:
+        trained: all that is trained, by the names of the run's parameters.
+    """
+
+    def __init__(self, model: Any, device: torch.device):
+        self.model, self.device = model, device
+        self.trained: dict[str, nn.Parameter] = {}
+
+    def attach(self, fields: Mapping[str, Any]) -> None:
+        """``x ↦ layer(x) + scale · B (A x)`` for every targeted layer; the rest is frozen. With ``use_dora`` the rows of
+        ``W + scale · B A`` are as long as a trained vector says."""
+        self.model.requires_grad_(False)
+        paths = targeted(self.model, fields["target_modules"], fields["layers"])
+        for name, parameter in self.model.named_parameters():
+            if any(f".{name}".endswith(f".{whole}.weight") for whole in fields["modules_to_save"] or ()):
+                self.trained[name] = parameter.requires_grad_(True)
+        paths = [path for path in paths if f"{path}.weight" not in self.trained]
+        self._train_rows(fields["trainable_token_indices"])
+        self._adapt_parameters(fields)
+        read = _read(self.model, paths)
+        for path in paths:
+            rank, scale = rank_and_scale(fields, path)
+            layer = self.model.get_submodule(path)
+            if isinstance(layer, nn.Embedding):
+                self._adapt_embedding(path, layer, rank, scale)
+                continue
+            weight = layer.get_parameter("weight")
+            wide, narrow = weight.shape[::-1] if isinstance(layer, nn.Linear) else weight.shape  # Conv1D is [in, out]
+            a = nn.Parameter(torch.randn(rank, wide, device=self.device) / math.sqrt(wide))
+            b = nn.Parameter(torch.zeros(narrow, rank, device=self.device))
+            self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
+            upright, lengths = isinstance(layer, nn.Linear), None
+            if fields["use_dora"]:
+                lengths = nn.Parameter(weight.detach().float().norm(dim=1 if upright else 0))
+                self.trained[f"{path}.lora_magnitude_vector"] = lengths
+            if path in read:
+                parametrize.register_parametrization(layer, "weight", _AdaptedWeight(a, b, scale, upright, lengths))
+            else:
+                layer.register_forward_hook(_adapter(a, b, scale, lengths))
+
+    def _adapt_embedding(self, path: str, layer: nn.Embedding, rank: int, scale: float) -> None:
+        """``ids ↦ layer(ids) + scale · e · (B A)ᵀ[ids]``, where e is the scale of the class."""
+        a = nn.Parameter(torch.zeros(rank, layer.num_embeddings, device=self.device))
+        b = nn.Parameter(torch.randn(layer.embedding_dim, rank, device=self.device))
+        self.trained[f"{path}.lora_embedding_A"], self.trained[f"{path}.lora_embedding_B"] = a, b
+        scale *= float(getattr(layer, "embed_scale", 1.0))
+
+        def add(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            rows = F.embedding(inputs[0], a.t(), layer.padding_idx).to(out.dtype)
+            return out + F.linear(rows, b.to(out.dtype)) * scale
+
+        layer.register_forward_hook(add)
+
+    def _adapt_parameters(self, fields: Mapping[str, Any]) -> None:
+        """Each layer runs with ``W[e] + scale · B[e] A[e]`` in the place of a targeted parameter."""
+        named = [name for name, _ in self.model.named_parameters()]
+        named = [n for n in named if any(f".{n}".endswith(f".{end}") for end in fields["target_parameters"] or ())]
+        layers = fields["layers"]
+        named = [n for n in named if layers is None or any(int(part) in layers for part in n.split(".") if part.isdigit())]
+        for full in named:
+            owner, _, name = full.rpartition(".")
+            beneath = [n for n in named if n.rpartition(".")[0] == owner]
+            path = owner + ".base_layer" * (len(beneath) - 1 - beneath.index(full))
+            rank, scale = rank_and_scale(fields, full)
+            layer = self.model.get_submodule(owner)
+            weight, transposed = layer.get_parameter(name), bool(getattr(layer, "is_transposed", False))
+            experts = weight.shape[0] if weight.ndim == 3 else 1
+            narrow, wide = weight.shape[:-3:-1] if weight.ndim == 3 and transposed else weight.shape[-2:]
+            a = nn.Parameter(torch.randn(experts * rank, wide, device=self.device) / math.sqrt(wide))
+            b = nn.Parameter(torch.zeros(narrow, rank * experts, device=self.device))
+            self.trained[f"{path}.lora_A"], self.trained[f"{path}.lora_B"] = a, b
+            _put_in_place(layer, name, a, b, scale, experts, transposed)
+
+    def _train_rows(self, asked: Any) -> None:
+        """Tokens whose rows of the embedding are trained, and of the head where that is the same weight; or by their names."""
+        ends = {
+            path: layer
+            for path, layer in self.model.named_modules()
+            if layer is self.model.get_input_embeddings() or layer is self.model.get_output_embeddings()
+        }
+        known: dict[int, nn.Parameter] = {}
+        named = asked if isinstance(asked, Mapping) else {} if asked is None else {next(iter(ends)): asked}
+        for name, tokens in named.items():
+            weight = next(layer for path, layer in ends.items() if f".{path}".endswith(f".{name}")).get_parameter("weight")
+            ids = torch.tensor(list(tokens), device=self.device)
+            for path, layer in ends.items():
+                if layer._parameters.get("weight") is weight:
+                    if id(weight) not in known:
+                        known[id(weight)] = self.trained[f"{path}.lora_tokens"] = nn.Parameter(weight.detach()[ids].float())
+                    parametrize.register_parametrization(layer, "weight", _RowsInWeight(ids, known[id(weight)]))
+
+
+def _put_in_place(
+    layer: nn.Module, name: str, a: nn.Parameter, b: nn.Parameter, scale: float, experts: int, transposed: bool
+) -> None:  # fmt: skip
+    """While the layer runs it finds the adapted parameter before its own; A is ``[experts · rank, in]``, with the ranks of an
+    expert together, B ``[out, rank · experts]``, with the experts of a rank together."""
+
+    def before(layer: nn.Module, _: Any) -> None:
+        weight = layer.get_parameter(name)
+        down, up = a.view(experts, -1, a.shape[1]), b.view(len(b), -1, experts)
+        update = torch.einsum("ore,eri->eoi", up, down) * scale
+        update = (update.transpose(1, 2) if transposed else update) if weight.ndim == 3 else update[0]
+        layer.__dict__[name] = (weight.float() + update).to(weight.dtype)
+
+    def after(layer: nn.Module, _inputs: Any, _out: Any) -> None:
+        layer.__dict__.pop(name)
+
+    layer.register_forward_pre_hook(before)
+    layer.register_forward_hook(after)
+
+
+@torch.no_grad()
+def _read(model: nn.Module, paths: Sequence[str]) -> set[str]:
+    """Those of the layers that a class does not call where it is called itself: it reads their weights, as Mamba does."""
+    called: set[str] = set()
+    owners = {path.rpartition(".")[0] for path in paths}
+    hooks = [
+        model.get_submodule(path).register_forward_pre_hook(lambda *_, path=path: called.add(path))
+        for path in {*paths, *owners}
+    ]
+    device = next(model.parameters()).device
+    model(input_ids=torch.full((1, FEW_TOKENS), FIRST_TOKEN, device=device), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return {path for path in paths if path not in called and path.rpartition(".")[0] in called}
+
+
+class _RowsInWeight(nn.Module):
+    """``W ↦ W`` with other rows for some tokens."""
+
+    def __init__(self, ids: Tensor, rows: nn.Parameter):
+        super().__init__()
+        self.replaced = ids, rows  # in a tuple, so that they are no parameters of the model
+
+    def forward(self, weight: Tensor) -> Tensor:
+        ids, rows = self.replaced
+        return weight.index_copy(0, ids, rows.to(weight.dtype))
+
+
+class _AdaptedWeight(nn.Module):
+    """``W ↦ W + scale · B A``, of a Conv1D, whose weight is ``[in, out]``, the transpose; its rows are as long as ``lengths``
+    says, if there are any."""
+
+    def __init__(self, a: nn.Parameter, b: nn.Parameter, scale: float, upright: bool, lengths: nn.Parameter | None):
+        super().__init__()
+        self.adapter = a, b, scale, upright, lengths  # in a tuple, so that they are no parameters of the model
+
+    def forward(self, weight: Tensor) -> Tensor:
+        a, b, scale, upright, lengths = self.adapter
+        update = (b @ a) * scale
+        total = weight.float() + (update if upright else update.t())
+        if lengths is not None:
+            along = 1 if upright else 0
+            total = total * (lengths / total.detach().norm(dim=along)).unsqueeze(along)
+        return total.to(weight.dtype)
+
+
+def _adapter(a: nn.Parameter, b: nn.Parameter, scale: float, lengths: nn.Parameter | None) -> Any:
+    """fp32 matrices, products in the type of the layer's input: PEFT's layer in a trainer that computes in that type."""
+
+    def add(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        x = inputs[0]
+        added = (F.linear(F.linear(x, a.to(x.dtype)), b.to(x.dtype)) * scale).to(out.dtype)
+        if lengths is None:
+            return out + added
+        bias = torch.zeros((), dtype=out.dtype, device=out.device) if layer.bias is None else layer.bias
+        weight = layer.weight if isinstance(layer, nn.Linear) else layer.weight.t()
+        norms = (weight.float() + scale * (b @ a)).detach().norm(dim=1)
+        return ((out - bias + added) * (lengths / norms) + bias).to(out.dtype)
+
+    return add
+
+
+def adapter_fields(model: Any, config: ChronicalsConfig) -> dict[str, Any]:
+    """What is said of the adapters that are there already, or of those that the run will attach."""
+    if hasattr(model, "chronicals_lora"):
+        return vars(model.chronicals_lora)
+    named = (
+        "target_modules",
+        "target_parameters",
+        "layers",
+        "rank",
+        "alpha",
+        "rank_pattern",
+        "alpha_pattern",
+        "modules_to_save",
+    )
+    return {name: getattr(config, f"lora_{name}") for name in named} | {
+        "use_rslora": config.use_rslora, "use_dora": config.use_dora, "trainable_token_indices": config.lora_trainable_tokens,
+    }  # fmt: skip
+
+
+def rank_and_scale(fields: Mapping[str, Any], path: str) -> tuple[int, float]:
+    """Of the adapter at a path."""
+    found = {name: fields[name] for name in ("rank", "alpha")}
+    for name in found:
+        for key, value in reversed(fields[f"{name}_pattern"].items()):
+            if re.fullmatch(f"(.*\\.)?({key})", path):
+                found[name] = value
+    rank = int(found["rank"])
+    return rank, found["alpha"] / (math.sqrt(rank) if fields["use_rslora"] else rank)
+
+
+def targeted(model: Any, wanted: list[str] | str | None, layers: Collection[int] | None = None) -> list[str]:
+    """Paths of the linear layers and embeddings that the options ask to adapt, in a model without adapters."""
+    if layers is not None:
+        found = [(path, re.search(r"\.(\d+)\.", path)) for path in targeted(model, wanted)]
+        return [path for path, number in found if number and int(number[1]) in layers]
+    head = model.get_output_embeddings()
+    paths = [path for path, layer in model.named_modules() if linear_shape(layer)]
+    if wanted is None or wanted == "all-linear":
+        towers = beside_text(model)
+        return [path for path in paths if model.get_submodule(path) is not head and not is_within(path, towers)]
+    paths += [path for path, layer in model.named_modules() if isinstance(layer, nn.Embedding)]
+    if isinstance(wanted, str):
+        return [path for path in paths if re.fullmatch(wanted, path)]
+    return [path for path in paths if any(f".{path}".endswith(f".{name}") for name in wanted)]
