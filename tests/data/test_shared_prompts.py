@@ -118,6 +118,8 @@ def test_real_tokens_are_counted_once(tmp_path):
     (step,) = stream.steps(count=1)
     assert step.counts["tokens"] == store.lengths.sum() < sum(len(store.whole_document(n)[0]) for n in range(len(store)))
     assert step.counts["targets"] == int((batch.targets != IGNORED).sum()) == int(store.targets.sum())
+    whole = sum(len(store.whole_document(n)[0]) for n in range(len(store)) if store.columns["shared"][n] >= 0)
+    assert store.tokens_shared == whole - step.counts["tokens"] > 0
     assert step.counts["items"] == 6 and store.longest == max(len(store.whole_document(n)[0]) for n in range(len(store)))
 
 

@@ -106,6 +106,11 @@ class TokenStore:
         first, first_trained, length = self.id_starts[index], self.trained_starts[index], self.lengths[index]
         return self.ids[first : first + length], self.trained[first_trained : first_trained + length]
 
+    @property
+    def tokens_shared(self) -> int:
+        """Tokens that documents have before them and that are there once, for all of an item's."""
+        return int(self.before.sum() - self.lengths[self.columns[SHARED] < 0].sum()) if SHARED in self.columns else 0
+
     def whole_document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """As ``document``, with the shared prompt in front of it."""
         ids, trained = self.document(index)

@@ -95,6 +95,9 @@ def open_stores(
             "give one of them"
         )
     store = opened("train_dataset", train)
+    if shared := store.tokens_shared:
+        whole = shared + int(store.lengths.sum())
+        logger.info("answers share their prompts: %s of %s tokens are not computed again", f"{shared:,}", f"{whole:,}")
     if held_out is not None:
         return store, opened("eval_dataset", held_out, training=store)
     if not config.validation_split:
