@@ -494,6 +494,15 @@ def test_data_show_draws_what_is_trained_and_the_packs(place, within):
     assert "row 3:" in done.stdout and "row 4:" in done.stdout and "pack 1 " in done.stdout and "row 1:" not in done.stdout
 
 
+def test_data_show_draws_both_answers_and_the_prompt_that_they_share(place, within):
+    row = {"prompt": [{"role": "user", "content": "what is the answer?"}], "chosen": "forty two", "rejected": "seven"}
+    (place / "pairs.jsonl").write_text(json.dumps(row) + "\n")
+    done = within("data", "show", "pairs.jsonl", "--model", "base", "--objective", "dpo")
+    assert done.code == 0, done.stderr
+    assert "⟦forty two<|im_end|>⟧" in done.stdout and "⟦seven<|im_end|>⟧" in done.stdout
+    assert done.stdout.count("what is the answer?") == 1 and "row 1, answer 2, behind" in done.stdout
+
+
 def test_ctrl_c_saves_and_says_how_to_resume(place):
     command = [sys.executable, "-c", "from chronicals.cli import main; main()", "train", "recipe.yaml"]
     arguments = ["--output-dir", "stopped", "--max-steps", "100000"]

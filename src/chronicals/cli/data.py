@@ -43,7 +43,7 @@ def show(
     ] = None,
     columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     max_seq_length: Annotated[int | None, typer.Option(min=2, help="Tokens in a pack (2048)")] = None,
-    objective: Annotated[str | None, typer.Option(help="sft (unless said otherwise) or pretraining")] = None,
+    objective: Annotated[str | None, typer.Option(help="sft (unless said otherwise), pretraining, dpo …")] = None,
     train_on: Annotated[str | None, typer.Option(help="answers or all tokens (unless said otherwise, the objective's)")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages are trained; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="all (unless said otherwise), or last")] = None,
@@ -82,16 +82,15 @@ def show(
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     is_recipe = Path(file).suffix in (".yaml", ".yml")
     config = Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
-    build_objective(config)
+    trained_by = build_objective(config)
     check_shares(config.gate)
     records = _read(config, skip, rows)
     tokenizer = SavedModel.find(config.model, config.base_model).tokenizer(config.trust_remote_code)
     tokenizer = with_chat_template(tokenizer, config.chat_template)
     console = Console(highlight=False)
     with TemporaryDirectory() as folder:
-        store = build_store(
-            records, Tokenizer.configured(tokenizer, config), config.max_seq_length, Path(folder), overlong=config.overlong
-        )
+        encoder = Tokenizer.configured(tokenizer, config, trained_by.row_kinds)
+        store = build_store(records, encoder, config.max_seq_length, Path(folder), overlong=config.overlong)
         shown = f"{file}, rows {skip + 1} to {skip + len(records)}"
         log_report(shown, store.report, config.gate)
         for finding in store.report.entries(config.gate):
@@ -101,8 +100,9 @@ def show(
             raise DataError(f"{shown}: no document to show, for the reasons above; mend these rows, or --skip them")
         for number in range(len(store)):
             targets, tokens = int(store.targets[number]), int(store.lengths[number])
+            row = skip + int(store.rows[number]) + 1
             console.print(
-                f"\n[bold]row {skip + int(store.rows[number]) + 1}[/]: {tokens:,} tokens, {targets:,} of them trained"
+                f"\n[bold]row {row}{part_of_item(store, number)}[/]: {tokens:,} tokens, {targets:,} of them trained"
             )
             console.print(drawn(*store.document(number), tokenizer, marks=not console.is_terminal), soft_wrap=True)
         console.print()
@@ -131,6 +131,20 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
         if isinstance(record, BadRow) and not config.gate.get(record.rule):
             raise DataError(f"{where}: {record.reason}; leave it out with --skip, or let it pass by the gate", record.rule)
     return [record for _, record in read]
+
+
+def part_of_item(store: TokenStore, number: int) -> str:
+    """Which document of its row it is, where rows have several: their answers by number, and the prompt that they share."""
+    from chronicals.data.shared_prompts import SHARED
+    from chronicals.data.store import SIDE
+
+    if SIDE not in store.columns:
+        return ""
+    shared = int(store.columns[SHARED][number])
+    if shared < 0:
+        return ", the prompt that its answers share"
+    behind = f", behind {shared:,} tokens of their prompt" if shared else ""
+    return f", answer {int(store.columns[SIDE][number]) + 1}{behind}"
 
 
 def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:
