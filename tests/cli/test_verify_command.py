@@ -38,9 +38,9 @@ def test_a_healthy_run(command, tmp_path):
 def test_a_fault_is_exit_code_1_and_named(command, tmp_path, monkeypatch):
     import sys
 
-    apply = sys.modules["chronicals.lora.apply"]
-    right = apply.targeted_paths
-    monkeypatch.setattr(apply, "targeted_paths", lambda *given, **named: right(*given, **named)[:-1])
+    targets = sys.modules["chronicals.lora.targets"]
+    right = targets.targeted_paths
+    monkeypatch.setattr(targets, "targeted_paths", lambda *given, **named: right(*given, **named)[:-1])
     done = CliRunner().invoke(app, [*command, "--use-lora", "--lora-rank", "4"])
     assert done.exit_code == 1
     assert "model.layers.1.self_attn.v_proj.lora_A: not trained" in done.stdout
