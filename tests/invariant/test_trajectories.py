@@ -83,6 +83,7 @@ OBJECTIVES = {
     "dpo": {"objective": "dpo"},
     "kto": {"objective": "kto", "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0},
     "orpo": {"objective": "orpo"},
+    "reward": {"objective": "reward", "reward": {"center_coefficient": 0.1}},
 }
 
 
@@ -93,7 +94,7 @@ def test_two_ranks_of_a_preference(objective, tmp_path):
     """The reference is stored by both ranks together, KTO's divergence is of both."""
     given = "preferences.judged_rows(40)" if objective == "kto" else "preferences.rows(40)"
     changes = {**OBJECTIVES[objective], "learning_rate": 1e-3, "max_steps": 4, "max_seq_length": 128}
-    rows = {"kto": preferences.judged_rows, "dpo": preferences.rows, "orpo": preferences.rows}[objective](40)
+    rows = (preferences.judged_rows if objective == "kto" else preferences.rows)(40)
     runs.train(tmp_path / "alone", rows, batch_size=4, gradient_accumulation_steps=2, **changes)
     (tmp_path / "together").mkdir()
     with_two_ranks(

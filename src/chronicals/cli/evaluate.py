@@ -47,11 +47,15 @@ def evaluate(
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.distributed import warn_of_other_processes
     from chronicals.generation import load_trained
+    from chronicals.objectives import OBJECTIVES, NextToken
+    from chronicals.saving import SavedModel
     from chronicals.training.evaluation import evaluate_data
 
     warn_of_other_processes("evaluate")
     make_room_for(output)
-    trained = load_trained(model, base_model, trust_remote_code)
+    taught = SavedModel.find(model, base_model).about.get("taught", {}).get("objective")
+    scored_by = OBJECTIVES.get(objective or taught, NextToken)
+    trained = load_trained(model, base_model, trust_remote_code, scored_by.load)
     asked = {
         "data": data, "max_seq_length": max_seq_length, "objective": objective, "train_on": train_on,
         "train_on_roles": train_on_roles, "train_on_turns": train_on_turns, "completions_as_chat": completions_as_chat,

@@ -52,7 +52,7 @@ def train(
     from chronicals.data.loader import plan_of
     from chronicals.distributed import Mesh
     from chronicals.models.loading import DTYPES
-    from chronicals.objectives import build_objective
+    from chronicals.objectives import OBJECTIVES, build_objective
     from chronicals.saving import SavedModel
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.adapters import watcher
@@ -77,7 +77,8 @@ def train(
         where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
         console.print(escape(f"the data can be trained on; {where}"))
         return
-    model = saved.model(DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config))
+    load = OBJECTIVES[config.objective].load
+    model = load(saved, DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config))
 
     def keep_recipe() -> None:
         if not holds_run:
@@ -92,4 +93,5 @@ def train(
     if result.model_step != result.steps:
         console.print(f"[bold]best[/]   step {result.model_step}, whose weights the model has")
     console.print(f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] {escape(str(result.report))}")
-    console.print(f"next: chronicals generate {escape(shlex.quote(str(config.output_dir)))}")
+    if OBJECTIVES[config.objective].generates:
+        console.print(f"next: chronicals generate {escape(shlex.quote(str(config.output_dir)))}")

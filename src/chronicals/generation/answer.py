@@ -62,7 +62,10 @@ class Trained:
         return Ending(self.tokenizer, self.stops, [string for string in strings if string])
 
 
-def load_trained(folder: str | Path, base_model: str | None = None, trust_remote_code: bool = False) -> Trained:
+def load_trained(
+    folder: str | Path, base_model: str | None = None, trust_remote_code: bool = False,
+    load: Callable[[SavedModel, torch.dtype, bool], Any] = SavedModel.model,
+) -> Trained:  # fmt: skip
     """Load a model, an adapter, a checkpoint, or the folder of a whole run.
 
     The tokenizer is the adapter's own where it has one, else its base model's.
@@ -70,13 +73,14 @@ def load_trained(folder: str | Path, base_model: str | None = None, trust_remote
     Args:
         folder: any of them, or a hub name.
         base_model: the base model of an adapter, where the adapter does not name it.
+        load: makes the model of what is stored, the dtype and ``trust_remote_code``.
 
     Raises:
         ValueError: it cannot be loaded; the message says what to do.
     """
     dtype = torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float32
     saved = SavedModel.find(folder, base_model)
-    model, tokenizer = saved.model(dtype, trust_remote_code), saved.tokenizer(trust_remote_code)
+    model, tokenizer = load(saved, dtype, trust_remote_code), saved.tokenizer(trust_remote_code)
     model = model.to("cuda") if torch.cuda.is_available() else model
     data_config = saved.about.get("taught", {})  # its name in the file
     return Trained(model, tokenizer, tuple(saved.about.get("kinds", ())), data_config)

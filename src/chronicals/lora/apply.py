@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.embeddings import modules_to_save, remember_base_rows
+from chronicals.lora.embeddings import modules_to_save, remember_base_rows, with_score
 from chronicals.lora.layers import adapters
 from chronicals.lora.loftq import check_quantised, start_from_quantisation
 from chronicals.lora.model_methods import bind_methods
@@ -17,6 +17,7 @@ from chronicals.lora.parameter_layer import LoRAParameter, without_wraps
 from chronicals.lora.starting_values import Start, check_weights, start_from_weights
 from chronicals.lora.targets import Target, ends, ends_in, layer_number, matches, targeted_paths, targets_of
 from chronicals.lora.tokens import attach_tokens, plan_tokens
+from chronicals.models import score_of
 
 logger = logging.getLogger(__name__)
 
@@ -46,9 +47,11 @@ def apply_lora(model: Any, config: LoRAConfig, start: Mapping[str, Start] | None
             f"the model has PEFT's adapters already ({kind}), into which ours would go; train those (leave use_lora out), or "
             "attach ours to what merge_and_unload() gives"
         )
+    config = with_score(config, model)
     whole = modules_to_save(model, config.modules_to_save)
     targets = targets_of(model, config, whole)
     paths = [target.path for target in targets]
+    _refuse_a_head_beside_a_score(model, targets)
     tokens = plan_tokens(model, config.trainable_token_indices, {*paths, *whole})
     _refuse_unused_patterns(config, targets)
     _warn_of_a_tied_head(model, targets)
@@ -70,6 +73,13 @@ def apply_lora(model: Any, config: LoRAConfig, start: Mapping[str, Start] | None
     model.chronicals_lora = config
     bind_methods(model)
     return model
+
+
+def _refuse_a_head_beside_a_score(model: Any, targets: Sequence[Target]) -> None:
+    head = model.get_output_embeddings()
+    adapted = next((target.path for target in targets if model.get_submodule(target.layer) is head), None)
+    if adapted is not None and score_of(model) is not None:
+        raise ValueError(f"lora_target_modules: {adapted!r} predicts tokens, which a reward model does not; leave it out")
 
 
 def _warn_of_a_tied_head(model: Any, targets: Sequence[Target]) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from chronicals.models import BASE_ROWS, ModelShape, embedding_table
+from chronicals.lora.config import LoRAConfig
+from chronicals.models import BASE_ROWS, SCORE, ModelShape, embedding_table, score_of
 
 logger = logging.getLogger(__name__)
 
@@ -21,8 +23,10 @@ Weights = dict[tuple[str, str], Tensor]
 
 
 def _layers(model: Any) -> dict[str, nn.Module]:
-    """The input embedding and the head by path; of an adapted head its base layer."""
-    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    """The input embedding and the head by path; of an adapted head its base layer. A model with a score is saved without its
+    head."""
+    head = None if score_of(model) is not None else model.get_output_embeddings()
+    ends = [end for end in (model.get_input_embeddings(), head) if end is not None]
     return {
         path: getattr(module, "base_layer", module)
         for path, module in model.named_modules()
@@ -30,14 +34,31 @@ def _layers(model: Any) -> dict[str, nn.Module]:
     }
 
 
+def _score(model: Any) -> dict[str, nn.Module]:
+    """The score by path, of a model that has one."""
+    score = score_of(model)
+    return {} if score is None else {SCORE: score}
+
+
+def with_score(config: LoRAConfig, model: Any) -> LoRAConfig:
+    """The shape of adapters beside which a model's score, if it has one, is trained whole."""
+    named = list(config.modules_to_save or ())
+    if score_of(model) is None or SCORE in named:
+        return config
+    return replace(config, modules_to_save=[*named, SCORE])
+
+
 def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.Module]:
-    """The embedding and the head by path, of those that ``names`` names by the end of their path.
+    """The embedding, the head and the score by path, of those that ``names`` names by the end of their path.
 
     Raises:
         ValueError: a name is of neither, or they share a weight.
     """
     ends, found = _layers(model), dict[str, nn.Module]()
+    score = {path: layer for path, layer in _score(model).items() if path in (names or ())}
     for name in names or ():
+        if name in score:
+            continue
         named = {path: layer for path, layer in ends.items() if f".{path}".endswith(f".{name}")}
         if not named:
             raise ValueError(
@@ -51,7 +72,7 @@ def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.M
             f"lora_modules_to_save={list(names or ())!r}: embedding and head are one weight here, of which PEFT makes "
             "two; leave it out, or untie them in the base first (tie_word_embeddings: false, with a weight for each)"
         )
-    return found
+    return found | score
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:
@@ -111,13 +132,14 @@ def _is_resized(model: Any, base: str | None) -> bool:
 
 
 def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> Weights:
-    """Remove the weights of embedding and head from an adapter's tensors, whose names begin with ``prefix``, and return them.
+    """Remove the weights of embedding, head and score from an adapter's tensors, whose names begin with ``prefix``, and return
+    them.
 
     Raises:
         ValueError: the base weight that PEFT stored for an adapted head is not the model's.
     """
     found: Weights = {}
-    for path, layer in _layers(model).items():
+    for path, layer in {**_layers(model), **_score(model)}.items():
         for name, own in layer.named_parameters(recurse=False):
             for beneath in ("", ".base_layer", ".token_adapter.base_layer"):
                 stored = tensors.pop(f"{prefix}{path}{beneath}.{name}", None)
@@ -138,7 +160,7 @@ def _is_of_another_model(stored: Tensor, own: Tensor) -> bool:
 
 def rows_of(model: Any, stored: Weights) -> int:
     """The number of rows of the stored embedding; without one, of the model's."""
-    known = [len(tensor) for tensor in stored.values()]
+    known = [len(tensor) for (path, _), tensor in stored.items() if path != SCORE]
     return known[0] if known else embedding_table(model).shape[0]
 
 
@@ -149,7 +171,8 @@ def take_embeddings(model: Any, stored: Weights) -> None:
         return
     if (rows := rows_of(model, stored)) != embedding_table(model).shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
-    layers = _layers(model)
+    layers = {**_layers(model), **_score(model)}
     for (path, name), tensor in stored.items():
         layers[path].get_parameter(name).copy_(tensor)
-    setattr(model, STORED, True)
+    if any(path != SCORE for path, _ in stored):
+        setattr(model, STORED, True)

@@ -20,11 +20,12 @@ from chronicals.lora.apply import apply_lora
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embeddings import Weights, modules_to_save, rows_of, stored_embeddings, take_embeddings
 from chronicals.lora.layers import LoRALinear, adapters
-from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
+from chronicals.lora.peft_format import CONFIG_FILE, OF_A_SCORE, PREFIX, WEIGHTS_FILE
 from chronicals.lora.starting_values import Start
 from chronicals.lora.targets import targeted_paths, targets_of
 from chronicals.lora.tokens import FILE_NAME, plan_tokens, trained_tokens
-from chronicals.models import embedding_table
+from chronicals.models import SCORE, embedding_table, score_of
+from chronicals.models.classifier import why_no_language_model
 from chronicals.models.loading import DAMAGED
 
 NEEDED = ("r", "lora_alpha", "target_modules")
@@ -41,6 +42,8 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     """
     folder = Path(folder)
     described = describe_adapter(folder)
+    if described.get("task_type") == OF_A_SCORE and score_of(model) is None:
+        raise ValueError(why_no_language_model(folder))
     attached = dict(adapters(model))
     config = _config(model, described, attached)
     for path, layer in attached.items():
@@ -215,7 +218,8 @@ def _readable(folder: Path) -> Iterator[None]:
 def stored_rows(folder: Path) -> int | None:
     """Rows of the embedding that is stored with an adapter; None where there is none."""
     with _readable(folder), safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
-        names = [name for name in list(file.keys()) if ".lora_" not in name and FILE_NAME not in name]
+        others = (".lora_", FILE_NAME, f"{PREFIX}{SCORE}.")
+        names = [name for name in list(file.keys()) if not any(other in name for other in others)]
         return max((file.get_slice(name).get_shape()[0] for name in names), default=None)
 
 

@@ -20,11 +20,15 @@ from chronicals.lora.embeddings import embeddings_to_store, modules_to_save
 from chronicals.lora.layers import adapters
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import FILE_NAME, TrainedTokens, tokens_for_file, trained_tokens
+from chronicals.models import SCORE, score_of
 
 logger = logging.getLogger(__name__)
 
 PREFIX = "base_model.model."
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+OF_A_SCORE = "SEQ_CLS"
+"""PEFT's name of the task of a sequence classifier."""
+
 CHANGED = "_chronicals_weights_changed"
 """Attribute of a model whose weights are no longer those of the folder or hub name that it was loaded from."""
 
@@ -58,7 +62,7 @@ def save_adapter(
     parameters = sorted(layer.named_at(path) for path, layer in layers.items() if isinstance(layer, LoRAParameter))
     described = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "CAUSAL_LM" if score_of(model) is None else OF_A_SCORE,
         "base_model_name_or_path": base,
         "r": config.rank,
         "lora_alpha": config.alpha,
@@ -83,7 +87,8 @@ def save_adapter(
     whole = modules_to_save(model, config.modules_to_save)
     learned = [f"{path}.{name}" for path, module in whole.items() for name, _ in module.named_parameters()]
     if embeddings := sorted({*learned, *embeddings_to_store(model, base)}):
-        tensors |= {_in_file(name, model): values[name].contiguous() for name in embeddings}
+        tensors |= {_in_file(name, model): values[name].detach().contiguous() for name in embeddings}
+    if embeddings and embeddings != [f"{SCORE}.weight"]:
         message = "%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what merge_and_unload() gives"
         logger.warning(message, folder)
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -3,6 +3,7 @@
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.model_shape import ModelShape
 from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
+from chronicals.models.classifier import SCORE, attach_score, is_reward_model, load_scored, saved_form, score_of
 from chronicals.models.four_bits import QUANTISED_FROM, count_values, has_4bit_layers, quantise_layers
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import (
@@ -26,6 +27,7 @@ from chronicals.models.towers import beside_text, is_within, read_processors, sa
 __all__ = [
     "BASE_ROWS",
     "QUANTISED_FROM",
+    "SCORE",
     "Head",
     "ModelShape",
     "Packability",
@@ -35,6 +37,7 @@ __all__ = [
     "Terms",
     "UnknownHead",
     "asks_for_router_loss",
+    "attach_score",
     "beside_text",
     "check_positions",
     "count_values",
@@ -44,11 +47,13 @@ __all__ = [
     "in_evaluation",
     "in_trained_documents",
     "input_device",
+    "is_reward_model",
     "is_within",
     "last_position",
     "load_by_bitsandbytes",
     "load_config",
     "load_model",
+    "load_scored",
     "load_tokenizer",
     "load_whole",
     "missing_for_bitsandbytes",
@@ -58,6 +63,8 @@ __all__ = [
     "read_head",
     "read_processors",
     "save_processors",
+    "saved_form",
+    "score_of",
     "unfused_kind",
     "why_neighbours_matter",
     "within_adapters",

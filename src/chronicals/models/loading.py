@@ -71,8 +71,12 @@ def load_model(
     Raises:
         ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the reason.
     """
+    from chronicals.models.classifier import is_reward_model, why_no_language_model
+
     try:
         config = _config(name, trust_remote_code)
+        if is_reward_model(config):
+            raise ValueError(why_no_language_model(name))
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
         load = load_packed if is_packed(config) else load_whole
         if quantization is not None and load is load_whole:

@@ -135,7 +135,13 @@ class PresentedModel:
             The hidden states ``[T, D]`` before ``head``, or the model's own logits ``[T, V]`` where that is None; and auxiliary
             terms by name, which belong to the loss: ``router_loss`` of mixture-of-experts classes that ask for one.
         """
-        module, name = (self.model.get_decoder(), "last_hidden_state") if self.head_is_read else (self.model, "logits")
+        return self.states(batch) if self.head_is_read else self._with_terms(batch, self.model, "logits")
+
+    def states(self, batch: Batch) -> tuple[Tensor, Terms]:
+        """As when called, but the hidden states ``[T, D]`` whatever the head is."""
+        return self._with_terms(batch, self.model.get_decoder(), "last_hidden_state")
+
+    def _with_terms(self, batch: Batch, module: Any, name: str) -> tuple[Tensor, Terms]:
         if self.router_loss is None:
             return self._run(batch, module, name)[0], {}
         states, router_logits = self._run(batch, module, name, routers=True)

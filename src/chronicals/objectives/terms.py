@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from chronicals.batch import Batch
-from chronicals.config import ChronicalsConfig
+from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.rows import TRAINED
-from chronicals.models import PresentedModel, Term, Terms
+from chronicals.models import PresentedModel, Term, Terms, score_of
+from chronicals.models.four_bits import Watch
+from chronicals.saving import SavedModel
 
 Count = int | float | Tensor
 """What a sum is divided by; a scalar on the device where steps are CUDA graphs."""
@@ -65,6 +67,7 @@ class Objective(ABC):
         Settings: dataclass of its settings, the section of its name in a configuration.
         row_kinds: the kinds of row that it takes; of a ``preference`` it gets items of two documents, of an ``unpaired
             preference`` the answer and the answer of another row to the same prompt.
+        generates: whether the model that is trained is a language model still, which answers prompts.
         full_learning_rate, adapter_learning_rate: the default of ``learning_rate``, where all weights or adapters are trained.
         frozen: the models of ``bring``, presented, in evaluation mode and without gradients, while a run goes on; empty before
             and after.
@@ -72,6 +75,7 @@ class Objective(ABC):
 
     Settings: ClassVar[type] = NoSettings
     row_kinds: ClassVar[tuple[str, ...]] = TRAINED
+    generates: ClassVar[bool] = True
     full_learning_rate: ClassVar[float] = 2e-4
     adapter_learning_rate: ClassVar[float] = 2e-4
 
@@ -79,6 +83,14 @@ class Objective(ABC):
         self.settings = self.Settings() if settings is None else settings
         self.chunk_size = chunk_size
         self.frozen: dict[str, PresentedModel] = {}
+
+    @classmethod
+    def load(
+        cls, saved: SavedModel, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None,
+        watch: Watch | None = None,
+    ) -> Any:  # fmt: skip
+        """The model that is trained or evaluated, from where it is stored, as ``SavedModel.model`` takes its arguments."""
+        return saved.model(dtype, trust_remote_code, quantization, watch)
 
     def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
         """The frozen models that the objective needs beside the one that is trained, by name: a teacher, a reference.
@@ -100,6 +112,22 @@ class Objective(ABC):
             ConfigurationError: one cannot be had, or does not fit; the message names the setting.
         """
         return {}
+
+    def prepare(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> None:
+        """Give ``model``, on its device, the parameters that the objective trains beside the model's own, such as a head.
+
+        Called once a run after ``bring``, before adapters are attached and an optimizer is built, on all ranks with the same
+        random numbers. A run that is resumed calls it too, and then reads the values from the checkpoint. Which class the
+        model is saved as is read from the model (``models/classifier.py``).
+
+        Raises:
+            ConfigurationError: the model cannot have them; the message names the setting.
+        """
+        if score_of(model) is not None:
+            raise ConfigurationError(
+                f"objective={config.objective!r}: the model is a reward model, which has a score and is saved as a classifier; "
+                "load the language model anew"
+            )
 
     @abstractmethod
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms: ...

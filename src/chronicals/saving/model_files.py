@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from chronicals.lora import adapters, load_adapter, name_base_by_absolute_path, save_adapter
-from chronicals.models import describe_packed, load_whole, save_processors, within_adapters
+from chronicals.models import describe_packed, load_whole, save_processors, saved_form, within_adapters
 from chronicals.standard_json import to_json
 
 SHAPED_BY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "alpha")
@@ -35,7 +35,9 @@ def save_model(
         save_adapter(model, folder, state_dict=weights)
     else:
         describe_packed(within_adapters(model))
-        model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+        form = saved_form(model, weights)
+        own = None if form is not model or weights is None else dict(weights)
+        form.save_pretrained(folder, state_dict=own)
         name_base_by_absolute_path(folder)
     for name, content in text_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -74,8 +76,9 @@ def _load_whole_model(folder: Path, model: Any) -> None:
         raise ValueError("it holds adapters, and the model has none; set use_lora as before")
     dtypes = {parameter.dtype for parameter in model.parameters()}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32  # which holds what any of them holds
-    stored = load_whole(type(model), folder, dtype=dtype, use_safetensors=True).state_dict()
-    own = model.state_dict()
+    form = saved_form(model)
+    stored = load_whole(type(form), folder, dtype=dtype, use_safetensors=True).state_dict()
+    own = form.state_dict()
     if stored.keys() != own.keys():
         raise ValueError(
             f"{len(stored.keys() ^ own.keys())} tensors are not in both, the first is {min(stored.keys() ^ own.keys())}"

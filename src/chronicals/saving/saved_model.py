@@ -11,8 +11,16 @@ from typing import Any
 import torch
 
 from chronicals.lora.loading import load_adapter, stored_rows
-from chronicals.lora.peft_format import CONFIG_FILE
-from chronicals.models import ModelShape, load_config, load_model, load_tokenizer
+from chronicals.lora.peft_format import CONFIG_FILE, OF_A_SCORE
+from chronicals.models import (
+    ModelShape,
+    attach_score,
+    is_reward_model,
+    load_config,
+    load_model,
+    load_scored,
+    load_tokenizer,
+)
 from chronicals.models.four_bits import Watch
 from chronicals.models.loading import DTYPES
 
@@ -69,6 +77,29 @@ class SavedModel:
         if isinstance(self.place, Path) and not (self.place / "config.json").exists():
             raise ValueError(f"{self.place}: holds neither a model, an adapter, nor a run of chronicals")
         return load_model(self.place, dtype, trust_remote_code, quantization, watch)
+
+    def is_scored(self, trust_remote_code: bool = False) -> bool:
+        """Whether it is a reward model, or the adapter of one.
+
+        Raises:
+            ValueError: its configuration cannot be loaded, with what to do.
+        """
+        if self.adapted:
+            return bool(_read(Path(self.place) / CONFIG_FILE).get("task_type") == OF_A_SCORE)
+        return is_reward_model(self.config(trust_remote_code))
+
+    def scored_model(self, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None) -> Any:
+        """As ``model``, of a reward model: a language model with a score, to be scored with or trained further.
+
+        Raises:
+            ValueError: it cannot be loaded, with what to do.
+        """
+        if not self.adapted:
+            return load_scored(self.place, dtype, trust_remote_code)
+        base = self._base(dtype, trust_remote_code, quantization)
+        padded = self.tokenizer(trust_remote_code).pad_token_id
+        attach_score(base, padded or 0)
+        return load_adapter(base, self.place)
 
     def _base(self, dtype: torch.dtype, trust_remote_code: bool, quantization: str | None) -> Any:
         """A base that was quantised is so again, of the weights as they were then."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.lora import LoRAConfig, adapters, adapts, adapts_parameters, apply_lora, report_frozen_experts
-from chronicals.lora.embeddings import modules_to_save
+from chronicals.lora.embeddings import modules_to_save, with_score
 from chronicals.lora.loading import stored_start
 from chronicals.lora.loftq import LoftQ
 from chronicals.lora.peft_format import CHANGED, WEIGHTS_FILE
@@ -224,6 +224,7 @@ def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
                 f"{name}={asked!r}: the model has adapters already, with {found}; leave {name} out to train those, or begin "
                 "with the model without them"
             )
+    model.chronicals_lora = with_score(model.chronicals_lora, model)
     if "lora_dropout" in config.explicit:
         model.chronicals_lora = replace(model.chronicals_lora, dropout=config.lora_dropout)
         for _, layer in adapters(model):

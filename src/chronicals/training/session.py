@@ -65,14 +65,14 @@ def prepare(
     """The recipe, the only place that knows its order.
 
     The caller has loaded the model, quantising it if it is to be quantised, and moved it to its device. The objective's frozen
-    models come first, while the model is as it was loaded; adapters go onto weights of any format. What a step needs to know
-    about the model is read after the adapters are there; kernels are chosen for what was decided; the cast makes exact fp32
-    masters in the optimizer, which must exist; weights are joined in their final dtype; FP8 copies are made of the joined
-    weights, and only those copies can wait in host memory.
+    models come first, while the model is as it was loaded, then the parameters that it trains beside the model's own; adapters
+    go onto weights of any format. What a step needs to know about the model is read after the adapters are there; kernels are
+    chosen for what was decided; the cast makes exact fp32 masters in the optimizer, which must exist; weights are joined in
+    their final dtype; FP8 copies are made of the joined weights, and only those copies can wait in host memory.
 
     Args:
         resumed: checkpoint that the run goes on from.
-        tokenizer: of the model; an objective with frozen models may need it.
+        tokenizer: of the model; an objective with frozen models or parameters of its own may need it.
 
     Raises:
         ConfigurationError: the configuration cannot be honoured with this model on this machine; the message names the field.
@@ -80,6 +80,7 @@ def prepare(
     ranks = ranks or Mesh()
     bring_frozen(objective, model, tokenizer, config)
     torch.manual_seed(config.seed)  # adapters are the same on all ranks
+    objective.prepare(model, tokenizer, config)
     attach_adapters(model, config, None if resumed is None else resumed / MODEL)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
     decisions = _decide(presented, config, ranks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -43,6 +44,8 @@ from chronicals.training.session import Session, prepared
 from chronicals.training.stopping import Stop
 from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
+
+logger = logging.getLogger(__name__)
 
 
 class ChronicalsTrainer:
@@ -133,7 +136,7 @@ class ChronicalsTrainer:
         check_positions(model, longest)
         plan = plan_of(train_store, self.config)
         with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device):
-            samples = Samples(model, self.tokenizer, eval_store or train_store, config.report_samples, self.output_dir)
+            samples = Samples(model, self.tokenizer, eval_store or train_store, self._samples(), self.output_dir)
             if self.ranks.writer and resumed is None:
                 samples.before()
             teach_generation_to_stop(model, self.tokenizer, chats=train_store.chats and config.objective != "pretraining")
@@ -188,6 +191,13 @@ class ChronicalsTrainer:
                 Loop(session, run, stream, held_out, saved, callbacks, self._stop, about).train()
             check_that_something_was_applied(run, session.precision)
             return finish(run, model, self.tokenizer, config, self.ranks, saved, about, samples.after)
+
+    def _samples(self) -> int:
+        """How many answers the report shows."""
+        if self.config.report_samples and not self.objective.generates:
+            logger.info("the report has no sample answers: objective=%r trains no language model", self.config.objective)
+            return 0
+        return self.config.report_samples
 
     def _stream(self, store: TokenStore, epochs: int | None, shuffle: bool, plan: PackPlan | None = None) -> BatchStream:
         return BatchStream(
