@@ -160,9 +160,9 @@ class Objective(ABC):
             fp32 ``[n]``.
 
         Raises:
-            NotImplementedError: the objective has no such definition.
+            ConfigurationError: the objective has no such definition.
         """
-        raise NotImplementedError
+        raise ConfigurationError(f"{type(self).__name__}: has no definition in plain torch; give the class the method definition")
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         """As ``definition``, of an item: for an objective over several documents together.
