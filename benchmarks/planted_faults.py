@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 
-from chronicals.data import Tokenizer, build_store  # noqa: E402
+from chronicals.data import build_store  # noqa: E402
 from chronicals.data.gate import RULES, DataReport  # noqa: E402
-from data.planted_faults import ALONG, PLANTED, WIDTH, planted  # noqa: E402  the tests' own table
+from data.planted_faults import ALONG, PLANTED, WIDTH, encoder, planted  # noqa: E402  the tests' own table
 
 INTRODUCTION = """\
 # The data checks
@@ -50,7 +50,7 @@ def found(rule: str) -> str:
         return "tests of its own"
     with tempfile.TemporaryDirectory() as folder:
         path, tokenizer, number = planted(rule, Path(folder))
-        report: DataReport = build_store(path, Tokenizer(tokenizer), WIDTH, Path(folder)).report
+        report: DataReport = build_store(path, encoder(rule, tokenizer), WIDTH, Path(folder)).report
     finding = report.findings[rule]
     if finding.rows != [number] or set(report.findings) != {rule} | ALONG.get(rule, set()):
         raise SystemExit(f"{rule}: planted in row {number}, found {json.dumps(report.to_dict()['findings'])}")

@@ -289,7 +289,7 @@ def test_quickstart_prints_words_as_they_are(within, monkeypatch, tmp_path):
     words = " ".join(SAID.split())
     score = Evaluation(1.0, 2.7, 0.5, 10)
     result = types.SimpleNamespace(report=tmp_path / "[x] :100:", model_dir=tmp_path / "model")
-    done = Quickstart(3, 1000, score, score, [Answer("what is [x]:key:?", SAID, SAID, SAID)] * 2, result)
+    done = Quickstart(3, 1000, score, score, [Answer("what is [x]:key:?", SAID, SAID, SAID)] * 2, result, None)
     monkeypatch.setattr("chronicals.training.quickstart.run_quickstart", lambda *_: done)
     said = within("quickstart", "--folder", tmp_path / "quick [y]").stdout
     assert said.count(f"  {words}\n") == 6 and said.count("what is [x]:key:? (") == 2
@@ -494,15 +494,6 @@ def test_data_show_draws_what_is_trained_and_the_packs(place, within):
     assert "row 3:" in done.stdout and "row 4:" in done.stdout and "pack 1 " in done.stdout and "row 1:" not in done.stdout
 
 
-def test_data_show_draws_both_answers_and_the_prompt_that_they_share(place, within):
-    row = {"prompt": [{"role": "user", "content": "what is the answer?"}], "chosen": "forty two", "rejected": "seven"}
-    (place / "pairs.jsonl").write_text(json.dumps(row) + "\n")
-    done = within("data", "show", "pairs.jsonl", "--model", "base", "--objective", "dpo")
-    assert done.code == 0, done.stderr
-    assert "⟦forty two<|im_end|>⟧" in done.stdout and "⟦seven<|im_end|>⟧" in done.stdout
-    assert done.stdout.count("what is the answer?") == 1 and "row 1, answer 2, behind" in done.stdout
-
-
 def test_ctrl_c_saves_and_says_how_to_resume(place):
     command = [sys.executable, "-c", "from chronicals.cli import main; main()", "train", "recipe.yaml"]
     arguments = ["--output-dir", "stopped", "--max-steps", "100000"]
@@ -560,6 +551,24 @@ def test_help_cuts_no_flag_off(command, columns, tmp_path):
     assert "…" not in done.stdout and max(map(len, done.stdout.splitlines())) <= columns
 
 
+@pytest.mark.parametrize(
+    ("objective", "row", "shown"),
+    [
+        ("dpo", {"chosen": "forty two", "rejected": "none"}, ["row 1, chosen (its", "row 1, rejected (its"]),
+        ("kto", {"completion": "forty two", "label": False}, ["row 1, bad (its", "row 1, with the answer of another row (its"]),
+        ("cpo", {"prompt": "a", "chosen": "b", "rejected": "c"}, ["row 1, chosen: ", "row 1, rejected: "]),
+    ],
+)
+def test_pairs_are_shown_by_their_answers(within, place, objective, row, shown):
+    row = {"prompt": [{"role": "user", "content": "what is the answer to everything?"}], **row}
+    (place / f"{objective}.jsonl").write_text(json.dumps(row) + "\n")
+    done = within("data", "show", f"{objective}.jsonl", "--model", "base", "--objective", objective)
+    assert done.code == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("row 1")]
+    assert len(lines) == 2 and all(line.startswith(words) for line, words in zip(lines, shown, strict=True))
+    assert done.stdout.count("everything?") == (0 if objective == "cpo" else 2) and "⟦" in done.stdout
+
+
 def test_quickstart_small(tmp_path):
     """The road of ``quickstart`` with a smaller model and one epoch."""
     from chronicals.training.quickstart import WRITTEN, Size, run_quickstart
@@ -571,6 +580,41 @@ def test_quickstart_small(tmp_path):
     assert len(done.answers) == 2 and all(answer.before != answer.after for answer in done.answers)
     assert done.result.report.exists()
     assert {path.name for path in (tmp_path / "quick").iterdir()} <= WRITTEN
+
+
+def test_quickstart_of_preferences_small(within, monkeypatch, tmp_path):
+    """After the usual road DPO on pairs of the same answers; the command prints what changed."""
+    from chronicals.training import quickstart
+    from chronicals.training.callbacks import read_metrics
+
+    rows = quickstart.questions_and_answers()[:90]
+    size = quickstart.Size(64, layers=1, vocab_size=400, epochs=1, batch_size=1, learning_rate=3e-3, mixed_precision="fp32")
+    monkeypatch.setattr(quickstart, "questions_and_answers", lambda: rows)
+    monkeypatch.setattr(quickstart, "default_size", lambda: size)
+    monkeypatch.setattr(quickstart, "PREFERENCE_EPOCHS", 4)
+    monkeypatch.setattr(quickstart, "PREFERENCE_RATE", 0.5)
+    made, run = [], quickstart.run_preferences
+    monkeypatch.setattr(quickstart, "run_preferences", lambda *given: made.append(run(*given)) or made[0])
+    folder = tmp_path / "quick"
+    done = within("quickstart", "--folder", folder, "--objective", "dpo")
+    assert done.code == 0, done.stderr
+    assert "right answer likelier" in done.stdout and done.stdout.endswith(f"generate {folder}/preference\n")
+    ((_, preferences),) = made
+    assert sum(preferences.pairs) > 80 and {path.name for path in folder.iterdir()} <= quickstart.WRITTEN
+    lines = [line for line in read_metrics(folder / "preference" / "metrics.jsonl") if "rewards/margins" in line]
+    assert abs(lines[0]["rewards/margins"]) < 1e-4 < lines[-1]["rewards/margins"]
+    before, after = (side.others["rewards/margins"] for side in (preferences.before, preferences.after))
+    assert before != after
+
+
+def test_pairs_of_a_quickstart_have_the_answer_of_another_question():
+    from chronicals.training.quickstart import pairs_of
+
+    rows = [{"messages": [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]} for n in range(7)]
+    pairs = pairs_of([*rows, *rows[:1]], seed=3)
+    assert [*dict.fromkeys(pair["prompt"][0]["content"] for pair in pairs)] == [f"{n}?" for n in range(7)]
+    for pair in pairs:
+        assert pair["chosen"][0]["content"] == pair["prompt"][0]["content"][0] + "!" != pair["rejected"][0]["content"]
 
 
 def test_quickstart_deletes_nothing_but_what_one_wrote(within, monkeypatch, tmp_path):

@@ -5,6 +5,9 @@ import json
 import random
 
 import tiny
+from chronicals.data import Tokenizer
+from chronicals.data.rows import TRAINED
+from chronicals.objectives import OBJECTIVES as OBJECTIVE_CLASSES
 
 WIDTH = 64
 CLEAN = tiny.chat_rows(12)
@@ -79,12 +82,23 @@ PLANTED = {
     "cut_row": {"input_ids": list(range(1, WIDTH + 2)), "labels": [*range(1, WIDTH + 1), -100]},
     "split_row": {"text": "the answer to life " * WIDTH},
     "single_token": {"input_ids": [7]},
+    "no_common_prompt": {"chosen": "forty two", "rejected": "everything"},
+    "identical_answers": {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [ASSISTANT]},
+    "tied_scores": {"prompt": [USER], "responses": ["forty two", "everything"], "scores": [0.5, 0.5]},
+    "unusable_scores": {"prompt": [USER], "responses": ["forty two", "everything"], "scores": [0.5]},
+    "unusable_label": {"prompt": [USER], "completion": [ASSISTANT], "label": "good"},
     "duplicate_row": copy.deepcopy(CLEAN[3]),
 }
 """Rule: the row that breaks it (a text is a raw line), or what is done to the tokenizer and the row."""
 
-ELSEWHERE = {"vocabulary_too_large", "id_out_of_range", "dropped_row", "held_out_in_training"}
+ELSEWHERE = {"vocabulary_too_large", "id_out_of_range", "dropped_row", "held_out_in_training", "one_label"}
 """Rules that need more than a row: tests of their own."""
+
+OBJECTIVES = {
+    "no_common_prompt": "dpo", "identical_answers": "dpo", "tied_scores": "dpo", "unusable_scores": "dpo",
+    "unusable_label": "kto",
+}  # fmt: skip
+"""Of the rules that concern the rows of one objective; the others are broken under any."""
 
 ALONG = {
     "cut_stop": {"cut_row"}, "masked_by_cut": {"cut_row", "cut_stop"}, "single_token": {"masked_row"},
@@ -94,14 +108,31 @@ ALONG = {
 """What else a planted row breaks, and must."""
 
 
+def clean_rows(rule):
+    """Rows that the objective of a rule takes."""
+    answers = [[{"role": "assistant", "content": f"the answer is {n}"}] for n in range(13)]
+    asked = [{"prompt": [{"role": "user", "content": f"what is {n}?"}]} for n in range(12)]
+    if OBJECTIVES.get(rule) == "dpo":
+        return [{**row, "chosen": answers[n], "rejected": answers[n + 1]} for n, row in enumerate(asked)]
+    if OBJECTIVES.get(rule) == "kto":
+        return [{**row, "completion": answers[n], "label": n % 2 == 0} for n, row in enumerate(asked)]
+    return CLEAN
+
+
+def encoder(rule, tokenizer):
+    """As the objective of a rule has it."""
+    kinds = OBJECTIVE_CLASSES[OBJECTIVES[rule]].row_kinds if rule in OBJECTIVES else TRAINED
+    return Tokenizer(tokenizer, kinds=kinds)
+
+
 def planted(rule, tmp_path):
-    """A file of clean rows with the fault at a random place: the store, and the number of the row."""
+    """A file of clean rows with the fault at a random place: the file, a tokenizer, and the number of the row."""
     tokenizer = tiny.tokenizer()
     change, row = PLANTED[rule] if isinstance(PLANTED[rule], tuple) else (None, PLANTED[rule])
     if change:
         change(tokenizer)
     row = row(tokenizer) if callable(row) else row
-    clean = [{"input_ids": [10 + n, 3, tokenizer.eos_token_id]} for n in range(9)] if change else CLEAN
+    clean = [{"input_ids": [10 + n, 3, tokenizer.eos_token_id]} for n in range(9)] if change else clean_rows(rule)
     place = random.randint(4, len(clean))
     lines = [json.dumps(row) for row in clean]
     lines.insert(place, row if isinstance(row, str) else json.dumps(row))

@@ -25,7 +25,18 @@ from chronicals.data import (
 )
 from chronicals.data.gate import EXAMPLES, RULES
 from chronicals.data.template import TemplateError
-from data.planted_faults import ALONG, CLEAN, ELSEWHERE, MASKED, PLANTED, WIDTH, planted
+from data.planted_faults import (
+    ALONG,
+    CLEAN,
+    ELSEWHERE,
+    MASKED,
+    OBJECTIVES,
+    PLANTED,
+    WIDTH,
+    clean_rows,
+    encoder,
+    planted,
+)
 from data.stock_templates import KINDS, names, record, refusal, shipped, with_template
 
 
@@ -36,7 +47,7 @@ def test_every_rule_has_a_planted_fault():
 @pytest.mark.parametrize("rule", PLANTED)
 def test_a_planted_fault_is_found_and_nothing_else(rule, tmp_path):
     path, tokenizer, number = planted(rule, tmp_path)
-    report = build_store(path, Tokenizer(tokenizer), WIDTH, tmp_path).report
+    report = build_store(path, encoder(rule, tokenizer), WIDTH, tmp_path).report
     assert set(report.findings) == {rule} | ALONG.get(rule, set())
     assert (report.count(rule), report.findings[rule].rows) == (1, [number])
     if RULES[rule].share != 0:
@@ -53,7 +64,8 @@ def test_a_single_row_that_would_make_training_wrong_stops_the_run_before_step_0
     model = tiny.llama(vocab_size=310)
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(DataError, match=rule) as stopped:
-        runs.ChronicalsTrainer(model, tokenizer, runs.config(tmp_path, max_seq_length=WIDTH)).train(path)
+        config = runs.config(tmp_path, max_seq_length=WIDTH, objective=OBJECTIVES.get(rule, "sft"))
+        runs.ChronicalsTrainer(model, tokenizer, config).train(path)
     assert RULES[rule].remedy in str(stopped.value)
     assert all((a == b.cpu()).all() for a, b in zip(before, model.parameters(), strict=True))
     written = json.loads((tmp_path / "run" / "train_dataset.json").read_text())
@@ -76,6 +88,13 @@ def test_clean_data_is_described_and_nothing_is_alarmed(rows, tmp_path):
             f"{report.targets} of them trained ({report.targets / report.tokens:.0%})",
         )
     ]
+
+
+@pytest.mark.parametrize("rule", ["no_common_prompt", "unusable_label"])
+def test_clean_preferences_alarm_nothing(rule, tmp_path):
+    rows = clean_rows(rule)
+    report = build_store(rows, encoder(rule, tiny.tokenizer()), WIDTH, tmp_path).report
+    assert report.entries() == [] and report.kinds == {"chat": len(rows)}
 
 
 @pytest.mark.parametrize("name", names())
@@ -288,6 +307,16 @@ def test_given_ids_count_towards_a_chunk(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_LETTERS", 1000)
     rows = [(f"row {n}", {"input_ids": list(range(1, 51))}) for n in range(100)]
     assert [len(chunk.records) for chunk in chunks.chunks_of(rows)] == [20] * 5
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_answers_that_are_all_good_or_all_bad_are_told(label, tmp_path):
+    """A warning: the loss is defined for them, unlearning takes bad answers alone, and few held-out rows may be of one kind."""
+    rows, encoding = clean_rows("unusable_label"), encoder("unusable_label", tiny.tokenizer())
+    (entry,) = build_store([{**row, "label": label} for row in rows], encoding, WIDTH, tmp_path).report.entries()
+    assert (entry["rule"], entry["level"], entry["count"]) == ("one_label", "warning", 1)
+    assert entry["example"] == f"every answer is {'good' if label else 'bad'}"
+    assert not build_store([*rows[:11], {**rows[11], "label": label}], encoding, WIDTH, tmp_path).report.count("one_label")
 
 
 def test_long_rows_that_are_dropped(tmp_path):

@@ -1,15 +1,18 @@
 """A preference becomes an item of two documents, each as a row of its own kind would be, for objectives that take it."""
 
 import json
+import math
 
 import numpy as np
 import pytest
 
 import tiny
+from chronicals.config import DataSource
 from chronicals.data import Tokenizer, TokenStore, build_store
 from chronicals.data.documents import Piece, fit
-from chronicals.data.gate import DataReport
+from chronicals.data.gate import DataError, DataReport
 from chronicals.data.preferences import sides_of
+from data.stock_templates import names, record, shipped, with_template
 
 KINDS = ("preference",)
 
@@ -46,6 +49,17 @@ ASKED = [user("hello"), assistant("good day"), user("what is 2?")]
             {"chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("b")]},
             [user("a")], [[assistant("b")], [assistant("b")]],
         ),
+        ({"chosen": "Q: what is 2? A: two", "rejected": "Q: what is 2? A: a"}, "Q: what is 2? A:", [" two", " a"]),
+        ({"chosen": "is it so? no", "rejected": "is it so? now"}, "is it so?", [" no", " now"]),
+        ({"chosen": "yes it is", "rejected": "yes it is not"}, "yes it", [" is", " is not"]),
+        ({"chosen": "A:\n\nit is", "rejected": "A:\n\nwho"}, "A:\n", ["\nit is", "\nwho"]),
+        ({**CHATS, "messages": [*ASKED, assistant("two")]}, CHATS["prompt"], [CHATS["chosen"], CHATS["rejected"]]),
+        ({"prompt": "a", "responses": ["b", "c", "d", "e"], "scores": [2, 3, 0.5, 3]}, "a", ["c", "d"]),
+        (
+            {"prompt": "a", "responses": [[assistant("b")], [assistant("c")]], "scores": np.array([1.0, -1.0])},
+            [user("a")], [[assistant("b")], [assistant("c")]],
+        ),
+        ({"prompt": [user("a")], "responses": ["b", "c"], "scores": [-2, -1]}, [user("a")], [[assistant(x)] for x in "cb"]),
     ],
 )  # fmt: skip
 def test_both_sides_go_on_from_one_prompt(row, prompt, completions):
@@ -56,13 +70,100 @@ def test_both_sides_go_on_from_one_prompt(row, prompt, completions):
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
-        ({"chosen": "two", "rejected": "three"}, "row 1: chosen and rejected need a prompt"),
-        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "row 1: chosen must be text or a list of messages, this is int"),
+        ({"chosen": "two", "rejected": "three"}, "no_common_prompt: chosen and rejected have no prompt, and begin with no"),
+        ({"chosen": " two", "rejected": " a"}, "no_common_prompt: chosen and rejected have no prompt"),
+        ({"chosen": ASKED, "rejected": ASKED[2:]}, "no_common_prompt: chosen and rejected begin with different messages"),
+        ({"chosen": ASKED, "rejected": "a"}, "missing_field: chosen and rejected need a prompt, or must both be"),
+        ({"prompt": "a", "chosen": 3, "rejected": "b"}, "wrong_type: chosen must be text or a list of messages, this is int"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "empty_answer: rejected is empty"),
+        ({"prompt": [user("a")], "chosen": [], "rejected": [assistant("b")]}, "empty_answer: chosen is empty"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1]}, "unusable_scores: 2 responses and 1 scores"),
+        ({"prompt": "a", "responses": ["b"], "scores": [1]}, "unusable_scores: responses has 1, of which no pair"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [1, math.nan]}, "unusable_scores: score 2 is nan, not a finite"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [None, 1]}, "unusable_scores: score 1 is None, not a finite"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": ["1", 2]}, "unusable_scores: score 1 is '1', not a finite"),
+        ({"prompt": "a", "responses": "b", "scores": [1, 2]}, "wrong_type: responses must be a list, this is str"),
+        ({"prompt": "a", "responses": ["b", "c"], "scores": [2, 2.0]}, "tied_scores: all 2 scores are 2"),
     ],
 )
 def test_what_is_no_pair_is_refused(row, reason):
-    with pytest.raises(ValueError, match=reason):
+    rule, _, message = reason.partition(": ")
+    with pytest.raises(DataError, match=f"row 1: {message}") as refused:
         sides_of(row, "row 1")
+    assert refused.value.rule == rule
+
+
+def test_a_row_with_messages_beside_its_pair_is_a_pair(tmp_path):
+    """As in UltraFeedback, whose ``messages`` are the prompt and the chosen answer."""
+    row = {**CHATS, "messages": [*CHATS["prompt"], *CHATS["chosen"]], "score_chosen": 8.0, "score_rejected": 6.0}
+    store = build_store([row], Tokenizer(tiny.tokenizer(), kinds=KINDS), 64, tmp_path)
+    alone = build_store([CHATS], Tokenizer(tiny.tokenizer(), kinds=KINDS), 64, tmp_path)
+    assert store.items.tolist() == [0, 3] and store.hashes.tolist() == alone.hashes.tolist()
+    assert build_store([row], Tokenizer(tiny.tokenizer()), 64, tmp_path).items is None
+
+
+def test_ranked_lists_are_stored_as_pairs(tmp_path):
+    ranked = {"prompt": CHATS["prompt"], "responses": ["none", "a number", "two"], "scores": [2, 1, 5]}
+    encoder = Tokenizer(tiny.tokenizer(), kinds=KINDS)
+    assert build_store([ranked], encoder, 64, tmp_path).hashes[0] == build_store([CHATS], encoder, 64, tmp_path).hashes[0]
+
+
+def test_columns_of_ranked_lists_are_named(tmp_path):
+    """By the usual setting; what else is in the row does not make it another kind."""
+    rows = [{"question": "what is 2?", "answers": [" two", " a number"], "ratings": [5, 1], "text": "a text"}]
+    path = tmp_path / "ranked.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = DataSource(str(path), columns={"prompt": "question", "responses": "answers", "scores": "ratings"})
+    store = build_store(source, Tokenizer(tiny.tokenizer(), kinds=KINDS), 64, tmp_path)
+    assert store.hashes[0] == build_store([TEXTS], Tokenizer(tiny.tokenizer(), kinds=KINDS), 64, tmp_path).hashes[0]
+
+
+def test_several_turns_with_tools_are_those_of_two_chats(tmp_path):
+    name = "qwen3" if "qwen3" in names() else "qwen2_5"
+    tokenizer = with_template(shipped(name))
+    whole = record("tools")
+    asked, answer = whole["messages"][:-1], whole["messages"][-1]
+    other = {**answer, "content": "another answer"}
+    row = {"tools": whole["tools"], "chosen": [*asked, answer], "rejected": [*asked, other]}
+    store = build_store([row], Tokenizer(tokenizer, kinds=KINDS), 4096, tmp_path)
+    alone = Tokenizer(tokenizer)
+    sides = [{"tools": whole["tools"], "prompt": asked, "completion": [last]} for last in (answer, other)]
+    for number, side in enumerate(sides):
+        ids, trained = alone.encode(side, "row")
+        found = store.whole_document(number)
+        assert (found[0].tolist(), found[1].tolist()) == (list(ids), list(trained))
+    assert "measure" in tokenizer.decode(store.whole_document(0)[0])
+
+
+def test_answers_that_the_cut_makes_equal_go(tmp_path):
+    row = {"prompt": "a", "chosen": " b" * 90 + " c", "rejected": " b" * 90 + " d"}
+    store = build_store([row, TEXTS], Tokenizer(tiny.tokenizer(), kinds=KINDS), 60, tmp_path)
+    assert store.rows.tolist() == [1, 1] and store.report.findings["identical_answers"].rows == [1]
+
+
+JUDGED = {"prompt": "what is 2?", "completion": " two", "label": True}
+
+
+@pytest.mark.parametrize("label", [None, "yes", 2, float("nan")])
+def test_a_label_that_is_missing_or_wrong_is_told(label, tmp_path):
+    rows = [JUDGED, {**JUDGED, "label": label}, {**JUDGED, "completion": " a", "label": 0.0}]
+    report = build_store(rows, Tokenizer(tiny.tokenizer(), kinds=("unpaired preference",)), 64, tmp_path).report
+    finding = report.findings["unusable_label"]
+    assert finding.rows == [2] and f"label={label!r}: must be true for a good answer or false" in finding.example
+
+
+def test_judged_conversations_may_repeat_their_prompt(tmp_path):
+    """The mismatched answer is what comes behind the prompt of the row before."""
+    rows = [
+        {"prompt": text, "completion": [user(text), assistant(answer)], "label": answer == "two"}
+        for text, answer in (("what is 2?", "two"), ("what is 3?", "a number"))
+    ]
+    encoder = Tokenizer(tiny.tokenizer(), kinds=("unpaired preference",))
+    store = build_store(rows, encoder, 128, tmp_path)
+    expected = [("what is 2?", "two"), ("what is 2?", "a number"), ("what is 3?", "a number"), ("what is 3?", "two")]
+    found = [store.whole_document(n)[0].tolist() for n in range(len(store)) if store.columns["shared"][n] >= 0]
+    alone = Tokenizer(tiny.tokenizer())
+    assert found == [alone.encode({"messages": [user(q), assistant(a)]}, "row")[0] for q, a in expected]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -82,7 +183,7 @@ def test_a_pair_is_one_item_of_two_documents(tmp_path, processes):
     findings = store.report.findings
     assert findings["empty_answer"].count == findings["unusable_kind"].count == findings["duplicate_row"].count == 1
     assert "row 4: is of kind completion; the objective takes preference" in findings["unusable_kind"].example
-    assert store.report.kinds == {"completion": 3, "chat": 1} and store.chats
+    assert store.report.kinds == {"completion": 2, "chat": 1} and store.chats
 
 
 def test_the_rejected_side_tells_rows_apart(tmp_path):

@@ -1,7 +1,6 @@
 """Preference objectives: the mathematics of TRL, on packs, however a step is divided."""
 
 import math
-import sys
 
 import pytest
 import torch
@@ -301,6 +300,13 @@ def test_log_probabilities_are_computed_once(tmp_path, caplog):
     assert ["computing" in line for line in told] == [True, False]
 
 
+def test_another_model_has_a_stored_reference_of_its_own(tmp_path):
+    """Of the same data in the same cache: with another model's log-probabilities the first loss would not be log 2."""
+    for seed in (1, 2):
+        train(tmp_path / str(seed), model=tiny.llama(seed=seed), cache_dir=tmp_path / "shared", max_steps=1)
+        assert first_and_last(tmp_path / str(seed))[0]["loss"] == pytest.approx(math.log(2), rel=1e-5)
+
+
 def test_held_out_pairs_are_compared_with_the_reference_too(tmp_path):
     result = train(tmp_path, validation_split=0.25)
     assert set(result.evaluation.others) >= REWARDS and result.evaluation.perplexity is None
@@ -328,9 +334,6 @@ def test_rows_of_another_kind_are_refused(tmp_path):
         train(tmp_path, tiny.chat_rows())
 
 
-# --- planted faults --------------------------------------------------------------------------------------------------
-
-
 def test_log_of_one_minus_exp_near_both_ends():
     x = torch.tensor([-1e-6, -1e-3, -0.6, -0.8, -30.0])
     exact = torch.log1p(-torch.exp(x.double()))
@@ -338,8 +341,3 @@ def test_log_of_one_minus_exp_near_both_ends():
     x = torch.zeros(1, requires_grad=True)
     (gradient,) = torch.autograd.grad(log_one_minus_exp(x).sum(), x)
     assert torch.isfinite(gradient).all()
-
-
-pairs, dpo, log_probabilities = (
-    sys.modules[f"chronicals.objectives.{name}"] for name in ("pairs", "dpo", "log_probabilities")
-)

@@ -43,7 +43,7 @@ def show(
     ] = None,
     columns: Annotated[list[str] | None, typer.Option(help="Names of columns, THEIRS=OURS: question=prompt")] = None,
     max_seq_length: Annotated[int | None, typer.Option(min=2, help="Tokens in a pack (2048)")] = None,
-    objective: Annotated[str | None, typer.Option(help="sft (unless said otherwise), pretraining, dpo …")] = None,
+    objective: Annotated[str | None, typer.Option(help="Whose rows these are: sft (unless said otherwise), dpo …")] = None,
     train_on: Annotated[str | None, typer.Option(help="answers or all tokens (unless said otherwise, the objective's)")] = None,
     train_on_roles: Annotated[list[str] | None, typer.Option(help="Whose messages are trained; may be repeated")] = None,
     train_on_turns: Annotated[str | None, typer.Option(help="all (unless said otherwise), or last")] = None,
@@ -82,14 +82,14 @@ def show(
     given = {name: value for name, value in flags.items() if value not in (None, [])}
     is_recipe = Path(file).suffix in (".yaml", ".yml")
     config = Recipe.given(None, Path(file), **given) if is_recipe else Recipe.given(data=file, **given)
-    trained_by = build_objective(config)
+    kinds = build_objective(config).row_kinds
     check_shares(config.gate)
     records = _read(config, skip, rows)
     tokenizer = SavedModel.find(config.model, config.base_model).tokenizer(config.trust_remote_code)
     tokenizer = with_chat_template(tokenizer, config.chat_template)
     console = Console(highlight=False)
     with TemporaryDirectory() as folder:
-        encoder = Tokenizer.configured(tokenizer, config, trained_by.row_kinds)
+        encoder = Tokenizer.configured(tokenizer, config, kinds)
         store = build_store(records, encoder, config.max_seq_length, Path(folder), overlong=config.overlong)
         shown = f"{file}, rows {skip + 1} to {skip + len(records)}"
         log_report(shown, store.report, config.gate)
@@ -99,12 +99,14 @@ def show(
         if not len(store):
             raise DataError(f"{shown}: no document to show, for the reasons above; mend these rows, or --skip them")
         for number in range(len(store)):
-            targets, tokens = int(store.targets[number]), int(store.lengths[number])
-            row = skip + int(store.rows[number]) + 1
+            if store.is_prompt(number):  # it is shown with each answer
+                continue
+            ids, trained = store.whole_document(number)
             console.print(
-                f"\n[bold]row {row}{part_of_item(store, number)}[/]: {tokens:,} tokens, {targets:,} of them trained"
+                f"\n[bold]row {skip + int(store.rows[number]) + 1}[/]{_answer(store, number)}: {len(ids):,} tokens, "
+                f"{int(store.targets[number]):,} of them trained"
             )
-            console.print(drawn(*store.document(number), tokenizer, marks=not console.is_terminal), soft_wrap=True)
+            console.print(drawn(ids, trained, tokenizer, marks=not console.is_terminal), soft_wrap=True)
         console.print()
         for line in packs(plan_of(store, config), store):
             console.print(line, soft_wrap=True)
@@ -133,18 +135,17 @@ def _read(config: Recipe, skip: int, rows: int) -> list[Any]:
     return [record for _, record in read]
 
 
-def part_of_item(store: TokenStore, number: int) -> str:
-    """Which document of its row it is, where rows have several: their answers by number, and the prompt that they share."""
-    from chronicals.data.shared_prompts import SHARED
-    from chronicals.data.store import SIDE
+def _answer(store: TokenStore, number: int) -> str:
+    """Which answer of its row a document is, and what it shares; nothing of a row with one."""
+    from chronicals.data.preferences import SIDES
+    from chronicals.data.store import LABEL, SIDE
 
-    if SIDE not in store.columns:
+    if store.items is None:
         return ""
-    shared = int(store.columns[SHARED][number])
-    if shared < 0:
-        return ", the prompt that its answers share"
-    behind = f", behind {shared:,} tokens of their prompt" if shared else ""
-    return f", answer {int(store.columns[SIDE][number]) + 1}{behind}"
+    side, label = (int(store.columns[name][number]) for name in (SIDE, LABEL))
+    names = SIDES if label < 0 else ("bad" if label == 0 else "good", "with the answer of another row")
+    before = int(store.before[number])
+    return f", {names[side]}" + (f" (its prompt's first {before:,} tokens are shared)" if before else "")
 
 
 def drawn(ids: np.ndarray, trained: np.ndarray, tokenizer: Any, marks: bool) -> Text:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
+
+Kind = Literal["sft", "dpo"]
 
 
 def quickstart(
     folder: Annotated[Path, typer.Option(help="Output; replaces an earlier quickstart")] = Path("chronicals-quickstart"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, split and order")] = 42,
+    objective: Annotated[Kind, typer.Option(help="sft, or dpo: then preference tuning of the trained model, too")] = "sft",
 ) -> None:
     """Train a small model here and now.
 
     `chronicals quickstart` needs no arguments, no download and no GPU. The data are the documentation strings of Python's
     standard library as questions and answers. A tokenizer and a model are trained on them, and the model answers two questions
-    before
-    and after: one it was trained on, one held out.
+    before and after: one it was trained on, one held out. With `--objective dpo` the model then learns to prefer the right
+    answer to that of another question.
     """
     import shlex
     import shutil
@@ -28,7 +31,7 @@ def quickstart(
 
     from chronicals.config import ConfigurationError
     from chronicals.distributed import require_one_process
-    from chronicals.training.quickstart import WRITTEN, run_quickstart
+    from chronicals.training.quickstart import WRITTEN, run_preferences, run_quickstart
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     require_one_process("quickstart")
@@ -40,7 +43,7 @@ def quickstart(
                 f"folder={str(folder)!r}: holds {others[0]!r}, which no quickstart wrote; move it, or choose another folder"
             )
         shutil.rmtree(folder)
-    done = run_quickstart(folder, seed)
+    done, preferences = run_preferences(folder, seed) if objective == "dpo" else (run_quickstart(folder, seed), None)
     table = Table("held out", "before", "after", title=f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters")
     table.add_row("loss", f"{done.before.loss:.3f}", f"{done.after.loss:.3f}")
     table.add_row("perplexity", f"{done.before.perplexity:,.1f}", f"{done.after.perplexity:,.1f}")
@@ -51,7 +54,17 @@ def quickstart(
         for word, text in (("before", reply.before), ("after", reply.after), ("documented", reply.documented)):
             console.print(f"[dim]{word:>10}[/]", end="  ")
             console.print(" ".join(text.split()) or "(nothing)", markup=False)
-    console.print(f"\n[bold]report[/] {escape(str(done.result.report))}\n[bold]model[/]  {escape(str(done.result.model_dir))}")
+    last = done.result
+    if preferences is not None:
+        last, (pairs, held) = preferences.result, preferences.pairs
+        console.print()
+        chosen = Table("held-out pairs", "before DPO", "after DPO", title=f"{pairs:,} pairs trained on, {held:,} held out")
+        for name, words, shown in (("accuracies", "right answer likelier", ".1%"), ("margins", "margin, nats a token", ".4f")):
+            values = (format(side.others[f"rewards/{name}"], shown) for side in (preferences.before, preferences.after))
+            chosen.add_row(words, *values)
+        console.print(chosen)
+    console.print(f"\n[bold]report[/] {escape(str(last.report))}\n[bold]model[/]  {escape(str(last.model_dir))}")
     console.print("\nnext, on your own data:")
     console.print("  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora")
-    console.print(f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(folder)))}")
+    trained = folder if preferences is None else folder / "preference"
+    console.print(f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(trained)))}")

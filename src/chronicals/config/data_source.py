@@ -65,7 +65,8 @@ class DataSource:
 
 FIELDS = frozenset({
     "messages", "conversations", "prompt", "completion", "response", "label", "instruction", "output", "chosen", "rejected",
-    "input_ids", "text", "question", "answer", "query", "input", "history", "system", "tools", "labels", "attention_mask",
+    "responses", "scores", "input_ids", "text", "question", "answer", "query", "input", "history", "system", "tools", "labels",
+    "attention_mask",
 })  # fmt: skip
 """Names of the fields of rows that are read."""
 

@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from chronicals.config import ChronicalsConfig, ConfigurationError, Overlong
 from chronicals.data.chunks import Chunk, ChunkEncoder, Encoded, chunks_of
-from chronicals.data.documents import Documents
+from chronicals.data.documents import UNJUDGED, Documents
 from chronicals.data.gate import EXAMPLES, DataError, DataReport, check_shares
 from chronicals.data.processes import TokenizingProcesses
 from chronicals.data.records import Unparsed
@@ -172,7 +172,7 @@ def build_store(
     with _naming(cache_dir):
         content = file_digests(source, cache_dir)
         made_of: list[Any] = [max_seq_length, overlong, tokenizer.fingerprint(), source_fingerprint(source, cache_dir, seed)]
-        made_of += ["prompts once"] if _has_items(tokenizer) else []
+        made_of += ["prompts once, answers differ"] if _has_items(tokenizer) else []
         key, *earlier = (_key([version, *made_of]) for version in (FORMAT, *EARLIER_FORMATS))
         path = cache_dir / f"{key}.arrow"
         if builder and not (path.exists() and path.with_suffix(".json").exists()):
@@ -314,10 +314,13 @@ class _Counts:
     rows: list[np.ndarray] = field(default_factory=list)
     places: list[np.ndarray] = field(default_factory=list)
     """Hashes of where each row was read: a row that a weight repeats comes from the same place."""
+    labels: set[int] = field(default_factory=set)
+    """That any row has."""
 
     def add(self, chunk: Chunk, encoded: Encoded) -> None:
         self.report.add(encoded.report)
         self.max_id = max(self.max_id, int(encoded.documents.ids.max(initial=-1)))
+        self.labels.update(np.unique(encoded.documents.labels).tolist())
         rows, first = np.unique(encoded.documents.rows, return_index=True)
         self.rows.append(rows)
         self.hashes.append(encoded.hashes[first])
@@ -325,7 +328,12 @@ class _Counts:
 
     def description(self) -> dict[str, Any]:
         self._note_duplicates()
+        self._note_one_label()
         return {"report": self.report.to_dict(), "max_id": self.max_id}
+
+    def _note_one_label(self) -> None:
+        if len(judged := self.labels - {UNJUDGED}) == 1:
+            self.report.note("one_label", example=f"every answer is {'good' if judged == {1} else 'bad'}")
 
     def _note_duplicates(self) -> None:
         hashes = np.concatenate([*self.hashes, np.zeros(0, np.uint64)])

@@ -19,10 +19,10 @@ import numpy as np
 from chronicals.config import Overlong
 from chronicals.data.batch_encoding import BatchEncoder, TokenArrays
 from chronicals.data.conversation import chosen, messages_of
-from chronicals.data.documents import Documents, Marks, Piece, fit
+from chronicals.data.documents import UNJUDGED, Documents, Marks, Piece, are_identical, fit
 from chronicals.data.gate import DataError, DataReport
-from chronicals.data.judged_answers import JUDGED, answer_to, judgement
-from chronicals.data.preferences import sides_of
+from chronicals.data.judged_answers import ANSWER, JUDGED, answer_to, answered, judgement
+from chronicals.data.preferences import SIDES, sides_of
 from chronicals.data.records import BadRow, Line, Record, Unparsed, parsed
 from chronicals.data.rows import (
     TRAINED,
@@ -136,6 +136,7 @@ class ChunkEncoder:
     def __post_init__(self) -> None:
         self.marks = Marks.of(self.tokenizer)
         self.rows = BatchEncoder(self.tokenizer)
+        self.beyond = self.tokenizer.kinds - {*TRAINED}
 
     def encoded(self, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, Encoded]]:
         """Each chunk and what it became; while one is tokenised, without the GIL, the next is taken and recognised."""
@@ -187,18 +188,23 @@ class ChunkEncoder:
         """What a row's documents are made of; counts what is odd in it."""
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
-        kind = kind_of(record, where)
         kinds = self.tokenizer.kinds
+        kind = kind_of(record, where, self.beyond)
         if kind not in kinds and kind in TRAINED:
+            if JUDGED in kinds and record.get("prompt") is not None and any(record.get(name) is not None for name in ANSWER):
+                judgement(record, where)
             raise DataError(f"{where}: is of kind {kind}; the objective takes {', '.join(sorted(kinds))}", "unusable_kind")
-        records = [(kind, record)]
         if kind == "preference" and kind in kinds:
-            records = [(kind_of(side, where), side) for side in sides_of(record, where)]
-        elif kind == JUDGED and kind in kinds:
+            sides = zip(SIDES, sides_of(record, where), strict=True)
+            return [
+                self._normal(row, number, kind_of(side, where), side, f"{where} ({name})", report)
+                for number, (name, side) in enumerate(sides)
+            ]
+        if kind == JUDGED and kind in kinds:
             judgement(record, where)
-            answered = answer_to(record, record, where)
-            records = [(kind_of(answered, where), answered)]
-        return [self._normal(row, side, *one, where, report) for side, one in enumerate(records)]
+            record = answered(record, where)
+            kind = kind_of(record, where)
+        return [self._normal(row, 0, kind, record, where, report)]
 
     def _normal(self, row: int, side: int, kind: str, record: Record, where: str, report: DataReport) -> NormalRow:
         """One of the documents of a row."""
@@ -259,7 +265,8 @@ class ChunkEncoder:
             if isinstance(tokens, DataError):
                 refused.setdefault(row, tokens)
             else:
-                items.setdefault(row, (normal.kind, []))[1].append(Piece(row, side, *tokens, label=found.labels.get(row, -1)))
+                piece = Piece(row, side, *tokens, label=found.labels.get(row, UNJUDGED))
+                items.setdefault(row, (normal.kind, []))[1].append(piece)
         for row, error in refused.items():
             report.note(error.rule, row, str(error))
             items.pop(row, None)
@@ -281,6 +288,11 @@ class ChunkEncoder:
         return Encoded(kept, hashes, report)
 
     def _fitted(self, kind: str, item: list[Piece], report: DataReport) -> list[Piece]:
-        """A row's item in documents of at most the width together, or the pieces of a text."""
+        """A row's item in documents of at most the width together, or the pieces of a text; nothing of a pair without a
+        difference."""
         whole = kind != "text" and self.tokenizer.train_on == "answers"
-        return fit(share_prompt(item), self.width, self.overlong or ("cut" if whole else "split"), report)
+        fitted = fit(share_prompt(item), self.width, self.overlong or ("cut" if whole else "split"), report)
+        if len(item) > 1 and item[0].label == UNJUDGED and are_identical(fitted):
+            report.note("identical_answers", item[0].row)
+            return []
+        return fitted

@@ -48,6 +48,10 @@ class Marks:
         return cls(bos, pad, tuple(stops), re.compile("|".join(written)) if written else None)
 
 
+UNJUDGED = -1
+"""Label of a row that says nothing about its answer."""
+
+
 class Piece(NamedTuple):
     """A document by itself: the row it is from, its place in its item, token ids, for each whether it is trained, what the
     column ``shared`` says (``shared_prompts.py``), and the row's ``label``: 1 good, 0 bad, -1 where it has none."""
@@ -57,7 +61,7 @@ class Piece(NamedTuple):
     ids: np.ndarray
     trained: np.ndarray
     shared: int = 0
-    label: int = -1
+    label: int = UNJUDGED
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,12 @@ def fit(item: list[Piece], width: int, overlong: Overlong, report: DataReport) -
     if any(piece.trained[most:].any() for piece in answers):
         report.note("cut_stop", row)
     return [*(piece._replace(ids=piece.ids[:most], trained=piece.trained[:most]) for piece in answers), *prompt]
+
+
+def are_identical(item: Sequence[Piece]) -> bool:
+    """Whether there are several answers, and all have the same tokens."""
+    answers = [piece.ids for piece in item if piece.shared >= 0]
+    return len(answers) > 1 and all(np.array_equal(answers[0], other) for other in answers[1:])
 
 
 def _common_length(lengths: list[int], width: int) -> int:

@@ -74,7 +74,7 @@ RULES = {
     "masked_stop": Rule("answers whose stop token is not trained", "train the token that ends the answer", 0),
     "cut_stop": Rule("answers that lost their stop token to the cut", "raise max_seq_length, or set overlong='drop'", 0.5),
     "masked_row": Rule("rows with no token to train on", "look at their labels and roles", 0.5),
-    "masked_by_cut": Rule("rows with no token to train on after the cut", "raise max_seq_length", 0.5),
+    "masked_by_cut": Rule("rows with an answer of which the cut leaves no token to train on", "raise max_seq_length", 0.5),
     "double_bos": Rule("rows that begin with two BOS tokens", "let one of the two writers of BOS be silent", 0),
     "special_token_in_text": Rule("texts that hold a special token", "remove it, unless this is meant", 1),
     "trained_padding": Rule("rows that train the padding token", "mask it, or choose another pad_token", 0),
@@ -85,6 +85,21 @@ RULES = {
     "split_row": Rule("rows split at max_seq_length", "nothing, if documents may be split", None),
     "dropped_row": Rule("rows longer than max_seq_length, left out", "raise max_seq_length", 0.5),
     "single_token": Rule("rows of a single token", "look at what the column holds", 0.5),
+    "no_common_prompt": Rule(
+        "pairs without a prompt, whose answers do not begin alike", "give them a prompt, or name its column with 'columns'", 0.5
+    ),
+    "identical_answers": Rule("pairs of two equal answers, which teach nothing", "remove them, or name the right columns", 0.1),
+    "tied_scores": Rule("ranked answers that have one score", "score them apart, or remove them", 0.5),
+    "unusable_scores": Rule(
+        "ranked answers without one finite number as the score of each, or fewer than two", "mend or delete them", 0
+    ),
+    "unusable_label": Rule(
+        "judged answers without a label, or with one that is neither true nor false",
+        "write true for good answers and false for bad ones, or name the column with 'columns'", 0,
+    ),
+    "one_label": Rule(
+        "answers that are all good, or all bad", "add answers of the other label, unless this is meant: unlearning, say", 1
+    ),
     "duplicate_row": Rule("documents that are in the data more than once", "remove them, unless this is meant", 1),
     "held_out_in_training": Rule("held-out documents that are trained on as well", "remove them from one of the two", 0.5),
 }  # fmt: skip

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from chronicals.data.gate import DataError
-from chronicals.data.preferences import sides_of
+from chronicals.data.preferences import alike, rows_of
 from chronicals.data.records import Record
 
 JUDGED = "unpaired preference"
@@ -22,17 +22,27 @@ def judgement(record: Record, where: str) -> int:
     """1 where the answer is good, 0 where it is bad.
 
     Raises:
-        DataError: the label is neither true nor false.
+        DataError: there is no label, or it is neither true nor false.
     """
-    label = record["label"]
-    known = isinstance(label, (bool, np.bool_)) or (isinstance(label, numbers.Real) and label in (0, 1))
-    if not known:
-        raise DataError(f"{where}: label={label!r}: must be true for a good answer or false for a bad one", "wrong_type")
-    return int(label)
+    label = record.get("label")
+    if not isinstance(label, (bool, np.bool_, numbers.Real)) or label not in (0, 1):
+        raise DataError(f"{where}: label={label!r}: must be true for a good answer or false for a bad one", "unusable_label")
+    return int(label == 1)
+
+
+def answered(record: Record, where: str) -> Record:
+    """The row as one of prompt and completion.
+
+    Raises:
+        DataError: as ``rows_of``.
+    """
+    name = next(name for name in ANSWER if record.get(name) is not None)
+    kept: dict[str, Any] = {field: value for field, value in record.items() if field not in ("label", *ANSWER)}
+    return rows_of(kept, {name: record[name]}, where)[0]
 
 
 def answer_to(record: Record, other: Record, where: str) -> Record:
-    """A row of prompt and completion: the prompt of ``record`` with the answer of ``other``, which may be the same row."""
-    own, theirs = (row[next(name for name in ANSWER if row.get(name) is not None)] for row in (record, other))
-    kept: dict[str, Any] = {name: value for name, value in record.items() if name not in ("label", *ANSWER)}
-    return sides_of({**kept, "chosen": own, "rejected": theirs}, where)[1]
+    """A row of prompt and completion: the prompt of ``record`` with the answer of ``other``."""
+    own = answered(record, where)
+    prompt, (_, theirs) = alike(own["prompt"], [own["completion"], answered(other, where)["completion"]])
+    return {**own, "prompt": prompt, "completion": theirs}

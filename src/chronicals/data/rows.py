@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ KINDS: list[tuple[str, frozenset[str]]] = [
     ("instruction", frozenset({"instruction", "output"})),
     ("instruction", frozenset({"instruction", "response"})),
     ("preference", frozenset({"chosen", "rejected"})),
+    ("preference", frozenset({"prompt", "responses", "scores"})),
     ("tokens", frozenset({"input_ids"})),
     ("text", frozenset({"text"})),
     ("prompt", frozenset({"prompt"})),
@@ -54,9 +55,9 @@ CHATS = ("chat", "instruction")
 """The kinds that go through the chat template."""
 
 NOT_TRAINED = {
-    "preference": "holds a preference pair (chosen, rejected), of which sft and pretraining would train one side unasked; "
-    "to train on what was chosen, map it: columns={'messages': 'chosen'} where it is a conversation, or "
-    "columns={'completion': 'chosen'} where it is the answer to a prompt",
+    "preference": "holds a preference pair (chosen and rejected, or responses and scores), of which sft and pretraining would "
+    "train one side unasked; to train on what was chosen, map it: columns={'messages': 'chosen'} where it is a conversation, "
+    "or columns={'completion': 'chosen'} where it is the answer to a prompt",
     "unpaired preference": "holds a judged answer (prompt, completion, label), which sft and pretraining would train whatever "
     "the judgement; drop the label and the bad answers to train on the good ones",
     "prompt": "holds a prompt without an answer, which only objectives with rollouts can use; where another column holds the "
@@ -101,15 +102,19 @@ def is_object(value: Any) -> bool:
     return type(value) is dict or isinstance(value, Mapping)
 
 
-def kind_of(record: Any, where: str) -> str:
+def kind_of(record: Any, where: str, wanted: Collection[str] = ()) -> str:
     """The name in ``KINDS`` of a row; a field that is None is not there.
+
+    Args:
+        wanted: kinds that are looked for first: a row may have the fields of several.
 
     Raises:
         DataError: it is no object, or of no kind; ``where`` says which row.
     """
     if not is_object(record):
         raise DataError(f"{where}: a row must be an object with named fields, this is {type(record).__name__}", "wrong_type")
-    kind = _kind_with(frozenset([name for name, value in record.items() if value is not None]))
+    there = frozenset([name for name, value in record.items() if value is not None])
+    kind = (_kind_with(there, frozenset(wanted)) if wanted else None) or _kind_with(there)
     if kind is None:
         raise DataError(
             f"{where}: unknown kind of row with fields {sorted(map(str, record))}; expected messages, prompt and completion, "
@@ -120,8 +125,8 @@ def kind_of(record: Any, where: str) -> str:
 
 
 @functools.lru_cache
-def _kind_with(there: frozenset[str]) -> str | None:
-    return next((kind for kind, fields in KINDS if fields <= there), None)
+def _kind_with(there: frozenset[str], of: frozenset[str] | None = None) -> str | None:
+    return next((kind for kind, fields in KINDS if fields <= there and (of is None or kind in of)), None)
 
 
 def normalise(record: Record, kind: str, where: str) -> Record:

@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from chronicals.data.gate import DataError, DataReport
 from chronicals.data.rows import CHATS
-from chronicals.data.shared_prompts import SHARED
+from chronicals.data.shared_prompts import IS_SHARED, SHARED
 
 SCHEMA = pa.schema(
     [
@@ -109,7 +109,11 @@ class TokenStore:
     @property
     def tokens_shared(self) -> int:
         """Tokens that documents have before them and that are there once, for all of an item's."""
-        return int(self.before.sum() - self.lengths[self.columns[SHARED] < 0].sum()) if SHARED in self.columns else 0
+        return int(self.before.sum() - self.lengths[self.columns[SHARED] == IS_SHARED].sum()) if SHARED in self.columns else 0
+
+    def is_prompt(self, index: int) -> bool:
+        """Whether a document is the prompt that the answers of its item share."""
+        return SHARED in self.columns and bool(self.columns[SHARED][index] == IS_SHARED)
 
     def whole_document(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """As ``document``, with the shared prompt in front of it."""

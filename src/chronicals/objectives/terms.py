@@ -162,7 +162,7 @@ class Objective(ABC):
         Raises:
             ConfigurationError: the objective has no such definition.
         """
-        raise ConfigurationError(f"{type(self).__name__}: has no definition in plain torch; give the class the method definition")
+        raise ConfigurationError(f"{type(self).__name__}: has no definition in plain torch; give the class one (definition)")
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         """As ``definition``, of an item: for an objective over several documents together.

@@ -1,4 +1,7 @@
-"""The whole road in one go, from text that is on every machine to a model that answers; no download."""
+"""The whole road in one go, from text that is on every machine to a model that answers; no download.
+
+With preferences, the model is then trained to prefer a function's own description to that of another one.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ HELD_OUT = 0.05
 
 WRITTEN = frozenset({
     "train.jsonl", "held-out.jsonl", "untrained", "tokens", "model", "checkpoints", "metrics.jsonl", "report.html",
-    "samples.json", "train_dataset.json", "eval_dataset.json", "tensorboard", "trackers.json", "run.lock",
+    "samples.json", "train_dataset.json", "eval_dataset.json", "tensorboard", "trackers.json", "run.lock", "reference.json",
+    "train-pairs.jsonl", "held-out-pairs.jsonl", "preference",
 })  # fmt: skip
 """What a quickstart leaves in its folder, and so all that another may delete there."""
 
@@ -45,6 +49,11 @@ CPU = Size(width=256, layers=4, vocab_size=2048, epochs=6, batch_size=2, learnin
 CARD = Size(width=512, layers=8, vocab_size=4096, epochs=12, batch_size=8, learning_rate=1e-3, mixed_precision="bf16")
 
 
+PREFERENCE_EPOCHS = 1
+PREFERENCE_RATE = 0.1
+"""Learning rate of preference tuning, a share of that of the first run."""
+
+
 @dataclass(frozen=True)
 class Answer:
     question: str
@@ -63,6 +72,58 @@ class Quickstart:
     after: Evaluation
     answers: list[Answer]
     result: TrainingResult
+    config: ChronicalsConfig
+
+
+@dataclass(frozen=True)
+class Preferences:
+    """What preference tuning changed.
+
+    Attributes:
+        pairs: trained on, and held out.
+        before, after: of held-out pairs. ``rewards/accuracies`` is the ratio of those whose chosen answer has the higher
+            log-probability by token, ``rewards/margins`` by how much.
+    """
+
+    pairs: tuple[int, int]
+    before: Evaluation
+    after: Evaluation
+    result: TrainingResult
+
+
+def run_preferences(folder: Path, seed: int = 42, size: Size | None = None) -> tuple[Quickstart, Preferences]:
+    """A quickstart, and then DPO of its model, which is the reference policy, on pairs made of the same answers."""
+    size = size or default_size()
+    done = run_quickstart(folder, seed, size)
+    files = [
+        _write_rows(folder / f"{name}-pairs.jsonl", pairs_of(_read_rows(folder / f"{name}.jsonl"), seed))
+        for name in ("train", "held-out")
+    ]
+    usual = done.config.replace(output_dir=folder / "preference", num_epochs=PREFERENCE_EPOCHS)
+    config = usual.replace(objective="dpo", learning_rate=PREFERENCE_RATE * size.learning_rate)
+    by_token = usual.replace(objective="simpo", simpo={"beta": 1.0, "gamma": 0.0})  # rewards are log-probabilities by token
+    model, tokenizer = load_model(done.result.model_dir, torch.float32), load_tokenizer(done.result.model_dir)
+    before = evaluate_data(model, tokenizer, files[1], by_token)
+    result = ChronicalsTrainer(model, tokenizer, config).train(*files)
+    after = evaluate_data(load_model(result.model_dir, torch.float32), tokenizer, files[1], by_token)
+    counts = tuple(len(_read_rows(file)) for file in files)
+    return done, Preferences((counts[0], counts[1]), before, after, result)
+
+
+def pairs_of(rows: list[dict], seed: int) -> list[dict]:
+    """Pairs of questions and answers: chosen is a question's own answer, rejected that of another one, each once."""
+    order = np.random.default_rng(seed).permutation(len(rows))
+    answers = [row["messages"][1] for row in rows]
+    others = dict(zip(order, np.roll(order, 1)))
+    pairs = [
+        {"prompt": row["messages"][:1], "chosen": [answers[n]], "rejected": [answers[others[n]]]} for n, row in enumerate(rows)
+    ]
+    return [pair for pair in pairs if pair["chosen"] != pair["rejected"]]
+
+
+def default_size() -> Size:
+    """For the machine."""
+    return CARD if torch.cuda.is_available() else CPU
 
 
 def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Quickstart:
@@ -70,7 +131,7 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
 
     The steps are those of ``chronicals train`` on files of one's own: a JSONL file, a model folder, a configuration.
     """
-    size = size or (CARD if torch.cuda.is_available() else CPU)
+    size = size or default_size()
     train_rows, held_rows = _split(questions_and_answers(), seed)
     folder.mkdir(parents=True, exist_ok=True)
     data, held = (
@@ -99,7 +160,7 @@ def run_quickstart(folder: Path, seed: int = 42, size: Size | None = None) -> Qu
     questions = [train_rows[len(train_rows) // 2], held_rows[0]]
     return Quickstart(
         len(train_rows) + len(held_rows), parameters, before, result.evaluation,
-        _ask(questions, untrained, result.model_dir), result,
+        _ask(questions, untrained, result.model_dir), result, config,
     )  # fmt: skip
 
 
@@ -112,6 +173,10 @@ def _split(rows: list[dict], seed: int) -> tuple[list[dict], list[dict]]:
 def _write_rows(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def _read_rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def _write_model(folder: Path, rows: list[dict], size: Size, seed: int) -> int:
