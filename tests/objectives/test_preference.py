@@ -202,7 +202,8 @@ WITH_REFERENCE = ("dpo", "ipo", "kto")
 
 
 def reference_column(store, seed=3):
-    return -40 + 3 * torch.randn(len(store), generator=torch.Generator().manual_seed(seed)).numpy()
+    """Below the policy's, so that KTO's divergence is above zero."""
+    return -120 + 3 * torch.randn(len(store), generator=torch.Generator().manual_seed(seed)).numpy()
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -219,6 +220,7 @@ def test_however_a_step_is_divided(objective, tmp_path):
                 gradient_accumulation_steps=accumulation, max_seq_length=128, **more,
             )
         )  # fmt: skip
+    assert found[0][0].get("kl", 1.0) > 0
     for terms, gradients in found[1:]:
         assert terms == pytest.approx(found[0][0], rel=1e-5, abs=1e-6)
         assert_close(gradients, found[0][1], 1e-5)
