@@ -1,4 +1,4 @@
-"""Preference rows, and one step of an objective over them, that several tests share."""
+"""Preference rows, one step of an objective over them, and how its gradients are compared: what several tests share."""
 
 from __future__ import annotations
 
@@ -74,3 +74,16 @@ def one_step(
         (step,) = stream.steps(count=1)
         terms = session.train_once(step, look)
     return {name: float(value) for name, value in terms.items()}, gradients
+
+
+def gradients_of(model, loss):
+    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    return {name: g for (name, _), g in zip(model.named_parameters(), found) if g is not None}
+
+
+def assert_close(found, expected, relative=1e-4):
+    """Of each parameter the norm of the deviation is below ``relative`` of the gradient's own."""
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        deviation = (found[name].double() - gradient.double()).norm() / gradient.double().norm().clamp(min=1e-12)
+        assert deviation < relative, f"{name}: {deviation:.2e}"

@@ -13,7 +13,7 @@ from chronicals.objectives.dpo import dpo_losses
 from chronicals.objectives.orpo import log_one_minus_exp
 from chronicals.training import CheckpointError
 from chronicals.training.callbacks import read_metrics
-from preferences import judged_rows, one_step, rows, store_of
+from preferences import assert_close, gradients_of, judged_rows, one_step, rows, store_of
 
 COUNT = 9
 REWARDS = {f"rewards/{name}" for name in ("chosen", "rejected", "margins", "accuracies")}
@@ -40,18 +40,6 @@ def padded(store, sides, pad):
         mask[row, : len(tokens)] = 1
         answer[row, : len(tokens)] = torch.tensor(trained)
     return ids, mask, answer
-
-
-def gradients_of(model, loss):
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    return {name: g for (name, _), g in zip(model.named_parameters(), found) if g is not None}
-
-
-def assert_close(found, expected, relative=1e-4):
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        deviation = (found[name].double() - gradient.double()).norm() / gradient.double().norm().clamp(min=1e-12)
-        assert deviation < relative, f"{name}: {deviation:.2e}"
 
 
 def both_sides(store, pad):

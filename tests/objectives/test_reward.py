@@ -18,7 +18,7 @@ from chronicals.objectives.reward import padding_token
 from chronicals.saving import SavedModel, save_model
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.evaluation import evaluate_data
-from preferences import one_step, rows, store_of
+from preferences import assert_close, gradients_of, one_step, rows, store_of
 
 COUNT = 9
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
@@ -65,18 +65,6 @@ def classifier(model):
     found = LlamaForSequenceClassification(config)
     found.load_state_dict({name: w for name, w in model.state_dict().items() if not name.startswith("lm_head")})
     return found
-
-
-def gradients_of(model, loss):
-    found = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
-    return {name: g for (name, _), g in zip(model.named_parameters(), found) if g is not None}
-
-
-def assert_close(found, expected, relative=1e-4):
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        deviation = (found[name].double() - gradient.double()).norm() / gradient.double().norm().clamp(min=1e-12)
-        assert deviation < relative, f"{name}: {deviation:.2e}"
 
 
 # --- mathematics -----------------------------------------------------------------------------------------------------
