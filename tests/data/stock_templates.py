@@ -84,8 +84,8 @@ def with_template(template, **named):
 
 
 def saying():
-    """A random text; templates strip its ends, so those are letters."""
-    middle = "".join(random.choices(string.ascii_letters + string.digits + "   \n\n.:é🙂", k=random.randrange(40)))
+    """A random text; templates strip its ends, so those are letters, and it is not short enough to be in others by chance."""
+    middle = "".join(random.choices(string.ascii_letters + string.digits + "   \n\n.:é🙂", k=random.randrange(8, 40)))
     return f"{random.choice(string.ascii_letters)}{middle}{random.choice(string.ascii_letters)}"
 
 

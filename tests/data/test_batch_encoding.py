@@ -73,6 +73,13 @@ def assert_same_as_now(many, records):
     return sum(not isinstance(row, DataError) for row in expected)
 
 
+@pytest.mark.parametrize("name", ["lfm2", "qwen2_5"])
+def test_a_thought_that_is_lost_is_missed_though_the_answer_repeats_it(name):
+    row = {"messages": [user("What is 2 + 2?"), assistant("four, as two and two are four", reasoning_content="two and two")]}
+    assert "does not render 'two and two' in this assistant turn" in stock_templates.refusal(name, row)
+    assert assert_same(Tokenizer(with_template(shipped(name))), [row]) == 0
+
+
 @pytest.mark.parametrize("name", stock_templates.names())
 def test_conversations_of_every_template_are_the_same(name):
     tokenizer = with_template(shipped(name))

@@ -26,7 +26,7 @@ import numpy as np
 from chronicals.data.added_tokens import Cuts, Row
 from chronicals.data.byte_pairs import BytePairs, HasIds
 from chronicals.data.chat_template import Asked
-from chronicals.data.conversation import Conversation, texts_said
+from chronicals.data.conversation import Conversation, first_unsaid, texts_said
 from chronicals.data.gate import DataError
 from chronicals.data.prefixes import Prefixes
 from chronicals.data.rows import NormalRow, Record
@@ -273,7 +273,7 @@ class BatchEncoder:
         span = start, row.places[closed] + 1
         if row.is_exact:
             said = whole[before.letters : row.ends[closed]]
-            complete = all(text in said for text in texts_said(message))
+            complete = first_unsaid(texts_said(message), said) is None
         else:
             complete = not_said(template, message, row.ids[slice(*span)].tolist()) is None
         return span if complete else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,3 +63,13 @@ def texts_said(message: Message) -> list[str]:
         answer.strip(),
         *(str(call.get("function", call).get("name", "")) for call in calls),
     ]
+
+
+def first_unsaid(texts: list[str], said: str, as_read: Callable[[str], str] = str) -> str | None:
+    """The longest text that has no place of its own in what is said, neither as it is nor as ``as_read`` gives it."""
+    for text in sorted(texts, key=len, reverse=True):
+        form = text if text in said else as_read(text)
+        if form not in said:
+            return text
+        said = said.replace(form, "\0", 1)
+    return None

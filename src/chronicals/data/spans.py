@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chronicals.data.chat_template import ChatTemplate, Message, TemplateError
-from chronicals.data.conversation import Conversation, texts_said
+from chronicals.data.conversation import Conversation, first_unsaid, texts_said
 
 REMEDY = "use another template, give the message 'train': false, or set train_on_turns='last'"
 
@@ -92,9 +92,8 @@ def followed_by_another(messages: list[Message], number: int) -> list[Message]:
 
 
 def not_said(template: ChatTemplate, message: Message, ids: Sequence[int]) -> str | None:
-    """The first text of an assistant's message that is not among ``ids``."""
-    said = template.decode(ids)
-    return next((text for text in texts_said(message) if text not in said and _as_read(template, text) not in said), None)
+    """A text of an assistant's message that is not among ``ids``."""
+    return first_unsaid(texts_said(message), template.decode(ids), lambda text: _as_read(template, text))
 
 
 def _as_read(template: ChatTemplate, text: str) -> str:
