@@ -51,6 +51,8 @@ class Batch:
         segments: further columns of the documents by name, ``[N]`` each, of which entry n is document n's; -1 for filler.
             ``side`` is a document's place in its item (0 chosen, 1 rejected), ``group`` numbers the items of the Batch; a
             reference model's log-probabilities are another. Empty where every document is an item of its own.
+        tokens: further columns of the tokens by name, ``[T, ...]`` each, zero where there is no target: what was stored of a
+            teacher's predictions.
         keys: what documents attend to, where that is more than their own tokens. ``position_ids`` go on from the prompt's then.
     """
 
@@ -62,6 +64,7 @@ class Batch:
     trained: int | None = None
     weights: Tensor | None = None
     segments: Mapping[str, Tensor] = field(default_factory=dict)
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
     keys: SharedKeys | None = None
 
     def __len__(self) -> int:
@@ -82,5 +85,6 @@ class Batch:
             cu_seqlens=move(self.cu_seqlens),
             weights=None if self.weights is None else move(self.weights),
             segments={name: move(tensor) for name, tensor in self.segments.items()},
+            tokens={name: move(tensor) for name, tensor in self.tokens.items()},
             keys=None if self.keys is None else self.keys.map(move),
         )

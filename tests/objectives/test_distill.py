@@ -14,7 +14,7 @@ import tiny
 from chronicals.batch import IGNORED
 from chronicals.cli import wording
 from chronicals.cli.app import app
-from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.config import ConfigurationError
 from chronicals.data import create_dataloader
 from chronicals.data.tokenizer_training import train_tokenizer
 from chronicals.models import present
@@ -24,33 +24,10 @@ from chronicals.training.callbacks import read_metrics
 from chronicals.training.evaluation import evaluate_data
 from chronicals.training.frozen import bring_frozen, frozen_attending
 from chronicals.verification import verify
+from distillations import SETTINGS, fields, refused, sharp, train
 
 DIVERGENCES = ["forward_kl", "reverse_kl", "jsd", "skew_kl", "skew_reverse_kl"]
 METRICS = {"cross_entropy", "teacher_cross_entropy", "token_agreement"}
-
-
-def sharp(model, factor=4.0):
-    """The model with logits so far apart that distributions differ."""
-    with torch.no_grad():
-        model.get_output_embeddings().weight.mul_(factor)
-    return model
-
-
-@pytest.fixture(scope="session")
-def teacher(tmp_path_factory):
-    """The folder of a wider model, whose vocabulary is padded further than the student's."""
-    folder = tmp_path_factory.mktemp("teacher")
-    sharp(tiny.llama(7, hidden_size=96, num_hidden_layers=1, vocab_size=310)).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
-
-
-def fields(teacher, **settings):
-    return {"objective": "distill", "distill": {"teacher": str(teacher), "teacher_precision": "fp32", **settings}}
-
-
-def train(folder, teacher, settings=None, **changes):
-    return runs.train(folder, model=sharp(tiny.llama()), **fields(teacher, **(settings or {})), **changes)
 
 
 def of_a_step(folder, teacher, fused=True, **settings):
@@ -135,9 +112,6 @@ def test_every_divergence_is_its_definition(name, fused, teacher, tmp_path):
 
 
 # --- what it must not depend on ----------------------------------------------------------------------------------------
-
-
-SETTINGS = {"divergence": "jsd", "beta": 0.3, "temperature": 2.0, "alpha": 0.8}
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused heads", "own logits"])
@@ -307,12 +281,6 @@ def test_an_objective_without_a_definition_is_not_verified(teacher, tmp_path, se
 
 
 # --- what is refused -----------------------------------------------------------------------------------------------------
-
-
-def refused(**settings):
-    with pytest.raises(ConfigurationError) as error:
-        build_objective(ChronicalsConfig(objective="distill", distill=settings))
-    return str(error.value)
 
 
 def test_settings_that_contradict_are_refused():

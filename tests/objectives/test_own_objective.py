@@ -40,7 +40,7 @@ def toy():
             logits = states if model.head is None else model.head.logits(states)
             trained = batch.targets >= 0
             chances = logits[trained].float().log_softmax(-1)
-            losses = -chances.gather(-1, batch.targets[trained][:, None]) ** 1
+            losses = -(chances.gather(-1, batch.targets[trained][:, None]) ** 1)
             sharpness = chances.exp().amax(-1).sum()
             return {"toy": Term((losses**self.settings.power).sum()), SHARPNESS: Term(sharpness, 0.0), **auxiliary}
 
@@ -219,5 +219,3 @@ def test_a_name_of_a_steps_own_metrics_is_refused(tmp_path, toy):
     trainer.objective = Taken()
     with pytest.raises(ValueError, match="calls something fill"):
         trainer.train(tiny.chat_rows())
-
-

@@ -84,9 +84,7 @@ def test_loss_gradients_and_metrics_are_those_of_trl(objective, section, setting
     if settings["loss_type"] == "robust":
         section = {**section, "loss": "robust"}
     given = rows(COUNT)
-    terms, gradients = one_step(
-        tmp_path, given, objective, {**section, "reference_model": str(folder)}, max_seq_length=2048
-    )
+    terms, gradients = one_step(tmp_path, given, objective, {**section, "reference_model": str(folder)}, max_seq_length=2048)
     beta = section.get("beta", section.get("tau"))
     loss, expected, shown = trl_dpo(tmp_path, tiny.llama(), other, store_of(tmp_path, given, width=2048), beta=beta, **settings)
     assert terms["loss"] == pytest.approx(float(loss), rel=1e-4)

@@ -8,16 +8,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import families
 import runs
 import tiny
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
-from chronicals.models import attach_score, load_model, score_of
-from chronicals.objectives import OBJECTIVES
+from chronicals.models import Term, attach_score, load_model, score_of
+from chronicals.objectives import OBJECTIVES, reward
 from chronicals.objectives.reward import padding_token
 from chronicals.saving import SavedModel, save_model
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.evaluation import evaluate_data
+from chronicals.verification import verify
 from preferences import assert_close, gradients_of, one_step, rows, store_of
 
 COUNT = 9
@@ -382,3 +384,41 @@ def test_no_answer_ends_with_the_padding_token():
     assert padding_token(tokenizer, 300, asked="hello" if "hello" in tokenizer.get_vocab() else "h") == tokenizer.pad_token_id
     with pytest.raises(ConfigurationError, match="set reward.pad_token"):
         padding_token(tiny.tokenizer(), PAD)
+
+
+# --- verification ------------------------------------------------------------------------------------------------------
+
+
+def checked(folder, seed, **changes):
+    given = {"objective": "reward", "reward": {"center_coefficient": 0.1}, "learning_rate": 1e-4, "batch_size": 1, **READY}
+    config = runs.config(folder, **{**given, "seed": seed, "use_fused_kernels": False, **changes})
+    return verify(with_score(), tiny.tokenizer(), config, rows(40))
+
+
+@pytest.mark.parametrize("changes", [{}, LORA, {"mixed_precision": "bf16"}], ids=["full", "adapters", "bf16"])
+def test_a_healthy_run_passes_verification(changes, tmp_path, seed):
+    found = checked(tmp_path, seed, **changes)
+    assert found.passed, found.failures
+    assert "score" in {row.module for row in found.gradients}
+
+
+@pytest.mark.parametrize("planted", ["sign", "token before the last", "centering left out"])
+def test_a_planted_fault_fails_verification(planted, tmp_path, seed, monkeypatch):
+    if planted == "sign":
+        right = reward.bradley_terry_losses
+        monkeypatch.setattr(reward, "bradley_terry_losses", lambda chosen, rejected: right(rejected, chosen))
+    elif planted == "centering left out":
+        right = reward.Reward.terms
+        left_out = {"centering": Term(torch.zeros(()), 0.0)}
+        monkeypatch.setattr(reward.Reward, "terms", lambda self, pairs: right(self, pairs) | left_out)
+    else:
+        right = reward.document_scores
+        monkeypatch.setattr(reward, "document_scores", lambda model, states, batch: right(model, states.roll(1, 0), batch))
+    assert not checked(tmp_path, seed).passed
+
+
+def test_a_router_loss_is_not_verified(tmp_path, seed):
+    config = runs.config(tmp_path, objective="reward", **READY)
+    model = families.mixture("mixtral", vocab_size=300, output_router_logits=True)
+    with pytest.raises(ConfigurationError, match="objective='reward': .* adds a router loss, .* output_router_logits=False"):
+        verify(model, tiny.tokenizer(), config, rows(40))

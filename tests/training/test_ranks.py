@@ -131,6 +131,17 @@ def test_all_begin_with_the_weights_of_the_first(seen, tmp_path):
     assert first["held out"] == pytest.approx(result.evaluation.to_dict(), rel=1e-4)
 
 
+def test_two_distil_as_one_does(seen, tmp_path):
+    """The teacher's predictions, which both compute half of, are those that one computes."""
+    together = seen("distilled")[0]
+    for name, stored in two_ranks.DISTILLED.items():
+        alone = two_ranks.distil(tmp_path / name, 0, seen.folder / "teacher", stored, gradient_accumulation_steps=4)
+        torch.testing.assert_close(torch.tensor(together[name]), torch.tensor(alone), rtol=1e-4, atol=0.0)
+    assert not torch.allclose(torch.tensor(together["beside"]), torch.tensor(together["likeliest"]), rtol=1e-2)
+    (kept,) = (seen.folder / "likeliest").rglob("*.teacher")
+    assert {path.name for path in kept.iterdir()} == {"teacher_ids.npy", "teacher_log_p.npy"}
+
+
 def test_each_draws_its_own_random_numbers(seen):
     first, second = seen("random_numbers")
     assert len(first) == 3 and first != second

@@ -107,6 +107,28 @@ def weights(rank: int, folder: Path):
     return {"weights": fingerprint(made.model.parameters()), "held out": result.evaluation.to_dict()}
 
 
+def distilled(rank: int, folder: Path):
+    """Beside a teacher, and from what was stored of it, by both ranks into one cache: losses and gradient norms."""
+
+    def save():
+        tiny.llama(7).save_pretrained(folder / "teacher")
+        tiny.tokenizer().save_pretrained(folder / "teacher")
+
+    Mesh.current().writer_does(save, OSError)
+    return {name: distil(folder / name, rank, folder / "teacher", stored) for name, stored in DISTILLED.items()}
+
+
+DISTILLED = {"beside": None, "likeliest": 8}
+"""How many tokens are stored of the teacher."""
+
+
+def distil(folder: Path, rank: int, teacher: Path, stored: int | None, **changes):
+    given = {"teacher": str(teacher), "teacher_precision": "fp32", "temperature": 1.5, "stored_tokens": stored}
+    short = {"max_steps": 2, "validation_split": 0.0, "eval_steps": None, "use_fused_kernels": False}
+    trainer(folder / f"rank{rank}", objective="distill", distill=given, **short, **changes).train(tiny.chat_rows())
+    return runs.trajectory(folder / f"rank{rank}") if rank == 0 else None
+
+
 def random_numbers(rank: int, folder: Path):
     """What dropout would draw in the first step."""
     drawn = []
@@ -214,8 +236,8 @@ class Deaf(Mesh):
 
 
 PROMISES = (
-    gradients, replayed, weights, random_numbers, callbacks_fail, stop, resumed, refused, other_settings, other_data,
-    other_weights,
+    gradients, replayed, weights, distilled, random_numbers, callbacks_fail, stop, resumed, refused, other_settings,
+    other_data, other_weights,
 )  # fmt: skip
 
 

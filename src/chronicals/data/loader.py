@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chronicals.batch import Batch
+from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig
 from chronicals.data.assembly import (
     BUCKETS,
@@ -43,6 +43,7 @@ from chronicals.data.shared_prompts import SHARED
 from chronicals.data.sources import Source
 from chronicals.data.steps import Counts, Step
 from chronicals.data.store import LABEL, SIDE, TokenStore
+from chronicals.data.target_columns import TargetColumn
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class BatchStream:
         """What assembles the steps that begin at ``positions``; it returns them, and the document that it could not read, or
         -1."""
         packs = [self._packs_at(position) for position in positions]
-        memory = Memory(self._sizes, len(packs), self.pin, self._columns)
+        memory = Memory(self._sizes, len(packs), self.pin, self._columns, self.store.of_targets)
         mine = np.stack([self._balanced(step)[:, self.rank].ravel() for step in packs])
         counts = [self._counts(step) for step in packs]
 
@@ -280,8 +281,11 @@ class Memory:
     memory alone is torch's: it must know which copies to the card still read from it.
     """
 
-    def __init__(self, sizes: StepSizes, steps: int, pin: bool, columns: Mapping[str, np.ndarray] | None = None):
-        self.sizes, self.pin, self.of_documents = sizes, pin, columns or {}
+    def __init__(
+        self, sizes: StepSizes, steps: int, pin: bool, columns: Mapping[str, np.ndarray] | None = None,
+        of_targets: Mapping[str, TargetColumn] | None = None,
+    ):  # fmt: skip
+        self.sizes, self.pin, self.of_documents, self.of_targets = sizes, pin, columns or {}, of_targets or {}
         of_columns, of_bounds = (steps, sizes.batches, 3, sizes.tokens), (steps, sizes.batches, sizes.bounds)
         self.columns: Any
         self.bounds: Any
@@ -309,10 +313,16 @@ class Memory:
                     torch.as_tensor(ends[: fact[ENTRIES] + 1]),
                     max_seqlen=fact[LONGEST],
                     trained=fact[TRAINED],
+                    tokens=self._of_tokens(numbers[: fact[ENTRIES]], np.asarray(targets)),
                     **self._of_documents(numbers[: fact[ENTRIES]], np.asarray(ends[: fact[ENTRIES] + 1])),
                 )
                 for (ids, targets, positions), ends, numbers, fact in zip(columns, bounds, held, facts)
             ]
+
+    def _of_tokens(self, numbers: np.ndarray, targets: np.ndarray) -> dict[str, Tensor]:
+        """Further columns of a Batch with these documents and targets."""
+        documents = numbers[numbers >= 0]
+        return {name: self._tensor(column.laid(documents, targets != IGNORED)) for name, column in self.of_targets.items()}
 
     def _of_documents(self, numbers: np.ndarray, bounds: np.ndarray) -> dict[str, Any]:
         """``weights`` and ``segments`` of a Batch with these documents, none where the store has no further columns."""

@@ -21,6 +21,7 @@ import pyarrow as pa
 from chronicals.data.gate import DataError, DataReport
 from chronicals.data.rows import CHATS
 from chronicals.data.shared_prompts import IS_SHARED, SHARED
+from chronicals.data.target_columns import TargetColumn
 
 SCHEMA = pa.schema(
     [
@@ -58,6 +59,7 @@ class TokenStore:
         id_starts, trained_starts: int64 ``[documents]``, where each document begins in these two.
         earlier_keys: keys that earlier versions of this package gave to the same content.
         columns: further values ``[documents]`` by name, segments of Batches: ``side``, and what ``with_column`` adds.
+        of_targets: further values of the targets by name, columns of Batches: what ``with_values`` adds.
     """
 
     path: Path
@@ -73,6 +75,7 @@ class TokenStore:
     trained_starts: np.ndarray = field(repr=False)
     earlier_keys: tuple[str, ...] = ()
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    of_targets: Mapping[str, TargetColumn] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -142,11 +145,20 @@ class TokenStore:
             raise ValueError(f"{name}: {len(values)} values for {len(self)} documents")
         return replace(self, columns={**self.columns, name: np.asarray(values)})
 
+    def with_values(self, name: str, values: np.ndarray) -> TokenStore:
+        """The store with values ``[targets in all, ...]`` of every target, document after document.
+
+        Raises:
+            ValueError: there are more or fewer values than targets.
+        """
+        return replace(self, of_targets={**self.of_targets, name: TargetColumn.of(values, self.targets)})
+
     def subset(self, indices: np.ndarray) -> TokenStore:
         """A store of some of the documents, over the same file; whole items in their order, where there are such."""
         names = ("lengths", "targets", "rows", "hashes", "id_starts", "trained_starts")
         columns = {name: values[indices] for name, values in self.columns.items()}
-        return replace(self, columns=columns, **{name: getattr(self, name)[indices] for name in names})
+        of_targets = {name: column.subset(indices) for name, column in self.of_targets.items()}
+        return replace(self, columns=columns, of_targets=of_targets, **{name: getattr(self, name)[indices] for name in names})
 
     def split(self, share: float, seed: int) -> tuple[TokenStore, TokenStore]:
         """The documents in two, by seed: those to train on, and ``share`` of them (at least one) held out.

@@ -96,10 +96,17 @@ def saved_form(model: Any, weights: Mapping[str, Tensor] | None = None) -> Any:
     score = score_of(model)
     if score is None:
         return model
-    form = _without_weights(classifier_class(model), _configured(model, score.pad_token_id))
+    form = _without_weights(*classifier_of(model))
     values = model.state_dict() if weights is None else weights
     form.load_state_dict({name: values[name].detach() for name in form.state_dict()}, assign=True)
     return form
+
+
+def classifier_of(model: Any) -> tuple[Any, Any]:
+    """Class and configuration that a model with a score is saved as."""
+    score = score_of(model)
+    assert score is not None
+    return classifier_class(model), _configured(model, score.pad_token_id)
 
 
 def _configured(model: Any, pad_token_id: int) -> Any:

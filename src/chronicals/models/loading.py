@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def load_model(
     """A causal language model, or one of images and text, from a folder or hub name, in host memory.
 
     Args:
-        quantization: ``nf4``: the linear layers of its decoder layers are quantised to 4 bits as they are read.
+        quantization: ``nf4``: the linear layers of its decoder layers are quantised to 4 bits as they are read; ``int8``: they
+            become bitsandbytes' layers in LLM.int8 (Dettmers et al., 2022), which are for computing alone, not to be trained.
         watch: sees each weight when it is quantised, and is then known to the model (``lora.loftq``).
 
     Raises:
@@ -80,7 +82,7 @@ def load_model(
         options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
         load = load_packed if is_packed(config) else load_whole
         if quantization is not None and load is load_whole:
-            options |= _quantising(config, watch)
+            options |= _quantising(config, watch, quantization)
         model = load(_auto_class(config), name, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
@@ -170,17 +172,23 @@ def load_without_weights(name: str | Path, trust_remote_code: bool = False) -> A
         return _auto_class(config).from_config(config)
 
 
-def _quantising(config: Any, watch: Watch | None) -> dict[str, Any]:
+def _quantising(config: Any, watch: Watch | None, quantization: str) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` by which it quantises what it reads.
 
     Raises:
-        ValueError: that is quantised already, otherwise than in 4 bits of bitsandbytes.
+        ValueError: that is quantised already, otherwise than in 4 bits of bitsandbytes; or bitsandbytes is needed and missing.
     """
     if described := _quantization(config):
         raise ValueError(
-            f"quantization='nf4': its weights are quantised already ({described.get('quant_method')}); leave it out "
+            f"quantization={quantization!r}: its weights are quantised already ({described.get('quant_method')}); leave it out "
             "(--load-in-4bit too)"
         )
+    if quantization == "int8":
+        from transformers import BitsAndBytesConfig
+
+        if importlib.util.find_spec("bitsandbytes") is None:
+            raise ValueError("quantization='int8' needs bitsandbytes, which is not installed: pip install bitsandbytes")
+        return {"quantization_config": BitsAndBytesConfig(load_in_8bit=True)}
     return {"quantization_config": quantising_while_reading(watch)}
 
 

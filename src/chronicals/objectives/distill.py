@@ -21,13 +21,14 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 from torch import Tensor
 
-from chronicals.batch import Batch
+from chronicals.batch import IGNORED, Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.template import PROBE
 from chronicals.kernels.linear_distillation import (
     Distillation,
     Divergence,
     LinearHead,
+    StoredTokens,
     distillation_of_logits,
     linear_distillation,
 )
@@ -39,11 +40,19 @@ from chronicals.saving import SavedModel
 TEACHER = "teacher"
 """Name of the frozen model."""
 
+STORED_IDS, STORED_LOG_P = "teacher_ids", "teacher_log_p"
+"""Columns of a Batch's tokens: k tokens that were stored of the teacher's predictions, and their log-probabilities."""
+
 BETA, SKEW = 0.5, 0.1
 """Where they are not set: the JSD of both sides' mean, and the skew that DistiLLM recommends."""
 
-PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "nf4": torch.bfloat16}
-"""The dtype of the teacher's products."""
+PRECISIONS = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "int8": torch.bfloat16, "nf4": torch.bfloat16,
+}  # fmt: skip
+"""The dtype of the teacher's products, or of what stands around them."""
+
+QUANTISED = ("int8", "nf4")
+"""The precisions that are formats of ``load_model``."""
 
 Log = Tensor
 """Log-probabilities ``[..., V]``."""
@@ -71,10 +80,42 @@ class Distill(Objective):
             default=None, ge=0, lt=1, description=f"Of skew_kl and skew_reverse_kl: the first side's share of m [{SKEW}]"
         )
         alpha: float = Field(default=1.0, gt=0, le=1, description="Share of the divergence; the rest is cross-entropy")
-        teacher_precision: Literal["bf16", "fp16", "fp32", "nf4"] = Field(
-            default="bf16", description="What the teacher's weights are; nf4 is 4 bits, multiplied in bf16"
+        teacher_precision: Literal["bf16", "fp16", "fp32", "int8", "nf4"] = Field(
+            default="bf16", description="What the teacher's weights are; int8 is bitsandbytes' LLM.int8, nf4 4 bits"
+        )
+        stored_tokens: int | None = Field(
+            default=None, ge=1, le=1024,
+            description="Compute the teacher's predictions once, before the run, and keep this many tokens of each",
+        )  # fmt: skip
+        stored: Literal["likeliest", "drawn"] = Field(
+            default="likeliest", description="Which tokens are kept: the likeliest, or ones drawn by their probabilities"
         )
         trust_remote_code: bool = Field(default=False, description="Run Python code that comes with the teacher")
+
+        @field_validator("stored_tokens")
+        @classmethod
+        def _can_be_stored(cls, value: int | None, given: ValidationInfo) -> int | None:
+            """Refuses the divergence that is infinite where the teacher is known by some tokens alone."""
+            whole = given.data.get("divergence") == "reverse_kl" or given.data.get("beta") == 1.0
+            if value is not None and whole:
+                raise PydanticCustomError(
+                    "infinite", "the reverse KL needs all of the teacher's tokens, the others have no probability in what is "
+                    "stored; take divergence='forward_kl' or 'skew_reverse_kl', or leave stored_tokens out",
+                )  # fmt: skip
+            return value
+
+        @field_validator("stored")
+        @classmethod
+        def _drawn_in_the_mean(cls, value: str, given: ValidationInfo) -> str:
+            """Refuses drawn tokens where their mean is not the teacher."""
+            if value == "drawn" and given.data.get("stored_tokens", 0) is None:
+                raise PydanticCustomError("belongs", "belongs to stored_tokens, which is not set; set it, or leave this out")
+            if value == "drawn" and given.data.get("divergence") != "forward_kl":
+                raise PydanticCustomError(
+                    "biased", "drawn tokens have the teacher's gradient in the mean with divergence='forward_kl' alone; "
+                    "take that, or stored='likeliest'",
+                )  # fmt: skip
+            return value
 
         @field_validator("beta", "skew")
         @classmethod
@@ -86,6 +127,9 @@ class Distill(Objective):
                 message = "belongs to {users}, and divergence is {divergence}; leave it out"
                 raise PydanticCustomError("belongs", message, {"users": " and ".join(users), "divergence": divergence})  # type: ignore[arg-type]
             return value
+
+    vocabulary: int
+    """Ids that student and teacher have in common, where predictions are stored."""
 
     @property
     def divergence(self) -> Divergence:
@@ -112,25 +156,68 @@ class Distill(Objective):
         return self.settings.alpha * squared, 1.0 - self.settings.alpha
 
     def bring(self, model: Any, tokenizer: Any, config: ChronicalsConfig) -> Mapping[str, Any]:
-        """The teacher."""
+        """The teacher, where nothing is stored of it."""
+        return {} if self.settings.stored_tokens is not None else self.teacher(tokenizer)
+
+    def for_definition(self, tokenizer: Any) -> Mapping[str, Any]:
+        return {} if self.settings.stored_tokens is None else self.teacher(tokenizer)
+
+    def saved_teacher(self, tokenizer: Any) -> SavedModel:
+        """Where the teacher is.
+
+        Raises:
+            ConfigurationError: it is nowhere, or its tokenizer is another.
+        """
         given = self.settings
-        said = f"distill={{'teacher': {given.teacher!r}}}"
         try:
             saved = SavedModel.find(given.teacher)
-            check_same_tokenizer(tokenizer, saved.tokenizer(given.trust_remote_code), said)
-            quantization = "nf4" if given.teacher_precision == "nf4" else None
-            teacher = saved.model(PRECISIONS[given.teacher_precision], given.trust_remote_code, quantization)
+            check_same_tokenizer(tokenizer, saved.tokenizer(given.trust_remote_code), self._said)
         except ConfigurationError:
             raise
         except ValueError as error:
-            raise ConfigurationError(f"{said}: {error}") from error
-        return {TEACHER: teacher}
+            raise ConfigurationError(f"{self._said}: {error}") from error
+        return saved
+
+    def teacher(self, tokenizer: Any) -> Mapping[str, Any]:
+        """The teacher, loaded, by its name."""
+        given = self.settings
+        quantization = given.teacher_precision if given.teacher_precision in QUANTISED else None
+        saved = self.saved_teacher(tokenizer)
+        if saved.adapted and quantization == "int8":
+            raise ConfigurationError(
+                f"distill={{'teacher_precision': 'int8'}}: the teacher {given.teacher!r} is an adapter, which does not go over "
+                "a base in LLM.int8; take nf4, or the model that chronicals merge makes of it"
+            )
+        try:
+            return {TEACHER: saved.model(PRECISIONS[given.teacher_precision], given.trust_remote_code, quantization)}
+        except ValueError as error:
+            raise ConfigurationError(f"{self._said}: {error}") from error
+
+    @property
+    def _said(self) -> str:
+        return f"distill={{'teacher': {self.settings.teacher!r}}}"
+
+    def kept(self, logits: Tensor, drawing: torch.Generator) -> tuple[Tensor, Tensor]:
+        """What is stored of a teacher's logits ``[n, V]``: int64 ids and fp32 log-probabilities, ``[n, k]`` both.
+
+        The likeliest tokens have their own log-probabilities. Drawn ones stand for their shares of the draws, which were made
+        at the temperature of the run and are divided by it again; the mean of the shares is the teacher's distribution
+        (Anshumann et al., 2025, section 4).
+        """
+        k, temperature = self.settings.stored_tokens, self.settings.temperature
+        if self.settings.stored == "likeliest":
+            log_p, ids = logits.float().log_softmax(-1).topk(min(k, logits.shape[1]))
+            spare = k - ids.shape[1]
+            return F.pad(ids, (0, spare)), F.pad(log_p, (0, spare), value=-torch.inf)
+        ids = (logits.float() / temperature).softmax(-1).multinomial(k, replacement=True, generator=drawing)
+        counts = torch.zeros_like(logits, dtype=torch.float32).scatter_add_(1, ids, torch.ones_like(ids, dtype=torch.float32))
+        return ids, temperature * (counts.gather(1, ids) / k).log()
 
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head
         states, auxiliary = model(batch)
         found = self._compared(head, states, batch)
-        return {"distillation": Term(found.loss, per="weight"), **self._metrics(found), **auxiliary}
+        return {"distillation": Term(found.loss, per="weight"), **self._metrics(found, batch), **auxiliary}
 
     @torch.no_grad()
     def score(self, model: PresentedModel, batch: Batch) -> Terms:
@@ -138,26 +225,33 @@ class Distill(Objective):
         head = model.head
         found = self._compared(head, model.logits(batch) if head is None else model.hidden_states(batch), batch)
         accuracy = Term(found.accuracy, 0.0, "weight")
-        return {"distillation": Term(found.loss, per="weight"), **self._metrics(found), "token_accuracy": accuracy}
+        return {"distillation": Term(found.loss, per="weight"), **self._metrics(found, batch), "token_accuracy": accuracy}
 
-    def _metrics(self, found: Distillation) -> Terms:
+    def _metrics(self, found: Distillation, batch: Batch) -> Terms:
         metrics = {
             self.settings.divergence: found.divergence, "cross_entropy": found.cross_entropy,
-            "teacher_cross_entropy": found.teacher_cross_entropy, "token_agreement": found.agreement,
+            "token_agreement": found.agreement,
         }  # fmt: skip
+        if self.settings.stored_tokens is None:
+            metrics["teacher_cross_entropy"] = found.teacher_cross_entropy
+        elif self.settings.stored == "likeliest":
+            kept = batch.tokens[STORED_LOG_P].exp().sum(-1).masked_fill(batch.targets == IGNORED, 0.0)
+            metrics["teacher_kept"] = (kept if batch.weights is None else kept * batch.weights).sum()
         return {name: Term(value, 0.0, "weight") for name, value in metrics.items()}
 
     def _compared(self, head: Head | None, states: Tensor, batch: Batch) -> Distillation:
         """The sums over the Batch; without whole logits where the heads of both sides are understood."""
-        teacher = self.frozen[TEACHER]
-        theirs = teacher.head
-        with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
-            taught = teacher.logits(batch) if theirs is None else teacher.hidden_states(batch)
         of_divergence, of_cross_entropy = self.weights
         options: dict[str, Any] = {
             "temperature": self.settings.temperature, "divergence_weight": of_divergence,
             "cross_entropy_weight": of_cross_entropy, "weights": batch.weights,
         }  # fmt: skip
+        if self.settings.stored_tokens is not None:
+            return self._from_stored(head, states, batch, options)
+        teacher = self.frozen[TEACHER]
+        theirs = teacher.head
+        with torch.no_grad(), torch.autocast(states.device.type, enabled=False):
+            taught = teacher.logits(batch) if theirs is None else teacher.hidden_states(batch)
         if head is None or theirs is None:
             z = states if head is None else head.logits(states)
             teachers_z = taught if theirs is None else theirs.logits(taught)
@@ -167,10 +261,25 @@ class Distill(Objective):
             chunk_size=self.chunk_size, **options,
         )  # fmt: skip
 
+    def _from_stored(self, head: Head | None, states: Tensor, batch: Batch, options: dict[str, Any]) -> Distillation:
+        stored = StoredTokens(batch.tokens[STORED_IDS].long(), batch.tokens[STORED_LOG_P])
+        if head is None:
+            theirs = stored.logits(self.vocabulary)
+            return distillation_of_logits(states[:, : self.vocabulary], theirs, batch.targets, self.divergence, **options)
+        ours = _linear(states, head).of_rows(self.vocabulary)
+        return linear_distillation(
+            ours, stored, batch.targets, self.divergence, count=batch.trained, chunk_size=self.chunk_size, **options
+        )
+
     def definition(self, logits: Tensor, targets: Tensor, frozen: Mapping[str, Tensor]) -> Tensor:
         """By ``torch.nn.functional.kl_div``, a mixture being made where the paper has one."""
+        if self.settings.stored == "drawn":
+            raise ConfigurationError("distill.stored='drawn': the definition knows no draws; verify with stored='likeliest'")
         common = min(logits.shape[-1], frozen[TEACHER].shape[-1])
         z, teachers_z = logits[:, :common].float(), frozen[TEACHER][:, :common].float()
+        if self.settings.stored_tokens is not None:
+            least = teachers_z.topk(min(self.settings.stored_tokens, common)).values[:, -1:]
+            teachers_z = teachers_z.masked_fill(teachers_z < least, -torch.inf)
         q, p = ((x / self.settings.temperature).log_softmax(-1) for x in (z, teachers_z))
         divergence = DEFINITIONS[self.settings.divergence](p, q, self._beta, self._skew)
         if self.settings.temperature_squared:
@@ -183,8 +292,8 @@ def _linear(states: Tensor, head: Head) -> LinearHead:
 
 
 def _kl(p: Log, q: Log) -> Tensor:
-    """``KL(p ‖ q)``; torch has the second one first."""
-    return F.kl_div(q, p, reduction="none", log_target=True).sum(-1)
+    """``KL(p ‖ q)``; torch has the second one first. What p excludes adds nothing."""
+    return F.kl_div(q, p, reduction="none", log_target=True).masked_fill(p == -torch.inf, 0.0).sum(-1)
 
 
 def _mix(p: Log, q: Log, share: float) -> Log:

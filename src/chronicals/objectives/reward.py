@@ -11,6 +11,7 @@ Equation 1 divides by the pairs of a prompt; here the mean is over all pairs of 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +24,9 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import stop_token_ids
 from chronicals.models import PresentedModel, Term, Terms, attach_score, embedding_table, score_of
 from chronicals.models.four_bits import Watch
-from chronicals.objectives.pairs import PER_PAIR, Pairs, pairs_of, reward_metrics
+from chronicals.objectives.pairs import CHOSEN, PER_PAIR, REJECTED, Pairs, pairs_of, reward_metrics
 from chronicals.objectives.registry import register
-from chronicals.objectives.terms import Objective, settings
+from chronicals.objectives.terms import Objective, ScoredDocument, settings
 from chronicals.saving import SavedModel
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,14 @@ class Reward(Objective):
         states, auxiliary = model.states(batch)
         pairs = pairs_of(document_scores(model, states, batch), batch, None)
         return {**self.terms(pairs), **auxiliary}
+
+    def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
+        """By the sigmoid itself."""
+        rewards = {document.side: document.score for document in item}
+        chosen, rejected, weight = rewards[CHOSEN], rewards[REJECTED], self.settings.center_coefficient
+        assert chosen is not None and rejected is not None
+        loss = -torch.sigmoid(chosen - rejected).log() + weight * (chosen + rejected) ** 2
+        return {"reward": Term(loss, per=PER_PAIR)}
 
     def terms(self, pairs: Pairs) -> dict[str, Term]:
         """Of pairs whose values are rewards."""

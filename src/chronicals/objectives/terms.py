@@ -43,6 +43,7 @@ class ScoredDocument:
         targets: int64 ``[n]``.
         frozen: logits of the objective's frozen models at the same places, by name.
         side, label: of these columns of the data (``data/store.py``).
+        score: fp32 scalar, of a model with a score (``models/classifier.py``), which has no logits.
     """
 
     logits: Tensor
@@ -50,6 +51,7 @@ class ScoredDocument:
     frozen: Mapping[str, Tensor]
     side: int = 0
     label: int = -1
+    score: Tensor | None = None
 
 
 class Objective(ABC):
@@ -163,6 +165,10 @@ class Objective(ABC):
             ConfigurationError: the objective has no such definition.
         """
         raise ConfigurationError(f"{type(self).__name__}: has no definition in plain torch; give the class one (definition)")
+
+    def for_definition(self, tokenizer: Any) -> Mapping[str, Any]:
+        """Frozen models, by name, that ``definition`` needs though ``bring`` has none of them."""
+        return {}
 
     def item_definition(self, item: Sequence[ScoredDocument], known: Mapping[str, Tensor]) -> Terms:
         """As ``definition``, of an item: for an objective over several documents together.

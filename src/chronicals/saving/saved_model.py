@@ -117,6 +117,14 @@ class SavedModel:
         """
         return self._of_base(load_config, trust_remote_code)
 
+    def identity(self) -> list[Any]:
+        """Plain JSON that is the same while its files, or those of the hub's commit, are."""
+        if isinstance(self.place, str):
+            return [self.place, getattr(self.config(), "_commit_hash", None)]
+        files = [file for file in sorted(self.place.iterdir()) if file.suffix in (".json", ".safetensors", ".bin", ".py")]
+        own = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
+        return [str(self.place.resolve()), own, SavedModel.find(self.base).identity() if self.base else None]
+
     def embedding_rows(self, trust_remote_code: bool = False) -> int:
         """Of the embedding that is stored with the adapter, or else of the model.
 

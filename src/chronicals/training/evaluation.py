@@ -20,6 +20,7 @@ from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
 from chronicals.training.precision import Precision
 from chronicals.training.step import counts_of, known_before
+from chronicals.training.stored_predictions import with_predictions
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def evaluate_data(model: Any, tokenizer: Any, data: Source, config: ChronicalsCo
     embedding_rows = embedding_table(model).shape[0]
     store = open_store(data, tokenizer, config, embedding_rows=embedding_rows, kinds=objective.row_kinds)
     check_positions(model, store.longest)
+    (store,) = with_predictions([store], objective, model, tokenizer, config)
     stream = BatchStream(store, config, filler_token(tokenizer, embedding_rows), epochs=1, shuffle=False)
     device = input_device(model)
     bring_frozen(objective, model, tokenizer, config)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,7 +25,12 @@ def bring_frozen(objective: Objective, model: Any, tokenizer: Any, config: Chron
         ConfigurationError: one cannot be had, or does not fit; the message names the setting.
     """
     release_frozen(objective)
-    for name, brought in objective.bring(model, tokenizer, config).items():
+    made_ready(objective, objective.bring(model, tokenizer, config), model, config)
+
+
+def made_ready(objective: Objective, models: Mapping[str, Any], model: Any, config: ChronicalsConfig) -> None:
+    """Freeze models, move them to the device of ``model``, give them kernels, and put them into ``objective.frozen``."""
+    for name, brought in models.items():
         brought.requires_grad_(False).eval().to(input_device(model))
         brought.config.use_cache = False
         objective.frozen[name] = _ready(brought, config)

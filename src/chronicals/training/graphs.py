@@ -276,7 +276,9 @@ def _fill(static: Batch, batch: Batch) -> None:
 
 def _further(batch: Batch) -> dict[str, Tensor]:
     """The tensors of a Batch that not every Batch has, by name."""
-    found = dict(batch.segments) if batch.weights is None else {**batch.segments, "weights": batch.weights}
+    found = {**batch.segments, **{f"tokens.{name}": column for name, column in batch.tokens.items()}}
+    if batch.weights is not None:
+        found["weights"] = batch.weights
     if batch.keys is not None:
         found |= {f"keys.{name}": getattr(batch.keys, name) for name in ("index", "cu_seqlens", "places")}
     return found

@@ -42,6 +42,7 @@ from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.samples import Samples
 from chronicals.training.session import Session, prepared
 from chronicals.training.stopping import Stop
+from chronicals.training.stored_predictions import with_predictions
 from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
 
@@ -136,6 +137,9 @@ class ChronicalsTrainer:
         check_positions(model, longest)
         plan = plan_of(train_store, self.config)
         with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device):
+            objective, given = self.objective, [store for store in (train_store, eval_store) if store is not None]
+            train_store, *held = with_predictions(given, objective, model, self.tokenizer, config, self.ranks)
+            eval_store = held[0] if held else None
             samples = Samples(model, self.tokenizer, eval_store or train_store, self._samples(), self.output_dir)
             if self.ranks.writer and resumed is None:
                 samples.before()

@@ -15,7 +15,7 @@ from torch import nn
 
 from chronicals.config import ChronicalsConfig
 from chronicals.lora.peft_format import CHANGED
-from chronicals.models import QUANTISED_FROM, has_4bit_layers, load_by_bitsandbytes, missing_for_bitsandbytes
+from chronicals.models import QUANTISED_FROM, has_4bit_layers, load_by_bitsandbytes, missing_for_bitsandbytes, score_of
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, weight_of_layer
 from chronicals.quantization.linear import SCALES, Linear4bit
 from chronicals.quantization.nf4 import Packed
@@ -52,6 +52,8 @@ class BitsAndBytesArm(PlainArm):
     def __init__(self, model: Any, fp32: PlainArm, config: ChronicalsConfig):
         if missing := [*missing_for_bitsandbytes(), *(["peft"] if find_spec("peft") is None else [])]:
             raise NotRun(f"{', '.join(missing)}: not installed")
+        if score_of(model) is not None:
+            raise NotRun("the model is a reward model, whose classifier PEFT adapts otherwise")
         self.device, self.alone, self.router_loss = fp32.device, False, fp32.router_loss
         self.objective, self.frozen = fp32.objective, fp32.frozen
         base = _load(model, config, self.device)

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.models import beside_text, is_within
-from chronicals.models.router_loss import asks_for_router_loss, read_router_loss
+from chronicals.models import SCORE, beside_text, is_within, score_of
+from chronicals.models.classifier import classifier_of
+from chronicals.models.router_loss import SWITCH, asks_for_router_loss, read_router_loss
 from chronicals.objectives import Count, Objective, ScoredDocument, divide
 from chronicals.verification.modules import plain_name
 from chronicals.verification.plain_adapters import PlainAdapters, adapter_fields
@@ -68,7 +69,12 @@ class PlainArm:
 
     Raises:
         ConfigurationError: the class cannot be made with eager attention, or a quantised layer is no plain product.
+
+    Attributes:
+        pad_token_id: of a reward model, whose class takes the score of the last other token; None of a language model.
     """
+
+    pad_token_id: int | None = None
 
     def __init__(
         self, model: Any, device: torch.device, config: ChronicalsConfig, objective: Objective, alone: bool = False,
@@ -80,9 +86,18 @@ class PlainArm:
         self.router_loss = read_router_loss(model).coefficient if asks_for_router_loss(model) else 0.0
         self.trained: dict[str, nn.Parameter] = {}
         self.autocast: torch.dtype | None = None
+        if (score := score_of(model)) is not None:
+            self.pad_token_id = score.pad_token_id
+            if self.router_loss:
+                raise ConfigurationError(
+                    f"objective='reward': {type(model).__name__} adds a router loss, and transformers' classifier has none to "
+                    f"compare with; load the model with {SWITCH}=False"
+                )
         if config.use_lora or hasattr(model, "chronicals_lora"):
             adapters = PlainAdapters(self.model, device)
-            adapters.attach(adapter_fields(model, config))
+            fields = adapter_fields(model, config)
+            whole = [*(fields["modules_to_save"] or ()), *([] if score is None else [SCORE])]
+            adapters.attach({**fields, "modules_to_save": whole})
             self.trained = adapters.trained
         else:
             towers = beside_text(model)
@@ -218,7 +233,7 @@ class PlainArm:
     def _rows(self, documents: list[MaskedDocument]) -> tuple[Tensor, Tensor, Tensor]:
         """Ids, mask of what is no padding, and bool of what is trained: a row a document."""
         width = max(len(document.ids) for document in documents)
-        ids = torch.zeros(len(documents), width, dtype=torch.long)
+        ids = torch.full((len(documents), width), self.pad_token_id or 0)
         mask, trained = torch.zeros_like(ids), torch.zeros(len(documents), width, dtype=torch.bool)
         for row, (tokens, marks, *_) in enumerate(documents):
             ids[row, : len(tokens)] = torch.from_numpy(tokens.astype(np.int64))
@@ -231,6 +246,8 @@ class PlainArm:
         documents = [document for item in items for document in item]
         ids, mask, trained = self._rows(documents)
         logits = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        if self.pad_token_id is not None:
+            return self._with_scores(items, logits)
         with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
             frozen = {
                 name: model(input_ids=ids, attention_mask=mask, use_cache=False).logits for name, model in self.frozen.items()
@@ -244,6 +261,11 @@ class PlainArm:
             for row, document in enumerate(documents)
         )  # fmt: skip
         return [[next(scored) for _ in item] for item in items]
+
+    def _with_scores(self, items: list[Item], scores: Tensor) -> list[list[ScoredDocument]]:
+        """The documents of some items with their scores ``[N, 1]``."""
+        nothing, left = scores.new_zeros(0, 0), iter(scores.float().squeeze(-1).unbind())
+        return [[ScoredDocument(nothing, nothing, {}, d.side, d.label, next(left)) for d in item] for item in items]
 
     def _products(self) -> AbstractContextManager:
         return torch.autocast(self.device.type, dtype=self.autocast) if self.autocast else nullcontext()
@@ -267,23 +289,29 @@ def _takes_sdpa(model: Any) -> bool:
 
 
 def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
-    """A model of the same class, configuration and weights, in fp32, with eager attention or SDPA and without dropout."""
-    config = copy.deepcopy(model.config)
+    """A model of the same class, configuration and weights, in fp32, with eager attention or SDPA and without dropout; of one
+    with a score the classifier."""
+    score = score_of(model)
+    kind, config = (type(model), copy.deepcopy(model.config)) if score is None else classifier_of(model)
     config._attn_implementation = "sdpa" if sdpa else "eager"
     config._experts_implementation = "eager"
     try:
         with torch.device(device):
-            fresh = type(model)(config).float()
+            fresh = kind(config).float()
     except (TypeError, ValueError, NotImplementedError) as error:
         raise ConfigurationError(
             f"model: {type(model).__name__} cannot be made with eager attention ({error}), which the plain arms need; "
             "verify a model of the same family that can"
         ) from error
     without_dropout(fresh)
+    if score is not None:
+        fresh.get_input_embeddings().padding_idx = None  # or the token has no gradient where an answer has it
     weights = {plain_name(name): tensor for name, tensor in model.state_dict().items() if ".lora_" not in name}
     quantised = quantised_layers(model)
     for path in quantised:  # of which a state dictionary has the format, too
         weights = {name: x for name, x in weights.items() if not name.startswith(f"{path}.") or name == f"{path}.bias"}
+    if score is not None:
+        weights = {name: x for name, x in weights.items() if name in fresh.state_dict()}
     missing = fresh.load_state_dict(weights, strict=not quantised).missing_keys
     assert set(missing) == {f"{path}.weight" for path in quantised}, missing
     for path, layer in quantised.items():

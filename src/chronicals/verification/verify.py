@@ -42,6 +42,7 @@ from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
 from chronicals.training.step import counts_of
+from chronicals.training.stored_predictions import with_predictions
 from chronicals.training.stored_reference import StoredReference
 from chronicals.verification import comparison
 from chronicals.verification.bitsandbytes_arm import ARM, BitsAndBytesArm, NotRun, wants_bitsandbytes
@@ -159,6 +160,8 @@ def verify(
     device = one_device(model, Mesh())
     check_precision(config, device)
     quantise_as_asked(model, config)
+    torch.manual_seed(config.seed)
+    objective.prepare(model, tokenizer, config)
     notes = without_dropout(model)
     if config.use_lora and config.lora_dropout:
         notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
@@ -194,6 +197,7 @@ def verify(
             arm.take_frozen({name: model}, own_types=arm is plain)
     path = TrainingPath(model, config, total, tokenizer)
     store = StoredReference(path.session, partial(BatchStream, config=config, padding_token_id=filler, epochs=1)).beside(store)
+    (store,) = with_predictions([store], path.session.objective, model, tokenizer, config)
     stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
     if fp32.router_loss and path.session.presented.router_loss is None:
         for arm in filter(None, (fp32, plain, others)):
@@ -201,6 +205,7 @@ def verify(
         told = f"{type(model).__name__} adds none, or one that the run leaves out"
         notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
     frozen = {name: presented.model for name, presented in path.session.objective.frozen.items()}
+    frozen |= {name: other.to(device) for name, other in objective.for_definition(tokenizer).items()}
     for arm in (fp32, plain):
         arm.take_bases(model)
         arm.take_frozen(frozen, own_types=arm is plain)

@@ -1,0 +1,57 @@
+"""Columns of what is trained: values for every target of a store, which lie in a Batch where the target stands.
+
+A column has a row for each target, document after document, so it may be a file that is mapped into memory. What is stored of
+a teacher's predictions is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class TargetColumn:
+    """Values of the targets of some documents.
+
+    Attributes:
+        values: ``[rows, ...]``, the targets of a document in their order, one behind the other.
+        starts: int64 ``[documents]``, where each begins.
+        counts: int64 ``[documents]``, targets of each.
+    """
+
+    values: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def of(cls, values: np.ndarray, counts: np.ndarray) -> TargetColumn:
+        """Values of all documents of a store, whose ``targets`` are ``counts``.
+
+        Raises:
+            ValueError: there are more or fewer values than targets.
+        """
+        if len(values) != counts.sum():
+            raise ValueError(f"{len(values)} values for {counts.sum()} targets")
+        return cls(values, np.cumsum(counts) - counts, counts)
+
+    def subset(self, indices: np.ndarray) -> TargetColumn:
+        """Of some of the documents, over the same values."""
+        return replace(self, starts=self.starts[indices], counts=self.counts[indices])
+
+    def rows(self, documents: np.ndarray) -> np.ndarray:
+        """int64, the rows of these documents' targets, one behind the other."""
+        counts = self.counts[documents]
+        return np.repeat(self.starts[documents] - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
+
+    def laid(self, documents: np.ndarray, is_target: np.ndarray) -> np.ndarray:
+        """``[T, ...]``: the values at the targets, zero elsewhere.
+
+        Args:
+            documents: int64, those of the Batch in their order.
+            is_target: bool ``[T]``.
+        """
+        found = np.zeros((len(is_target), *self.values.shape[1:]), self.values.dtype)
+        found[is_target] = self.values[self.rows(documents)]
+        return found

@@ -1,0 +1,259 @@
+"""A teacher's predictions stored before the run: what they are, that training is that with the teacher, what is refused."""
+
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import runs
+import tiny
+from chronicals.batch import IGNORED
+from chronicals.config import ConfigurationError
+from chronicals.data import BatchStream
+from chronicals.data.building import open_store
+from chronicals.objectives import build_objective
+from chronicals.objectives.distill import STORED_IDS, STORED_LOG_P, Distill
+from chronicals.training import CheckpointError
+from chronicals.training.callbacks import read_metrics
+from chronicals.training.evaluation import evaluate_data
+from chronicals.training.stored_predictions import with_predictions
+from chronicals.verification import verify
+from distillations import SETTINGS, fields, refused, sharp, train
+
+ALL = 300
+"""Ids of the student, which the teacher has too."""
+
+
+def metrics(folder):
+    return [line for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line]
+
+
+def stored(folder, teacher, rows=None, **settings):
+    """The objective, the store with predictions, and a student."""
+    config = runs.config(folder, **fields(teacher, **settings))
+    objective, student = build_objective(config), sharp(tiny.llama())
+    store = open_store(rows or tiny.chat_rows(), tiny.tokenizer(), config)
+    return objective, *with_predictions([store], objective, student, tiny.tokenizer(), config), config
+
+
+# --- what is stored ------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_has_the_predictions_of_its_targets(teacher, tmp_path):
+    """Each document's own, wherever it is packed: of the whole store, of a part of it, in any order."""
+    _, store, config = stored(tmp_path, teacher, stored_tokens=7)
+    model = sharp(tiny.llama(7, hidden_size=96, num_hidden_layers=1, vocab_size=310))
+    some = store.subset(np.sort(np.random.permutation(len(store))[: len(store) // 2]))
+    for part in (store, some):
+        for batch in BatchStream(part, config, shuffle=True):
+            ids, log_p = batch.tokens[STORED_IDS].long(), batch.tokens[STORED_LOG_P]
+            bounds = batch.cu_seqlens.tolist()
+            for first, last in zip(bounds, bounds[1:]):
+                at = batch.targets[first:last] != IGNORED
+                if not at.any():
+                    continue
+                with torch.no_grad():
+                    logits = model(batch.input_ids[None, first:last]).logits[0, at]
+                expected = logits[:, :ALL].log_softmax(-1)
+                torch.testing.assert_close(log_p[first:last][at], expected.topk(7).values, rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(expected.gather(1, ids[first:last][at]), log_p[first:last][at], rtol=1e-4, atol=1e-5)
+            assert not ids[batch.targets == IGNORED].any() and not log_p[batch.targets == IGNORED].any()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_drawn_tokens_are_the_teachers_distribution_in_the_mean(temperature, teacher, tmp_path):
+    objective, _, _ = stored(tmp_path, teacher, stored_tokens=40, stored="drawn", temperature=temperature)
+    logits, n = torch.randn(1, 30) * 2, 20_000
+    ids, log_p = objective.kept(logits.expand(n, -1), torch.Generator().manual_seed(torch.seed() % 2**31))
+    p = (logits[0] / temperature).softmax(-1)
+    shares = torch.full((n, 30), -torch.inf).scatter_(1, ids, log_p / temperature).softmax(-1)
+    error = (p * (1 - p) / 40 / n).sqrt()
+    assert ((shares.mean(0) - p).abs() < 6 * error).all()
+    assert torch.allclose(torch.zeros(n, 30).scatter_(1, ids, (log_p / temperature).exp()).sum(-1), torch.ones(n))
+
+
+def test_places_beyond_the_vocabulary_are_not_used(teacher, tmp_path):
+    objective, _, _ = stored(tmp_path, teacher, stored_tokens=320)
+    ids, log_p = objective.kept(torch.randn(3, ALL), torch.Generator())
+    assert ids.shape == log_p.shape == (3, 320) and (log_p[:, ALL:] == -torch.inf).all() and ids.max() < ALL
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("fused", [True, False], ids=["fused heads", "own logits"])
+@pytest.mark.parametrize("settings", [SETTINGS, {"temperature": 2.0, "temperature_squared": True}, {"divergence": "skew_kl"}])
+def test_all_tokens_are_the_teacher(settings, fused, teacher, tmp_path):
+    """Trained on all of its tokens the student is what it is beside the teacher itself."""
+    changes = {"max_steps": 3, "use_fused_kernels": fused}
+    train(tmp_path / "beside", teacher, settings, **changes)
+    train(tmp_path / "stored", teacher, {**settings, "stored_tokens": ALL}, **changes)
+    beside, found = metrics(tmp_path / "beside"), metrics(tmp_path / "stored")
+    for a, b in zip(beside, found, strict=True):
+        for name in {"loss", "grad_norm", "token_agreement", "cross_entropy"}:
+            assert b[name] == pytest.approx(a[name], rel=1e-4), name
+        assert b["teacher_kept"] == pytest.approx(1.0, rel=1e-5) and "teacher_cross_entropy" not in b
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused heads", "own logits"])
+def test_few_tokens_are_what_is_kept_of_the_teacher_normalised_anew(fused, teacher, tmp_path):
+    train(tmp_path, teacher, {"stored_tokens": 5, "temperature": 1.5}, max_steps=1, use_fused_kernels=fused)
+    config = runs.config(tmp_path, max_steps=1)
+    (step,) = BatchStream(open_store(tiny.chat_rows(), tiny.tokenizer(), config), config).steps(count=1)
+    student, model = sharp(tiny.llama()), sharp(tiny.llama(7, hidden_size=96, num_hidden_layers=1, vocab_size=310))
+    losses, kept = [], []
+    for batch in step.batches:
+        bounds = batch.cu_seqlens.tolist()
+        for first, last in zip(bounds, bounds[1:]):
+            at = batch.targets[first:last] != IGNORED
+            if at.any():
+                with torch.no_grad():
+                    z, theirs = (m(batch.input_ids[None, first:last]).logits[0, at][:, :ALL] for m in (student, model))
+                best = theirs.log_softmax(-1).topk(5)
+                p = (best.values / 1.5).softmax(-1)
+                q = (z / 1.5).log_softmax(-1).gather(1, best.indices)
+                losses += (p * (p.log() - q)).sum(-1).tolist()
+                kept += best.values.exp().sum(-1).tolist()
+    (line,) = metrics(tmp_path)
+    assert line["loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert line["teacher_kept"] == pytest.approx(np.mean(kept), rel=1e-4)
+
+
+def test_a_second_run_needs_no_teacher(teacher, tmp_path, monkeypatch):
+    """What is stored is found: by a run that is resumed, by another with other rates, by evaluation of the held-out part."""
+    settings = {"stored_tokens": 9}
+    train(tmp_path, teacher, settings, max_steps=2, validation_split=0.2, eval_steps=1)
+    monkeypatch.setattr(Distill, "teacher", lambda *_: pytest.fail("the teacher was loaded"))
+    train(tmp_path, teacher, settings, max_steps=4, validation_split=0.2, eval_steps=1, resume=True)
+    assert len(metrics(tmp_path)) == 4
+    again = {"cache_dir": tmp_path / "tokens", "validation_split": 0.2, "max_steps": 1, "learning_rate": 1e-4}
+    train(tmp_path / "again", teacher, {**settings, "temperature": 3.0}, **again)
+    assert not list((tmp_path / "tokens").rglob("*.aside"))
+
+
+def test_what_was_stored_of_another_teacher_is_not_taken(teacher, tmp_path):
+    other = tmp_path / "other"
+    shutil.copytree(teacher, other)
+    cache = {"cache_dir": tmp_path / "tokens", "max_steps": 1, "use_fused_kernels": False}
+    train(tmp_path / "first", other, {"stored_tokens": 9}, **cache)
+    sharp(tiny.llama(8, hidden_size=96, num_hidden_layers=1, vocab_size=310)).save_pretrained(other)
+    train(tmp_path / "then", other, {"stored_tokens": 9}, **cache)
+    for name, changes in {"k": {"stored_tokens": 8}, "drawn": {"stored_tokens": 9, "stored": "drawn"}}.items():
+        train(tmp_path / name, other, changes, **cache)
+    assert len(list((tmp_path / "tokens").rglob("*.teacher"))) == 4
+
+
+def test_a_student_learns_from_drawn_tokens(teacher, tmp_path):
+    """Measured beside the teacher itself."""
+    student, config = sharp(tiny.llama()), runs.config(tmp_path, **fields(teacher))
+    before = evaluate_data(student, tiny.tokenizer(), tiny.chat_rows(), config).loss
+    settings = fields(teacher, stored_tokens=60, stored="drawn")
+    runs.train(tmp_path, model=student, max_steps=30, learning_rate=1e-2, use_fused_kernels=False, **settings)
+    assert evaluate_data(student, tiny.tokenizer(), tiny.chat_rows(), config).loss < 0.7 * before
+    assert "teacher_kept" not in metrics(tmp_path)[0]
+
+
+def test_evaluation_stores_too(teacher, tmp_path):
+    """Of a model that is the teacher, whose divergence from itself is that from its own likeliest tokens."""
+    from chronicals.models.loading import load_model
+
+    config = runs.config(tmp_path, **fields(teacher, stored_tokens=310))
+    score = evaluate_data(load_model(teacher, torch.float32), tiny.tokenizer(), tiny.chat_rows(), config)
+    assert score.loss == pytest.approx(0.0, abs=1e-6) and score.others["token_agreement"] == 1.0
+
+
+# --- verification --------------------------------------------------------------------------------------------------------
+
+
+def checked(folder, teacher, seed, **settings):
+    given = fields(teacher, **{"stored_tokens": 12, "temperature": 1.5, "alpha": 0.8, **settings})
+    config = runs.config(folder, **given, learning_rate=2e-4, batch_size=1, seed=seed, use_fused_kernels=False)
+    return verify(sharp(tiny.llama(seed)), tiny.tokenizer(), config, tiny.chat_rows())
+
+
+def test_a_healthy_run_passes_verification(teacher, tmp_path, seed):
+    found = checked(tmp_path, teacher, seed)
+    assert found.passed, found.failures
+
+
+def test_one_token_less_fails_verification(teacher, tmp_path, seed, monkeypatch):
+    right = Distill.kept
+
+    def planted(self, logits, drawing):
+        ids, log_p = right(self, logits, drawing)
+        return ids, torch.cat([log_p[:, :-1], torch.full_like(log_p[:, -1:], -torch.inf)], 1)
+
+    monkeypatch.setattr(Distill, "kept", planted)
+    assert not checked(tmp_path, teacher, seed).passed
+
+
+def test_predictions_of_the_token_before_fail_verification(teacher, tmp_path, seed, monkeypatch):
+    from chronicals.data.target_columns import TargetColumn
+
+    monkeypatch.setattr(TargetColumn, "laid", _laid_one_late(TargetColumn.laid))
+    assert not checked(tmp_path, teacher, seed).passed
+
+
+def _laid_one_late(laid):
+    def planted(self, documents, is_target):
+        found = laid(self, documents, is_target)
+        found[is_target] = np.roll(found[is_target], 1, axis=0)
+        return found
+
+    return planted
+
+
+# --- an 8-bit teacher ------------------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_in_8_bits(teacher, tmp_path):
+    """bitsandbytes' layers, whose divergence is nearly that of 16 bits, by less than that of 4 bits."""
+    found = {}
+    for precision in ("fp32", "int8", "nf4"):
+        settings = {"teacher_precision": precision}
+        train(tmp_path / precision, teacher, settings, max_steps=1, use_fused_kernels=False)
+        found[precision] = metrics(tmp_path / precision)[0]["forward_kl"]
+    assert 0 < abs(found["int8"] - found["fp32"]) < 0.02 * found["fp32"]
+    assert abs(found["int8"] - found["fp32"]) < abs(found["nf4"] - found["fp32"])
+
+
+def test_an_adapter_does_not_go_over_8_bits(tmp_path):
+    tiny.llama().save_pretrained(tmp_path / "base")
+    tiny.tokenizer().save_pretrained(tmp_path / "base")
+    from chronicals.models.loading import load_model
+
+    runs.train(tmp_path / "run", model=load_model(tmp_path / "base", torch.float32), use_lora=True, max_steps=1)
+    with pytest.raises(ConfigurationError, match="is an adapter, which does not go over a base in LLM.int8; take nf4"):
+        train(tmp_path, tmp_path / "run" / "run", {"teacher_precision": "int8"}, max_steps=1)
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_stored_is_refused(teacher, tmp_path):
+    for settings in ({"divergence": "reverse_kl"}, {"divergence": "jsd", "beta": 1.0}):
+        assert "the reverse KL needs all of the teacher's tokens" in refused(teacher="x", stored_tokens=5, **settings)
+    assert "with divergence='forward_kl' alone" in refused(teacher="x", stored_tokens=5, stored="drawn", divergence="skew_kl")
+    assert "belongs to stored_tokens, which is not set" in refused(teacher="x", stored="drawn")
+    with pytest.raises(ConfigurationError, match="verify with stored='likeliest'"):
+        checked(tmp_path, teacher, 1, stored="drawn")
+
+
+def test_a_full_disk_is_said_before_anything_is_computed(teacher, tmp_path, monkeypatch):
+    few = type("Usage", (), {"free": 10})()
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: few)
+    with pytest.raises(ConfigurationError, match=r"distill.stored_tokens=9: 0.0 GiB are needed for [\d,]+ targets"):
+        stored(tmp_path, teacher, stored_tokens=9)
+
+
+def test_a_computation_that_was_broken_off_is_done_anew(teacher, tmp_path, monkeypatch):
+    with monkeypatch.context() as broken:
+        broken.setattr(Distill, "kept", lambda *_: (_ for _ in ()).throw(CheckpointError("broken off")))
+        with pytest.raises(CheckpointError, match="broken off"):
+            stored(tmp_path, teacher, stored_tokens=9)
+    assert list((tmp_path / "tokens").rglob("*.aside")) and not list((tmp_path / "tokens").rglob("*.teacher"))
+    _, store, _ = stored(tmp_path, teacher, stored_tokens=9)
+    assert store.of_targets[STORED_LOG_P].values.shape == (store.targets.sum(), 9)
+    assert np.isfinite(store.of_targets[STORED_LOG_P].values).all()
