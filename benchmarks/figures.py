@@ -418,11 +418,49 @@ def startups() -> list[str]:
     return ["", "## Start-up", *lines] if lines else []
 
 
+def objectives() -> list[str]:
+    """What each objective lifts on a small task, the range over seeds."""
+    result = load("objectives-learn.json")
+    seeds, untuned = result["seeds"], result["untuned"]
+    lines = [
+        "",
+        f"`benchmarks/objectives_learn.py`, {result['steps']} steps on one CPU core, {seeds} seeds: a small model learns to "
+        f"answer briefly. Before, {untuned['ended']:.0%} of its answers ended, with {untuned['words']:.1f} words in the mean. "
+        "Held-out pairs are answers of the untuned model, ordered by the log-probability over that before (a reward model: by "
+        "its score).",
+        "",
+        "| objective | held-out pairs ordered rightly | answers shorter than before | words |",
+        "|---|---|---|---|",
+    ]
+    for name, runs in result["preference"].items():
+        wins, words = ([run[key] for run in runs if key in run] for key in ("win_rate", "words"))
+        shown_wins, shown_words = (over(values, form) if values else "" for values, form in ((wins, ".0%"), (words, ".1f")))
+        lines.append(f"| `{name}` | {over([run['accuracy'] for run in runs], '.0%')} | {shown_wins} | {shown_words} |")
+    lines += [
+        "",
+        "A student of half the width, by as many steps from the teacher (`distill`) and from the tokens alone (`sft`):",
+        "",
+        "| trained on | held-out KL from the teacher | held-out cross-entropy |",
+        "|---|---|---|",
+    ]
+    for name, runs in {"nothing": result["distillation"]["teacher"], **result["distillation"]}.items():
+        found = [run["before" if name == "nothing" else "after"] for run in runs]
+        cells = [over([side[key] for side in found], ".2f") for key in ("forward_kl", "cross_entropy")]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return [*lines, "", f"![accuracies, win rates and students, a point a seed]({shown('objectives-learn.png')})"]
+
+
+def over(values: list[float], form: str) -> str:
+    """The range."""
+    low, high = format(min(values), form), format(max(values), form)
+    return low if low == high else f"{low} to {high}"
+
+
 def figures() -> str:
     """What stands in docs/measured.md: everything."""
     sections = {
         "## Memory": frontiers(), "## FP8": proofs(), "## Patched models of transformers": patched_step(),
-        "## Kernels": [*kernels(), *low_bits()], "## Saving": saves(), "## Data": data(),
+        "## Kernels": [*kernels(), *low_bits()], "## Objectives": objectives(), "## Saving": saves(), "## Data": data(),
     }  # fmt: skip
     titled = [line for title, lines in sections.items() for line in ("", title, *lines)]
     return "\n".join([*arms(), *startups(), *ladders(), *titled]) + "\n"
