@@ -17,6 +17,7 @@ from chronicals.cli.benchmark import benchmark
 from chronicals.cli.data import app as data
 from chronicals.cli.doctor import doctor
 from chronicals.cli.evaluate import evaluate
+from chronicals.cli.export import export
 from chronicals.cli.generate import generate
 from chronicals.cli.merge import merge
 from chronicals.cli.options import Command
@@ -59,7 +60,7 @@ def begin(
 for registered in data.registered_commands:
     registered.cls = Command
 app.add_typer(data)
-for command in (quickstart, train, evaluate, generate, merge, benchmark, verify, doctor):
+for command in (quickstart, train, evaluate, generate, merge, export, benchmark, verify, doctor):
     app.command(cls=Command)(command)
 
 

@@ -110,7 +110,7 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
     if not saved.base:
         raise MergeError(f"{saved.place}: an adapter that does not name its model; give base_model (--base-model)")
-    base = _folder_of(saved.base)
+    base = folder_of(saved.base)
     adapter = _Adapter(Path(saved.place), saved.about.get("base"))
     files = unpacked({file: list(tensors_in(file)) for file in files_of(base)})
     adapter.place_in([stored for tensors in files.values() for stored in tensors], base)
@@ -309,7 +309,7 @@ def _check(changes: Mapping[str, Change]) -> None:
         )
 
 
-def _folder_of(base: str) -> Path:
+def folder_of(base: str) -> Path:
     """The base's files; those of a hub name are downloaded, unless the cache has them."""
     if Path(base).is_dir():
         return Path(base)

@@ -102,29 +102,47 @@ def tensors_in(file: Path) -> Iterator[StoredTensor]:
 
 def write_file(
     target: Path, tensors: list[StoredTensor], changed: Callable[[StoredTensor], Tensor | None],
-    shapes: Mapping[str, torch.Size],
+    shapes: Mapping[str, torch.Size], dtype: str | None = None,
 ) -> None:  # fmt: skip
-    """Write a file with the same names and dtypes, one tensor after the other.
+    """Write a file with the same names, one tensor after the other.
 
     Args:
         tensors: what the file holds.
         changed: called for each in turn; the tensor that is written in its place, or None.
         shapes: of those that ``changed`` gives another shape.
+        dtype: of ``DTYPES``, of all that have one of those; by default each keeps its own.
+
+    Raises:
+        ValueError: a value is too large for ``dtype``; the message names the tensor.
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
+    kinds = {stored.name: dtype if dtype and stored.dtype in DTYPES else stored.dtype for stored in tensors}
     for stored in tensors:
-        shape = list(shapes.get(stored.name, stored.shape))
+        shape, kind = list(shapes.get(stored.name, stored.shape)), kinds[stored.name]
         size = (stored.end - stored.begin) * torch.Size(shape).numel() // max(torch.Size(stored.shape).numel(), 1)
-        header[stored.name] = {"dtype": stored.dtype, "shape": shape, "data_offsets": [offset, offset + size]}
+        if kind != stored.dtype:
+            size = size // DTYPES[stored.dtype].itemsize * DTYPES[kind].itemsize
+        header[stored.name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + size]}
         offset += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with target.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for stored in tensors:
-            tensor = changed(stored)
+            tensor, kind = changed(stored), kinds[stored.name]
+            if tensor is None and kind != stored.dtype:
+                tensor = stored.read()
             if tensor is None:
                 stored.copy_to(out)
             else:
-                out.write(tensor.to(DTYPES[stored.dtype]).contiguous().view(-1).view(torch.uint8).numpy().data)
+                out.write(_cast(tensor, kind, stored).contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _cast(tensor: Tensor, kind: str, stored: StoredTensor) -> Tensor:
+    cast = tensor.to(DTYPES[kind])
+    if kind == "F16" and not torch.isfinite(cast).all() and torch.isfinite(tensor).all():
+        raise ValueError(
+            f"{stored.name}: has {float(tensor.abs().max()):.3g}, and float16 ends at 65504; write bfloat16 instead"
+        )
+    return cast

@@ -1,0 +1,47 @@
+"""``chronicals export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="Folder of a run, checkpoint, adapter, model or hub name")],
+    to: Annotated[list[str], typer.Option(help="Formats, with commas or repeated; `--to list` prints them")],
+    output: Annotated[Path | None, typer.Option(help="Folder for the artefacts (default: MODEL/export)")] = None,
+    base_model: Annotated[str | None, typer.Option(help="The model of an adapter, where it does not say or has moved")] = None,
+    name: Annotated[str | None, typer.Option(help="What the artefacts' names begin with (default: the folder's)")] = None,
+    data: Annotated[str | None, typer.Option(help="Held-out rows: report how much of the training survives")] = None,
+    ollama: Annotated[bool, typer.Option("--ollama", help="Write a Modelfile beside each GGUF file")] = False,
+) -> None:
+    """Write a trained model for other programs, and prove that they read what was trained.
+
+    `chronicals export chronicals-output --to merged,gguf-q8_0` merges an adapter where there is one, writes each format, and
+    reads it back with its own client: transformers, PEFT, llama.cpp. What does not agree with the trained model is removed, and
+    the exit code is 1. The comparisons lie beside each artefact as JSON.
+    """
+    import shlex
+
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from chronicals.export import FORMATS
+    from chronicals.export import export as export_model
+
+    console = Console(emoji=False, highlight=False, soft_wrap=True)
+    asked = [one.strip() for given in to for one in given.split(",") if one.strip()]
+    if asked == ["list"]:
+        console.print("\n".join(FORMATS))
+        return
+    for exported in export_model(model, asked, output, base_model, name=name, data=data, ollama=ollama):
+        table = Table("compared", "client", "result", "measure", "bound", title=escape(str(exported.path)))
+        for check in exported.proof.checks:
+            result = {True: "equal", False: "[red]differs[/]", None: "reported" if check.value is not None else "not run"}
+            measure, bound = ("" if x is None else f"{x:.2e}" for x in (check.value, check.bound))
+            table.add_row(escape(check.name), check.client, result[check.passed], measure or escape(check.detail), bound)
+        console.print(table)
+    console.print(f"next: chronicals generate {escape(shlex.quote(str(model)))}, or your server on what was written")

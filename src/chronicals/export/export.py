@@ -1,0 +1,162 @@
+"""A trained model in the formats that others serve, each proved before it gets its name."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from chronicals.export import adapter, gguf, gguf_file, whole
+from chronicals.export.ollama import modelfile
+from chronicals.export.proof import Proof
+from chronicals.export.source import Source, opened
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way to write a model.
+
+    Attributes:
+        suffix: of the artefact's name.
+        write: the artefact, at a path.
+        prove: adds what was compared to a proof.
+        size: bytes that it takes, about.
+    """
+
+    suffix: str
+    write: Callable[[Source, Path], None]
+    prove: Callable[[Source, Path, Proof], None]
+    size: Callable[[Source], int]
+
+
+def _whole(kind: str) -> Format:
+    width = {"bf16": 2, "fp16": 2, "fp32": 4}[kind]
+    return Format(
+        f"-{kind}", lambda source, aside: whole.write(source, aside, kind),
+        lambda source, aside, proof: whole.prove(source, aside, kind, proof),
+        lambda source: width * sum(_values(source)),
+    )  # fmt: skip
+
+
+def _gguf(kind: str) -> Format:
+    return Format(
+        f"-{kind}.gguf", lambda source, aside: gguf.write(source, aside, kind),
+        lambda source, aside, proof: gguf.prove(source, aside, kind, proof),
+        lambda source: gguf.size(source, kind),
+    )  # fmt: skip
+
+
+def _values(source: Source) -> list[int]:
+    found = []
+    for stored in source.tensors.values():
+        count = 1
+        for n in stored.shape:
+            count *= n
+        found.append(count)
+    return found
+
+
+FORMATS: dict[str, Format] = {
+    "merged": _whole("bf16"),
+    "merged-fp16": _whole("fp16"),
+    "merged-fp32": _whole("fp32"),
+    "adapter": Format("-adapter", adapter.write, adapter.prove, adapter.size),
+    **{f"gguf-{kind}": _gguf(kind) for kind in gguf_file.TYPES},
+}
+"""By the name that ``--to`` takes."""
+
+
+class ExportError(ValueError):
+    """Nothing was written; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """An artefact that was proved."""
+
+    format: str
+    path: Path
+    proof: Proof
+
+
+def export(
+    model: str | Path, to: str | Sequence[str], output: str | Path | None = None, base_model: str | None = None,
+    *, name: str | None = None, data: str | Path | None = None, ollama: bool = False,
+) -> list[Exported]:  # fmt: skip
+    """Write a trained model in other formats, and read each back with its own client.
+
+    An artefact is written aside. It is renamed once everything that could be compared agrees; what could not be compared,
+    because a client is not installed, is named in the proof, ``NAME.proof.json`` beside the artefact.
+
+    Args:
+        model: the folder of a run, a checkpoint, an adapter, a model, or a hub name.
+        to: names of ``FORMATS``.
+        output: folder for the artefacts; by default ``export`` in the model's folder, or for a hub name ``NAME-export`` here.
+        base_model: of an adapter, where it does not say or has moved.
+        name: what the artefacts' names begin with; by default the model folder's.
+        data: held-out rows, as ``chronicals evaluate`` takes them, on which the losses of the base, the trained and the
+            exported model are reported.
+        ollama: also write a Modelfile for each GGUF file.
+
+    Raises:
+        ExportError: there is no such format, an artefact is there already, or the disk is too full.
+        NotExpressible: a format has no form for this model; nothing of that format was written.
+        NotProved: an artefact is not the trained model; it was removed, those before it stay.
+        ValueError: there is no such model, or its adapter cannot be merged.
+    """
+    asked = [to] if isinstance(to, str) else list(to)
+    if unknown := [one for one in asked if one not in FORMATS]:
+        raise ExportError(f"to={unknown[0]!r}: no such format; there are {', '.join(FORMATS)}")
+    named = name or (Path(model).resolve().name if Path(model).exists() else str(model).rpartition("/")[2])
+    beside = Path(model) / "export" if Path(model).is_dir() else Path(f"{named}-export")
+    folder = beside if output is None else Path(output)
+    targets = {one: folder / f"{named}{FORMATS[one].suffix}" for one in asked}
+    for one, target in targets.items():
+        if target.exists():
+            raise ExportError(f"{target}: is there already (--to {one}); delete it, or give another --output")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as place,
+        opened(model, base_model, Path(place), None if data is None else str(data)) as source,
+    ):
+        _check_room(source, asked, folder)
+        return [_one(one, target, source, Path(place), ollama) for one, target in targets.items()]
+
+
+def _check_room(source: Source, asked: Sequence[str], folder: Path) -> None:
+    """Raises ExportError where the disk has too little."""
+    needed, free = sum(FORMATS[one].size(source) for one in asked), shutil.disk_usage(folder).free
+    if free < needed:
+        raise ExportError(
+            f"output={str(folder)!r}: {', '.join(asked)} take {needed / 2**30:.2f} GiB, the disk has {free / 2**30:.2f}; free "
+            "some, or give a folder on another one (--output)"
+        )
+
+
+def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool) -> Exported:
+    chosen, aside = FORMATS[asked], place / target.name
+    about: dict[str, Any] = {"format": asked, "model": str(source.saved.place), "base": source.saved.base}
+    proof = Proof(about)
+    try:
+        chosen.write(source, aside)
+        chosen.prove(source, aside, proof)
+        proof.require(target)
+    except Exception:
+        shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
+        raise
+    for check in proof.checks:
+        logger.info("%s: %s", target.name, check)
+    aside.rename(target)
+    proof.write(target.with_name(f"{target.name}.proof.json"))
+    if ollama and target.suffix == ".gguf":
+        text, guessed = modelfile(source, target)
+        target.with_name(f"{target.stem}.Modelfile").write_text(text)
+        if guessed:
+            logger.warning("%s: %s", target.stem, guessed)
+    return Exported(asked, target, proof)

@@ -1,0 +1,196 @@
+"""Writing a model into a GGUF file, a tensor at a time, and reading one back into the model's own tensors."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chronicals.export.gguf_families import Family, NotExpressible, Settings, extra_tensors, family_of, settings_of
+from chronicals.export.gguf_tensors import Piece, pieces_of, restored
+from chronicals.export.gguf_tokenizer import Vocabulary
+from chronicals.export.weight_files import StoredTensor
+
+TYPES = {
+    "f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q5_0": "Q5_0", "q4_1": "Q4_1", "q4_0": "Q4_0",
+}  # fmt: skip
+"""Names of files by the type of most of their weights, in ``gguf.GGMLQuantizationType``."""
+
+FILE_TYPES = {
+    "f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", "q5_1": "MOSTLY_Q5_1",
+    "q5_0": "MOSTLY_Q5_0", "q4_1": "MOSTLY_Q4_1", "q4_0": "MOSTLY_Q4_0",
+}  # fmt: skip
+
+OF_THE_HEAD = "Q8_0"
+"""What the head is quantised to where the rest has fewer bits."""
+
+
+def require_gguf() -> None:
+    """Raises ValueError where the package is missing."""
+    if importlib.util.find_spec("gguf") is None:
+        raise ValueError("GGUF files are written by the package gguf, which is not installed: pip install 'chronicals[export]'")
+    logging.getLogger("gguf").setLevel(logging.WARNING)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a file will hold.
+
+    Attributes:
+        pieces: its tensors that are made of the model's.
+        extra: those that are not.
+        types: of each tensor, by name in the file.
+        bytes: of all tensors.
+    """
+
+    config: Any
+    family: Family
+    settings: Settings
+    pieces: list[Piece]
+    extra: dict[str, np.ndarray]
+    types: Mapping[str, Any]
+    bytes: int
+
+
+def plan(config: Any, tensors: Mapping[str, StoredTensor], kind: str) -> Plan:
+    """How a model is written with weights of a type of ``TYPES``.
+
+    Raises:
+        NotExpressible: GGUF has no form for it.
+        ValueError: the package gguf is missing.
+    """
+    require_gguf()
+    import gguf
+
+    family = family_of(config)
+    pieces = pieces_of({name: stored.shape for name, stored in tensors.items()}, config, family)
+    if missing := {"token_embd.weight", "output_norm.weight"} - {piece.name for piece in pieces}:
+        raise NotExpressible(f"{', '.join(sorted(missing))}: no tensor of the model is that")
+    types = {piece.name: _type_of(piece, kind, config) for piece in pieces}
+    extra = dict(extra_tensors(config))
+    size = sum(gguf.quant_shape_to_byte_shape(piece.shape, types[piece.name])[-1] * _rows(piece.shape) for piece in pieces)
+    return Plan(config, family, settings_of(config, family), pieces, extra, types, size + sum(x.nbytes for x in extra.values()))
+
+
+def _rows(shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape[:-1]))
+
+
+def _type_of(piece: Piece, kind: str, config: Any) -> Any:
+    """The type of a tensor in the file: its rows must be whole blocks, or it is F16."""
+    import gguf
+
+    if piece.is_full or kind == "f32":
+        return gguf.GGMLQuantizationType.F32
+    head = piece.name == "output.weight" or (piece.name == "token_embd.weight" and config.tie_word_embeddings)
+    chosen = gguf.GGMLQuantizationType[OF_THE_HEAD if head and kind.startswith(("q4", "q5")) else TYPES[kind]]
+    block, _ = gguf.GGML_QUANT_SIZES[chosen]
+    return chosen if piece.shape[-1] % block == 0 else gguf.GGMLQuantizationType.F16
+
+
+def write(
+    target: Path, planned: Plan, tensors: Mapping[str, StoredTensor], vocabulary: Vocabulary, kind: str,
+    about: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Write the file; of weights no more than one tensor of it is in memory.
+
+    Args:
+        tensors: of the model, where they are stored.
+        about: ``name``, ``license`` and the like, by gguf's method without ``add_``.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(target, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH[planned.family.architecture]])
+    writer.add_type(gguf.GGUFType.MODEL)
+    for key, text in about.items():
+        getattr(writer, f"add_{key}")(text)
+    writer.add_file_type(gguf.LlamaFileType[FILE_TYPES[kind]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    for key, value in planned.settings.items():
+        getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if key == "rope_scaling_type" else value)
+    _add_vocabulary(writer, vocabulary)
+    for piece in planned.pieces:
+        chosen = planned.types[piece.name]
+        shape = gguf.quant_shape_to_byte_shape(piece.shape, chosen) if _is_packed(chosen) else piece.shape
+        nbytes = gguf.quant_shape_to_byte_shape(piece.shape, chosen)[-1] * _rows(piece.shape)
+        writer.add_tensor_info(piece.name, shape, np.dtype(_stored_as(chosen)), nbytes, raw_dtype=chosen)
+    for name, values in planned.extra.items():
+        writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for piece in planned.pieces:
+        made = piece.forward([tensors[name].read().float() for name in piece.sources]).contiguous().numpy()
+        writer.write_tensor_data(gguf.quants.quantize(made, planned.types[piece.name]))
+    for values in planned.extra.values():
+        writer.write_tensor_data(values)
+    writer.close()
+
+
+def _is_packed(chosen: Any) -> bool:
+    return chosen.name not in ("F32", "F16")
+
+
+def _stored_as(chosen: Any) -> Any:
+    return {"F32": np.float32, "F16": np.float16}.get(chosen.name, np.uint8)
+
+
+def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.scores:
+        writer.add_token_scores(vocabulary.scores)
+    if vocabulary.merges:
+        writer.add_token_merges(vocabulary.merges)
+    for name, number in vocabulary.special.items():
+        getattr(writer, f"add_{name}_token_id")(number)
+    writer.add_add_bos_token(vocabulary.adds_bos)
+    writer.add_add_eos_token(vocabulary.adds_eos)
+    if vocabulary.space_prefix is not None:
+        writer.add_add_space_prefix(vocabulary.space_prefix)
+    if vocabulary.template:
+        writer.add_chat_template(vocabulary.template)
+
+
+class File:
+    """A GGUF file that was written, mapped into memory."""
+
+    def __init__(self, path: Path):
+        import gguf
+
+        self.reader = gguf.GGUFReader(path)
+        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
+
+    def value(self, key: str) -> Any:
+        """A setting by its whole key; None where there is none."""
+        field = self.reader.get_field(key)
+        return None if field is None else field.contents()
+
+    def type_of(self, name: str) -> str:
+        return str(self.tensors[name].tensor_type.name)
+
+    def read(self, name: str) -> Tensor:
+        """A tensor dequantised, fp32."""
+        import gguf
+
+        found = self.tensors[name]
+        values = gguf.quants.dequantize(found.data, found.tensor_type)
+        return torch.from_numpy(np.array(values, np.float32)).view(*reversed([int(n) for n in found.shape]))
+
+    def model_tensors(self, pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+        """All of the model's tensors, fp32, by their names in it."""
+
+        def each() -> Iterator[tuple[Piece, Tensor]]:
+            for piece in pieces:
+                yield piece, self.read(piece.name)
+
+        return restored(each(), shapes)

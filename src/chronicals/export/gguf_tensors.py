@@ -1,0 +1,164 @@
+"""The tensors of a GGUF file, each made of tensors of the model, and back.
+
+A ``Piece`` is a tensor of the file. What makes it of the model's tensors has an inverse, by which the file is read back into
+the model's own names and layout: so a written file is compared with the model without believing in the way that it was written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.export.gguf_families import Family, NotExpressible, head_dim
+
+Part = tuple[str, Any, Tensor]
+"""A tensor of the model, where in it a part lies (an index), and the part."""
+
+EXPERT = re.compile(r"(?:model\.)?layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
+STACKED = re.compile(r"(?:model\.)?layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)(_bias)?")
+
+ROLES = {
+    "gate_proj": "FFN_GATE_EXP", "w1": "FFN_GATE_EXP", "down_proj": "FFN_DOWN_EXP", "w2": "FFN_DOWN_EXP",
+    "up_proj": "FFN_UP_EXP", "w3": "FFN_UP_EXP",
+}  # fmt: skip
+
+IN_FULL = ("ffn_gate_inp", "ffn_gate_inp_shexp", "attn_sinks")
+"""Tensors that are fp32 in every file, as norms, biases and vectors are: routers and attention sinks."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the file.
+
+    Attributes:
+        name: in the file.
+        shape: as of torch; the file has it reversed.
+        sources: names of the model's tensors that it is made of.
+        forward: from those to what is written, fp32.
+        backward: from what was written to the parts of the model's tensors that it holds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    forward: Callable[[list[Tensor]], Tensor]
+    backward: Callable[[Tensor], list[Part]]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is fp32 in every file."""
+        role = self.name.split(".")[-2] if "." in self.name else self.name
+        return len(self.shape) < 2 or self.name.endswith((".bias", "_norm.weight")) or role in IN_FULL
+
+
+def pieces_of(shapes: Mapping[str, tuple[int, ...]], config: Any, family: Family) -> list[Piece]:
+    """Of all tensors of a model, by name; every one is in exactly one piece, or its two halves are in two.
+
+    Raises:
+        NotExpressible: the architecture has no place for one.
+    """
+    import gguf
+
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH[family.architecture], config.num_hidden_layers)
+    found: list[Piece] = []
+    experts: dict[str, dict[int, str]] = {}
+    for name, shape in shapes.items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue  # the file has the embedding alone
+        if each := EXPERT.fullmatch(name):
+            block, number, role = int(each[1]), int(each[2]), each[3]
+            experts.setdefault(_expert_name(role, block), {})[number] = name
+        elif both := STACKED.fullmatch(name):
+            found += _of_stack(name, shape, int(both[1]), both[2], bool(both[3]), family)
+        else:
+            found.append(_of_one(name, shape, table, config, family))
+    for target, numbered in experts.items():
+        names = tuple(numbered[number] for number in sorted(numbered))
+        if list(sorted(numbered)) != list(range(len(names))):
+            raise NotExpressible(f"{target}: experts {sorted(numbered)} are there, not all from 0")
+        found.append(Piece(target, (len(names), *shapes[names[0]]), names, torch.stack, _unstacked(names)))
+    return found
+
+
+def _expert_name(role: str, block: int, suffix: str = "weight") -> str:
+    import gguf
+
+    if role not in ROLES:
+        raise NotExpressible(f"experts have {role!r}, which GGUF has no place for")
+    return f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[ROLES[role]]].format(bid=block)}.{suffix}"
+
+
+def _unstacked(names: tuple[str, ...]) -> Callable[[Tensor], list[Part]]:
+    return lambda stack: [(name, ..., tensor) for name, tensor in zip(names, stack, strict=True)]
+
+
+def _of_one(name: str, shape: tuple[int, ...], table: Any, config: Any, family: Family) -> Piece:
+    target = table.get_name(name, try_suffixes=(".weight", ".bias"))
+    if target is None:
+        raise NotExpressible(f"{name}: {family.architecture} has no such tensor in GGUF")
+    if target.endswith("attn_sinks"):
+        target += ".weight"
+    there, back = _layout(name, config, family)
+    return Piece(target, shape, (name,), lambda given: there(given[0]), lambda written: [(name, ..., back(written))])
+
+
+def _layout(name: str, config: Any, family: Family) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]:
+    """How a tensor is laid out in the file, and back."""
+    if family.norm_offset and name.endswith("norm.weight"):
+        return lambda x: x + family.norm_offset, lambda x: x - family.norm_offset
+    if family.reorders_heads and name.endswith(("q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias")):
+        half = head_dim(config) // 2
+        return (
+            lambda x: x.view(-1, 2, half, *x.shape[1:]).transpose(1, 2).reshape(x.shape),
+            lambda x: x.view(-1, half, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape),
+        )
+    return lambda x: x, lambda x: x
+
+
+def _of_stack(name: str, shape: tuple[int, ...], block: int, role: str, bias: bool, family: Family) -> Iterable[Piece]:
+    """Experts that the model has stacked: ``[E, out, in]``, or ``[E, in, out]`` with gate and up alternating."""
+    suffix, turned = "bias" if bias else "weight", family.interleaves_experts and not bias
+
+    def upright(x: Tensor) -> Tensor:
+        return x.transpose(-1, -2) if turned else x
+
+    stood = (shape[0], shape[2], shape[1]) if turned else tuple(shape)
+    if role == "down_proj":
+        yield Piece(
+            _expert_name(role, block, suffix), stood, (name,), lambda given: upright(given[0]),
+            lambda written: [(name, ..., upright(written))],
+        )  # fmt: skip
+        return
+    halves = stood[1] // 2
+    for number, half in enumerate(("gate_proj", "up_proj")):
+        rows = slice(number, None, 2) if family.interleaves_experts else slice(number * halves, (number + 1) * halves)
+        place = (slice(None), slice(None), rows) if turned else (slice(None), rows)
+        yield Piece(
+            _expert_name(half, block, suffix), (stood[0], halves, *stood[2:]), (name,),
+            lambda given, rows=rows: upright(given[0])[:, rows],  # type: ignore[misc]
+            lambda written, place=place: [(name, place, upright(written))],  # type: ignore[misc]
+        )  # fmt: skip
+
+
+def restored(pieces: Iterable[tuple[Piece, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """The model's tensors, fp32, of what was read of each piece.
+
+    Raises:
+        ValueError: a part of a tensor is there twice, or not at all.
+    """
+    found: dict[str, Tensor] = {}
+    filled: dict[str, int] = {}
+    for piece, written in pieces:
+        for name, place, part in piece.backward(written):
+            whole = found.setdefault(name, torch.full(shapes[name], torch.nan))
+            whole[place] = part
+            filled[name] = filled.get(name, 0) + part.numel()
+    for name, count in filled.items():
+        if count != found[name].numel():
+            raise ValueError(f"{name}: the file holds {count} of its {found[name].numel()} values")
+    return found

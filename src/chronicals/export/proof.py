@@ -1,0 +1,102 @@
+"""What shows that an artefact is the model that was trained: checks with a measure and a bound, stored beside it as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.standard_json import to_json
+
+
+class NotProved(ValueError):
+    """A check failed; the artefact was not given its name."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison.
+
+    Attributes:
+        name: what is compared.
+        client: the program that read the artefact.
+        passed: None where it was not run, or is reported without a bound.
+        value, bound: the measure, and what it may be.
+        detail: in words.
+    """
+
+    name: str
+    client: str
+    passed: bool | None
+    value: float | None = None
+    bound: float | None = None
+    detail: str = ""
+
+    def __str__(self) -> str:
+        said = {True: "passed", False: "FAILED", None: "not run" if self.value is None else "reported"}[self.passed]
+        measured = "" if self.value is None else f" {self.value:.3g}"
+        limit = "" if self.bound is None else f" (bound {self.bound:.3g})"
+        return f"{self.name}, {self.client}: {said}{measured}{limit}{': ' if self.detail else ''}{self.detail}"
+
+
+@dataclass
+class Proof:
+    """The checks of an artefact.
+
+    Attributes:
+        about: what was written of what, as plain JSON.
+    """
+
+    about: dict[str, Any]
+    checks: list[Check] = field(default_factory=list)
+
+    @property
+    def failed(self) -> list[Check]:
+        return [check for check in self.checks if check.passed is False]
+
+    def equal(self, name: str, client: str, expected: Any, found: Any) -> None:
+        """Adds whether two things are equal; where not, the first difference of sequences."""
+        detail = "" if expected == found else _difference(expected, found)
+        self.checks.append(Check(name, client, expected == found, detail=detail))
+
+    def bounded(self, name: str, client: str, value: float, bound: float, detail: str = "") -> None:
+        self.checks.append(Check(name, client, value <= bound, value, bound, detail))  # NaN is not
+
+    def reported(self, name: str, client: str, value: float, detail: str = "") -> None:
+        self.checks.append(Check(name, client, None, value, detail=detail))
+
+    def not_run(self, name: str, client: str, reason: str) -> None:
+        self.checks.append(Check(name, client, None, detail=reason))
+
+    def write(self, file: Path) -> None:
+        file.write_text(to_json({**self.about, "checks": [asdict(check) for check in self.checks]}, indent=1))
+
+    def require(self, what: Path) -> None:
+        """Raises NotProved where a check failed."""
+        if self.failed:
+            raise NotProved(f"{what}: is not the trained model, and was not kept: {'; '.join(map(str, self.failed))}")
+
+
+def _difference(expected: Any, found: Any) -> str:
+    if isinstance(expected, Sequence) and isinstance(found, Sequence) and not isinstance(expected, str):
+        place = next((n for n, (a, b) in enumerate(zip(expected, found)) if a != b), min(len(expected), len(found)))
+        return f"from place {place}: expected {list(expected[place : place + 4])}, found {list(found[place : place + 4])}"
+    return f"expected {json.dumps(expected)[:80]}, found {json.dumps(found)[:80]}"
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Of Frobenius norms; infinite where shapes differ."""
+    if found.shape != expected.shape:
+        return float("inf")
+    found, expected = found.float(), expected.float()
+    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+def cross_entropy(logits: Tensor, ids: list[int]) -> float:
+    """Of each token after the first, nats."""
+    return float(torch.nn.functional.cross_entropy(logits[:-1].float(), torch.tensor(ids[1:], device=logits.device)))

@@ -1,0 +1,180 @@
+"""What is exported: a whole model in files as transformers writes them, whatever was given."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.config import Recipe
+from chronicals.data import Tokenizer, stop_token_ids
+from chronicals.data.rows import CHATS
+from chronicals.export.merge import folder_of, merge
+from chronicals.export.proof import Proof, relative_error
+from chronicals.export.weight_files import StoredTensor, files_of, tensors_in
+from chronicals.models import load_config, load_model
+from chronicals.saving import SavedModel
+from chronicals.training.evaluation import evaluate_data
+
+PROBES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "def add(a, b):\n    return a + b  # 12345 + 67 = 12412\n",
+    "Naïve café, façade; £3.50 — «déjà vu» 漢字 🙂 it's we're I'LL",
+    "  two  blanks,\ttabs,\n\nlines and 3.14159e-10",
+)
+"""Texts on which a client must give the tokenizer's ids."""
+
+CONVERSATION = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "content": "It is 4."},
+    {"role": "user", "content": "And 3 + 3?"},
+]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that is exported.
+
+    Attributes:
+        saved: what was given.
+        folder: the whole model; where an adapter was given, merged with its base.
+        data: rows that show how much of the training survives, as ``chronicals evaluate`` takes them.
+    """
+
+    saved: SavedModel
+    folder: Path
+    data: str | None = None
+
+    @cached_property
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Where every weight is stored, by name."""
+        return {stored.name: stored for file in files_of(self.folder) for stored in tensors_in(file)}
+
+    @cached_property
+    def config(self) -> Any:
+        return load_config(self.folder)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        return self.saved.tokenizer()
+
+    @cached_property
+    def stops(self) -> list[int]:
+        """Ids at which generation ends: those that were trained, and those that the model's settings name."""
+        chats = any(kind in CHATS for kind in self.saved.about.get("kinds", ["chat"]))
+        found = stop_token_ids(self.tokenizer, chats and self.tokenizer.chat_template is not None)
+        file = self.folder / "generation_config.json"
+        named = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
+        named = [] if named is None else [named] if isinstance(named, int) else named
+        return [*found, *(stop for stop in named if stop not in found and stop < self.config.vocab_size)]
+
+    @cached_property
+    def conversation(self) -> str | None:
+        """A conversation as the template renders it, up to where the model answers; None without a template."""
+        if self.tokenizer.chat_template is None:
+            return None
+        return str(self.tokenizer.apply_chat_template(CONVERSATION, tokenize=False, add_generation_prompt=True))
+
+    @cached_property
+    def documents(self) -> list[list[int]]:
+        """Token ids of the texts that a client is compared on."""
+        return documents_of(self.tokenizer)
+
+    def trained(self) -> Any:
+        """The model as it was trained, in fp32 or as large models are on a card."""
+        return on_device(self.saved.model(self.dtype))
+
+    def prove_merged(self, proof: Proof) -> None:
+        """Adds whether the merged weights are the trained model."""
+        found, expected = (logits_of(model, self.documents) for model in (self.load(self.folder), self.trained()))
+        error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+        stored = {stored.dtype for stored in self.tensors.values()}
+        bound = MERGED if stored == {"F32"} and self.dtype == torch.float32 else MERGED_IN_16_BITS
+        proof.bounded("merged weights beside the trained model", "transformers", error, bound)
+
+    @cached_property
+    def losses(self) -> dict[str, float]:
+        """On the data, of the trained model and of the one that it was trained from, where that is known."""
+        found = {"trained": self.loss_of(self.trained())}
+        if self.saved.base is not None:
+            found["base"] = self.loss_of(on_device(load_model(self.saved.base, self.dtype)))
+        return found
+
+    def loss_of(self, model: Any) -> float:
+        """Of a model on the data."""
+        taught, place = self.saved.about.get("taught", {}), str(self.saved.place)
+        fields = {"max_seq_length": 2048, **taught, "data": [self.data], "batch_size": 1, "gradient_accumulation_steps": 1}
+        recipe = Recipe(model=place, **fields)
+        return evaluate_data(model, self.tokenizer, recipe.sources[0], recipe.config()).loss
+
+    def prove_survival(self, model: Any, proof: Proof) -> None:
+        """Reports how much of the training an artefact's weights keep, where data are given."""
+        if self.data is None:
+            return
+        own, before = self.loss_of(model), self.losses
+        for name, loss in (*before.items(), ("exported", own)):
+            proof.reported(f"loss on the data, {name}", "torch", loss)
+        if "base" in before and before["base"] != before["trained"]:
+            share = (before["base"] - own) / (before["base"] - before["trained"])
+            proof.reported("ratio of the training's gain that is kept", "torch", share)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What models are compared in: fp32, unless only 16 bits fit."""
+        size = sum(stored.end - stored.begin for stored in self.tensors.values())
+        return torch.float32 if size < LARGE else torch.bfloat16
+
+    def load(self, folder: Path) -> Any:
+        """A whole model that was written."""
+        return on_device(load_model(folder, self.dtype))
+
+
+def documents_of(tokenizer: Any) -> list[list[int]]:
+    """Token ids of ``PROBES``, and of a conversation as it was trained, where there is a template."""
+    found = [tokenizer(text)["input_ids"] for text in PROBES]
+    if tokenizer.chat_template is not None:
+        found.append(Tokenizer(tokenizer).render(CONVERSATION, generation=True))
+    return found
+
+
+MERGED, MERGED_IN_16_BITS = 1e-4, 5e-2
+"""Of logits of merged weights beside those of weights and adapter apart."""
+
+LARGE = 8 << 30
+"""Bytes of a model's files from which models are compared in bf16."""
+
+
+def on_device(model: Any) -> Any:
+    """Ready to be asked, on a card where there is one."""
+    return (model.to("cuda") if torch.cuda.is_available() else model).eval()
+
+
+@torch.no_grad()
+def logits_of(model: Any, documents: list[list[int]]) -> list[torch.Tensor]:
+    """fp32 ``[length, V]`` of each document, in host memory."""
+    device = next(model.parameters()).device
+    return [model(torch.tensor([ids], device=device)).logits[0].float().cpu() for ids in documents]
+
+
+@contextmanager
+def opened(model: str | Path, base_model: str | None, place: Path, data: str | None = None) -> Iterator[Source]:
+    """What a name stands for, as a source.
+
+    Args:
+        place: folder for the merged model, where an adapter is given.
+        data: of ``Source``.
+
+    Raises:
+        ValueError: there is no such model, or its adapter cannot be merged.
+    """
+    saved = SavedModel.find(model, base_model)
+    if saved.adapted:
+        yield Source(saved, merge(model, place / "merged", base_model).folder, data)
+    else:
+        yield Source(saved, folder_of(str(saved.place)), data)

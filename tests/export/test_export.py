@@ -1,0 +1,305 @@
+"""``chronicals export``: whole models, adapters and runs, proved or not kept; what older programs read; cards for Ollama."""
+
+import importlib
+import json
+import shutil
+from collections import namedtuple
+
+import gguf_models
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig
+from typer.testing import CliRunner
+
+import runs
+import tiny
+from chronicals.cli.app import app
+from chronicals.export import ExportError, NotProved, export, ollama, source, weight_files, whole
+from chronicals.export.compatible import make_compatible, older_names
+from chronicals.models import load_model
+from chronicals.saving import SavedModel
+
+USUAL = {"max_steps": 3, "use_fused_kernels": False}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny.llama().save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\n---\nA base.\n")
+    (folder / "LICENSE").write_text("words of a licence")
+    return folder
+
+
+def adapted(folder, base, **changes):
+    """The folder of a run with adapters over the base."""
+    settings = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, **USUAL, **changes}
+    runs.train(folder, model=load_model(base, torch.float32), **settings)
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def run(base, tmp_path_factory):
+    return adapted(tmp_path_factory.mktemp("adapted"), base)
+
+
+def results(exported):
+    return {check.name: check for check in exported.proof.checks}
+
+
+# --- whole models and adapters -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["merged", "merged-fp16", "merged-fp32"])
+def test_a_run_with_adapters_becomes_a_whole_model(kind, run, tmp_path):
+    (exported,) = export(run, kind, tmp_path)
+    folder, dtype = exported.path, {"merged": "bfloat16", "merged-fp16": "float16", "merged-fp32": "float32"}[kind]
+    tensors = load_file(folder / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {getattr(torch, dtype)}
+    assert json.loads((folder / "config.json").read_text())["dtype"] == dtype
+    assert (folder / "LICENSE").read_text() == "words of a licence"
+    assert not (folder / "adapter_config.json").exists() and not (folder / "merge.json").exists()
+    kept = json.loads((tmp_path / f"{folder.name}.proof.json").read_text())
+    assert kept["format"] == kind and all(check["passed"] for check in kept["checks"])
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_model_that_was_trained_whole_keeps_its_weights(tmp_path):
+    runs.train(tmp_path, **USUAL)
+    (exported,) = export(tmp_path / "run", "merged-fp32")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "run" / "model", exported.path))
+    assert exported.path == tmp_path / "run" / "export" / "run-fp32"
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert results(exported)["logits beside the trained model's"].value == 0.0
+
+
+KINDS = {"dora": {"use_dora": True}, "rslora": {"use_rslora": True, "learning_rate": 5e-4}, "nf4": {"quantization": "nf4"}}
+
+
+@pytest.mark.parametrize("changes", KINDS.values(), ids=KINDS)
+def test_every_kind_of_adapter(changes, base, tmp_path):
+    """Merged from the weights that the adapter saw; by PEFT where it can load them."""
+    folder = adapted(tmp_path, base, **changes)
+    formats = ["merged-fp32", "gguf-f32"] if "quantization" in changes else ["merged-fp32", "adapter", "gguf-f32"]
+    for exported in export(folder, formats):
+        assert not exported.proof.failed
+
+
+def test_an_adapter_by_itself(run, tmp_path):
+    (exported,) = export(run, "adapter", tmp_path)
+    assert results(exported)["logits beside the trained model's"].passed
+    assert (exported.path / "adapter_model.safetensors").exists()
+    config = json.loads((exported.path / "tokenizer_config.json").read_text())
+    assert config["chat_template"] == tiny.tokenizer().chat_template
+
+
+def test_a_whole_model_has_no_adapter(base, tmp_path):
+    with pytest.raises(ValueError, match="was trained whole and has no adapter; export it merged"):
+        export(base, "adapter", tmp_path)
+
+
+def test_checkpoints_are_exported_too(base, tmp_path):
+    folder = adapted(tmp_path, base, save_steps=2)
+    (checkpoint,) = (folder / "checkpoints").glob("step-*2")
+    (exported,) = export(checkpoint, "merged-fp32", tmp_path / "out", name="early")
+    assert exported.path.name == "early-fp32"
+
+
+def test_how_much_survives(run, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()[:20]))
+    first, second = (results(exported) for exported in export(run, ["gguf-f32", "gguf-q4_0"], tmp_path, data=data))
+    losses = [first[f"loss on the data, {name}"].value for name in ("base", "trained", "exported")]
+    assert losses[0] > losses[1] == pytest.approx(losses[2], abs=1e-5)
+    assert first["ratio of the training's gain that is kept"].value == pytest.approx(1.0, abs=1e-3)
+    assert second["ratio of the training's gain that is kept"].value != pytest.approx(1.0, abs=1e-5)
+
+
+# --- what is not proved is not kept --------------------------------------------------------------------------------------
+
+
+def test_an_adapter_that_is_applied_twice_is_found(run, tmp_path, monkeypatch):
+    merge_files = importlib.import_module("chronicals.export.merge")
+    right = merge_files._Adapter.merged
+
+    def twice(self, stored, changes):
+        total = right(self, stored, changes)
+        return total if total is None else 2 * total - stored.read().float()
+
+    monkeypatch.setattr(merge_files._Adapter, "merged", twice)
+    for kind in ("merged-fp32", "gguf-f32"):
+        with pytest.raises(NotProved, match="beside the trained model"):
+            export(run, kind, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("planted", ["template", "stop", "tokenizer", "settings"])
+def test_faults_beside_the_weights_are_found(planted, run, tmp_path, monkeypatch):
+    right = whole.make_compatible
+
+    def plant(folder, stops):
+        right(folder, stops)
+        if planted == "template":
+            file = folder / "chat_template.jinja"
+            file.write_text(file.read_text().replace("assistant", "Assistant"))
+        if planted == "stop":
+            (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops[:1]}))
+        if planted == "settings":
+            config = json.loads((folder / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.3}))
+        if planted == "tokenizer":
+            described = json.loads((folder / "tokenizer.json").read_text())
+            described["model"]["merges"] = described["model"]["merges"][:5]
+            (folder / "tokenizer.json").write_text(json.dumps(described))
+
+    monkeypatch.setattr(whole, "make_compatible", plant)
+    said = {
+        "template": "chat template", "stop": "where generation ends", "tokenizer": "ids of texts", "settings": "settings",
+    }[planted]  # fmt: skip
+    with pytest.raises(NotProved, match=said):
+        export(run, "merged-fp32", tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_weight_too_large_for_fp16_is_named(tmp_path):
+    model = tiny.llama()
+    with torch.no_grad():
+        model.model.norm.weight[0] = 1e5
+    model.save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"model.norm.weight: has 1e\+05, and float16 ends at 65504; write bfloat16"):
+        export(tmp_path / "model", "merged-fp16")
+    assert list((tmp_path / "model" / "export").iterdir()) == []
+
+
+# --- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_no_such_format(run):
+    with pytest.raises(ExportError, match="to='gguf-q9': no such format; there are merged, merged-fp16"):
+        export(run, "gguf-q9")
+
+
+def test_what_is_there_is_not_replaced(run, tmp_path):
+    export(run, "gguf-f16", tmp_path, name="x")
+    before = (tmp_path / "x-f16.gguf").read_bytes()
+    with pytest.raises(ExportError, match=r"x-f16.gguf: is there already \(--to gguf-f16\); delete it"):
+        export(run, ["merged", "gguf-f16"], tmp_path, name="x")
+    assert (tmp_path / "x-f16.gguf").read_bytes() == before and not (tmp_path / "x-bf16").exists()
+
+
+def test_a_full_disk_is_said_before_anything_is_written(run, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1 << 30))
+    export(run, "gguf-f32", tmp_path / "enough")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1, 1, 1000))
+    with pytest.raises(ValueError, match="the disk has 0.00; free some"):
+        export(run, "gguf-f32", tmp_path / "full")
+    assert list((tmp_path / "full").iterdir()) == []
+
+
+def test_memory_is_one_tensor(tmp_path, monkeypatch):
+    """No more than one tensor of the file is read at a time, however many there are."""
+    model = gguf_models.build("llama", num_hidden_layers=6)
+    model.save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    alive, most = set(), []
+    right = weight_files.StoredTensor.read
+
+    def read(self):
+        import weakref
+
+        tensor = right(self)
+        alive.add(self.name)
+        weakref.finalize(tensor.untyped_storage(), alive.discard, self.name)
+        most.append(len(alive))
+        return tensor
+
+    monkeypatch.setattr(weight_files.StoredTensor, "read", read)
+    given = source.Source(SavedModel.find(tmp_path), tmp_path)
+    from chronicals.export import gguf
+
+    gguf.write(given, tmp_path / "x.gguf", "q8_0")
+    assert len(most) == len(given.tensors) and max(most) <= 2
+
+
+# --- older programs ------------------------------------------------------------------------------------------------------
+
+
+def test_both_spellings_of_the_rotation(tmp_path):
+    gguf_models.build("llama 3").save_pretrained(tmp_path)
+    ours = AutoConfig.from_pretrained(tmp_path)
+    make_compatible(tmp_path, [3, 4])
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_theta"] == 1e4 and config["rope_scaling"]["factor"] == 8.0
+    assert "rope_theta" not in config["rope_scaling"]
+    assert config["rope_parameters"] == ours.rope_parameters
+    assert AutoConfig.from_pretrained(tmp_path).rope_parameters == ours.rope_parameters
+    assert json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"] == [3, 4]
+
+
+def test_other_names_of_older_programs():
+    gemma = gguf_models.build("gemma3").config.to_dict()
+    found = older_names(gemma)
+    assert found["rope_local_base_freq"] == 1e4 and found["sliding_window_pattern"] == 6
+    assert older_names({"num_experts": 8}) == {"num_local_experts": 8}
+    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    assert older_names(plain) == {"rope_theta": 1e6, "rope_scaling": None}
+    assert older_names({"layer_types": ["full_attention", "sliding_attention", "sliding_attention"]}) == {}
+
+
+def test_a_tokenizer_of_transformers_5_has_a_name_that_version_4_knows(tmp_path):
+    tiny.tokenizer().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "tokenizer_class": "TokenizersBackend"}))
+    make_compatible(tmp_path, [])
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast" and config["chat_template"] == tiny.tokenizer().chat_template
+
+
+# --- Ollama --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_modelfile_says_the_template_and_the_stops(run, tmp_path):
+    export(run, "gguf-f16", tmp_path, name="mine", ollama=True)
+    text = (tmp_path / "mine-f16.Modelfile").read_text()
+    assert text.startswith("FROM ./mine-f16.gguf\n") and 'PARAMETER stop "<|im_end|>"' in text
+    turns = ollama.turns_of(tiny.tokenizer())
+    assert turns.around["user"] == ("<|im_start|>user\n", "<|im_end|>\n") and turns.in_go() in text
+    assert '{{ else if eq .Role "assistant" }}<|im_start|>assistant\n{{ .Content }}<|im_end|>\n{{ end }}' in text
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{{ loop.index }}:{{ m['content'] }}\n{% endfor %}",
+        "{% for m in messages %}{{ m['content'] | upper }}{% endfor %}",
+        "{{ raise_exception('no') }}",
+        "{% for m in messages %}{% if loop.last %}!{% endif %}{{ m['role'] }}{{ m['content'] }};{% endfor %}",
+    ],
+)
+def test_templates_that_do_more_are_left_to_ollama(template):
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = template
+    assert ollama.turns_of(tokenizer) is None
+
+
+# --- the command ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_command(run, tmp_path):
+    done = CliRunner().invoke(
+        app, ["export", str(run), "--to", "merged-fp32,gguf-q8_0", "--output", str(tmp_path)], catch_exceptions=False
+    )
+    assert done.exit_code == 0, done.output
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "run-fp32", "run-fp32.proof.json", "run-q8_0.gguf", "run-q8_0.gguf.proof.json",
+    }  # fmt: skip
+    assert "equal" in done.output and "chat template" in done.output
+
+
+def test_the_command_lists_formats(run):
+    done = CliRunner().invoke(app, ["export", str(run), "--to", "list"], catch_exceptions=False)
+    assert done.output.split()[:3] == ["merged", "merged-fp16", "merged-fp32"] and "gguf-q4_0" in done.output

@@ -1,0 +1,418 @@
+"""GGUF files: every family, type and tokenizer as the model has them, and as llama.cpp reads them where it is installed."""
+
+import importlib.util
+import json
+import random
+from dataclasses import replace
+
+import gguf_models
+import numpy as np
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+import tiny
+from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_families, gguf_file, gguf_tensors, gguf_tokenizer
+from chronicals.export.source import PROBES, Source
+from chronicals.models import load_model
+from chronicals.saving import SavedModel
+
+READ_BY_LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None
+needs_llama_cpp = pytest.mark.skipif(not READ_BY_LLAMA_CPP, reason="needs llama-cpp-python")
+
+
+def saved(folder, model, tokenizer=None):
+    model.save_pretrained(folder)
+    (tokenizer or tiny.tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def source(folder):
+    return Source(SavedModel.find(folder), folder)
+
+
+def written(folder, kind="f32"):
+    """A file of the model in a folder, and its pieces."""
+    given = source(folder)
+    gguf.write(given, folder / "model.gguf", kind)
+    return given, gguf_file.File(folder / "model.gguf"), gguf_file.plan(given.config, given.tensors, kind)
+
+
+# --- families --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", gguf_models.MODELS)
+def test_every_family_is_proved(name, tmp_path):
+    """By the reader always, by llama.cpp where it is there: its logits are torch's to fp32's roundings."""
+    (exported,) = export(saved(tmp_path, gguf_models.build(name)), "gguf-f32")
+    compared = {check.name: check for check in exported.proof.checks}
+    assert compared["weights in F32"].value <= 1e-6 and compared["every weight is there"].passed
+    assert ("logits beside torch with the file's weights" in compared) == READ_BY_LLAMA_CPP
+    assert exported.path.exists() and not list(exported.path.parent.glob(".export-*"))
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", gguf_models.MODELS)
+def test_what_is_read_back_is_the_model(name, tmp_path):
+    """The file's weights in transformers' class give the model's logits."""
+    model = gguf_models.build(name)
+    given, file, planned = written(saved(tmp_path / "model", model))
+    found = file.model_tensors(planned.pieces, {n: s.shape for n, s in given.tensors.items()})
+    for tensor_name, tensor in found.items():
+        assert torch.allclose(tensor, given.tensors[tensor_name].read(), atol=1e-6), tensor_name
+
+
+def test_rows_of_queries_are_reordered_as_llama_cpp_rotates(tmp_path):
+    """Element 2 i of a head in the file is element i of the model's, element 2 i + 1 is i + half."""
+    given, file, _ = written(saved(tmp_path, gguf_models.build("llama")))
+    for name, heads in (("q", 4), ("k", 2)):
+        ours = given.tensors[f"model.layers.1.self_attn.{name}_proj.weight"].read().view(heads, 16, 64)
+        theirs = file.read(f"blk.1.attn_{name}.weight").view(heads, 16, 64)
+        for i in range(8):
+            assert torch.equal(theirs[:, 2 * i], ours[:, i]) and torch.equal(theirs[:, 2 * i + 1], ours[:, i + 8])
+
+
+def test_norms_of_gemma_have_what_they_add(tmp_path):
+    given, file, _ = written(saved(tmp_path, gguf_models.build("gemma2")))
+    for ours, theirs in {"input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm"}.items():
+        assert torch.equal(file.read(f"blk.1.{theirs}.weight"), given.tensors[f"model.layers.1.{ours}.weight"].read() + 1)
+    assert file.value("gemma2.attn_logit_softcapping") == 50.0
+
+
+def test_experts_are_stacked_in_their_order(tmp_path):
+    given, file, _ = written(saved(tmp_path, gguf_models.build("qwen3_moe")))
+    for ours, theirs in {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}.items():
+        stack = file.read(f"blk.1.ffn_{theirs}_exps.weight")
+        for number in range(6):
+            assert torch.equal(stack[number], given.tensors[f"model.layers.1.mlp.experts.{number}.{ours}.weight"].read())
+
+
+def test_experts_of_gpt_oss_are_taken_apart(tmp_path):
+    given, file, _ = written(saved(tmp_path, gguf_models.build("gpt_oss")))
+    both = given.tensors["model.layers.1.mlp.experts.gate_up_proj"].read()
+    assert torch.equal(file.read("blk.1.ffn_gate_exps.weight"), both[:, :, ::2].transpose(1, 2))
+    assert torch.equal(file.read("blk.1.ffn_up_exps.weight"), both[:, :, 1::2].transpose(1, 2))
+    bias = given.tensors["model.layers.1.mlp.experts.gate_up_proj_bias"].read()
+    assert torch.equal(file.read("blk.1.ffn_up_exps.bias"), bias[:, 1::2])
+
+
+def test_frequencies_of_llama_3_are_divided(tmp_path):
+    """What divides each frequency, by the formula of Llama 3.1's reference code."""
+    _, file, _ = written(saved(tmp_path, gguf_models.build("llama 3")))
+    rope = gguf_models.LLAMA3
+    plain = 1.0 / rope["rope_theta"] ** (np.arange(0, 24, 2) / 24)
+    wave = 2 * np.pi / plain
+    smooth = (rope["original_max_position_embeddings"] / wave - 1.0) / (4.0 - 1.0)
+    expected = np.where(wave < 16, 1.0, np.where(wave > 64, 8.0, 1 / ((1 - smooth) / 8.0 + smooth)))
+    np.testing.assert_allclose(file.read("rope_freqs.weight").numpy(), expected, rtol=1e-5)
+
+
+def test_a_tied_head_is_left_out(tmp_path):
+    _, file, _ = written(saved(tmp_path, gguf_models.build("qwen2")))
+    assert "output.weight" not in file.tensors and "token_embd.weight" in file.tensors
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8}, "layer_types with 1 layers"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=False"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers=[1]"),
+        ("gemma2", {"query_pre_attn_scalar": 20}, "query_pre_attn_scalar=20"),
+        ("smollm3", {"no_rope_layers": [1, 0, 1, 1]}, "no_rope_layers=[1, 0, 1, 1]"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type='dynamic'"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads=2"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_is_refused(name, changes, said, tmp_path):
+    with pytest.raises(NotExpressible) as error:
+        export(saved(tmp_path, gguf_models.build(name, **changes)), "gguf-f16")
+    assert said in str(error.value)
+    assert not list((tmp_path / "export").iterdir())
+
+
+def test_a_family_without_a_form_is_refused_by_name(tmp_path):
+    import families
+
+    with pytest.raises(NotExpressible, match="model_type='cohere': has no proved form in GGUF here; there are gemma2"):
+        export(saved(tmp_path, families.build("cohere", vocab_size=300)), "gguf-f16")
+
+
+def test_a_window_that_llama_cpp_lacks_ends_the_context(tmp_path):
+    _, file, _ = written(saved(tmp_path, gguf_models.build("mistral", sliding_window=48)))
+    assert file.value("llama.context_length") == 48
+
+
+# --- types -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", gguf_file.TYPES)
+def test_every_type(kind, tmp_path):
+    (exported,) = export(saved(tmp_path, gguf_models.build("llama")), f"gguf-{kind}")
+    types = exported.proof.about["types"]
+    name = gguf_file.TYPES[kind]
+    of_the_head = {"Q8_0": 1} if kind.startswith(("q4", "q5")) else {}
+    expected = {"F32": 21} if kind == "f32" else {"F32": 5, name: 16 - len(of_the_head), **of_the_head}
+    assert types == dict(sorted(expected.items()))
+
+
+def test_rows_that_are_no_whole_blocks_are_16_bit(tmp_path):
+    (exported,) = export(saved(tmp_path, gguf_models.build("llama", hidden_size=80, head_dim=20)), "gguf-q8_0")
+    assert exported.proof.about["types"] == {"F16": 14, "F32": 5, "Q8_0": 2}
+
+
+def test_weights_in_16_bits_are_read(tmp_path):
+    saved(tmp_path, gguf_models.build("qwen2").bfloat16())
+    (exported,) = export(tmp_path, "gguf-bf16")
+    assert next(c for c in exported.proof.checks if c.name == "weights in BF16").value == 0.0
+
+
+# --- tokenizers --------------------------------------------------------------------------------------------------------
+
+
+TEXTS = ["def words(of): return 'it is 12345, we are 67'\n\n  and café"] * 40 + list(PROBES) * 5
+
+
+def trained(pre, size=400, ignore_merges=False, normalizer=None, prefix=False):
+    """A byte-level BPE tokenizer that splits by ``pre``."""
+    bpe = Tokenizer(models.BPE(ignore_merges=ignore_merges))
+    bpe.pre_tokenizer, bpe.decoder = pre, decoders.ByteLevel()
+    if normalizer is not None:
+        bpe.normalizer = normalizer
+    special = ["<|end|>", "<|turn|>"]
+    bpe.train_from_iterator(
+        TEXTS,
+        trainers.BpeTrainer(
+            vocab_size=size, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        ),
+    )
+    found = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|end|>")
+    found.chat_template = tiny.tokenizer().chat_template.replace("<|im_end|>", "<|turn|>").replace("<|im_start|>", "<|turn|>")
+    return found
+
+
+def splits(expression):
+    split = pre_tokenizers.Split(Regex(expression), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def by_name():
+    found = {"gpt-2": pre_tokenizers.ByteLevel(add_prefix_space=False)}
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    found["smollm"] = pre_tokenizers.Sequence([digits, found["gpt-2"]])
+    for expressions, name in gguf_tokenizer.BY_EXPRESSIONS.items():
+        found.setdefault(name, splits(expressions[0]))
+    return found
+
+
+@pytest.mark.parametrize("name", [*dict.fromkeys(gguf_tokenizer.BY_EXPRESSIONS.values()), "dbrx"])
+def test_byte_level_tokenizers_by_how_they_split(name, tmp_path):
+    pre = by_name()["llama-bpe" if name == "dbrx" else name]
+    tokenizer = trained(pre, ignore_merges=name == "llama-bpe")
+    found = gguf_tokenizer.vocabulary_of(tokenizer, 420, [0])
+    assert (found.model, found.pre) == ("gpt2", name)
+    assert found.tokens[len(tokenizer) :] == [f"[PAD{n}]" for n in range(len(tokenizer), 420)]
+    if READ_BY_LLAMA_CPP:
+        export(saved(tmp_path, gguf_models.build("llama", vocab_size=420), tokenizer), "gguf-f32")  # proves ids
+
+
+def from_characters(size=400):
+    """BPE over characters with bytes for the rest, as Llama 2's and Gemma's ``tokenizer.json``."""
+    bpe = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    bpe.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
+    bpe.train_from_iterator(
+        [text.encode("ascii", "ignore").decode() for text in TEXTS],
+        trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False),
+    )
+    described = json.loads(bpe.to_str())
+    described["added_tokens"] = [token for token in described["added_tokens"] if token["id"] < 3]
+    bpe = Tokenizer.from_str(json.dumps(described))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<unk>"
+    )
+
+
+def test_a_tokenizer_over_characters_with_bytes_for_the_rest(tmp_path):
+    tokenizer = from_characters()
+    found = gguf_tokenizer.vocabulary_of(tokenizer, len(tokenizer), [2])
+    assert (found.model, found.pre, found.space_prefix) == ("llama", "default", True)
+    assert found.types[:4] == [2, 3, 3, 6] and found.scores[5] == -5.0
+    if READ_BY_LLAMA_CPP:
+        export(saved(tmp_path, gguf_models.build("llama", vocab_size=len(tokenizer)), tokenizer), "gguf-f32")
+
+
+def test_tokens_that_were_added_keep_their_kinds(tmp_path):
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_tokens(["<tool>"], special_tokens=True)
+    tokenizer.add_tokens(["plainword"])
+    found = gguf_tokenizer.vocabulary_of(tokenizer, 310, [tokenizer.eos_token_id])
+    special, plain = tokenizer.convert_tokens_to_ids(["<tool>", "plainword"])
+    assert (found.types[special], found.types[plain], found.types[309]) == (3, 4, 5)
+    export(saved(tmp_path, gguf_models.build("llama"), tokenizer), "gguf-f32")
+
+
+def test_the_end_of_a_turn_is_named_beside_the_end_of_a_text(tmp_path):
+    tokenizer = tiny.tokenizer()
+    turn, end = tokenizer.convert_tokens_to_ids("<|im_end|>"), tokenizer.eos_token_id
+    _, file, _ = written(saved(tmp_path, gguf_models.build("llama")))
+    assert file.value("tokenizer.ggml.eos_token_id") == end and file.value("tokenizer.ggml.eot_token_id") == turn
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "said"),
+    [
+        (lambda: trained(splits("[a-z]+|[^a-z]+")), "splits texts by ['[a-z]+|[^a-z]+']"),
+        (lambda: trained(pre_tokenizers.ByteLevel(add_prefix_space=True)), "add_prefix_space"),
+        (lambda: PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a"))), "'WordLevel'"),
+    ],
+)
+def test_tokenizers_that_llama_cpp_lacks_are_refused(tokenizer, said):
+    with pytest.raises(NotExpressible) as error:
+        gguf_tokenizer.vocabulary_of(tokenizer(), 500, [])
+    assert said in str(error.value)
+
+
+def test_more_tokens_than_rows_are_refused():
+    with pytest.raises(NotExpressible, match="the embedding 290 rows; resize it first"):
+        gguf_tokenizer.vocabulary_of(tiny.tokenizer(), 290, [])
+
+
+def test_normalisation_is_reported(tmp_path):
+    found = gguf_tokenizer.vocabulary_of(trained(by_name()["qwen2"], normalizer=normalizers.NFC()), 420, [])
+    assert found.notes == ["llama.cpp does not normalise text, which the tokenizer does (NFC)"]
+
+
+# --- planted faults ----------------------------------------------------------------------------------------------------
+
+
+def edited(monkeypatch, **changes):
+    """What is written of the vocabulary is another than what the model has."""
+    right = gguf_file._add_vocabulary
+
+    def planted(writer, v):
+        right(writer, replace(v, **{name: change(v) for name, change in changes.items()}))
+
+    monkeypatch.setattr(gguf_file, "_add_vocabulary", planted)
+
+
+FAULTS = {
+    "template edited": (lambda m: edited(m, template=lambda v: v.template + " "), "chat template"),
+    "eos missing": (lambda m: edited(m, special=lambda v: {"bos": 0}), "special tokens"),
+    "begin doubled": (lambda m: edited(m, adds_bos=lambda v: True), "begins texts with BOS"),
+    "stale tokenizer": (lambda m: edited(m, tokens=lambda v: [*v.tokens[:-20], *v.tokens[-10:], *v.tokens[-20:-10]]), "tokens"),
+    "merges lost": (lambda m: edited(m, merges=lambda v: v.merges[:-1]), "merges"),
+    "unused tokens are words": (lambda m: edited(m, types=lambda v: [1] * len(v.types)), "types of tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_of_the_vocabulary_are_found(name, tmp_path, monkeypatch):
+    plant, said = FAULTS[name]
+    plant(monkeypatch)
+    found = failed(saved(tmp_path, gguf_models.build("llama")))
+    assert said in found
+
+
+def failed(folder, kind="f32"):
+    """The checks that failed; nothing stays of the file."""
+    with pytest.raises(NotProved) as error:
+        export(folder, f"gguf-{kind}")
+    assert not list((folder / "export").iterdir())
+    return str(error.value)
+
+
+def planted_when_written(monkeypatch, change):
+    """A fault in the way from the model to the file, and not in the way back."""
+    right = gguf_file.write
+
+    def write(target, planned, tensors, vocabulary, kind, about):
+        right(target, replace(planned, pieces=[change(piece) for piece in planned.pieces]), tensors, vocabulary, kind, about)
+
+    monkeypatch.setattr(gguf_file, "write", write)
+
+
+def test_experts_in_another_order_are_found(tmp_path, monkeypatch):
+    def change(piece):
+        return replace(piece, sources=piece.sources[::-1]) if "_exps" in piece.name else piece
+
+    planted_when_written(monkeypatch, change)
+    assert "weights in F32, gguf: FAILED" in failed(saved(tmp_path, gguf_models.build("mixtral")))
+
+
+def test_a_block_with_another_scale_is_found(tmp_path, monkeypatch):
+    import gguf as library
+
+    right = library.quants.quantize
+
+    def quantize(values, kind):
+        found = right(values, kind)
+        if kind.name == "Q8_0":
+            found = found.copy()
+            found.reshape(-1)[0] ^= 0xFF
+        return found
+
+    monkeypatch.setattr(library.quants, "quantize", quantize)
+    assert "weights in Q8_0" in failed(saved(tmp_path, gguf_models.build("llama")), "q8_0")
+
+
+def test_a_head_beside_a_tied_embedding_is_found(tmp_path, monkeypatch):
+    right = gguf_file.write
+
+    def write(target, planned, tensors, vocabulary, kind, about):
+        planned.extra["output.weight"] = np.zeros((310, 64), np.float32)
+        right(target, planned, tensors, vocabulary, kind, about)
+        planned.extra.pop("output.weight")
+
+    monkeypatch.setattr(gguf_file, "write", write)
+    assert "nothing else is there" in failed(saved(tmp_path, gguf_models.build("qwen2")))
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("name", ["q and k not reordered", "norm without its offset", "scaling of positions lost"])
+def test_faults_in_both_directions_are_found_by_llama_cpp(name, tmp_path, monkeypatch):
+    of, change = {
+        "q and k not reordered": ("llama", {"reorders_heads": False}),
+        "norm without its offset": ("gemma2", {"norm_offset": 0.0}),
+        "scaling of positions lost": ("llama 3", {}),
+    }[name]
+    model = gguf_models.build(of)
+    family = gguf_families.FAMILIES[model.config.model_type]
+    monkeypatch.setitem(gguf_families.FAMILIES, model.config.model_type, replace(family, **change))
+    if not change:
+        monkeypatch.setattr(gguf_file, "extra_tensors", lambda config: iter(()))
+    assert "logits beside torch with the file's weights, llama.cpp: FAILED" in failed(saved(tmp_path, model))
+
+
+@needs_llama_cpp
+def test_llama_cpp_goes_on_from_a_document_as_the_model_does(tmp_path):
+    """Greedy tokens of a file in fp32."""
+    from chronicals.export.llama_cpp import LlamaCpp
+
+    folder = saved(tmp_path, gguf_models.build("qwen3"))
+    (exported,) = export(folder, "gguf-f32")
+    ids = tiny.tokenizer()("What does it do?")["input_ids"]
+    client, model = LlamaCpp(exported.path), load_model(folder, torch.float32)
+    for _ in range(12):
+        expected = int(model(torch.tensor([ids])).logits[0, -1].argmax())
+        assert int(client.logits(ids)[-1].argmax()) == expected
+        ids = [*ids, expected]
+
+
+def test_tensors_may_come_in_any_order(tmp_path):
+    """Experts are told by their numbers."""
+    model = gguf_models.build("mixtral")
+    saved(tmp_path, model)
+    given = source(tmp_path)
+    names = list(given.tensors)
+    random.shuffle(names)
+    shapes = {name: given.tensors[name].shape for name in names}
+    family = gguf_families.family_of(given.config)
+    pieces = {piece.name: piece for piece in gguf_tensors.pieces_of(shapes, given.config, family)}
+    found = pieces["blk.0.ffn_up_exps.weight"].sources
+    assert found == tuple(f"model.layers.0.block_sparse_moe.experts.{n}.w3.weight" for n in range(4))
