@@ -450,6 +450,26 @@ def objectives() -> list[str]:
     return [*lines, "", f"![accuracies, win rates and students, a point a seed]({shown('objectives-learn.png')})"]
 
 
+def exports() -> list[str]:
+    """How far llama.cpp is from torch with the weights of the file, a row a family."""
+    result = load("export-matrix.json")
+    kinds = result["kinds"]
+    lines = [
+        "",
+        f"llama-cpp-python {result['llama-cpp-python']}, gguf {result['gguf']}, `{result['commit']}`, "
+        "`benchmarks/export_matrix.py`: small random models, the largest relative error of logits of llama.cpp beside torch "
+        "with the weights of the file. Quantised files compute with activations in 8 bits, which Gemma 3's six layers with "
+        "random norms amplify; Gemma's GELU is a table in llama.cpp.",
+        "",
+        f"| | {' | '.join(kinds)} |",
+        f"|---|{'---|' * len(kinds)}",
+    ]
+    for name, found in result["models"].items():
+        errors = [format(found[kind]["error"], ".1e") for kind in kinds]
+        lines.append(f"| {name} | {' | '.join(errors)} |")
+    return lines
+
+
 def over(values: list[float], form: str) -> str:
     """The range."""
     low, high = format(min(values), form), format(max(values), form)
@@ -460,7 +480,8 @@ def figures() -> str:
     """What stands in docs/measured.md: everything."""
     sections = {
         "## Memory": frontiers(), "## FP8": proofs(), "## Patched models of transformers": patched_step(),
-        "## Kernels": [*kernels(), *low_bits()], "## Objectives": objectives(), "## Saving": saves(), "## Data": data(),
+        "## Kernels": [*kernels(), *low_bits()], "## Objectives": objectives(), "## Export": exports(),
+        "## Saving": saves(), "## Data": data(),
     }  # fmt: skip
     titled = [line for title, lines in sections.items() for line in ("", title, *lines)]
     return "\n".join([*arms(), *startups(), *ladders(), *titled]) + "\n"

@@ -4,10 +4,12 @@ import importlib
 import json
 import shutil
 from collections import namedtuple
+from dataclasses import replace
 
 import gguf_models
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig
 from typer.testing import CliRunner
@@ -15,8 +17,9 @@ from typer.testing import CliRunner
 import runs
 import tiny
 from chronicals.cli.app import app
-from chronicals.export import ExportError, NotProved, export, ollama, source, weight_files, whole
+from chronicals.export import ExportError, NotExpressible, NotProved, export, ollama, source, weight_files, whole
 from chronicals.export.compatible import make_compatible, older_names
+from chronicals.export.hub import UploadError
 from chronicals.models import load_model
 from chronicals.saving import SavedModel
 
@@ -93,6 +96,39 @@ def test_an_adapter_by_itself(run, tmp_path):
     assert (exported.path / "adapter_model.safetensors").exists()
     config = json.loads((exported.path / "tokenizer_config.json").read_text())
     assert config["chat_template"] == tiny.tokenizer().chat_template
+
+
+@pytest.mark.parametrize("changes", [{}, {"use_rslora": True, "learning_rate": 5e-4}, {"lora_rank_pattern": {"q_proj": 2}}])
+def test_an_adapter_as_gguf(changes, base, tmp_path):
+    """B times A with its scale, whatever makes it; llama.cpp over the base where it is there."""
+    (exported,) = export(adapted(tmp_path, base, **changes), "gguf-adapter")
+    found = results(exported)
+    assert found["what is added"].value < 1e-6
+    assert ("logits beside the trained model's" in found) == (importlib.util.find_spec("llama_cpp") is not None)
+
+
+def test_adapters_that_gguf_has_no_place_for(base, tmp_path):
+    with pytest.raises(NotExpressible, match=r"DoRA: GGUF has no place for it in an adapter; export it merged"):
+        export(adapted(tmp_path / "dora", base, use_dora=True), "gguf-adapter")
+    with pytest.raises(ValueError, match="was trained whole and has no adapter"):
+        export(base, "gguf-adapter", tmp_path / "whole")
+
+
+def test_a_scale_that_is_left_out_of_gguf_is_found(base, tmp_path, monkeypatch):
+    """As by a program that takes alpha over r for rsLoRA."""
+    module = importlib.import_module("chronicals.export.gguf_adapter")
+    folder, right = adapted(tmp_path, base, use_rslora=True, learning_rate=5e-4), module._pairs
+    kept = module.write
+
+    def write(given, target):
+        monkeypatch.setattr(module, "_pairs", lambda x: {k: (p, a, b, s / 2) for k, (p, a, b, s) in right(x).items()})
+        kept(given, target)
+        monkeypatch.setattr(module, "_pairs", right)
+
+    formats = importlib.import_module("chronicals.export.export").FORMATS
+    monkeypatch.setitem(formats, "gguf-adapter", replace(formats["gguf-adapter"], write=write))
+    with pytest.raises(NotProved, match="what is added, gguf: FAILED"):
+        export(folder, "gguf-adapter")
 
 
 def test_a_whole_model_has_no_adapter(base, tmp_path):
@@ -284,6 +320,60 @@ def test_templates_that_do_more_are_left_to_ollama(template):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template
     assert ollama.turns_of(tokenizer) is None
+
+
+# --- cards and uploads ---------------------------------------------------------------------------------------------------
+
+
+def test_a_card_says_what_was_trained_and_compared(run, tmp_path):
+    (exported,) = export(run, "merged-fp32", tmp_path, name="mine")
+    text = (exported.path / "README.md").read_text()
+    head = yaml.safe_load(text.split("---")[1])
+    assert head["license"] == "apache-2.0" and head["library_name"] == "transformers" and head["tags"][0] == "chronicals"
+    assert "base_model" not in head and str(tmp_path) not in text and str(run) not in text  # no path of this machine
+    assert "| 3 | " in text and "| chat template | transformers | equal |" in text
+
+
+class Hub:
+    """In the place of the hub's client: keeps what is uploaded."""
+
+    def __init__(self):
+        self.made, self.files = {}, []
+
+    def create_repo(self, name, private, exist_ok):
+        from huggingface_hub import RepoUrl
+
+        self.made[name] = private
+        return RepoUrl(f"https://huggingface.co/someone/{name}")
+
+    def upload_folder(self, repo_id, folder_path, path_in_repo, ignore_patterns):
+        self.files += [
+            f"{path_in_repo}/{path.name}".strip("/") for path in folder_path.iterdir() if path.name not in ignore_patterns
+        ]
+
+    def upload_file(self, repo_id, path_or_fileobj, path_in_repo):
+        self.files.append(path_in_repo)
+
+
+def test_artefacts_are_uploaded_with_their_proofs(run, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    hub = Hub()
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    export(run, ["gguf-f16", "merged"], tmp_path, name="mine", push_to_hub="mine")
+    assert hub.made == {"mine": True}
+    assert {"mine-f16.gguf", "mine-f16.gguf.proof.json", "mine-bf16/model.safetensors", "README.md"} <= set(hub.files)
+
+
+def test_an_upload_that_fails_leaves_the_artefacts(run, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    hub = Hub()
+    monkeypatch.setattr(hub, "create_repo", lambda *_, **__: (_ for _ in ()).throw(OSError("no route")))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    with pytest.raises(UploadError, match="push_to_hub='mine': the upload failed: no route"):
+        export(run, "gguf-f16", tmp_path, name="mine", push_to_hub="mine")
+    assert (tmp_path / "mine-f16.gguf").exists()
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------

@@ -58,9 +58,9 @@ def test_what_is_read_back_is_the_model(name, tmp_path):
     """The file's weights in transformers' class give the model's logits."""
     model = gguf_models.build(name)
     given, file, planned = written(saved(tmp_path / "model", model))
-    found = file.model_tensors(planned.pieces, {n: s.shape for n, s in given.tensors.items()})
-    for tensor_name, tensor in found.items():
-        assert torch.allclose(tensor, given.tensors[tensor_name].read(), atol=1e-6), tensor_name
+    found = file.restored(planned.pieces, {n: s.shape for n, s in given.tensors.items()})
+    for tensor_name in found:
+        assert torch.allclose(found[tensor_name], given.tensors[tensor_name].read(), atol=1e-6), tensor_name
 
 
 def test_rows_of_queries_are_reordered_as_llama_cpp_rotates(tmp_path):
@@ -167,6 +167,67 @@ def test_weights_in_16_bits_are_read(tmp_path):
     saved(tmp_path, gguf_models.build("qwen2").bfloat16())
     (exported,) = export(tmp_path, "gguf-bf16")
     assert next(c for c in exported.proof.checks if c.name == "weights in BF16").value == 0.0
+
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
+
+
+@needs_llama_cpp
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("kind", gguf_file.BY_LLAMA_CPP)
+def test_types_that_llama_cpp_quantises(kind, tmp_path):
+    """With an importance matrix over rows; its own bound is that of what it computes with the file's weights."""
+    saved(tmp_path, gguf_models.build("llama", **WIDE))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
+    (exported,) = export(tmp_path, f"gguf-{kind}", importance=rows)
+    assert not exported.proof.failed and "ids of a conversation" in {check.name for check in exported.proof.checks}
+    assert [path.name for path in exported.path.parent.iterdir() if "whole" in path.name] == []
+
+
+@needs_llama_cpp
+def test_importance_moves_the_error_to_where_it_matters_less(tmp_path):
+    """With all importance in some columns of a weight, those are nearer to what they were."""
+    from chronicals.export import llama_cpp
+
+    given = source(saved(tmp_path, gguf_models.build("llama", **WIDE)))
+    gguf.write(given, tmp_path / "whole.gguf", "f32")
+    weights = {"blk.0.attn_q.weight": np.where(np.arange(256) % 32 < 4, 1.0, 1e-4).astype(np.float32)}
+    errors = []
+    for name, importance in (("plain", None), ("weighed", weights)):
+        llama_cpp.quantise(tmp_path / "whole.gguf", tmp_path / f"{name}.gguf", 12, importance)  # Q3_K_M
+        files = gguf_file.File(tmp_path / f"{name}.gguf"), gguf_file.File(tmp_path / "whole.gguf")
+        off = (files[0].read("blk.0.attn_q.weight") - files[1].read("blk.0.attn_q.weight"))[:, np.arange(256) % 32 < 4]
+        errors.append(float(off.norm()))
+    assert errors[1] < 0.9 * errors[0]
+
+
+def test_importance_is_the_mean_square_of_inputs(tmp_path):
+    from chronicals.export.importance import importance_of
+
+    model = gguf_models.build("qwen2")
+    given = source(saved(tmp_path, model))
+    pieces = gguf_file.plan(given.config, given.tensors, "f32").pieces
+    documents = [[5, 7, 9], [11, 3]]
+    found = importance_of(model, pieces, documents)
+    with torch.no_grad():
+        embedded = [model.model.embed_tokens(torch.tensor(ids)) for ids in documents]
+        states = torch.cat([model.model.layers[0].input_layernorm(x) for x in embedded])
+    np.testing.assert_allclose(found["blk.0.attn_q.weight"], states.square().mean(0).numpy(), rtol=1e-4)
+    assert {"blk.1.ffn_down.weight", "blk.1.attn_output.weight"} <= found.keys() and "token_embd.weight" not in found
+
+
+def test_few_bits_need_rows(tmp_path):
+    with pytest.raises(ValueError, match=r"gguf-iq2_xs: so few bits .* \(--importance your.jsonl\)"):
+        export(saved(tmp_path, gguf_models.build("llama", **WIDE)), "gguf-iq2_xs")
+
+
+@pytest.mark.skipif(READ_BY_LLAMA_CPP, reason="llama-cpp-python is here")
+def test_llama_cpps_types_need_llama_cpp(tmp_path):
+    with pytest.raises(
+        ValueError, match="gguf-q4_k_m: weights are quantised by llama.cpp itself, .* pip install llama-cpp-python"
+    ):
+        export(saved(tmp_path, gguf_models.build("llama", **WIDE)), "gguf-q4_k_m")
 
 
 # --- tokenizers --------------------------------------------------------------------------------------------------------

@@ -15,6 +15,8 @@ def export(
     base_model: Annotated[str | None, typer.Option(help="The model of an adapter, where it does not say or has moved")] = None,
     name: Annotated[str | None, typer.Option(help="What the artefacts' names begin with (default: the folder's)")] = None,
     data: Annotated[str | None, typer.Option(help="Held-out rows: report how much of the training survives")] = None,
+    importance: Annotated[str | None, typer.Option(help="Rows by which llama.cpp's quantiser weighs errors")] = None,
+    push_to_hub: Annotated[str | None, typer.Option(help="Repository to upload to; a new one is private")] = None,
     ollama: Annotated[bool, typer.Option("--ollama", help="Write a Modelfile beside each GGUF file")] = False,
 ) -> None:
     """Write a trained model for other programs, and prove that they read what was trained.
@@ -37,7 +39,9 @@ def export(
     if asked == ["list"]:
         console.print("\n".join(FORMATS))
         return
-    for exported in export_model(model, asked, output, base_model, name=name, data=data, ollama=ollama):
+    for exported in export_model(
+        model, asked, output, base_model, name=name, data=data, importance=importance, ollama=ollama, push_to_hub=push_to_hub
+    ):
         table = Table("compared", "client", "result", "measure", "bound", title=escape(str(exported.path)))
         for check in exported.proof.checks:
             result = {True: "equal", False: "[red]differs[/]", None: "reported" if check.value is not None else "not run"}

@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chronicals.export import adapter, gguf, gguf_file, whole
+from chronicals.export import adapter, compressed_tensors, gguf, gguf_adapter, gguf_file, whole
+from chronicals.export.card import card
+from chronicals.export.hub import push
 from chronicals.export.ollama import modelfile
 from chronicals.export.proof import Proof
 from chronicals.export.source import Source, opened
@@ -52,6 +54,15 @@ def _gguf(kind: str) -> Format:
     )  # fmt: skip
 
 
+def _compressed(name: str) -> Format:
+    layout = compressed_tensors.LAYOUTS[name]
+    return Format(
+        f"-{name}", lambda source, aside: compressed_tensors.write(source, aside, layout),
+        lambda source, aside, proof: compressed_tensors.prove(source, aside, layout, proof),
+        lambda source: compressed_tensors.size(source, layout),
+    )  # fmt: skip
+
+
 def _values(source: Source) -> list[int]:
     found = []
     for stored in source.tensors.values():
@@ -67,7 +78,9 @@ FORMATS: dict[str, Format] = {
     "merged-fp16": _whole("fp16"),
     "merged-fp32": _whole("fp32"),
     "adapter": Format("-adapter", adapter.write, adapter.prove, adapter.size),
-    **{f"gguf-{kind}": _gguf(kind) for kind in gguf_file.TYPES},
+    "gguf-adapter": Format("-adapter.gguf", gguf_adapter.write, gguf_adapter.prove, gguf_adapter.size),
+    **{name: _compressed(name) for name in compressed_tensors.LAYOUTS},
+    **{f"gguf-{kind}": _gguf(kind) for kind in (*gguf_file.TYPES, *gguf_file.BY_LLAMA_CPP)},
 }
 """By the name that ``--to`` takes."""
 
@@ -78,16 +91,22 @@ class ExportError(ValueError):
 
 @dataclass(frozen=True)
 class Exported:
-    """An artefact that was proved."""
+    """An artefact that was proved.
+
+    Attributes:
+        card: what its model card says.
+    """
 
     format: str
     path: Path
     proof: Proof
+    card: str
 
 
 def export(
     model: str | Path, to: str | Sequence[str], output: str | Path | None = None, base_model: str | None = None,
-    *, name: str | None = None, data: str | Path | None = None, ollama: bool = False,
+    *, name: str | None = None, data: str | Path | None = None, importance: str | Path | None = None,
+    ollama: bool = False, push_to_hub: str | None = None,
 ) -> list[Exported]:  # fmt: skip
     """Write a trained model in other formats, and read each back with its own client.
 
@@ -102,11 +121,15 @@ def export(
         name: what the artefacts' names begin with; by default the model folder's.
         data: held-out rows, as ``chronicals evaluate`` takes them, on which the losses of the base, the trained and the
             exported model are reported.
+        importance: rows over which the importance of each column of a weight is measured, for what llama.cpp quantises.
         ollama: also write a Modelfile for each GGUF file.
+        push_to_hub: name of a repository on the hub, to which all artefacts are uploaded once they are proved; a new one is
+            private.
 
     Raises:
         ExportError: there is no such format, an artefact is there already, or the disk is too full.
         NotExpressible: a format has no form for this model; nothing of that format was written.
+        UploadError: the hub does not take them; the artefacts stay.
         NotProved: an artefact is not the trained model; it was removed, those before it stay.
         ValueError: there is no such model, or its adapter cannot be merged.
     """
@@ -121,12 +144,18 @@ def export(
         if target.exists():
             raise ExportError(f"{target}: is there already (--to {one}); delete it, or give another --output")
     folder.mkdir(parents=True, exist_ok=True)
+    given = {"data": data, "importance": importance}
+    rows = {key: None if path is None else str(path) for key, path in given.items()}
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as place,
-        opened(model, base_model, Path(place), None if data is None else str(data)) as source,
+        opened(model, base_model, Path(place), **rows) as source,
     ):
         _check_room(source, asked, folder)
-        return [_one(one, target, source, Path(place), ollama) for one, target in targets.items()]
+        made = [_one(one, target, source, Path(place), ollama) for one, target in targets.items()]
+    if push_to_hub is not None:
+        address = push(push_to_hub, [exported.path for exported in made], made[0].card)
+        logger.info("uploaded to %s", address)
+    return made
 
 
 def _check_room(source: Source, asked: Sequence[str], folder: Path) -> None:
@@ -152,6 +181,9 @@ def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool) ->
         raise
     for check in proof.checks:
         logger.info("%s: %s", target.name, check)
+    text = card(source, target.name, asked, proof)
+    if aside.is_dir():
+        (aside / "README.md").write_text(text)
     aside.rename(target)
     proof.write(target.with_name(f"{target.name}.proof.json"))
     if ollama and target.suffix == ".gguf":
@@ -159,4 +191,4 @@ def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool) ->
         target.with_name(f"{target.stem}.Modelfile").write_text(text)
         if guessed:
             logger.warning("%s: %s", target.stem, guessed)
-    return Exported(asked, target, proof)
+    return Exported(asked, target, proof, text)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import re
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
 from chronicals.export import gguf_file, llama_cpp
 from chronicals.export.gguf_families import as_computed
+from chronicals.export.gguf_tensors import Restored
 from chronicals.export.gguf_tokenizer import Vocabulary, vocabulary_of
+from chronicals.export.importance import importance_of
 from chronicals.export.proof import Proof, cross_entropy, relative_error
 from chronicals.export.source import PROBES, Source, logits_of
+from chronicals.export.weight_files import NewTensor, write_tensors
 
 ERRORS = {
     "F32": 1e-6, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 0.011, "Q5_1": 0.076, "Q5_0": 0.086, "Q4_1": 0.156, "Q4_0": 0.172,
+    "Q6_K": 0.04, "Q5_K": 0.08, "Q4_K": 0.16, "Q3_K": 0.32, "Q2_K": 0.6, "IQ4_NL": 0.16, "IQ4_XS": 0.16, "IQ3_S": 0.32,
+    "IQ3_XXS": 0.45, "IQ2_S": 0.7, "IQ2_XS": 0.75, "IQ2_XXS": 0.8,
 }  # fmt: skip
 """Of a dequantised tensor, relative: twice that of rows of Gaussian numbers (a row of few values may be further off)."""
 
@@ -27,7 +31,14 @@ BOUNDS = {"f32": 1e-5, "f16": 5e-3, "bf16": 2e-2}
 QUANTISED, TABULATED = 0.1, 5e-3
 """The same where llama.cpp quantises activations to 8 bits, and where its activation is a table (GELU)."""
 
+OF_ROUNDING, BLOCK = 2.0, 32
+"""The same as a multiple of what such rounding of activations does in torch, where a model makes more of it; and how many
+elements share a scale."""
+
 READER = "gguf"
+
+COMPARED = "logits beside torch with the file's weights"
+"""Name of the comparison that tells whether a file is right."""
 
 
 def write(source: Source, target: Path, kind: str) -> None:
@@ -35,15 +46,41 @@ def write(source: Source, target: Path, kind: str) -> None:
 
     Raises:
         NotExpressible: GGUF has no form for the model or its tokenizer.
-        ValueError: the package gguf is missing.
+        ValueError: the package gguf is missing, or llama.cpp where it quantises.
     """
-    planned = gguf_file.plan(source.config, source.tensors, kind)
-    gguf_file.write(target, planned, source.tensors, _vocabulary(source), kind, _about(source))
+    planned = gguf_file.plan(source.config, source.tensors, _written_as(source, kind))
+    if kind in gguf_file.TYPES:
+        gguf_file.write(target, planned, source.tensors, _vocabulary(source), kind, _about(source))
+        return
+    if kind in gguf_file.NEED_IMPORTANCE and source.importance is None:
+        raise ValueError(
+            f"gguf-{kind}: so few bits need to know which columns of a weight matter; give rows to measure it over "
+            "(--importance your.jsonl)"
+        )
+    llama_cpp.require(f"gguf-{kind}: weights are quantised")
+    import gguf
+
+    whole = target.with_name(f"{target.name}.whole")
+    gguf_file.write(whole, planned, source.tensors, _vocabulary(source), _written_as(source, kind), _about(source))
+    importance = None
+    if source.importance is not None:
+        importance = importance_of(source.trained_whole(), planned.pieces, source.rows_of(source.importance))
+    llama_cpp.quantise(whole, target, int(gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"]), importance)
+    whole.unlink()
+
+
+def _written_as(source: Source, kind: str) -> str:
+    """The kind of file that is written by us: what llama.cpp quantises holds the weights as they are stored."""
+    if kind in gguf_file.TYPES:
+        return kind
+    stored = {tensor.dtype for tensor in source.tensors.values()}
+    return {"BF16": "bf16", "F16": "f16"}.get(stored.pop(), "f32") if len(stored) == 1 else "f32"
 
 
 def size(source: Source, kind: str) -> int:
-    """Bytes of the file's tensors."""
-    return gguf_file.plan(source.config, source.tensors, kind).bytes
+    """Bytes of the file's tensors, and of what it is made of where that is a file too."""
+    whole = gguf_file.plan(source.config, source.tensors, _written_as(source, kind)).bytes
+    return whole if kind in gguf_file.TYPES else 2 * whole
 
 
 def _vocabulary(source: Source) -> Vocabulary:
@@ -53,33 +90,25 @@ def _vocabulary(source: Source) -> Vocabulary:
 def _about(source: Source) -> dict[str, str]:
     """Name and licence, as the base's card has them."""
     found = {"name": Path(source.saved.place).name if source.saved.base is None else Path(source.saved.base).name}
-    card = source.folder / "README.md"
-    if card.exists():
-        said = re.search(r"^license:\s*(\S+)\s*$", card.read_text(), re.MULTILINE)
-        found |= {"license": said[1]} if said else {}
-    return found
+    return found | ({"license": source.licence} if source.licence else {})
 
 
 def prove(source: Source, file: Path, kind: str, proof: Proof) -> None:
     """Read it back, by the package gguf and, where it is there, by llama.cpp."""
-    planned, written = gguf_file.plan(source.config, source.tensors, kind), gguf_file.File(file)
+    planned, written = gguf_file.plan(source.config, source.tensors, _written_as(source, kind)), gguf_file.File(file)
     proof.about["types"] = _counted(written)
     _prove_tokenizer(source, written, proof)
-    shapes = {name: stored.shape for name, stored in source.tensors.items()}
-    found = written.model_tensors(planned.pieces, shapes)
+    found = written.restored(planned.pieces, {name: stored.shape for name, stored in source.tensors.items()})
     tied = {"lm_head.weight"} if source.config.tie_word_embeddings else set()
     proof.equal("every weight is there", READER, sorted(source.tensors.keys() - tied), sorted(found))
     proof.equal("nothing else is there", READER, sorted([*planned.types, *planned.extra]), sorted(written.tensors))
+    if proof.failed:
+        return
     for name, values in planned.extra.items():
         proof.equal(name, READER, values.tolist(), written.read(name).tolist())
     if source.saved.adapted:
         source.prove_merged(proof)
-    for kind_of_tensor, bound in ERRORS.items():
-        names = {s for p in planned.pieces if planned.types[p.name].name == kind_of_tensor for s in p.sources}
-        errors = {name: relative_error(found[name], source.tensors[name].read()) for name in names}
-        if errors:
-            worst = max(errors, key=lambda name: errors[name])
-            proof.bounded(f"weights in {kind_of_tensor}", READER, errors[worst], bound, worst)
+    _prove_weights(source, written, found, proof)
     with tempfile.TemporaryDirectory(dir=file.parent) as place:
         model = _in_torch(source, found, Path(place), proof)
         source.prove_survival(model, proof)
@@ -91,10 +120,23 @@ def prove(source: Source, file: Path, kind: str, proof: Proof) -> None:
             proof.not_run("ids and logits", "llama.cpp", reason)
 
 
-def _in_torch(source: Source, tensors: dict[str, torch.Tensor], folder: Path, proof: Proof) -> Any:
+def _prove_weights(source: Source, written: gguf_file.File, found: Restored, proof: Proof) -> None:
+    """One tensor after the other, by the type that it has in the file."""
+    worst: dict[str, tuple[float, str]] = {}
+    for name in found:
+        kind = written.type_of(found.pieces[name][0].name)
+        error = relative_error(found[name], source.tensors[name].read())
+        worst[kind] = max(worst.get(kind, (0.0, name)), (error, name))
+    for kind, (error, name) in worst.items():
+        proof.bounded(f"weights in {kind}", READER, error, ERRORS.get(kind, 0.0), name)
+
+
+def _in_torch(source: Source, found: Restored, folder: Path, proof: Proof) -> Any:
     """The model with the very weights of the file."""
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(whole, folder / "model.safetensors", {"format": "pt"})
+    write_tensors(
+        folder / "model.safetensors",
+        [NewTensor(name, "F32", tuple(found.shapes[name]), partial(found.__getitem__, name)) for name in found],
+    )
     config, notes = as_computed(source.config)
     config.dtype = torch.float32
     config.save_pretrained(folder)
@@ -146,8 +188,9 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     client = llama_cpp.LlamaCpp(file, tokens=max(map(len, source.documents)) + 1)
     theirs = [torch.from_numpy(client.logits(ids)) for ids in source.documents]
     error = max(relative_error(a, b) for a, b in zip(theirs, same_weights, strict=True))
-    bound = max(BOUNDS.get(kind, QUANTISED), TABULATED if _is_tabulated(source.config) else 0.0)
-    proof.bounded("logits beside torch with the file's weights", "llama.cpp", error, bound)
+    rounded = max(relative_error(a, b) for a, b in zip(_as_rounded(model, source, kind), same_weights, strict=True))
+    bound = max(BOUNDS.get(kind, QUANTISED), TABULATED if is_tabulated(source.config) else 0.0, OF_ROUNDING * rounded)
+    proof.bounded(COMPARED, "llama.cpp", error, bound)
     trained = logits_of(source.trained(), source.documents)
     losses = [
         sum(cross_entropy(logits, ids) * (len(ids) - 1) for logits, ids in zip(found, source.documents))
@@ -159,5 +202,30 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     proof.reported("texts whose next token is the same", "llama.cpp", sum(agree) / len(agree))
 
 
-def _is_tabulated(config: Any) -> bool:
+def _as_rounded(model: Any, source: Source, kind: str) -> list[torch.Tensor]:
+    """Logits where the inputs of linear layers are rounded as llama.cpp rounds them for such weights."""
+    if kind == "f32":
+        return logits_of(model, source.documents)
+    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    hooks = [layer.register_forward_pre_hook(lambda _, given: (_rounded(given[0], kind), *given[1:])) for layer in layers]
+    try:
+        return logits_of(model, source.documents)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _rounded(x: torch.Tensor, kind: str) -> torch.Tensor:
+    """To 16 bits, or to 8 with a scale for each 32 elements."""
+    if kind in ("f16", "bf16"):
+        return x.to(torch.float16 if kind == "f16" else torch.bfloat16).to(x.dtype)
+    if x.shape[-1] % BLOCK:
+        return x
+    blocks = x.unflatten(-1, (-1, BLOCK))
+    scale = (blocks.abs().amax(-1, keepdim=True) / 127).clamp(min=1e-12)
+    return ((blocks / scale).round() * scale).flatten(-2)
+
+
+def is_tabulated(config: Any) -> bool:
+    """Whether llama.cpp looks its activation up in a table."""
     return "gelu" in str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))

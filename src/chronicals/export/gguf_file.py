@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from chronicals.export.gguf_families import Family, NotExpressible, Settings, extra_tensors, family_of, settings_of
-from chronicals.export.gguf_tensors import Piece, pieces_of, restored
+from chronicals.export.gguf_tensors import Piece, Restored, pieces_of
 from chronicals.export.gguf_tokenizer import Vocabulary
 from chronicals.export.weight_files import StoredTensor
 
@@ -27,6 +27,15 @@ FILE_TYPES = {
     "f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0", "q5_1": "MOSTLY_Q5_1",
     "q5_0": "MOSTLY_Q5_0", "q4_1": "MOSTLY_Q4_1", "q4_0": "MOSTLY_Q4_0",
 }  # fmt: skip
+
+BY_LLAMA_CPP = (
+    "q6_k", "q5_k_m", "q5_k_s", "q4_k_m", "q4_k_s", "q3_k_l", "q3_k_m", "q3_k_s", "q2_k", "iq4_nl", "iq4_xs", "iq3_m", "iq3_s",
+    "iq3_xs", "iq3_xxs", "iq2_m", "iq2_s", "iq2_xs", "iq2_xxs",
+)  # fmt: skip
+"""Names of files that llama.cpp's own quantiser makes, of a mixture of types each."""
+
+NEED_IMPORTANCE = ("iq3_xs", "iq3_xxs", "iq2_m", "iq2_s", "iq2_xs", "iq2_xxs")
+"""Those that it makes with an importance matrix alone."""
 
 OF_THE_HEAD = "Q8_0"
 """What the head is quantised to where the rest has fewer bits."""
@@ -186,11 +195,6 @@ class File:
         values = gguf.quants.dequantize(found.data, found.tensor_type)
         return torch.from_numpy(np.array(values, np.float32)).view(*reversed([int(n) for n in found.shape]))
 
-    def model_tensors(self, pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-        """All of the model's tensors, fp32, by their names in it."""
-
-        def each() -> Iterator[tuple[Piece, Tensor]]:
-            for piece in pieces:
-                yield piece, self.read(piece.name)
-
-        return restored(each(), shapes)
+    def restored(self, pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> Restored:
+        """The model's tensors, fp32, by their names in it."""
+        return Restored(pieces, shapes, self.read)

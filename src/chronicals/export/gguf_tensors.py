@@ -6,8 +6,9 @@ the model's own names and layout: so a written file is compared with the model w
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,9 @@ ROLES = {
     "gate_proj": "FFN_GATE_EXP", "w1": "FFN_GATE_EXP", "down_proj": "FFN_DOWN_EXP", "w2": "FFN_DOWN_EXP",
     "up_proj": "FFN_UP_EXP", "w3": "FFN_UP_EXP",
 }  # fmt: skip
+
+KEPT = 2
+"""Tensors of a file that stay in memory: stacked experts and their halves are read for many tensors of the model."""
 
 IN_FULL = ("ffn_gate_inp", "ffn_gate_inp_shexp", "attn_sinks")
 """Tensors that are fp32 in every file, as norms, biases and vectors are: routers and attention sinks."""
@@ -145,20 +149,33 @@ def _of_stack(name: str, shape: tuple[int, ...], block: int, role: str, bias: bo
         )  # fmt: skip
 
 
-def restored(pieces: Iterable[tuple[Piece, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The model's tensors, fp32, of what was read of each piece.
+class Restored:
+    """The model's tensors out of what a file holds, one at a time.
 
-    Raises:
-        ValueError: a part of a tensor is there twice, or not at all.
+    Args:
+        pieces: of the file.
+        shapes: of the model's tensors, by name.
+        read: a tensor of the file by its name, fp32.
     """
-    found: dict[str, Tensor] = {}
-    filled: dict[str, int] = {}
-    for piece, written in pieces:
-        for name, place, part in piece.backward(written):
-            whole = found.setdefault(name, torch.full(shapes[name], torch.nan))
-            whole[place] = part
-            filled[name] = filled.get(name, 0) + part.numel()
-    for name, count in filled.items():
-        if count != found[name].numel():
-            raise ValueError(f"{name}: the file holds {count} of its {found[name].numel()} values")
-    return found
+
+    def __init__(self, pieces: Iterable[Piece], shapes: Mapping[str, tuple[int, ...]], read: Callable[[str], Tensor]):
+        self.shapes, self._read = shapes, functools.lru_cache(KEPT)(read)
+        self.pieces: dict[str, list[Piece]] = {}
+        for piece in pieces:
+            for name in piece.sources:
+                self.pieces.setdefault(name, []).append(piece)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.pieces)
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Raises ValueError where a part of it is not there."""
+        whole, filled = torch.full(self.shapes[name], torch.nan), 0
+        for piece in self.pieces[name]:
+            for source, place, part in piece.backward(self._read(piece.name)):
+                if source == name:
+                    whole[place] = part
+                    filled += part.numel()
+        if filled != whole.numel():
+            raise ValueError(f"{name}: the file holds {filled} of its {whole.numel()} values")
+        return whole

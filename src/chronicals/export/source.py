@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from chronicals.config import Recipe
-from chronicals.data import Tokenizer, stop_token_ids
+from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.rows import CHATS
 from chronicals.export.merge import folder_of, merge
 from chronicals.export.proof import Proof, relative_error
@@ -45,11 +46,13 @@ class Source:
         saved: what was given.
         folder: the whole model; where an adapter was given, merged with its base.
         data: rows that show how much of the training survives, as ``chronicals evaluate`` takes them.
+        importance: rows by which llama.cpp weighs the error of quantising.
     """
 
     saved: SavedModel
     folder: Path
     data: str | None = None
+    importance: str | None = None
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -59,6 +62,19 @@ class Source:
     @cached_property
     def config(self) -> Any:
         return load_config(self.folder)
+
+    @property
+    def run(self) -> Path | None:
+        """The folder of the run that the model is of, where it has one."""
+        folder = Path(self.saved.place)
+        return next((above for above in list(folder.parents)[:3] if (above / "metrics.jsonl").exists()), None)
+
+    @cached_property
+    def licence(self) -> str | None:
+        """As the base's card names it."""
+        card = self.folder / "README.md"
+        said = re.search(r"^license:\s*(\S+)\s*$", card.read_text(), re.MULTILINE) if card.exists() else None
+        return said[1] if said else None
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -106,11 +122,25 @@ class Source:
             found["base"] = self.loss_of(on_device(load_model(self.saved.base, self.dtype)))
         return found
 
+    def trained_whole(self) -> Any:
+        """The same with whole weights, whose modules have the names of the files."""
+        return self.load(self.folder)
+
+    def rows_of(self, data: str) -> list[list[int]]:
+        """Token ids of rows, as they were trained."""
+        recipe = self._recipe(data)
+        store = open_store(recipe.sources[0], self.tokenizer, recipe.config())
+        return [store.whole_document(number)[0].tolist() for number in range(len(store))]
+
+    def _recipe(self, data: str) -> Recipe:
+        """Of evaluation, with the settings of data that the run had."""
+        taught, place = self.saved.about.get("taught", {}), str(self.saved.place)
+        fields = {"max_seq_length": 2048, **taught, "data": [data], "batch_size": 1, "gradient_accumulation_steps": 1}
+        return Recipe(model=place, **fields)
+
     def loss_of(self, model: Any) -> float:
         """Of a model on the data."""
-        taught, place = self.saved.about.get("taught", {}), str(self.saved.place)
-        fields = {"max_seq_length": 2048, **taught, "data": [self.data], "batch_size": 1, "gradient_accumulation_steps": 1}
-        recipe = Recipe(model=place, **fields)
+        recipe = self._recipe(str(self.data))
         return evaluate_data(model, self.tokenizer, recipe.sources[0], recipe.config()).loss
 
     def prove_survival(self, model: Any, proof: Proof) -> None:
@@ -163,18 +193,18 @@ def logits_of(model: Any, documents: list[list[int]]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def opened(model: str | Path, base_model: str | None, place: Path, data: str | None = None) -> Iterator[Source]:
+def opened(model: str | Path, base_model: str | None, place: Path, **rows: str | None) -> Iterator[Source]:
     """What a name stands for, as a source.
 
     Args:
         place: folder for the merged model, where an adapter is given.
-        data: of ``Source``.
+        rows: ``data`` and ``importance`` of ``Source``.
 
     Raises:
         ValueError: there is no such model, or its adapter cannot be merged.
     """
     saved = SavedModel.find(model, base_model)
     if saved.adapted:
-        yield Source(saved, merge(model, place / "merged", base_model).folder, data)
+        yield Source(saved, merge(model, place / "merged", base_model).folder, **rows)
     else:
-        yield Source(saved, folder_of(str(saved.place)), data)
+        yield Source(saved, folder_of(str(saved.place)), **rows)

@@ -10,6 +10,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +19,9 @@ from torch import Tensor
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Those that can be changed; tensors of others are copied as they are."""
+
+WRITTEN = {**DTYPES, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64}
+"""Those that can be written."""
 
 PIECE = 1 << 20
 """Bytes that are copied at a time."""
@@ -40,6 +44,10 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
     end: int
+
+    @property
+    def bytes(self) -> int:
+        return self.end - self.begin
 
     def read(self) -> Tensor:
         """Raises ValueError where its dtype is not one of ``DTYPES``."""
@@ -100,49 +108,81 @@ def tensors_in(file: Path) -> Iterator[StoredTensor]:
         yield StoredTensor(file, name, about["dtype"], tuple(about["shape"]), 8 + length + begin, 8 + length + end)
 
 
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor that is to be written.
+
+    Attributes:
+        dtype: as safetensors names it.
+        made: gives it when its turn comes, in any dtype, or what is stored, to be copied.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    made: Callable[[], Tensor | StoredTensor]
+
+    @property
+    def bytes(self) -> int:
+        if self.dtype in WRITTEN:
+            return torch.Size(self.shape).numel() * WRITTEN[self.dtype].itemsize
+        made = self.made()
+        assert isinstance(made, StoredTensor), f"{self.name}: a tensor of {self.dtype} can only be copied"
+        return made.bytes
+
+
+def write_tensors(target: Path, tensors: list[NewTensor]) -> None:
+    """Write a file, one tensor after the other.
+
+    Raises:
+        ValueError: a value is too large for its dtype; the message names the tensor.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        end = offset + tensor.bytes
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with target.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for tensor in tensors:
+            made = tensor.made()
+            if isinstance(made, StoredTensor):
+                made.copy_to(out)
+            else:
+                out.write(_cast(made, tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
+
+
+def _cast(made: Tensor, tensor: NewTensor) -> Tensor:
+    cast = made.to(WRITTEN[tensor.dtype])
+    if tensor.dtype == "F16" and not torch.isfinite(cast).all() and torch.isfinite(made).all():
+        largest = float(made.abs().max())
+        raise ValueError(f"{tensor.name}: has {largest:.3g}, and float16 ends at 65504; write bfloat16 instead")
+    return cast
+
+
 def write_file(
     target: Path, tensors: list[StoredTensor], changed: Callable[[StoredTensor], Tensor | None],
-    shapes: Mapping[str, torch.Size], dtype: str | None = None,
+    shapes: Mapping[str, torch.Size],
 ) -> None:  # fmt: skip
-    """Write a file with the same names, one tensor after the other.
+    """Write a file with the same names and dtypes, one tensor after the other.
 
     Args:
         tensors: what the file holds.
         changed: called for each in turn; the tensor that is written in its place, or None.
         shapes: of those that ``changed`` gives another shape.
-        dtype: of ``DTYPES``, of all that have one of those; by default each keeps its own.
-
-    Raises:
-        ValueError: a value is too large for ``dtype``; the message names the tensor.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    offset = 0
-    kinds = {stored.name: dtype if dtype and stored.dtype in DTYPES else stored.dtype for stored in tensors}
-    for stored in tensors:
-        shape, kind = list(shapes.get(stored.name, stored.shape)), kinds[stored.name]
-        size = (stored.end - stored.begin) * torch.Size(shape).numel() // max(torch.Size(stored.shape).numel(), 1)
-        if kind != stored.dtype:
-            size = size // DTYPES[stored.dtype].itemsize * DTYPES[kind].itemsize
-        header[stored.name] = {"dtype": kind, "shape": shape, "data_offsets": [offset, offset + size]}
-        offset += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with target.open("wb") as out:
-        out.write(struct.pack("<Q", len(text)) + text)
-        for stored in tensors:
-            tensor, kind = changed(stored), kinds[stored.name]
-            if tensor is None and kind != stored.dtype:
-                tensor = stored.read()
-            if tensor is None:
-                stored.copy_to(out)
-            else:
-                out.write(_cast(tensor, kind, stored).contiguous().view(-1).view(torch.uint8).numpy().data)
 
+    def made(stored: StoredTensor) -> Tensor | StoredTensor:
+        tensor = changed(stored)
+        return stored if tensor is None else tensor
 
-def _cast(tensor: Tensor, kind: str, stored: StoredTensor) -> Tensor:
-    cast = tensor.to(DTYPES[kind])
-    if kind == "F16" and not torch.isfinite(cast).all() and torch.isfinite(tensor).all():
-        raise ValueError(
-            f"{stored.name}: has {float(tensor.abs().max()):.3g}, and float16 ends at 65504; write bfloat16 instead"
-        )
-    return cast
+    write_tensors(
+        target,
+        [
+            NewTensor(stored.name, stored.dtype, tuple(shapes.get(stored.name, stored.shape)), partial(made, stored))
+            for stored in tensors
+        ],
+    )

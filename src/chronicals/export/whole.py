@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from chronicals.export.compatible import make_compatible
 from chronicals.export.merge import REPORT
 from chronicals.export.proof import Proof, relative_error
 from chronicals.export.source import Source, documents_of, logits_of
-from chronicals.export.weight_files import DTYPES, INDEX, write_file
+from chronicals.export.weight_files import DTYPES, INDEX, NewTensor, StoredTensor, write_tensors
 from chronicals.models import load_config, load_tokenizer
 from chronicals.saving import MANIFEST
 
@@ -20,7 +22,9 @@ KINDS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 BOUNDS = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-4}
 """Of logits beside those of the trained model, by what rounding the weights changes."""
 
-LEFT_OUT = {MANIFEST, REPORT, "chronicals.json"}
+CLIENT = "transformers"
+
+LEFT_OUT = {MANIFEST, REPORT, INDEX, "chronicals.json"}
 
 
 def write(source: Source, aside: Path, kind: str) -> None:
@@ -30,21 +34,42 @@ def write(source: Source, aside: Path, kind: str) -> None:
         ValueError: a weight is too large for float16.
     """
     aside.mkdir(parents=True)
+    write_files(source, aside, lambda stored: [_cast(stored, KINDS[kind])])
+    write_beside(source, aside)
+    _name_dtype(aside, kind)
+
+
+def _cast(stored: StoredTensor, dtype: str) -> NewTensor:
+    kept = stored.dtype == dtype or stored.dtype not in DTYPES
+    return NewTensor(stored.name, stored.dtype if kept else dtype, stored.shape, lambda: stored if kept else stored.read())
+
+
+def write_files(source: Source, aside: Path, made: Callable[[StoredTensor], list[NewTensor]]) -> None:
+    """Write files of the same names; ``made`` gives the tensors that take the place of one."""
     by_file = defaultdict(list)
     for stored in source.tensors.values():
-        by_file[stored.file].append(stored)
+        by_file[stored.file].extend(made(stored))
     for file, tensors in by_file.items():
-        write_file(aside / file.name, tensors, lambda stored: None, {}, KINDS[kind])
+        write_tensors(aside / file.name, tensors)
+    index = source.folder / INDEX
+    if index.exists():
+        names = {tensor.name: file.name for file, tensors in by_file.items() for tensor in tensors}
+        total = sum(tensor.bytes for tensors in by_file.values() for tensor in tensors)
+        described = {"metadata": {"total_size": total}, "weight_map": names}
+        (aside / INDEX).write_text(json.dumps(described, indent=2))
+
+
+def write_beside(source: Source, aside: Path) -> None:
+    """Everything but the weights: settings, tokenizer, licence, in words that older programs know."""
     for file in sorted(source.folder.iterdir()):
         if file.is_file() and file.suffix in (".json", ".jinja", ".txt", ".model", ".md", "") and file.name not in LEFT_OUT:
             shutil.copyfile(file, aside / file.name)
     source.tokenizer.save_pretrained(aside)
-    _name_dtype(aside, kind)
     make_compatible(aside, source.stops)
 
 
 def _name_dtype(folder: Path, kind: str) -> None:
-    file, index = folder / "config.json", folder / INDEX
+    file = folder / "config.json"
     named = str(DTYPES[KINDS[kind]]).removeprefix("torch.")
     config = json.loads(file.read_text())
     for part in (config, *(value for value in config.values() if isinstance(value, dict))):
@@ -52,32 +77,35 @@ def _name_dtype(folder: Path, kind: str) -> None:
             if name in part:
                 part[name] = named
     file.write_text(json.dumps({**config, "dtype": named}, indent=2))
-    if index.exists():
-        described = json.loads(index.read_text())
-        described["metadata"] = {"total_size": sum(path.stat().st_size for path in folder.glob("*.safetensors"))}
-        index.write_text(json.dumps(described, indent=2))
 
 
 def prove(source: Source, aside: Path, kind: str, proof: Proof) -> None:
     """Load it by transformers, and compare."""
-    client = "transformers"
-    ours, theirs = source.config.to_dict(), load_config(aside).to_dict()
-    unlike = {"dtype", "torch_dtype", "_name_or_path", "transformers_version", *_older(theirs, ours)}
-    settings = [{k: v for k, v in side.items() if k not in unlike and not isinstance(v, dict)} for side in (ours, theirs)]
-    proof.equal("settings", client, *settings)
-    tokenizer = load_tokenizer(aside)
-    proof.equal("chat template", client, source.tokenizer.chat_template, tokenizer.chat_template)
-    proof.equal("ids of texts", client, source.documents, documents_of(tokenizer))
-    model = source.load(aside)
-    named = model.generation_config.eos_token_id
-    proof.equal("where generation ends", client, source.stops, named if isinstance(named, list) else [named])
+    model = prove_beside(source, aside, proof)
     source.prove_survival(model, proof)
     expected = logits_of(source.trained(), source.documents)
     found = logits_of(model, source.documents)
     error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
-    proof.bounded("logits beside the trained model's", client, error, BOUNDS[kind])
+    proof.bounded("logits beside the trained model's", CLIENT, error, BOUNDS[kind])
 
 
-def _older(theirs: dict, ours: dict) -> set[str]:
-    """Names that only the export has: older ones of what both have."""
-    return set(theirs) - set(ours)
+def prove_beside(source: Source, aside: Path, proof: Proof) -> Any:
+    """Compares everything but the weights; the model that was loaded."""
+    ours, theirs = source.config.to_dict(), load_config(aside).to_dict()
+    unlike = {
+        "dtype",
+        "torch_dtype",
+        "_name_or_path",
+        "transformers_version",
+        "quantization_config",
+        *(set(theirs) - set(ours)),
+    }
+    settings = [{k: v for k, v in side.items() if k not in unlike and not isinstance(v, dict)} for side in (ours, theirs)]
+    proof.equal("settings", CLIENT, *settings)
+    tokenizer = load_tokenizer(aside)
+    proof.equal("chat template", CLIENT, source.tokenizer.chat_template, tokenizer.chat_template)
+    proof.equal("ids of texts", CLIENT, source.documents, documents_of(tokenizer))
+    model = source.load(aside)
+    named = model.generation_config.eos_token_id
+    proof.equal("where generation ends", CLIENT, source.stops, named if isinstance(named, list) else [named])
+    return model

@@ -1,0 +1,259 @@
+"""Linear layers in FP8 or in 4 bits, as vLLM and transformers read them: two layouts of the package compressed-tensors.
+
+    fp8    ``float-quantized``: a scale a row; inputs are quantised as they come, with a scale a token
+    int4   ``pack-quantized``: a scale for each 128 elements of a row (W4A16); inputs stay in 16 bits
+
+Embeddings, head, norms and routers stay in bf16.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.export.gguf_families import NotExpressible
+from chronicals.export.proof import Proof, relative_error
+from chronicals.export.source import Source, logits_of, on_device
+from chronicals.export.weight_files import NewTensor, StoredTensor, tensors_in
+from chronicals.export.whole import CLIENT, prove_beside, write_beside, write_files
+from chronicals.models import load_model
+from chronicals.models.loading import load_without_weights, quantised_names
+
+PACKAGE = "compressed-tensors"
+
+GROUP = 128
+"""Elements of a row that share a scale in 4 bits."""
+
+BOUND = 2e-2
+"""Of transformers' logits beside those of torch with the same weights and inputs."""
+
+Found = dict[str, StoredTensor]
+
+
+class Layout(ABC):
+    """How a weight ``[out, in]`` is stored.
+
+    Attributes:
+        name: the package's.
+        error: bound on what quantising changes of a weight, relative.
+    """
+
+    name: str
+    error: float
+
+    @abstractmethod
+    def written(self, stored: StoredTensor) -> list[NewTensor]:
+        """What takes the place of a weight."""
+
+    @abstractmethod
+    def read(self, found: Found, name: str) -> Tensor:
+        """The weight that it stands for, fp32."""
+
+    @property
+    @abstractmethod
+    def scheme(self) -> dict[str, Any]:
+        """Of ``config_groups``."""
+
+    @abstractmethod
+    def prepare(self, layer: nn.Module) -> None:
+        """Let a layer of torch's treat its inputs as the layout's does."""
+
+    def why_not(self, stored: StoredTensor) -> str | None:
+        """Why a weight cannot be stored so."""
+        return None
+
+
+class FP8(Layout):
+    """E4M3, whose largest value is 448."""
+
+    name = "float-quantized"
+    error = 0.04
+    largest = float(torch.finfo(torch.float8_e4m3fn).max)
+
+    def written(self, stored: StoredTensor) -> list[NewTensor]:
+        return [
+            NewTensor(stored.name, "F8_E4M3", stored.shape, lambda: self.quantise(stored.read())[0]),
+            NewTensor(f"{stored.name}_scale", "BF16", (stored.shape[0], 1), lambda: self.quantise(stored.read())[1]),
+        ]
+
+    def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes ``[out, in]`` and bf16 scales ``[out, 1]``, rounded up so that no element is beyond the largest."""
+        scale = _rounded_up(weight.float().abs().amax(1, keepdim=True) / self.largest)
+        return (weight.float() / scale.float()).to(torch.float8_e4m3fn), scale
+
+    def read(self, found: Found, name: str) -> Tensor:
+        return _bytes(found[name], torch.float8_e4m3fn).float() * found[f"{name}_scale"].read().float()
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        numbers = {"num_bits": 8, "type": "float", "symmetric": True}
+        return {
+            "weights": {**numbers, "strategy": "channel", "dynamic": False},
+            "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+        }
+
+    def prepare(self, layer: nn.Module) -> None:
+        layer.register_forward_pre_hook(self._round_inputs)
+
+    def _round_inputs(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x = inputs[0].float()
+        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / self.largest
+        return ((x / scale).to(torch.float8_e4m3fn).float() * scale).to(inputs[0].dtype), *inputs[1:]
+
+
+class INT4(Layout):
+    """-8 to 7, eight elements of a row in an int32, the first in its lowest bits."""
+
+    name = "pack-quantized"
+    error = 0.16
+    each = 8
+
+    def prepare(self, layer: nn.Module) -> None:
+        """Inputs stay as they are."""
+
+    def why_not(self, stored: StoredTensor) -> str | None:
+        return f"rows of {stored.shape[1]} are no whole groups of {GROUP}" if stored.shape[1] % GROUP else None
+
+    def written(self, stored: StoredTensor) -> list[NewTensor]:
+        path, (rows, wide) = stored.name, stored.shape
+        return [
+            NewTensor(f"{path}_packed", "I32", (rows, wide // self.each), lambda: self.quantise(stored.read())[0]),
+            NewTensor(f"{path}_scale", "BF16", (rows, wide // GROUP), lambda: self.quantise(stored.read())[1]),
+            NewTensor(f"{path}_shape", "I64", (2,), lambda: torch.tensor(stored.shape)),
+        ]
+
+    def quantise(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Packed codes ``[out, in / 8]`` and bf16 scales ``[out, in / 128]``."""
+        grouped = weight.float().unflatten(1, (-1, GROUP))
+        scale = _rounded_up(grouped.abs().amax(2) / 7.5)
+        codes = (grouped / scale.float()[..., None]).round().clamp(-8, 7).flatten(1).to(torch.int32) + 8
+        shifts = 4 * torch.arange(self.each, dtype=torch.int32)
+        return (codes.unflatten(1, (-1, self.each)) << shifts).sum(-1, dtype=torch.int32), scale
+
+    def read(self, found: Found, name: str) -> Tensor:
+        packed = _bytes(found[f"{name}_packed"], torch.int32)
+        codes = (packed[..., None] >> (4 * torch.arange(self.each, dtype=torch.int32)) & 15).flatten(1) - 8
+        scale = found[f"{name}_scale"].read().float()
+        return (codes.float().unflatten(1, (-1, GROUP)) * scale[..., None]).flatten(1)
+
+    @property
+    def scheme(self) -> dict[str, Any]:
+        numbers = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP}
+        return {"weights": {**numbers, "dynamic": False}, "input_activations": None}
+
+
+LAYOUTS: dict[str, Layout] = {"fp8": FP8(), "int4": INT4()}
+
+
+def _rounded_up(exact: Tensor) -> Tensor:
+    """In bf16, not below what it was, nor zero."""
+    exact = exact.clamp(min=1e-12)
+    scale = exact.bfloat16()
+    return torch.where(scale.float() < exact, torch.nextafter(scale, torch.full_like(scale, torch.inf)), scale)
+
+
+def _bytes(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+    with stored.file.open("rb") as file:
+        file.seek(stored.begin)
+        content = bytearray(file.read(stored.bytes))
+    return torch.frombuffer(content, dtype=dtype).view(stored.shape)
+
+
+def write(source: Source, aside: Path, layout: Layout) -> None:
+    """Write the folder, a tensor at a time.
+
+    Raises:
+        NotExpressible: the model has experts, no decoder layers with linear layers, or one that the layout cannot store.
+    """
+    names = _quantised(source, layout)
+    aside.mkdir(parents=True)
+    write_files(source, aside, lambda stored: layout.written(stored) if stored.name in names else [_in_bf16(stored)])
+    write_beside(source, aside)
+    file = aside / "config.json"
+    described = _described(source, layout, names)
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "dtype": "bfloat16", "quantization_config": described}, indent=2)
+    )
+
+
+def size(source: Source, layout: Layout) -> int:
+    """Bytes of the tensors."""
+    names = _quantised(source, layout)
+    new = [layout.written(stored) if name in names else [_in_bf16(stored)] for name, stored in source.tensors.items()]
+    return sum(tensor.bytes for tensors in new for tensor in tensors)
+
+
+def _quantised(source: Source, layout: Layout) -> set[str]:
+    """Names of the weights that are quantised."""
+    if any(".experts." in name for name in source.tensors):
+        raise NotExpressible(f"{layout.name}: the model has experts, whose layout is not proved here; export it merged")
+    try:
+        names = quantised_names(source.folder) & source.tensors.keys()
+    except ValueError as error:
+        raise NotExpressible(f"{layout.name}: {error}") from error
+    for name in sorted(names):
+        if reason := layout.why_not(source.tensors[name]):
+            raise NotExpressible(f"{layout.name}: {name}: {reason}; export it in FP8 (--to fp8) or merged (--to merged)")
+    return names
+
+
+def _in_bf16(stored: StoredTensor) -> NewTensor:
+    return NewTensor(stored.name, "BF16", stored.shape, stored.read)
+
+
+def _described(source: Source, layout: Layout, names: set[str]) -> dict[str, Any]:
+    """``quantization_config``; layers that stay in 16 bits are named."""
+    layers = [path for path, layer in load_without_weights(source.folder).named_modules() if isinstance(layer, nn.Linear)]
+    return {
+        "quant_method": PACKAGE,
+        "format": layout.name,
+        "quantization_status": "compressed",
+        "kv_cache_scheme": None,
+        "ignore": sorted(path for path in layers if f"{path}.weight" not in names),
+        "config_groups": {"group_0": {"targets": ["Linear"], **layout.scheme}},
+    }
+
+
+def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
+    """Read the weights back; load them by transformers, and compare with the same arithmetic in torch."""
+    names = _quantised(source, layout)
+    found = {stored.name: stored for file in sorted(aside.glob("*.safetensors")) for stored in tensors_in(file)}
+    new = [
+        tensor.name
+        for name, stored in source.tensors.items()
+        for tensor in (layout.written(stored) if name in names else [_in_bf16(stored)])
+    ]
+    proof.equal("every weight is there", "safetensors", sorted(new), sorted(found))
+    errors = {name: relative_error(layout.read(found, name), source.tensors[name].read()) for name in names}
+    worst = max(errors, key=lambda name: errors[name])
+    proof.bounded("quantised weights", "safetensors", errors[worst], layout.error, worst)
+    simulated = _in_torch(source, found, layout, names)
+    source.prove_survival(simulated, proof)
+    expected = logits_of(simulated, source.documents)
+    if importlib.util.find_spec("compressed_tensors") is None:
+        proof.not_run("logits", CLIENT, f"{PACKAGE} is not installed: pip install {PACKAGE}")
+        return
+    theirs = logits_of(prove_beside(source, aside, proof), source.documents)
+    error = max(relative_error(a, b) for a, b in zip(theirs, expected, strict=True))
+    proof.bounded("logits beside torch with the same weights and inputs", CLIENT, error, BOUND)
+    trained = logits_of(source.trained(), source.documents)
+    cost = max(relative_error(a, b) for a, b in zip(theirs, trained, strict=True))
+    proof.reported("logits beside the trained model's", CLIENT, cost)
+
+
+def _in_torch(source: Source, found: Found, layout: Layout, names: set[str]) -> Any:
+    """The model with the files' weights, whose layers treat their inputs as the layout's do."""
+    model = load_model(source.folder, source.dtype)
+    for name, parameter in model.named_parameters():
+        if name in names:
+            parameter.data = layout.read(found, name).to(source.dtype)
+            layout.prepare(model.get_submodule(name.removesuffix(".weight")))
+        else:
+            parameter.data = parameter.data.bfloat16().to(source.dtype)
+    return on_device(model)
