@@ -136,6 +136,27 @@ def test_a_whole_model_has_no_adapter(base, tmp_path):
         export(base, "adapter", tmp_path)
 
 
+@pytest.mark.parametrize("with_adapters", [False, True])
+def test_a_model_in_memory(with_adapters, base, tmp_path):
+    from chronicals.lora import LoRAConfig, apply_lora
+
+    model = load_model(base, torch.float32)
+    if with_adapters:
+        apply_lora(model, LoRAConfig(rank=4))
+        with torch.no_grad():
+            for parameter_name, parameter in model.named_parameters():
+                if parameter_name.endswith("lora_B"):
+                    parameter.normal_(std=0.05)
+    (exported,) = export(model, "merged-fp32", tmp_path, tokenizer=tiny.tokenizer())
+    assert exported.path.name == "model-fp32"
+    ids = torch.tensor([[5, 7, 9, 11]])
+    with torch.no_grad():
+        expected, found = (m.eval()(ids).logits for m in (model, load_model(exported.path, torch.float32)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ExportError, match="tokenizer=None: a model in memory"):
+        export(model, "merged")
+
+
 def test_checkpoints_are_exported_too(base, tmp_path):
     folder = adapted(tmp_path, base, save_steps=2)
     (checkpoint,) = (folder / "checkpoints").glob("step-*2")

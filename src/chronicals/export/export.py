@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chronicals.export import adapter, compressed_tensors, gguf, gguf_adapter, gguf_file, whole
+from chronicals.export import adapter, compressed_tensors, gguf, gguf_adapter, gguf_file, nf4, whole
 from chronicals.export.card import card
 from chronicals.export.hub import push
 from chronicals.export.ollama import modelfile
 from chronicals.export.proof import Proof
 from chronicals.export.source import Source, opened
+from chronicals.saving import save_model, text_files
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,7 @@ FORMATS: dict[str, Format] = {
     "merged-fp32": _whole("fp32"),
     "adapter": Format("-adapter", adapter.write, adapter.prove, adapter.size),
     "gguf-adapter": Format("-adapter.gguf", gguf_adapter.write, gguf_adapter.prove, gguf_adapter.size),
+    "nf4": Format("-nf4", nf4.write, nf4.prove, nf4.size),
     **{name: _compressed(name) for name in compressed_tensors.LAYOUTS},
     **{f"gguf-{kind}": _gguf(kind) for kind in (*gguf_file.TYPES, *gguf_file.BY_LLAMA_CPP)},
 }
@@ -104,8 +106,8 @@ class Exported:
 
 
 def export(
-    model: str | Path, to: str | Sequence[str], output: str | Path | None = None, base_model: str | None = None,
-    *, name: str | None = None, data: str | Path | None = None, importance: str | Path | None = None,
+    model: Any, to: str | Sequence[str], output: str | Path | None = None, base_model: str | None = None,
+    *, tokenizer: Any = None, name: str | None = None, data: str | Path | None = None, importance: str | Path | None = None,
     ollama: bool = False, push_to_hub: str | None = None,
 ) -> list[Exported]:  # fmt: skip
     """Write a trained model in other formats, and read each back with its own client.
@@ -114,11 +116,12 @@ def export(
     because a client is not installed, is named in the proof, ``NAME.proof.json`` beside the artefact.
 
     Args:
-        model: the folder of a run, a checkpoint, an adapter, a model, or a hub name.
+        model: the folder of a run, a checkpoint, an adapter, a model, or a hub name; or a model in memory, saved first.
         to: names of ``FORMATS``.
         output: folder for the artefacts; by default ``export`` in the model's folder, or for a hub name ``NAME-export`` here.
         base_model: of an adapter, where it does not say or has moved.
-        name: what the artefacts' names begin with; by default the model folder's.
+        tokenizer: of a model in memory, which needs one.
+        name: what the artefacts' names begin with; by default the model folder's, or ``model``.
         data: held-out rows, as ``chronicals evaluate`` takes them, on which the losses of the base, the trained and the
             exported model are reported.
         importance: rows over which the importance of each column of a weight is measured, for what llama.cpp quantises.
@@ -136,9 +139,9 @@ def export(
     asked = [to] if isinstance(to, str) else list(to)
     if unknown := [one for one in asked if one not in FORMATS]:
         raise ExportError(f"to={unknown[0]!r}: no such format; there are {', '.join(FORMATS)}")
-    named = name or (Path(model).resolve().name if Path(model).exists() else str(model).rpartition("/")[2])
-    beside = Path(model) / "export" if Path(model).is_dir() else Path(f"{named}-export")
-    folder = beside if output is None else Path(output)
+    named, folder = _place(model, name, output)
+    if not isinstance(model, (str, Path)) and tokenizer is None:
+        raise ExportError("tokenizer=None: a model in memory is exported with its tokenizer; give it")
     targets = {one: folder / f"{named}{FORMATS[one].suffix}" for one in asked}
     for one, target in targets.items():
         if target.exists():
@@ -148,7 +151,7 @@ def export(
     rows = {key: None if path is None else str(path) for key, path in given.items()}
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as place,
-        opened(model, base_model, Path(place), **rows) as source,
+        opened(_stored(model, tokenizer, Path(place)), base_model, Path(place), **rows) as source,
     ):
         _check_room(source, asked, folder)
         made = [_one(one, target, source, Path(place), ollama) for one, target in targets.items()]
@@ -156,6 +159,25 @@ def export(
         address = push(push_to_hub, [exported.path for exported in made], made[0].card)
         logger.info("uploaded to %s", address)
     return made
+
+
+def _place(model: Any, name: str | None, output: str | Path | None) -> tuple[str, Path]:
+    """What artefacts are called, and the folder that they are in."""
+    if not isinstance(model, (str, Path)):
+        named = name or "model"
+        return named, Path(f"{named}-export" if output is None else output)
+    there = Path(model)
+    named = name or (there.resolve().name if there.exists() else str(model).rpartition("/")[2])
+    beside = there / "export" if there.is_dir() else Path(f"{named}-export")
+    return named, beside if output is None else Path(output)
+
+
+def _stored(model: Any, tokenizer: Any, place: Path) -> str | Path:
+    """Where the model is; one in memory is saved to ``place``."""
+    if isinstance(model, (str, Path)):
+        return model
+    save_model(place / "live", model, text_files(model, tokenizer), {})
+    return place / "live"
 
 
 def _check_room(source: Source, asked: Sequence[str], folder: Path) -> None:

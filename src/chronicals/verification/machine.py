@@ -38,6 +38,7 @@ PURPOSES = {
     "tensorboard": "curves in TensorBoard",
     "wandb": "curves in Weights & Biases",
     "mlflow": "curves in MLflow",
+    "export": "models as GGUF",
 }
 """What each extra of the package is for."""
 

@@ -36,7 +36,7 @@ from chronicals.data.store import LABEL, SIDE
 from chronicals.distributed import Mesh, require_one_process
 from chronicals.models import ModelShape, check_positions, embedding_table
 from chronicals.models.router_loss import SWITCH
-from chronicals.objectives import build_objective
+from chronicals.objectives import Objective, build_objective
 from chronicals.patching import layers_in_fp8
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
@@ -148,31 +148,13 @@ def verify(
         ConfigurationError: the run cannot be honoured, or not be compared; the message names the field.
         DataError: the data would make training wrong.
     """
-    if not FEWEST <= steps <= MOST:
-        raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
-    require_one_process("verify")
-    objective = build_objective(config)
-    if not objective.is_defined():
-        raise ConfigurationError(
-            f"objective={config.objective!r}: it has no definition in plain torch to hold a run against; give its class the "
-            "method definition of chronicals.objectives.Objective"
-        )
+    objective = _defined_objective(config, steps)
     device = one_device(model, Mesh())
     check_precision(config, device)
     quantise_as_asked(model, config)
     torch.manual_seed(config.seed)
     objective.prepare(model, tokenizer, config)
-    notes = without_dropout(model)
-    if config.use_lora and config.lora_dropout:
-        notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
-    if not config.master_weights:
-        notes.append("master_weights=False is true here: the noise of the rounding is larger than an update")
-    if config.optimizer_state_dtype != "fp32":
-        notes.append(f"optimizer_state_dtype={config.optimizer_state_dtype!r} is 'fp32' here: the plain arms round none")
-    if config.use_8bit_optimizer:
-        notes.append("use_8bit_optimizer=True is False here: the plain arms keep states in fp32")
-    exactly = {"master_weights": True, "optimizer_state_dtype": "fp32", "use_8bit_optimizer": False}
-    config = config.replace(lora_dropout=0.0, **exactly)
+    config, notes = _exactly(model, config)
     embedding_rows = embedding_table(model).shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
     check_positions(model, store.longest)
@@ -186,40 +168,102 @@ def verify(
         steps = total
     if device.type == "cuda" and config.use_cuda_graphs:
         notes.append("steps run without CUDA graphs here, to look at gradients before the update")
-    exact = config.mixed_precision == "fp32"
-    fp32 = PlainArm(model, device, config, objective)
-    plain = PlainArm(model, device, config, objective, alone=exact, usual_attention=not exact)
-    notes += changed_buffers(model, fp32.model)
-    others, why_not = _others(model, fp32, config)
-    notes += why_not
-    if (name := objective.frozen_start()) is not None:
-        for arm in (fp32, plain):
-            arm.take_frozen({name: model}, own_types=arm is plain)
+    arms = _Arms.of(model, device, config, objective, notes)
     path = TrainingPath(model, config, total, tokenizer)
     store = StoredReference(path.session, partial(BatchStream, config=config, padding_token_id=filler, epochs=1)).beside(store)
     (store,) = with_predictions([store], path.session.objective, model, tokenizer, config)
     stream = BatchStream(store, config, filler, config.epochs, pin=device.type == "cuda", plan=plan)
-    if fp32.router_loss and path.session.presented.router_loss is None:
-        for arm in filter(None, (fp32, plain, others)):
-            arm.router_loss = 0.0
-        told = f"{type(model).__name__} adds none, or one that the run leaves out"
-        notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
-    frozen = {name: presented.model for name, presented in path.session.objective.frozen.items()}
-    frozen |= {name: other.to(device) for name, other in objective.for_definition(tokenizer).items()}
-    for arm in (fp32, plain):
-        arm.take_bases(model)
-        arm.take_frozen(frozen, own_types=arm is plain)
-    plain.use_types_of(model, torch.float16 if config.mixed_precision == "fp16" else None)
-    if config.use_fp8:
-        for name in layers_in_fp8(model):
-            round_products(plain.model.get_submodule(name))
-    compared = _Comparison(path, fp32, plain, others, config, scheduled_rates(config, total), device)
+    arms.follow(path, objective.for_definition(tokenizer), notes)
+    compared = _Comparison(path, arms, scheduled_rates(config, total), device)
     with path.stepping():
         for number, step in enumerate(stream.steps(count=steps)):
             compared.one_step(step, number, items_of(store, stream, step.began))
             if progress is not None:
                 progress(number + 1, steps)
     return compared.verification(notes, _facts(model, config, device, steps))
+
+
+def _defined_objective(config: ChronicalsConfig, steps: int) -> Objective:
+    """Raises ConfigurationError where a run cannot be compared."""
+    if not FEWEST <= steps <= MOST:
+        raise ConfigurationError(f"steps={steps}: give {FEWEST} to {MOST}")
+    require_one_process("verify")
+    objective = build_objective(config)
+    if not objective.is_defined():
+        raise ConfigurationError(
+            f"objective={config.objective!r}: it has no definition in plain torch to hold a run against; give its class the "
+            "method definition of chronicals.objectives.Objective"
+        )
+    return objective
+
+
+def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, list[str]]:
+    """The run without what draws random numbers or rounds states, which the plain arms do not; in words what that changes."""
+    notes = without_dropout(model)
+    if config.use_lora and config.lora_dropout:
+        notes.append(f"lora_dropout={config.lora_dropout} is 0 here: the arms' masks would differ")
+    if not config.master_weights:
+        notes.append("master_weights=False is true here: the noise of the rounding is larger than an update")
+    if config.optimizer_state_dtype != "fp32":
+        notes.append(f"optimizer_state_dtype={config.optimizer_state_dtype!r} is 'fp32' here: the plain arms round none")
+    if config.use_8bit_optimizer:
+        notes.append("use_8bit_optimizer=True is False here: the plain arms keep states in fp32")
+    exactly = {"master_weights": True, "optimizer_state_dtype": "fp32", "use_8bit_optimizer": False}
+    config = config.replace(lora_dropout=0.0, **exactly)
+    return config, notes
+
+
+@dataclass(frozen=True)
+class _Arms:
+    """What the path of training is compared with.
+
+    Attributes:
+        config: of the run.
+        others: bitsandbytes', where there is a base in 4 bits.
+    """
+
+    config: ChronicalsConfig
+    fp32: PlainArm
+    plain: PlainArm
+    others: BitsAndBytesArm | None
+
+    @classmethod
+    def of(
+        cls, model: Any, device: torch.device, config: ChronicalsConfig, objective: Objective, notes: list[str]
+    ) -> _Arms:  # fmt: skip
+        """Of the model before the run changes it; ``notes`` gets what differs."""
+        exact = config.mixed_precision == "fp32"
+        fp32 = PlainArm(model, device, config, objective)
+        plain = PlainArm(model, device, config, objective, alone=exact, usual_attention=not exact)
+        notes += changed_buffers(model, fp32.model)
+        others, why_not = _others(model, fp32, config)
+        notes += why_not
+        if (name := objective.frozen_start()) is not None:
+            for arm in (fp32, plain):
+                arm.take_frozen({name: model}, own_types=arm is plain)
+        return cls(config, fp32, plain, others)
+
+    def follow(self, path: TrainingPath, further: Mapping[str, Any], notes: list[str]) -> None:
+        """Take what the run has made of its model: types, starting values, frozen models, losses of routers.
+
+        Args:
+            further: frozen models, by name, that the objective's definition needs beside the run's.
+        """
+        model, session = path.model, path.session
+        if self.fp32.router_loss and session.presented.router_loss is None:
+            for arm in filter(None, (self.fp32, self.plain, self.others)):
+                arm.router_loss = 0.0
+            told = f"{type(model).__name__} adds none, or one that the run leaves out"
+            notes.append(f"the router loss ({SWITCH}=True) is in no arm: {told}")
+        frozen = {name: presented.model for name, presented in session.objective.frozen.items()}
+        frozen |= {name: other.to(self.fp32.device) for name, other in further.items()}
+        for arm in (self.fp32, self.plain):
+            arm.take_bases(model)
+            arm.take_frozen(frozen, own_types=arm is self.plain)
+        self.plain.use_types_of(model, torch.float16 if self.config.mixed_precision == "fp16" else None)
+        if self.config.use_fp8:
+            for name in layers_in_fp8(model):
+                round_products(self.plain.model.get_submodule(name))
 
 
 def _others(model: Any, fp32: PlainArm, config: ChronicalsConfig) -> tuple[BitsAndBytesArm | None, list[str]]:
@@ -254,12 +298,9 @@ def items_of(store: TokenStore, stream: BatchStream, position: int) -> list[list
 class _Comparison:
     """The arms, and the sums over the steps done so far."""
 
-    def __init__(
-        self, path: TrainingPath, fp32: PlainArm, plain: PlainArm, others: BitsAndBytesArm | None, config: ChronicalsConfig,
-        rates: list[float], device: torch.device,
-    ):  # fmt: skip
-        self.path, self.fp32, self.plain, self.others = path, fp32, plain, others
-        self.config, self.rates, self.device = config, rates, device
+    def __init__(self, path: TrainingPath, arms: _Arms, rates: list[float], device: torch.device):
+        self.path, self.fp32, self.plain, self.others = path, arms.fp32, arms.plain, arms.others
+        self.config, self.rates, self.device = arms.config, rates, device
         start = self._weights()
         self.modules = Modules.of({name: tensor.shape for name, tensor in start.items()})
         self.gradients, self.updates, self.optimizer, self.sizes = (
@@ -267,7 +308,8 @@ class _Comparison:
         )
         self.their_gradients = Tally("gradient", self.modules, device)
         lora = hasattr(path.model, "chronicals_lora")
-        self.fp32_optimizer, self.plain_optimizer, self.our_gradients = (PlainAdamW(start, config, lora) for _ in range(3))
+        optimizers = (PlainAdamW(start, arms.config, lora) for _ in range(3))
+        self.fp32_optimizer, self.plain_optimizer, self.our_gradients = optimizers
         layers = ModelShape.of(path.model.config).layers
         self.walk = rounding_walk(layers)
         self.losses: list[tuple[float, Tensor, Tensor, int]] = []

@@ -1,4 +1,4 @@
-"""FP8 and 4 bits in compressed-tensors' layouts: transformers computes with them what torch does, and faults are found."""
+"""FP8 and 4 bits in the layouts of compressed-tensors and bitsandbytes: clients compute what torch does, faults are found."""
 
 import importlib.util
 import json
@@ -88,3 +88,33 @@ def test_what_has_no_layout_is_refused(tmp_path):
         export(saved(tmp_path / "experts", "qwen3_moe"), "fp8")
     with pytest.raises(NotExpressible, match=r"down_proj.weight: rows of 96 are no whole groups of 128; export it in FP8"):
         export(saved(tmp_path / "narrow", intermediate_size=96), "int4")
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])
+def test_nf4_is_what_bitsandbytes_reads(name, tmp_path):
+    pytest.importorskip("generic_bitsandbytes")
+    (exported,) = export(saved(tmp_path, name), "nf4")
+    found = {check.name: check for check in exported.proof.checks}
+    assert found["quantised weights"].value < 0.13
+    there = importlib.util.find_spec("bitsandbytes") is not None
+    assert ("logits beside torch with the same weights" in found) == there
+    described = json.loads((exported.path / "config.json").read_text())["quantization_config"]
+    assert described["load_in_4bit"] and described["bnb_4bit_quant_type"] == "nf4"
+
+
+def test_codes_of_another_weight_are_found_in_nf4(tmp_path, monkeypatch):
+    from chronicals.export import nf4
+
+    right = nf4.load_model
+
+    def load(place, dtype, quantization=None):
+        model = right(place, dtype, quantization=quantization)
+        if quantization == "nf4":
+            layer = model.model.layers[0].mlp.up_proj
+            layer.weight.data = layer.weight.data.flip(0)
+        return model
+
+    monkeypatch.setattr(nf4, "load_model", load)
+    with pytest.raises(NotProved, match="quantised weights, bitsandbytes: FAILED"):
+        export(saved(tmp_path), "nf4")

@@ -1,0 +1,90 @@
+"""Linear layers in NF4, in the files that bitsandbytes writes: to go on with QLoRA in transformers.
+
+The whole model is in host memory in 4 bits while it is written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import torch
+
+from chronicals.export.compatible import make_compatible
+from chronicals.export.gguf_families import NotExpressible
+from chronicals.export.proof import Proof, relative_error
+from chronicals.export.source import Source, logits_of, on_device
+from chronicals.export.whole import CLIENT, prove_beside, write_beside
+from chronicals.models import describe_packed, load_model
+from chronicals.models.loading import quantised_names
+from chronicals.quantization import Linear4bit
+
+PACKAGE = "bitsandbytes"
+
+ERROR = 0.13
+"""Of a weight, relative; NF4 in blocks of 64 changes Gaussian numbers by 0.09."""
+
+BOUND = 3e-2
+"""Of logits beside those of torch with the same weights, products in bf16."""
+
+BITS = 4.127
+"""A weight takes, its scales included."""
+
+
+def write(source: Source, aside: Path) -> None:
+    """Write the folder.
+
+    Raises:
+        NotExpressible: the model is quantised already, or has no decoder layers with linear layers.
+    """
+    try:
+        model = load_model(source.folder, torch.bfloat16, quantization="nf4")
+    except ValueError as error:
+        raise NotExpressible(f"nf4: {error}") from error
+    aside.mkdir(parents=True)
+    write_beside(source, aside)
+    describe_packed(model)
+    model.save_pretrained(aside)
+    make_compatible(aside, source.stops)
+
+
+def size(source: Source) -> int:
+    names = quantised_names(source.folder)
+    bits = sum(torch.Size(s.shape).numel() * (BITS if s.name in names else 16) for s in source.tensors.values())
+    return int(bits / 8)
+
+
+def prove(source: Source, aside: Path, proof: Proof) -> None:
+    """Read the weights back; load them by transformers with bitsandbytes, and compare with the same weights in torch."""
+    packed = load_model(aside, torch.bfloat16)
+    layers = {f"{path}.weight": layer for path, layer in packed.named_modules() if isinstance(layer, Linear4bit)}
+    proof.equal("layers in 4 bits", PACKAGE, sorted(quantised_names(source.folder)), sorted(layers))
+    whole = load_model(source.folder, torch.float32)
+    errors = {}
+    for name, parameter in whole.named_parameters():
+        if name in layers:
+            dense = layers[name].packed.dense().float()
+            errors[name] = relative_error(dense, parameter.data)
+            parameter.data = dense
+        else:
+            parameter.data = parameter.data.bfloat16().float()
+    worst = max(errors, key=lambda name: errors[name])
+    proof.bounded("quantised weights", PACKAGE, errors[worst], ERROR, worst)
+    same_weights = on_device(whole)
+    source.prove_survival(same_weights, proof)
+    expected = logits_of(same_weights, source.documents)
+    if importlib.util.find_spec(PACKAGE) is None:
+        proof.not_run("logits", CLIENT, f"{PACKAGE} is not installed: pip install {PACKAGE}")
+        return
+    from transformers import AutoModelForCausalLM
+
+    prove_beside(source, aside, proof)
+    dtype = json.loads((aside / "config.json").read_text())["dtype"]
+    theirs = AutoModelForCausalLM.from_pretrained(aside, dtype=getattr(torch, dtype)).eval()
+    found = logits_of(theirs, source.documents)
+    error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+    proof.bounded("logits beside torch with the same weights", f"{CLIENT} with {PACKAGE}", error, BOUND)
+    trained = logits_of(source.trained(), source.documents)
+    cost = max(relative_error(a, b) for a, b in zip(found, trained, strict=True))
+    proof.reported("logits beside the trained model's", CLIENT, cost)
