@@ -76,7 +76,7 @@ class _Predictions:
     def beside(self, store: TokenStore) -> TokenStore:
         """The store with its predictions, from the cache or computed now."""
         folder = self._folder(store)
-        if self.ranks.writer_does(folder.exists, OSError):
+        if all(self.ranks.gather_values(folder.exists())):
             logger.info("teacher: predictions of %s targets read from %s", f"{store.targets.sum():,}", folder)
         else:
             self._compute(store, folder)
