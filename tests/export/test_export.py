@@ -174,6 +174,15 @@ def test_how_much_survives(run, tmp_path):
     assert second["ratio of the training's gain that is kept"].value != pytest.approx(1.0, abs=1e-5)
 
 
+def test_large_models_are_compared_in_16_bits(run, tmp_path, monkeypatch):
+    """By bounds that allow for what torch itself rounds then."""
+    monkeypatch.setattr(source, "LARGE", 0)
+    for exported in export(run, ["merged-fp32", "gguf-f32", "adapter", "fp8"], tmp_path):
+        assert not exported.proof.failed
+    bounds = {check.bound for check in exported.proof.checks if check.name.startswith("logits beside torch")}
+    assert bounds <= {5e-2}
+
+
 # --- what is not proved is not kept --------------------------------------------------------------------------------------
 
 
@@ -395,6 +404,23 @@ def test_an_upload_that_fails_leaves_the_artefacts(run, tmp_path, monkeypatch):
     with pytest.raises(UploadError, match="push_to_hub='mine': the upload failed: no route"):
         export(run, "gguf-f16", tmp_path, name="mine", push_to_hub="mine")
     assert (tmp_path / "mine-f16.gguf").exists()
+
+
+# --- serving -------------------------------------------------------------------------------------------------------------
+
+
+def test_how_to_serve_what_was_written(run, base, tmp_path):
+    kinds = ["merged", "gguf-f16", "gguf-adapter", "adapter", "merged-fp32", "fp8"]
+    found = {exported.format: exported.serve for exported in export(run, kinds, tmp_path, name="a b")}
+    assert found["merged"] == f"vllm serve '{tmp_path}/a b-bf16'" and found["fp8"] == f"vllm serve '{tmp_path}/a b-fp8'"
+    assert found["gguf-f16"] == f"llama-server -m '{tmp_path}/a b-f16.gguf'" and found["merged-fp32"] is None
+    assert found["gguf-adapter"].startswith("llama-server -m BASE.gguf --lora ")
+    assert found["adapter"].startswith(f"vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules 'a b-adapter'=")
+
+
+def test_an_adapter_that_vllm_refuses_is_not_offered_to_it(base, tmp_path):
+    (exported,) = export(adapted(tmp_path, base, use_dora=True), "adapter")
+    assert exported.serve is None
 
 
 # --- the command ----------------------------------------------------------------------------------------------------------

@@ -48,4 +48,6 @@ def export(
             measure, bound = ("" if x is None else f"{x:.2e}" for x in (check.value, check.bound))
             table.add_row(escape(check.name), check.client, result[check.passed], measure or escape(check.detail), bound)
         console.print(table)
-    console.print(f"next: chronicals generate {escape(shlex.quote(str(model)))}, or your server on what was written")
+        if exported.serve:
+            console.print(f"serve it: {escape(exported.serve)}")
+    console.print(f"next: chronicals generate {escape(shlex.quote(str(model)))}")

@@ -6,8 +6,6 @@ import importlib.util
 import shutil
 from pathlib import Path
 
-import torch
-
 from chronicals.export.compatible import make_compatible
 from chronicals.export.proof import Proof, relative_error
 from chronicals.export.source import Source, documents_of, logits_of, on_device
@@ -15,9 +13,7 @@ from chronicals.models import load_model, load_tokenizer
 from chronicals.saving import MANIFEST
 
 BOUND = 1e-4
-"""Of logits in fp32 beside those of the trained model; in bf16, as large models are compared, ``ROUNDED``."""
-
-ROUNDED = 3e-2
+"""Of logits in fp32 beside those of the trained model."""
 
 LEAST = 1e-6
 """An adapter that changes logits by less is not there."""
@@ -61,6 +57,6 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     with theirs.disable_adapter():
         without = logits_of(theirs, source.documents)
     error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
-    proof.bounded("logits beside the trained model's", "PEFT", error, BOUND if source.dtype == torch.float32 else ROUNDED)
+    proof.bounded("logits beside the trained model's", "PEFT", error, source.at_least(BOUND))
     change = max(relative_error(a, b) for a, b in zip(found, without, strict=True))
     proof.equal("the adapter changes logits", "PEFT", True, change > LEAST)

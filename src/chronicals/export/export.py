@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chronicals.export import adapter, compressed_tensors, gguf, gguf_adapter, gguf_file, nf4, whole
+from chronicals.export import adapter, compressed_tensors, gguf, gguf_adapter, gguf_file, nf4, serving, whole
 from chronicals.export.card import card
 from chronicals.export.hub import push
 from chronicals.export.ollama import modelfile
@@ -97,12 +97,14 @@ class Exported:
 
     Attributes:
         card: what its model card says.
+        serve: the command by which a server takes it, for a shell; None where none does.
     """
 
     format: str
     path: Path
     proof: Proof
     card: str
+    serve: str | None
 
 
 def export(
@@ -213,4 +215,4 @@ def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool) ->
         target.with_name(f"{target.stem}.Modelfile").write_text(text)
         if guessed:
             logger.warning("%s: %s", target.stem, guessed)
-    return Exported(asked, target, proof, text)
+    return Exported(asked, target, proof, text, serving.command(asked, target, source))

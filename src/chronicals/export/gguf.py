@@ -190,7 +190,7 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     error = max(relative_error(a, b) for a, b in zip(theirs, same_weights, strict=True))
     rounded = max(relative_error(a, b) for a, b in zip(_as_rounded(model, source, kind), same_weights, strict=True))
     bound = max(BOUNDS.get(kind, QUANTISED), TABULATED if is_tabulated(source.config) else 0.0, OF_ROUNDING * rounded)
-    proof.bounded(COMPARED, "llama.cpp", error, bound)
+    proof.bounded(COMPARED, "llama.cpp", error, source.at_least(bound))
     trained = logits_of(source.trained(), source.documents)
     losses = [
         sum(cross_entropy(logits, ids) * (len(ids) - 1) for logits, ids in zip(found, source.documents))

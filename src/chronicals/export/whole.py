@@ -86,7 +86,7 @@ def prove(source: Source, aside: Path, kind: str, proof: Proof) -> None:
     expected = logits_of(source.trained(), source.documents)
     found = logits_of(model, source.documents)
     error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
-    proof.bounded("logits beside the trained model's", CLIENT, error, BOUNDS[kind])
+    proof.bounded("logits beside the trained model's", CLIENT, error, source.at_least(BOUNDS[kind]))
 
 
 def prove_beside(source: Source, aside: Path, proof: Proof) -> Any:
