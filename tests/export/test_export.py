@@ -3,6 +3,7 @@
 import importlib
 import json
 import shutil
+import sys
 from collections import namedtuple
 from dataclasses import replace
 
@@ -65,7 +66,7 @@ def test_a_run_with_adapters_becomes_a_whole_model(kind, run, tmp_path):
     assert (folder / "LICENSE").read_text() == "words of a licence"
     assert not (folder / "adapter_config.json").exists() and not (folder / "merge.json").exists()
     kept = json.loads((tmp_path / f"{folder.name}.proof.json").read_text())
-    assert kept["format"] == kind and all(check["passed"] for check in kept["checks"])
+    assert kept["format"] == kind and all(check["passed"] is not False for check in kept["checks"])
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
@@ -404,6 +405,74 @@ def test_an_upload_that_fails_leaves_the_artefacts(run, tmp_path, monkeypatch):
     with pytest.raises(UploadError, match="push_to_hub='mine': the upload failed: no route"):
         export(run, "gguf-f16", tmp_path, name="mine", push_to_hub="mine")
     assert (tmp_path / "mine-f16.gguf").exists()
+
+
+# --- vLLM, by a stand-in -------------------------------------------------------------------------------------------------
+
+
+STAND_IN = """
+import json, pathlib, sys, torch, transformers
+from types import SimpleNamespace
+FAULT = {fault!r}
+class SamplingParams(SimpleNamespace):
+    pass
+class LLM:
+    def __init__(self, model, enforce_eager, max_model_len, enable_lora, **more):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    def generate(self, prompts, params, lora_request=None):
+        assert params.prompt_logprobs == 0 and params.max_tokens == 1
+        model = self.model
+        if lora_request is not None:
+            import peft
+            model = peft.PeftModel.from_pretrained(model, lora_request.path).eval()
+        outputs = []
+        for prompt in prompts:
+            ids = prompt["prompt_token_ids"]
+            with torch.no_grad():
+                rows = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+            shift = 2 if FAULT == "shifted" else 1
+            of = lambda n, t: SimpleNamespace(logprob=float(rows[max(n - shift + 1, 0), t]))
+            logprobs = [None] + [{{t: of(n, t)}} for n, t in enumerate(ids[1:])]
+            outputs.append(SimpleNamespace(prompt_logprobs=logprobs))
+        if FAULT == "raises":
+            raise RuntimeError("no kernel for this card")
+        return outputs
+"""
+
+
+def stand_in(folder, fault=None):
+    """The interpreter of an environment in which ``vllm`` is the stand-in."""
+    (folder / "vllm" / "lora").mkdir(parents=True)
+    (folder / "vllm" / "__init__.py").write_text(STAND_IN.format(fault=fault))
+    (folder / "vllm" / "lora" / "__init__.py").write_text("")
+    request = "class LoRARequest:\n    def __init__(self, name, number, path):\n        self.path = path\n"
+    (folder / "vllm" / "lora" / "request.py").write_text(request)
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nPYTHONPATH={folder} exec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_vllm_is_asked_in_an_environment_of_its_own(run, tmp_path):
+    python = stand_in(tmp_path / "environment")
+    for exported in export(run, ["merged", "adapter"], tmp_path / "out", vllm_python=python):
+        check = results(exported)["log-probabilities"]
+        assert check.client == "vLLM" and check.passed and check.value <= check.bound
+
+
+@pytest.mark.parametrize("fault", ["shifted", "raises"])
+def test_what_vllm_computes_otherwise_is_not_kept(fault, run, tmp_path):
+    python = stand_in(tmp_path / "environment", fault)
+    said = (
+        "log-probabilities, vLLM: FAILED"
+        if fault == "shifted"
+        else "ended with 1 and said: RuntimeError: no kernel for this card"
+    )
+    with pytest.raises(ValueError, match=said):
+        export(run, "merged", tmp_path / "out", vllm_python=python)
+    assert list((tmp_path / "out").iterdir()) == []
+    with pytest.raises(ValueError, match="vllm_python='/nowhere/python': "):
+        export(run, "merged", tmp_path / "out", vllm_python="/nowhere/python")
 
 
 # --- serving -------------------------------------------------------------------------------------------------------------

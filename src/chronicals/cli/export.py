@@ -16,6 +16,7 @@ def export(
     name: Annotated[str | None, typer.Option(help="What the artefacts' names begin with (default: the folder's)")] = None,
     data: Annotated[str | None, typer.Option(help="Held-out rows: report how much of the training survives")] = None,
     importance: Annotated[str | None, typer.Option(help="Rows by which llama.cpp's quantiser weighs errors")] = None,
+    vllm_python: Annotated[str | None, typer.Option(help="Python of an environment with vLLM, to compare with")] = None,
     push_to_hub: Annotated[str | None, typer.Option(help="Repository to upload to; a new one is private")] = None,
     ollama: Annotated[bool, typer.Option("--ollama", help="Write a Modelfile beside each GGUF file")] = False,
 ) -> None:
@@ -40,8 +41,9 @@ def export(
         console.print("\n".join(FORMATS))
         return
     for exported in export_model(
-        model, asked, output, base_model, name=name, data=data, importance=importance, ollama=ollama, push_to_hub=push_to_hub
-    ):
+        model, asked, output, base_model, name=name, data=data, importance=importance, vllm_python=vllm_python, ollama=ollama,
+        push_to_hub=push_to_hub,
+    ):  # fmt: skip
         table = Table("compared", "client", "result", "measure", "bound", title=escape(str(exported.path)))
         for check in exported.proof.checks:
             result = {True: "equal", False: "[red]differs[/]", None: "reported" if check.value is not None else "not run"}

@@ -6,8 +6,10 @@ import importlib.util
 import shutil
 from pathlib import Path
 
+from chronicals.export import vllm
 from chronicals.export.compatible import make_compatible
 from chronicals.export.proof import Proof, relative_error
+from chronicals.export.serving import rank_for_vllm
 from chronicals.export.source import Source, documents_of, logits_of, on_device
 from chronicals.models import load_model, load_tokenizer
 from chronicals.saving import MANIFEST
@@ -60,3 +62,7 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     proof.bounded("logits beside the trained model's", "PEFT", error, source.at_least(BOUND))
     change = max(relative_error(a, b) for a, b in zip(found, without, strict=True))
     proof.equal("the adapter changes logits", "PEFT", True, change > LEAST)
+    if (rank := rank_for_vllm(aside)) is None:
+        proof.not_run("log-probabilities", vllm.CLIENT, "it serves no DoRA and no saved modules; export it merged")
+    else:
+        vllm.prove(source, source.saved.base, source.trained, proof, aside, rank)

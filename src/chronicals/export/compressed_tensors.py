@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from chronicals.export import vllm
 from chronicals.export.gguf_families import NotExpressible
 from chronicals.export.proof import Proof, relative_error
 from chronicals.export.source import Source, logits_of, on_device
@@ -236,6 +237,7 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
     simulated = _in_torch(source, found, layout, names)
     source.prove_survival(simulated, proof)
     expected = logits_of(simulated, source.documents)
+    vllm.prove(source, aside, lambda: _in_torch(source, found, layout, names), proof)
     if importlib.util.find_spec("compressed_tensors") is None:
         proof.not_run("logits", CLIENT, f"{PACKAGE} is not installed: pip install {PACKAGE}")
         return

@@ -110,7 +110,7 @@ class Exported:
 def export(
     model: Any, to: str | Sequence[str], output: str | Path | None = None, base_model: str | None = None,
     *, tokenizer: Any = None, name: str | None = None, data: str | Path | None = None, importance: str | Path | None = None,
-    ollama: bool = False, push_to_hub: str | None = None,
+    vllm_python: str | Path | None = None, ollama: bool = False, push_to_hub: str | None = None,
 ) -> list[Exported]:  # fmt: skip
     """Write a trained model in other formats, and read each back with its own client.
 
@@ -127,6 +127,7 @@ def export(
         data: held-out rows, as ``chronicals evaluate`` takes them, on which the losses of the base, the trained and the
             exported model are reported.
         importance: rows over which the importance of each column of a weight is measured, for what llama.cpp quantises.
+        vllm_python: the interpreter of an environment with vLLM, which then loads what it can serve.
         ollama: also write a Modelfile for each GGUF file.
         push_to_hub: name of a repository on the hub, to which all artefacts are uploaded once they are proved; a new one is
             private.
@@ -149,11 +150,11 @@ def export(
         if target.exists():
             raise ExportError(f"{target}: is there already (--to {one}); delete it, or give another --output")
     folder.mkdir(parents=True, exist_ok=True)
-    given = {"data": data, "importance": importance}
-    rows = {key: None if path is None else str(path) for key, path in given.items()}
+    named_paths = {"data": data, "importance": importance, "vllm_python": vllm_python}
+    given = {key: None if path is None else str(path) for key, path in named_paths.items()}
     with (
         tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as place,
-        opened(_stored(model, tokenizer, Path(place)), base_model, Path(place), **rows) as source,
+        opened(_stored(model, tokenizer, Path(place)), base_model, Path(place), **given) as source,
     ):
         _check_room(source, asked, folder)
         made = [_one(one, target, source, Path(place), ollama) for one, target in targets.items()]

@@ -25,13 +25,20 @@ def command(kind: str, path: Path, source: Source) -> str | None:
     return None if kind in ("nf4", "merged-fp32") else f"vllm serve {given}"
 
 
-def _with_adapter(path: Path, source: Source) -> str | None:
-    """vLLM takes LoRA alone, and no modules that are saved whole."""
+def rank_for_vllm(path: Path) -> int | None:
+    """What vLLM is told of an adapter's ranks; None where it takes no such adapter, as DoRA and modules that are
+    saved whole."""
     described = json.loads((path / CONFIG_FILE).read_text())
     rank = max([described["r"], *(described.get("rank_pattern") or {}).values()])
     if described.get("use_dora") or described.get("modules_to_save") or described.get("lora_bias") or rank > RANKS[-1]:
         return None
-    most = next(size for size in RANKS if size >= rank)
+    return next(size for size in RANKS if size >= rank)
+
+
+def _with_adapter(path: Path, source: Source) -> str | None:
+    most = rank_for_vllm(path)
+    if most is None:
+        return None
     name = shlex.quote(path.name)
     return (
         f"vllm serve {shlex.quote(str(source.saved.base))} --enable-lora --max-lora-rank {most} "

@@ -47,12 +47,14 @@ class Source:
         folder: the whole model; where an adapter was given, merged with its base.
         data: rows that show how much of the training survives, as ``chronicals evaluate`` takes them.
         importance: rows by which llama.cpp weighs the error of quantising.
+        vllm_python: interpreter of an environment with vLLM.
     """
 
     saved: SavedModel
     folder: Path
     data: str | None = None
     importance: str | None = None
+    vllm_python: str | None = None
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
@@ -197,18 +199,18 @@ def logits_of(model: Any, documents: list[list[int]]) -> list[torch.Tensor]:
 
 
 @contextmanager
-def opened(model: str | Path, base_model: str | None, place: Path, **rows: str | None) -> Iterator[Source]:
+def opened(model: str | Path, base_model: str | None, place: Path, **given: str | None) -> Iterator[Source]:
     """What a name stands for, as a source.
 
     Args:
         place: folder for the merged model, where an adapter is given.
-        rows: ``data`` and ``importance`` of ``Source``.
+        given: further fields of ``Source``.
 
     Raises:
         ValueError: there is no such model, or its adapter cannot be merged.
     """
     saved = SavedModel.find(model, base_model)
     if saved.adapted:
-        yield Source(saved, merge(model, place / "merged", base_model).folder, **rows)
+        yield Source(saved, merge(model, place / "merged", base_model).folder, **given)
     else:
-        yield Source(saved, folder_of(str(saved.place)), **rows)
+        yield Source(saved, folder_of(str(saved.place)), **given)

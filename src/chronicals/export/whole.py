@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from chronicals.export import vllm
 from chronicals.export.compatible import make_compatible
 from chronicals.export.merge import REPORT
 from chronicals.export.proof import Proof, relative_error
@@ -83,6 +84,8 @@ def prove(source: Source, aside: Path, kind: str, proof: Proof) -> None:
     """Load it by transformers, and compare."""
     model = prove_beside(source, aside, proof)
     source.prove_survival(model, proof)
+    if kind != "fp32":
+        vllm.prove(source, aside, source.trained, proof)
     expected = logits_of(source.trained(), source.documents)
     found = logits_of(model, source.documents)
     error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
