@@ -123,6 +123,10 @@ def steps(full_quickstart: bool) -> list[Step]:
             ["/help lists the commands", "/reset +forget"], typed="what about 7?\n/help\nand 8?\n/reset\n/exit\n",
             only_answers=2,
         ),
+        Step(
+            ["chronicals", "export", "adapter", "--to", "merged-fp32,gguf-q8_0", "--output", "exported"],
+            ["chat template .*equal", "llama-server -m"], last="^next",
+        ),
         Step(["chronicals", "verify", *base, *data, *TRAINED, "--max-steps", "20"], ["^note|passed"], last="^passed 5 steps"),
         Step(
             ["chronicals", "benchmark", "--model", "tiny", "--mixed-precision", "fp32", "--steps", "3", "--warm-up", "2",
