@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 import runs
 import tiny
 from chronicals.cli.app import app
-from chronicals.export import ExportError, NotExpressible, NotProved, export, ollama, source, weight_files, whole
+from chronicals.export import ExportError, NotExpressible, NotProved, Proof, export, ollama, source, weight_files, whole
+from chronicals.export.card import card
 from chronicals.export.compatible import make_compatible, older_names
 from chronicals.export.hub import UploadError
 from chronicals.models import load_model
@@ -363,6 +364,18 @@ def test_a_card_says_what_was_trained_and_compared(run, tmp_path):
     assert head["license"] == "apache-2.0" and head["library_name"] == "transformers" and head["tags"][0] == "chronicals"
     assert "base_model" not in head and str(tmp_path) not in text and str(run) not in text  # no path of this machine
     assert "| 3 | " in text and "| chat template | transformers | equal |" in text
+
+
+def test_a_card_names_the_model_that_the_run_began_with(run, tmp_path):
+    """Of a recipe: by its name on the hub, or by a folder's last part."""
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    recipe = {"model": "someone/small", "data": ["/home/me/secret/rows.jsonl"], "learning_rate": 1e-3}
+    (folder / "resume.yaml").write_text(yaml.safe_dump(recipe))
+    given = source.Source(replace(SavedModel.find(folder), base=None), folder / "model")
+    text = card(given, "x", "merged", Proof({}))
+    assert "base_model: someone/small" in text and "| learning_rate | 0.001 |" in text
+    assert "| data | rows.jsonl |" in text and "secret" not in text
 
 
 class Hub:

@@ -47,7 +47,7 @@ def export(
         table = Table("compared", "client", "result", "measure", "bound", title=escape(str(exported.path)))
         for check in exported.proof.checks:
             result = {True: "equal", False: "[red]differs[/]", None: "reported" if check.value is not None else "not run"}
-            measure, bound = ("" if x is None else f"{x:.2e}" for x in (check.value, check.bound))
+            measure, bound = ("" if x is None else f"{x:.4g}" for x in (check.value, check.bound))
             table.add_row(escape(check.name), check.client, result[check.passed], measure or escape(check.detail), bound)
         console.print(table)
         if exported.serve:

@@ -23,24 +23,29 @@ SHOWN = (
 
 def card(source: Source, name: str, kind: str, proof: Proof) -> str:
     """Markdown with the front matter that the hub reads. Paths of this machine are not in it: of data, only their names are."""
-    base = source.saved.base or getattr(source.config, "_name_or_path", "") or ""
+    recipe = _recipe(source)
+    base = str(source.saved.base or recipe.get("model") or "")
     head: dict[str, Any] = {"library_name": {"adapter": "peft"}.get(kind, "gguf" if "gguf" in kind else "transformers")}
-    if base and not Path(base).is_absolute():
+    if base and not Path(base).exists():
         head["base_model"] = base
     if licence := source.licence:
         head["license"] = licence
     head["tags"] = ["chronicals", str(source.saved.about.get("taught", {}).get("objective", "fine-tuned"))]
     parts = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}", f"Format: `{kind}`."]
     if base:
-        parts.append(f"Trained from `{Path(base).name if Path(base).is_absolute() else base}` with chronicals.")
-    parts += [part for part in (_settings(source), _curve(source), _proof(proof)) if part]
+        parts.append(f"Trained from `{Path(base).name if Path(base).exists() else base}` with chronicals.")
+    parts += [part for part in (_settings(recipe), _curve(source), _proof(proof)) if part]
     return "\n\n".join(parts) + "\n"
 
 
-def _settings(source: Source) -> str:
+def _recipe(source: Source) -> dict[str, Any]:
+    """What the run was asked for, where it was started from the command line."""
     run = source.run
     file = None if run is None else run / "resume.yaml"
-    recipe = yaml.safe_load(file.read_text()) if file is not None and file.exists() else {}
+    return yaml.safe_load(file.read_text()) or {} if file is not None and file.exists() else {}
+
+
+def _settings(recipe: dict[str, Any]) -> str:
     data = recipe.get("data") or []
     named = [
         entry if isinstance(entry, str) else entry.get("path", "") for entry in ([data] if isinstance(data, str) else data)

@@ -205,7 +205,7 @@ def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool) ->
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink(missing_ok=True)
         raise
     for check in proof.checks:
-        logger.info("%s: %s", target.name, check)
+        logger.debug("%s: %s", target.name, check)
     text = card(source, target.name, asked, proof)
     if aside.is_dir():
         (aside / "README.md").write_text(text)
