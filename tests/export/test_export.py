@@ -22,6 +22,7 @@ from chronicals.export import ExportError, NotExpressible, NotProved, Proof, exp
 from chronicals.export.card import card
 from chronicals.export.compatible import make_compatible, older_names
 from chronicals.export.hub import UploadError
+from chronicals.export.proof import largest_error
 from chronicals.models import load_model
 from chronicals.saving import SavedModel
 
@@ -229,6 +230,17 @@ def test_faults_beside_the_weights_are_found(planted, run, tmp_path, monkeypatch
     with pytest.raises(NotProved, match=said):
         export(run, "merged-fp32", tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_a_number_is_found_behind_what_is_right():
+    right, wrong = torch.randn(4, 8), torch.randn(4, 8)
+    wrong[2, 3] = torch.nan
+    for found in ([right, wrong], [wrong, right]):
+        assert largest_error(found, [right, right]) == float("inf")
+    proof = Proof({})
+    proof.bounded("x", "y", largest_error([right, wrong], [right, right]), 0.1)
+    proof.bounded("x", "y", float("nan"), 0.1)
+    assert len(proof.failed) == 2
 
 
 def test_a_weight_too_large_for_fp16_is_named(tmp_path):

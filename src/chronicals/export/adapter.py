@@ -8,7 +8,7 @@ from pathlib import Path
 
 from chronicals.export import vllm
 from chronicals.export.compatible import make_compatible
-from chronicals.export.proof import Proof, relative_error
+from chronicals.export.proof import Proof, largest_error
 from chronicals.export.serving import rank_for_vllm
 from chronicals.export.source import Source, documents_of, logits_of, on_device
 from chronicals.models import load_model, load_tokenizer
@@ -58,9 +58,9 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     found, expected = logits_of(theirs, source.documents), logits_of(source.trained(), source.documents)
     with theirs.disable_adapter():
         without = logits_of(theirs, source.documents)
-    error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+    error = largest_error(found, expected)
     proof.bounded("logits beside the trained model's", "PEFT", error, source.at_least(BOUND))
-    change = max(relative_error(a, b) for a, b in zip(found, without, strict=True))
+    change = largest_error(found, without)
     proof.equal("the adapter changes logits", "PEFT", True, change > LEAST)
     if (rank := rank_for_vllm(aside)) is None:
         proof.not_run("log-probabilities", vllm.CLIENT, "it serves no DoRA and no saved modules; export it merged")

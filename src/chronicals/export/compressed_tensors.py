@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from chronicals.export import vllm
 from chronicals.export.gguf_families import NotExpressible
-from chronicals.export.proof import Proof, relative_error
+from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.weight_files import NewTensor, StoredTensor, tensors_in
 from chronicals.export.whole import CLIENT, prove_beside, write_beside, write_files
@@ -242,10 +242,10 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
         proof.not_run("logits", CLIENT, f"{PACKAGE} is not installed: pip install {PACKAGE}")
         return
     theirs = logits_of(prove_beside(source, aside, proof), source.documents)
-    error = max(relative_error(a, b) for a, b in zip(theirs, expected, strict=True))
+    error = largest_error(theirs, expected)
     proof.bounded("logits beside torch with the same weights and inputs", CLIENT, error, source.at_least(BOUND))
     trained = logits_of(source.trained(), source.documents)
-    cost = max(relative_error(a, b) for a, b in zip(theirs, trained, strict=True))
+    cost = largest_error(theirs, trained)
     proof.reported("logits beside the trained model's", CLIENT, cost)
 
 

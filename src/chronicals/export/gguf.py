@@ -14,7 +14,7 @@ from chronicals.export.gguf_families import as_computed
 from chronicals.export.gguf_tensors import Restored
 from chronicals.export.gguf_tokenizer import Vocabulary, vocabulary_of
 from chronicals.export.importance import importance_of
-from chronicals.export.proof import Proof, cross_entropy, relative_error
+from chronicals.export.proof import Proof, cross_entropy, largest_error, relative_error
 from chronicals.export.source import PROBES, Source, logits_of
 from chronicals.export.weight_files import NewTensor, write_tensors
 
@@ -187,8 +187,8 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     same_weights = logits_of(model, source.documents)
     client = llama_cpp.LlamaCpp(file, tokens=max(map(len, source.documents)) + 1)
     theirs = [torch.from_numpy(client.logits(ids)) for ids in source.documents]
-    error = max(relative_error(a, b) for a, b in zip(theirs, same_weights, strict=True))
-    rounded = max(relative_error(a, b) for a, b in zip(_as_rounded(model, source, kind), same_weights, strict=True))
+    error = largest_error(theirs, same_weights)
+    rounded = largest_error(_as_rounded(model, source, kind), same_weights)
     bound = max(BOUNDS.get(kind, QUANTISED), TABULATED if is_tabulated(source.config) else 0.0, OF_ROUNDING * rounded)
     proof.bounded(COMPARED, "llama.cpp", error, source.at_least(bound))
     trained = logits_of(source.trained(), source.documents)

@@ -18,7 +18,7 @@ from chronicals.export import gguf, gguf_file, llama_cpp
 from chronicals.export.gguf_families import NotExpressible, family_of
 from chronicals.export.gguf_tensors import Piece
 from chronicals.export.merge import folder_of
-from chronicals.export.proof import Proof, relative_error
+from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
@@ -125,9 +125,9 @@ def _prove_logits(source: Source, file: Path, proof: Proof) -> None:
         with_it, without = (llama_cpp.LlamaCpp(Path(place) / "base.gguf", tokens, adapter=path) for path in (file, None))
         theirs, plain = ([torch.from_numpy(c.logits(ids)) for ids in source.documents] for c in (with_it, without))
     expected = logits_of(source.trained(), source.documents)
-    error = max(relative_error(a, b) for a, b in zip(theirs, expected, strict=True))
+    error = largest_error(theirs, expected)
     proof.bounded("logits beside the trained model's", "llama.cpp", error, source.at_least(_bound(source.config)))
-    change = max(relative_error(a, b) for a, b in zip(theirs, plain, strict=True))
+    change = largest_error(theirs, plain)
     proof.equal("the adapter changes logits", "llama.cpp", True, change > LEAST)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from chronicals.export.compatible import make_compatible
 from chronicals.export.gguf_families import NotExpressible
-from chronicals.export.proof import Proof, relative_error
+from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.whole import CLIENT, prove_beside, write_beside
 from chronicals.models import describe_packed, load_model
@@ -83,8 +83,8 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     dtype = json.loads((aside / "config.json").read_text())["dtype"]
     theirs = AutoModelForCausalLM.from_pretrained(aside, dtype=getattr(torch, dtype)).eval()
     found = logits_of(theirs, source.documents)
-    error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+    error = largest_error(found, expected)
     proof.bounded("logits beside torch with the same weights", f"{CLIENT} with {PACKAGE}", error, source.at_least(BOUND))
     trained = logits_of(source.trained(), source.documents)
-    cost = max(relative_error(a, b) for a, b in zip(found, trained, strict=True))
+    cost = largest_error(found, trained)
     proof.reported("logits beside the trained model's", CLIENT, cost)

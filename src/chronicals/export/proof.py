@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -90,11 +91,17 @@ def _difference(expected: Any, found: Any) -> str:
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
-    """Of Frobenius norms; infinite where shapes differ."""
+    """Of Frobenius norms; infinite where shapes differ, or something is not a number."""
     if found.shape != expected.shape:
-        return float("inf")
+        return math.inf
     found, expected = found.float(), expected.float()
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    error = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+    return math.inf if math.isnan(error) else error  # of which ``max`` would not hear
+
+
+def largest_error(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """Of several tensors, such as the logits of several documents."""
+    return max(relative_error(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def cross_entropy(logits: Tensor, ids: list[int]) -> float:

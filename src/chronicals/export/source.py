@@ -17,7 +17,7 @@ from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.rows import CHATS
 from chronicals.export.merge import folder_of, merge
-from chronicals.export.proof import Proof, relative_error
+from chronicals.export.proof import Proof, largest_error
 from chronicals.export.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
 from chronicals.saving import SavedModel
@@ -111,7 +111,7 @@ class Source:
     def prove_merged(self, proof: Proof) -> None:
         """Adds whether the merged weights are the trained model."""
         found, expected = (logits_of(model, self.documents) for model in (self.load(self.folder), self.trained()))
-        error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+        error = largest_error(found, expected)
         stored = {stored.dtype for stored in self.tensors.values()}
         bound = self.at_least(MERGED if stored == {"F32"} else IN_16_BITS)
         proof.bounded("merged weights beside the trained model", "transformers", error, bound)

@@ -12,7 +12,7 @@ from typing import Any
 from chronicals.export import vllm
 from chronicals.export.compatible import make_compatible
 from chronicals.export.merge import REPORT
-from chronicals.export.proof import Proof, relative_error
+from chronicals.export.proof import Proof, largest_error
 from chronicals.export.source import Source, documents_of, logits_of
 from chronicals.export.weight_files import DTYPES, INDEX, NewTensor, StoredTensor, write_tensors
 from chronicals.models import load_config, load_tokenizer
@@ -88,7 +88,7 @@ def prove(source: Source, aside: Path, kind: str, proof: Proof) -> None:
         vllm.prove(source, aside, source.trained, proof)
     expected = logits_of(source.trained(), source.documents)
     found = logits_of(model, source.documents)
-    error = max(relative_error(a, b) for a, b in zip(found, expected, strict=True))
+    error = largest_error(found, expected)
     proof.bounded("logits beside the trained model's", CLIENT, error, source.at_least(BOUNDS[kind]))
 
 
