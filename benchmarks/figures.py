@@ -467,6 +467,25 @@ def exports() -> list[str]:
     for name, found in result["models"].items():
         errors = [format(found[kind]["error"], ".1e") for kind in kinds]
         lines.append(f"| {name} | {' | '.join(errors)} |")
+    return lines + exported_quickstart()
+
+
+def exported_quickstart() -> list[str]:
+    """The quickstart's model in llama.cpp, a row a type."""
+    result = load("export-quickstart.json")
+    lines = [
+        "",
+        f"The quickstart's model (`benchmarks/export_quickstart.py`, `{result['commit']}`): greedy answers of llama.cpp to "
+        f"{len(result['questions'])} held-out questions that are word for word the trained model's, and held-out losses.",
+        "",
+        "| | same answers | logits beside torch with the file's weights | loss, trained | loss, exported |",
+        "|---|---|---|---|---|",
+    ]
+    for kind, found in result["kinds"].items():
+        checks = found["checks"]
+        error = checks["logits beside torch with the file's weights"]
+        losses = [format(checks[f"loss on the data, {side}"], ".3f") for side in ("trained", "exported")]
+        lines.append(f"| {kind} | {found['same']} of {len(result['questions'])} | {error:.1e} | {' | '.join(losses)} |")
     return lines
 
 

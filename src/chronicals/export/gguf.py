@@ -28,7 +28,7 @@ ERRORS = {
 BOUNDS = {"f32": 1e-5, "f16": 5e-3, "bf16": 2e-2}
 """Of llama.cpp's logits beside those of torch with the very weights of the file."""
 
-QUANTISED, TABULATED = 0.1, 5e-3
+QUANTISED, TABULATED = 0.1, 1e-3
 """The same where llama.cpp quantises activations to 8 bits, and where its activation is a table (GELU)."""
 
 OF_ROUNDING, BLOCK = 2.0, 32
@@ -203,11 +203,15 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
 
 
 def _as_rounded(model: Any, source: Source, kind: str) -> list[torch.Tensor]:
-    """Logits where the inputs of linear layers are rounded as llama.cpp rounds them for such weights."""
-    if kind == "f32":
-        return logits_of(model, source.documents)
-    layers = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    hooks = [layer.register_forward_pre_hook(lambda _, given: (_rounded(given[0], kind), *given[1:])) for layer in layers]
+    """Logits where inputs of linear layers are rounded as llama.cpp rounds them for such weights, and where GELU is a table of
+    fp16."""
+    hooks = []
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear) and kind != "f32":
+            hooks.append(module.register_forward_pre_hook(lambda _, given: (_rounded(given[0], kind), *given[1:])))
+        elif "GELU" in type(module).__name__:
+            hooks.append(module.register_forward_pre_hook(lambda _, given: (_rounded(given[0], "f16"),)))
+            hooks.append(module.register_forward_hook(lambda _, given, out: _rounded(out, "f16")))
     try:
         return logits_of(model, source.documents)
     finally:

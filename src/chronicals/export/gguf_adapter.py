@@ -28,7 +28,7 @@ READER = "gguf"
 ERROR = 1e-6
 """Of ``B A`` with its scale, relative."""
 
-BOUND, TABULATED = 1e-4, 5e-3
+BOUND, TABULATED = 1e-4, 1e-3
 """Of llama.cpp's logits beside those of the trained model in fp32; the latter where its activation is a table."""
 
 LEAST = 1e-6
