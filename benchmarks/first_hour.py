@@ -202,10 +202,11 @@ def _read(file) -> str:
 
 def install(folder: Path) -> tuple[dict[str, list[str]], dict[str, str]]:
     """A fresh clone, installed as the README says; the programs, and the environment they run in."""
+    pip = ["environment/bin/python", "-m", "pip", "install", "--quiet", "--constraint", "clone/constraints.txt"]
     for command in (
         ["git", "clone", "--quiet", str(ROOT), "clone"],
         [sys.executable, "-m", "venv", "environment"],
-        ["environment/bin/python", "-m", "pip", "install", "--quiet", "--constraint", "clone/constraints.txt", "./clone[peft]"],
+        [*pip, "./clone[peft,export]"],
     ):
         began = time.monotonic()
         done = subprocess.run(command, cwd=folder)

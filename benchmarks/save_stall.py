@@ -74,12 +74,13 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--save-steps", type=int, default=80)
+    parser.add_argument("--commit", help="to record; by default git's")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one by default")
     args = parser.parse_args()
     shape, device = SHAPES[args.shape], "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {**shape.sizes, "num_hidden_layers": args.layers}
     result: dict[str, Any] = {
-        "shape": args.shape, "layers": args.layers, "commit": current_commit(), "torch": torch.__version__,
+        "shape": args.shape, "layers": args.layers, "commit": args.commit or current_commit(), "torch": torch.__version__,
         "card": torch.cuda.get_device_name() if device == "cuda" else platform.processor(), "bar": BAR,
     }  # fmt: skip
     fits = Staging.fits
