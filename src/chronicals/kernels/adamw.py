@@ -23,6 +23,9 @@ from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, pointers, table_of
 
+GOLDEN = 0x9E3779B9
+"""2³² over the golden ratio, odd: what seeds are spread by."""
+
 
 @triton.jit
 def _joined(high, low):
@@ -137,8 +140,67 @@ def fused_adamw_(
     Raises:
         ValueError: types are mixed, or ``apply`` has another shape.
     """
-    if not tensors.weights:
-        return
+    if tensors.weights:
+        check_apply(apply, len(tensors.weights))
+        fused_adamw_part_(tensors, Part.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply)
+        count_step_(tensors, apply)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where tensors lie in a longer launch, with whose bits they are to be updated, and what of it all its parts read.
+
+    They are consecutive tensors of that launch: of the first perhaps what follows on ``begin``, of the last perhaps not all.
+
+    Attributes:
+        steps: fp32 ``[count]``, how often each tensor of the launch was updated before.
+        corrections: fp32 ``[2, count]``, 1 − βᵗ of the step to come.
+        tensor: number of the first tensor.
+        begin: the first element of it that is here, a multiple of ``CHUNK``.
+        chunk: number of the first chunk, of ``CHUNK`` elements, counted over the launch.
+    """
+
+    steps: Tensor
+    corrections: Tensor
+    tensor: int = 0
+    begin: int = 0
+    chunk: int = 0
+
+    @classmethod
+    def whole(cls, tensors: Tensors, betas: tuple[float, float]) -> Part:
+        """All of a launch."""
+        steps = torch.stack(tensors.steps)
+        return cls(steps, _corrections(steps, betas))
+
+    def of_each(self, values: Tensor, count: int) -> Tensor:
+        """Of ``values`` ``[..., count of the launch]`` those of the ``count`` tensors that are here."""
+        return values[..., self.tensor : self.tensor + count].contiguous()
+
+    def applies(self, apply: Tensor | None, count: int) -> Tensor | None:
+        """The same of a launch's ``apply``."""
+        return apply if apply is None or apply.ndim == 0 else self.of_each(apply, count)
+
+    def seed(self) -> Tensor:
+        """Of the rounding: another whenever any weight was updated, the same when the step is repeated.
+
+        A kernel's dice depend on ``seed * GOLDEN + chunk`` modulo 2³², where it counts chunks from 0.
+        """
+        of_launch = self.steps.sum(dtype=torch.int64)
+        return of_launch + self.chunk * pow(GOLDEN, -1, 2**32) if self.chunk else of_launch
+
+
+def fused_adamw_part_(
+    tensors: Tensors, part: Part, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None = None, apply: Tensor | None = None,
+) -> None:  # fmt: skip
+    """``fused_adamw_`` of a part of a launch, with the bits of the whole; ``tensors.steps`` are not read, and stay.
+
+    Args:
+        apply: a scalar, or one value for each weight of the whole launch.
+
+    Raises:
+        ValueError: types are mixed.
+    """
     kinds = {(w.dtype, g.dtype, m.dtype) for w, g, m in zip(tensors.weights, tensors.gradients, tensors.means, strict=True)}
     others = {x.dtype for x in tensors.squares} - {m for _, _, m in kinds}, {x.dtype for x in tensors.lows} - {torch.int16}
     if len(kinds) > 1 or any(others):
@@ -147,30 +209,22 @@ def fused_adamw_(
             "one set of types at a time, squares like means, lows in int16"
         )
     count = len(tensors.weights)
-    check_apply(apply, count)
+    apply, corrections = part.applies(apply, count), part.of_each(part.corrections, count)
     if not runs_here(tensors):
-        fused_adamw_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
+        _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
         return
-    steps = torch.stack(tensors.steps)
-    corrections = _corrections(steps, betas)
     kind_of_weight, kind_of_gradient, kind_of_state = (of_triton(kind) for kind in kinds.pop())
     table = _table(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     _adamw_kernel[(len(table.tensors),)](
-        *table.on_device, corrections, lr, factor, apply, _seed(steps), count,
+        *table.on_device, corrections, lr, factor, apply, part.seed(), count,
         weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
         kind_of_weight, kind_of_gradient, kind_of_state,
         bool(tensors.lows), factor is not None, apply is not None, apply is not None and apply.ndim == 1, table.aligned,
         BLOCK, CHUNK, num_warps=4,
     )  # fmt: skip
-    count_step_(tensors, apply)
     torch.autograd.graph.increment_version([*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows])
-
-
-def _seed(steps: Tensor) -> Tensor:
-    """Of the rounding: another whenever any weight was updated, the same when the step is repeated."""
-    return steps.sum(dtype=torch.int64)
 
 
 def check_apply(apply: Tensor | None, count: int) -> None:
@@ -217,30 +271,43 @@ def fused_adamw_reference_(
     tensors: Tensors, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
     factor: Tensor | None = None, apply: Tensor | None = None,
 ) -> None:  # fmt: skip
-    corrections = _corrections(torch.stack(tensors.steps), betas)
+    part = Part.whole(tensors, betas)
+    _reference_part_(tensors, part, lr, betas, eps, weight_decay, factor, apply)
+    count_step_(tensors, apply)
+
+
+def _reference_part_(
+    tensors: Tensors, part: Part, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None, apply: Tensor | None,
+) -> None:  # fmt: skip
+    """Of these tensors alone; ``apply`` is theirs."""
+    corrections = part.of_each(part.corrections, len(tensors.weights))
     for n, (weight, gradient, mean, square) in enumerate(
         zip(tensors.weights, tensors.gradients, tensors.means, tensors.squares, strict=True)
     ):
+        number, begin = part.tensor + n, 0 if n else part.begin
+        step = part.steps[number]
         g = gradient.float() if factor is None else gradient.float() * factor
         value = join_master(weight, tensors.lows[n]) if tensors.lows else weight.to(torch.promote_types(weight.dtype, g.dtype))
         new_mean = mean.float() * betas[0] + g * (1 - betas[0])
         new_square = square.float() * betas[1] + g.square() * (1 - betas[1])
         root = (new_square / corrections[1, n]).sqrt_().add_(eps)
         new = value * (1 - lr * weight_decay) - lr * (new_mean / corrections[0, n]) / root
-        parts = split_master(new) if tensors.lows else (_in_type(new, weight.dtype, tensors.steps[n], n, 2),)
+        parts = split_master(new) if tensors.lows else (_in_type(new, weight.dtype, begin, step, number, 2),)
         kept = (weight, tensors.lows[n]) if tensors.lows else (weight,)
-        states = (_in_type(x, mean.dtype, tensors.steps[n], n, part) for part, x in enumerate((new_mean, new_square)))
+        states = (_in_type(x, mean.dtype, begin, step, number, which) for which, x in enumerate((new_mean, new_square)))
         applies = None if apply is None else apply.expand(len(tensors.weights))[n]
         for old, updated in zip((*kept, mean, square), (*parts, *states)):
             old.copy_(updated if applies is None else torch.where(applies, updated, old))
-        tensors.steps[n] += 1.0 if applies is None else applies.to(torch.float32)
 
 
-def _in_type(value: Tensor, kind: torch.dtype, step: Tensor, *place: int) -> Tensor:
-    """``value`` in ``kind``: to bf16 it is rounded stochastically, by dice that depend on step and place alone."""
+def _in_type(value: Tensor, kind: torch.dtype, begin: int, step: Tensor, *place: int) -> Tensor:
+    """``value``, a tensor's elements from ``begin`` on, in ``kind``: to bf16 it is rounded stochastically, by dice that depend
+    on step, place and element alone."""
     if kind != torch.bfloat16:
         return value.to(kind)
     seed = hash((int(step), *place)) % 2**63
-    dice = torch.randint(0, 2**16, value.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int32)
+    drawing = torch.Generator().manual_seed(seed)
+    dice = torch.randint(0, 2**16, (begin + value.numel(),), generator=drawing, dtype=torch.int32)[begin:].view(value.shape)
     cut = (value.float().contiguous().view(torch.int32) + dice.to(value.device)) & -(2**16)
     return torch.where(value.isnan(), value, cut.view(torch.float32)).bfloat16()

@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from chronicals.kernels.adamw import (
+    Part,
     Tensors,
-    _corrections,
     _joined,
     _rounded,
-    _seed,
     _split,
     _table,
     check_apply,
@@ -218,29 +217,44 @@ def adamw_8bit_(
     Raises:
         ValueError: dtypes are mixed, or ``apply`` has another shape.
     """
+    if tensors.weights:
+        check_apply(apply, len(tensors.weights))
+        adamw_8bit_part_(tensors, Part.whole(tensors, betas), lr, betas, eps, weight_decay, factor, apply)
+        count_step_(tensors, apply)
+
+
+def adamw_8bit_part_(
+    tensors: QuantizedTensors, part: Part, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None = None, apply: Tensor | None = None,
+) -> None:  # fmt: skip
+    """``adamw_8bit_`` of a part of a launch, with the bits of the whole; ``tensors.steps`` are not read, and stay.
+
+    Args:
+        apply: a scalar, or one value for each weight of the whole launch.
+
+    Raises:
+        ValueError: dtypes are mixed.
+    """
     count = len(tensors.weights)
-    if not count:
-        return
     dtypes = {(w.dtype, g.dtype) for w, g in zip(tensors.weights, tensors.gradients, strict=True)}
     codes = {x.dtype for x in (*tensors.means, *tensors.squares)} - {torch.uint8}
     if len(dtypes) > 1 or codes or {x.dtype for x in tensors.lows} - {torch.int16}:
         raise ValueError(f"weights and gradients are {dtypes}, codes also {codes}: one set of dtypes at a time, codes in uint8")
-    check_apply(apply, count)
+    apply, corrections = part.applies(apply, count), part.of_each(part.corrections, count)
     if not runs_here(tensors):
-        adamw_8bit_reference_(tensors, lr, betas, eps, weight_decay, factor, apply)
+        _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
         return
-    steps, table, scales = torch.stack(tensors.steps), _table(tensors), _scales(tensors)
+    table, scales = _table(tensors), _scales(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     weight_dtype, gradient_dtype = (of_triton(dtype) for dtype in dtypes.pop())
     _adamw_8bit_kernel[(len(table.tensors),)](
-        *table.on_device, scales.addresses, _corrections(steps, betas), lr,
-        factor, apply, _seed(steps), count, _values(True, device), _values(False, device),
+        *table.on_device, scales.addresses, corrections, lr,
+        factor, apply, part.seed(), count, _values(True, device), _values(False, device),
         weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
         weight_dtype, gradient_dtype, bool(tensors.lows), factor is not None, apply is not None,
         apply is not None and apply.ndim == 1, table.aligned, BLOCK, CHUNK, SIZE, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
-    count_step_(tensors, apply)
     changed = (tensors.weights, tensors.lows, tensors.means, tensors.squares, tensors.mean_scales, tensors.square_scales)
     torch.autograd.graph.increment_version([x for row in changed for x in row])
 
@@ -259,7 +273,16 @@ def adamw_8bit_reference_(
     factor: Tensor | None = None, apply: Tensor | None = None,
 ) -> None:  # fmt: skip
     """``adamw_8bit_`` in plain torch; weights without a master are rounded to the nearest."""
-    corrections = _corrections(torch.stack(tensors.steps), betas)
+    corrections = Part.whole(tensors, betas).corrections
+    _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
+    count_step_(tensors, apply)
+
+
+def _reference_part_(
+    tensors: QuantizedTensors, corrections: Tensor, lr: float | Tensor, betas: tuple[float, float], eps: float,
+    weight_decay: float, factor: Tensor | None, apply: Tensor | None,
+) -> None:  # fmt: skip
+    """Of these tensors alone; ``corrections`` and ``apply`` are theirs."""
     for n, (weight, gradient) in enumerate(zip(tensors.weights, tensors.gradients, strict=True)):
         g = gradient.float() if factor is None else gradient.float() * factor
         value = join_master(weight, tensors.lows[n]) if tensors.lows else weight.float()
@@ -274,4 +297,3 @@ def adamw_8bit_reference_(
         applies = None if apply is None else apply.expand(len(tensors.weights))[n]
         for old, updated in zip((*kept, *states), (*parts, *quantized), strict=True):
             old.copy_(updated if applies is None else torch.where(applies, updated, old))
-        tensors.steps[n] += 1.0 if applies is None else applies.to(torch.float32)
