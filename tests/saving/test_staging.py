@@ -5,8 +5,9 @@ import mmap
 import pytest
 import torch
 
-from chronicals.saving import Staging, host_memory, staging
-from chronicals.saving.host_memory import PinnedMemory, available_memory
+from chronicals.kernels import host_memory
+from chronicals.kernels.host_memory import PinnedMemory, available_memory
+from chronicals.saving import Staging, staging
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from chronicals.saving.host_memory import PinnedMemory, available_memory
+from chronicals.kernels.host_memory import PinnedMemory, available_memory
 
 logger = logging.getLogger(__name__)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import mmap
 import re
+import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,12 +17,24 @@ logger = logging.getLogger(__name__)
 REGISTERED = 1 << 28
 """Bytes that are pinned by one call of the driver, during which no kernel can be launched."""
 
+SHARED = 1 << 26
+"""Bytes of a memory that small tensors share; a larger one has a memory of its own."""
+
+ALIGNED = 64
+"""Tensors begin at multiples of so many bytes."""
+
 
 class PinnedMemory:
-    """Pinned bytes, allocated once and kept until ``release``."""
+    """Pinned bytes, allocated once and kept until ``release``.
 
-    def __init__(self) -> None:
+    Args:
+        registered: bytes that are pinned by one call, ``REGISTERED`` by default; no copy to or from a card may cross a multiple
+            of it.
+    """
+
+    def __init__(self, registered: int | None = None) -> None:
         self.size = 0
+        self._registered = registered
         self._map: mmap.mmap | None = None
         self._chunks: list[Tensor] = []
 
@@ -33,10 +47,10 @@ class PinnedMemory:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         runtime = torch.cuda.cudart()
-        for chunk in torch.frombuffer(self._map, dtype=torch.uint8).split(REGISTERED):
+        for chunk in torch.frombuffer(self._map, dtype=torch.uint8).split(self._registered or REGISTERED):
             chunk.zero_()  # the system gives the pages here, outside of the driver
             if int(runtime.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0)):
-                logger.warning("%.1f GiB of host memory cannot be pinned: a save holds training for longer", size / 2**30)
+                logger.warning("%.1f GiB of host memory cannot be pinned: copies with it hold training for longer", size / 2**30)
                 break
             self._chunks.append(chunk)
         self.size = size
@@ -54,6 +68,44 @@ class PinnedMemory:
         for chunk in self._chunks:
             torch.cuda.cudart().cudaHostUnregister(chunk.data_ptr())
         self._chunks, self._map, self.size = [], None, 0
+
+
+class PinnedTensors:
+    """Tensors in pinned memory of just their size, for torch rounds the size of each up to a power of two.
+
+    They stay pinned as long as this object lives, and valid as long as they do.
+    """
+
+    def __init__(self) -> None:
+        self._memories: list[PinnedMemory] = []
+        self._shared: PinnedMemory | None = None
+        self._used = 0
+        weakref.finalize(self, _unpin, self._memories).atexit = False
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Dense, with a storage of its own, within memory that one call has pinned; its values are undefined."""
+        like = torch.empty(tuple(shape), dtype=dtype, device="meta")
+        if like.nbytes > SHARED:
+            return self._allocated(like.nbytes).tensor(0, like)
+        if self._shared is None or self._used + like.nbytes > SHARED:
+            self._shared, self._used = self._allocated(SHARED), 0
+        offset, self._used = self._used, -(-(self._used + like.nbytes) // ALIGNED) * ALIGNED
+        return self._shared.tensor(offset, like)
+
+    def _allocated(self, size: int) -> PinnedMemory:
+        memory = PinnedMemory(registered=size)
+        memory.allocate(size)
+        self._memories.append(memory)
+        return memory
+
+
+def _unpin(memories: list[PinnedMemory]) -> None:
+    """Once nothing is copied any more."""
+    if torch.cuda.is_initialized():
+        for index in range(torch.cuda.device_count()):
+            torch.cuda.synchronize(index)
+    for memory in memories:
+        memory.release()
 
 
 def available_memory(system: Path = Path("/")) -> int | None:
