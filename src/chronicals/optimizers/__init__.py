@@ -2,6 +2,7 @@
 
 from chronicals.optimizers.adam_8bit import Adam8bit, keep_full_moments, moment_bytes, moments_in_8_bits
 from chronicals.optimizers.adamw import FusedAdamW
+from chronicals.optimizers.host_states import HostStates, buffer_bytes, states_in_host_memory
 from chronicals.optimizers.lora_plus import create_lora_plus_optimizer, lora_plus_groups
 from chronicals.optimizers.schedules import SCHEDULES, learning_rate_factor
 
@@ -9,10 +10,13 @@ __all__ = [
     "SCHEDULES",
     "Adam8bit",
     "FusedAdamW",
+    "HostStates",
+    "buffer_bytes",
     "create_lora_plus_optimizer",
     "keep_full_moments",
     "learning_rate_factor",
     "lora_plus_groups",
     "moment_bytes",
     "moments_in_8_bits",
+    "states_in_host_memory",
 ]

@@ -36,9 +36,10 @@ class Adam8bit(FusedAdamW):
             return super()._new_moments(parameter)
         found: dict[str, Tensor] = {}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            codes, scales = quantize_moment(torch.zeros(1, device=parameter.device), signed)
-            found[name] = torch.full_like(parameter, int(codes), dtype=torch.uint8, memory_format=torch.contiguous_format)
-            found[f"{name}_scale"] = scales.new_zeros(-(-parameter.numel() // SIZE))
+            codes, _ = quantize_moment(torch.zeros(1), signed)
+            scales = torch.empty(-(-parameter.numel() // SIZE), device="meta")
+            found[name] = self._filled(parameter, parameter, int(codes), torch.uint8)
+            found[f"{name}_scale"] = self._filled(parameter, scales, 0)
         return found
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:

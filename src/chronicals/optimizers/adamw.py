@@ -12,6 +12,7 @@ synchronisation, a step can be captured in a CUDA graph, and one with ``apply`` 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 from chronicals.kernels.adamw import Tensors, fused_adamw_, looked_up
 from chronicals.kernels.adamw_8bit import QuantizedTensors, adamw_8bit_, looked_up_in_8_bits
 from chronicals.kernels.master import split_master
+from chronicals.optimizers.host_states import HostStates
 
 
 class FusedAdamW(torch.optim.Optimizer):
@@ -30,6 +32,7 @@ class FusedAdamW(torch.optim.Optimizer):
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
         state_dtype: of both moments, fp32 or bf16.
         master: whether bf16 matrices have an fp32 master; bf16 vectors always have one, for they need little memory.
+        host: keeps states of large weights in host memory; read them by ``state_of`` then, not by ``state``.
 
     Raises:
         ValueError: a value is out of range.
@@ -44,24 +47,30 @@ class FusedAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         state_dtype: torch.dtype = torch.float32,
         master: bool = True,
+        host: HostStates | None = None,
     ):
         if state_dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype={state_dtype}: expected torch.float32 or torch.bfloat16")
         if lr < 0 or eps <= 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}: out of range")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self.state_dtype, self.master = state_dtype, master
+        self.state_dtype, self.master, self.host = state_dtype, master, host
         self._rates: dict[tuple[int, torch.device], Tensor] = {}
         self._versions: dict[Tensor, tuple[int, int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
+        self._wait()
         self.settle()
-        return {**super().__getstate__(), "state_dtype": self.state_dtype, "master": self.master}
+        return {**super().__getstate__(), "state_dtype": self.state_dtype, "master": self.master, "host": self.host}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._rates = {}
         self._versions = {parameter: _stamp(parameter) for parameter, own in self.state.items() if "low" in own}
+        if state.get("host") is not None:  # a copy, whose states were copied to memory that is not pinned
+            for parameter, own in self.state.items():
+                moved = {name: self._filled(parameter, x, 0).copy_(x) for name, x in own.items() if name != "step"}
+                own |= moved
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -100,19 +109,22 @@ class FusedAdamW(torch.optim.Optimizer):
         self, parameters: Sequence[Tensor], factor: Tensor | None, apply: Tensor | None,
         used: Mapping[Tensor, Tensor] | None = None,
     ) -> None:  # fmt: skip
-        everywhere = apply
-        for number, group, tensors in self._launches(parameters):
-            if used is not None:
-                own = torch.stack([used[weight] for weight in tensors.weights])
-                apply = own if everywhere is None else own & everywhere
-            rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
-            options = rate, group["betas"], group["eps"], group["weight_decay"], factor, apply
-            if isinstance(tensors, QuantizedTensors):
-                adamw_8bit_(tensors, *options)
-            else:
-                fused_adamw_(tensors, *options)
-            if tensors.lows:
-                self._versions |= {weight: _stamp(weight) for weight in tensors.weights}
+        everywhere, launches = apply, self._launches(parameters)
+        with nullcontext() if self.host is None else self.host.updating():
+            for number, group, tensors in launches:
+                if used is not None:
+                    own = torch.stack([used[weight] for weight in tensors.weights])
+                    apply = own if everywhere is None else own & everywhere
+                rate = self._rates.get((number, tensors.weights[0].device), group["lr"])
+                options = rate, group["betas"], group["eps"], group["weight_decay"], factor, apply
+                if self.host is not None:
+                    self.host.update(tensors, *options)
+                elif isinstance(tensors, QuantizedTensors):
+                    adamw_8bit_(tensors, *options)
+                else:
+                    fused_adamw_(tensors, *options)
+                if tensors.lows:
+                    self._versions |= {weight: _stamp(weight) for weight in tensors.weights}
 
     def _launches(self, parameters: Sequence[Tensor]) -> list[tuple[int, dict[str, Any], Tensors]]:
         """The kernel launches for the parameters that have a gradient: number of the group, the group, the tensors."""
@@ -137,12 +149,17 @@ class FusedAdamW(torch.optim.Optimizer):
     def looked_up(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The tables that an update of these parameters reads, built now; a captured update needs them."""
         found: list[Tensor] = []
-        for _, _, tensors in self._launches(parameters):
+        launched = [tensors for _, _, tensors in self._launches(parameters)]
+        if self.host is not None:
+            with self.host.updating():
+                launched = [part for tensors in launched for part in self.host.parts_of(tensors)]
+        for tensors in launched:
             if tensors.weights[0].is_cuda:
                 found += looked_up_in_8_bits(tensors) if isinstance(tensors, QuantizedTensors) else looked_up(tensors)
         return found
 
     def state_dict(self) -> dict[str, Any]:
+        self._wait()
         self.settle()
         return super().state_dict()
 
@@ -150,7 +167,12 @@ class FusedAdamW(torch.optim.Optimizer):
         """Reset the lower half of a master to zero where other code wrote the weight. A replayed step does not check for
         that."""
         for parameter in self._versions:
-            self.state_of(parameter)
+            self._own(parameter)
+
+    def _wait(self) -> None:
+        """Until states in host memory are there."""
+        if self.host is not None:
+            self.host.wait()
 
     def weights_moved(self) -> None:
         """Call this after weights moved to another storage with the same values: the lower halves of masters stay valid."""
@@ -162,7 +184,7 @@ class FusedAdamW(torch.optim.Optimizer):
         for parameter in parameters:
             if parameter.grad is None:
                 continue
-            state = self.state_of(parameter)
+            state = self._own(parameter)
             dtype = state["exp_avg"].dtype
             key = parameter.device, parameter.dtype, parameter.grad.dtype, dtype, "low" in state
             tensors = found.setdefault(key, QuantizedTensors() if dtype == torch.uint8 else Tensors())
@@ -179,23 +201,38 @@ class FusedAdamW(torch.optim.Optimizer):
         return found
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The states of a weight, created at first use: ``step``, the moments, and ``low`` of a master."""
+        """The states of a weight, created at first use: ``step``, the moments, and ``low`` of a master.
+
+        Those in host memory may be read and written there until the next update; for that, this waits for the last one.
+        """
+        if self.state[parameter]:
+            self._wait()
+        return self._own(parameter)
+
+    def _own(self, parameter: Tensor) -> dict[str, Tensor]:
+        """The same, where the last update may not have ended."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
             state |= self._new_moments(parameter)
             if parameter.dtype == torch.bfloat16 and (self.master or parameter.ndim < 2):
-                state["low"] = torch.zeros_like(parameter, dtype=torch.int16)
+                state["low"] = self._filled(parameter, parameter, 0, torch.int16)
                 self._versions[parameter] = _stamp(parameter)
         elif "low" in state and self._versions[parameter] != _stamp(parameter):  # other code wrote the weight
+            self._wait()
             state["low"].zero_()
             self._versions[parameter] = _stamp(parameter)
         return state
 
     def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """``exp_avg`` and ``exp_avg_sq`` of a weight that was never updated."""
-        zeros = (torch.zeros_like(parameter, dtype=self.state_dtype, memory_format=torch.contiguous_format) for _ in range(2))
-        return dict(zip(("exp_avg", "exp_avg_sq"), zeros))
+        return {name: self._filled(parameter, parameter, 0, self.state_dtype) for name in ("exp_avg", "exp_avg_sq")}
+
+    def _filled(self, parameter: Tensor, like: Tensor, value: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A dense tensor of one value, shaped as ``like``, where states of a weight are kept."""
+        if self.host is not None and self.host.takes(parameter):
+            return self.host.full(like.shape, value, dtype or like.dtype, parameter.device)
+        return torch.full_like(like, value, dtype=dtype, device=parameter.device, memory_format=torch.contiguous_format)
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, value: Tensor) -> None:
@@ -211,13 +248,16 @@ class FusedAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, which however would cast every state, the lower halves too, to the dtype of its weight."""
-        super().load_state_dict(state_dict)
+        """As torch's, which however would cast every state, the lower halves too, to the dtype of its weight, on its device."""
+        held = self.state
+        super().load_state_dict({**state_dict, "state": {}})
         given = [number for group in state_dict["param_groups"] for number in group["params"]]
         own = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, parameter in zip(given, own):
             if number in state_dict["state"]:
-                self.state[parameter] = {}
+                if self.host is not None and parameter in held:  # host memory is given back with the optimizer alone
+                    self.state[parameter] = held[parameter]
+                    self._versions[parameter] = _stamp(parameter)
                 self.load_state(parameter, state_dict["state"][number])
 
     @torch.no_grad()
