@@ -54,10 +54,10 @@ def give_gradients(*lists):
 
 
 def everything(parameters, optimizer):
-    """Weights and states, on the CPU, by name."""
-    found = {f"{n}": p.detach().cpu() for n, p in enumerate(parameters)}
-    states = {f"{n}:{name}": x.cpu() for n, p in enumerate(parameters) for name, x in optimizer.state_of(p).items()}
-    return found | states
+    """Copies of weights and states, on the CPU, by name."""
+    found = {f"{n}": p.detach() for n, p in enumerate(parameters)}
+    states = {f"{n}:{name}": x for n, p in enumerate(parameters) for name, x in optimizer.state_of(p).items()}
+    return {name: x.to("cpu", copy=True) for name, x in (found | states).items()}
 
 
 def same(left, right):
@@ -113,10 +113,7 @@ def test_kernels_give_a_part_the_bits_of_the_whole(kind, buffer, device):
 def test_weights_that_not_every_rank_used_stay(kind, device):
     made = pair(kind, device, LEAST)
     used = [torch.tensor(n % 2 == 0, device=device) for n in range(len(SHAPES))]
-    for parameters, optimizer in (made[:2], made[2:]):
-        give_gradients(parameters)
-    for p, q in zip(made[0], made[2]):
-        q.grad = p.grad.clone()
+    give_gradients(made[0], made[2])
     before = made[2][5].detach().clone()
     for parameters, optimizer in (made[:2], made[2:]):
         optimizer.step(used=dict(zip(parameters, used)))
@@ -138,8 +135,9 @@ def test_weights_without_a_gradient_and_updates_of_some(device):
     same(everything(*made[:2]), everything(*made[2:]))
 
 
-def test_weights_that_are_not_dense(device):
-    made = pair("bf16 weights, fp32 states", device, LEAST, shapes=[(64, 100), (90, 70)])
+def test_weights_that_are_not_dense():
+    """Without a card: on one the kernel takes them here, since they are made dense, where plain torch does elsewhere."""
+    made = pair("bf16 weights, fp32 states", torch.device("cpu"), LEAST, shapes=[(64, 100), (90, 70)])
     for p in (made[0][0], made[2][0]):
         p.data = p.data.t()
     for p in (made[0][1], made[2][1]):

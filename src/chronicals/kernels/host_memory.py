@@ -50,7 +50,7 @@ class PinnedMemory:
         for chunk in torch.frombuffer(self._map, dtype=torch.uint8).split(self._registered or REGISTERED):
             chunk.zero_()  # the system gives the pages here, outside of the driver
             if int(runtime.cudaHostRegister(chunk.data_ptr(), chunk.nbytes, 0)):
-                logger.warning("%.1f GiB of host memory cannot be pinned: copies with it hold training for longer", size / 2**30)
+                logger.warning("%.1f GiB of host memory cannot be pinned: copies hold training for longer", size / 2**30)
                 break
             self._chunks.append(chunk)
         self.size = size

@@ -71,8 +71,7 @@ def moments_in_8_bits(model: nn.Module) -> list[Tensor]:
     return [p for p in model.parameters() if p.requires_grad and _is_large(p) and id(p) not in tables]
 
 
-def moment_bytes(model: nn.Module) -> int:
-    """Of both moments of all trained weights, scales included, in groups of ``keep_full_moments``."""
-    narrow = moments_in_8_bits(model)
-    inside = sum(2 * (p.numel() + 4 * -(-p.numel() // SIZE)) for p in narrow)
-    return inside + 8 * (sum(p.numel() for p in model.parameters() if p.requires_grad) - sum(p.numel() for p in narrow))
+def moment_bytes(model: nn.Module, weights: Iterable[Tensor]) -> int:
+    """Of both moments of these trained weights of ``model``, scales included, in groups of ``keep_full_moments``."""
+    narrow = {id(p) for p in moments_in_8_bits(model)}
+    return sum(2 * (p.numel() + 4 * -(-p.numel() // SIZE)) if id(p) in narrow else 8 * p.numel() for p in weights)

@@ -19,6 +19,7 @@ and masters, 0.65 s in 8 bits with masters; it was not timed on a card yet.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from chronicals.kernels.adamw import Part, Tensors, count_step_, fused_adamw_par
 from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_part_
 from chronicals.kernels.host_memory import PinnedTensors
 from chronicals.kernels.tensor_lists import CHUNK
+from chronicals.kernels.two_streams import FIRST
 
 COUNT = 3
 """Buffers on a device: of a part that comes, one that is updated, and one that goes."""
@@ -175,7 +177,7 @@ class _Lane:
         self.buffers: list[Tensor] = []
         self._smaller: list[Tensor] = []
         self.emptied: list[torch.cuda.Event | None] = [None] * COUNT
-        self.streams = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if device.type == "cuda" else None
+        self.streams = _streams(device) if device.type == "cuda" else None
 
     @property
     def room(self) -> int:
@@ -224,11 +226,18 @@ class _Lane:
 
     def join(self) -> None:
         """Let the current stream wait for all copies; the next part takes the first buffer."""
-        if self.forked and self.streams is not None:
+        forked, self.turn, self.forked = self.forked, 0, False  # also where a capture that broke off lets nobody wait
+        if forked and self.streams is not None:
             current = torch.cuda.current_stream(self.device)
             for stream in self.streams:
                 current.wait_stream(stream)
-        self.turn, self.forked = 0, False
+
+
+@functools.cache
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    """Of a priority that nothing else has, for torch has few streams of each, and hands them out again and again: what these
+    do may be captured while the others go on."""
+    return torch.cuda.Stream(device, priority=3 * FIRST), torch.cuda.Stream(device, priority=3 * FIRST)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ def write_optimizer(tensors: Mapping[str, Tensor], folder: Path) -> None:
     on_card = any(tensor.is_cuda for tensor in tensors.values())
     stage = torch.empty(STAGED, dtype=torch.uint8, pin_memory=True) if on_card else None
     for part, name in zip(parts, names, strict=True):
-        save_file({key: _in_host_memory(tensors[key], stage) for key in part}, folder / f"{name}.safetensors")
+        found = {key: _in_host_memory(tensors[key], stage if tensors[key].is_cuda else None) for key in part}
+        save_file(found, folder / f"{name}.safetensors")
 
 
 def _in_host_memory(tensor: Tensor, stage: Tensor | None) -> Tensor:

@@ -133,7 +133,7 @@ class FirstStepAudit:
     def _mark(self, parameter: Tensor) -> Tensor:
         """What changes when the weight, or the lower half of its master, does."""
         states = self.optimizer.state_of(parameter)
-        parts = [parameter.detach(), *([states["low"]] if "low" in states else [])]
+        parts = [parameter.detach(), *([states["low"].to(parameter.device)] if "low" in states else [])]
         patterns = [part.reshape(-1).view(torch.int16) for part in parts]
         if parameter.numel() <= SMALL:
             return torch.cat(patterns)

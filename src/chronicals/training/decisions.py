@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
@@ -25,7 +26,13 @@ from chronicals.memory import (
     recomputes,
 )
 from chronicals.models import ModelShape, PresentedModel, input_device, unfused_kind
-from chronicals.optimizers import moment_bytes, moments_in_8_bits
+from chronicals.optimizers import (
+    buffer_bytes,
+    host_states,
+    moment_bytes,
+    moments_in_8_bits,
+    states_in_host_memory,
+)
 from chronicals.optimizers.adam_8bit import SMALLEST
 from chronicals.patching import has_gated_mlps
 from chronicals.patching.fp8_layers import is_large
@@ -45,6 +52,7 @@ PLAIN = {
     "activation_offload": "activation offload",
     "tiled_mlp": "tiled MLPs",
     "offload_frozen_weights": "frozen weights in host memory",
+    "offload_optimizer_states": "optimizer states in host memory",
     "optimizer_in_backward": "optimizer in the backward pass",
 }
 """What each decision is about, in a practitioner's words."""
@@ -100,7 +108,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     fused = why_not is None
     in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
     whole = fused and plan_for(model).fuses_whole_layers  # beside a half that its class computes, nothing is counted as saved
-    sizes = _bytes(config, product_type, ranks, _moment_bytes(config, model))
+    sizes = _bytes(config, product_type, ranks, _states_on_device(config, model))
     needed = estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
     graphs, why_not_graphs = _graphs(config, presented, backend)
     possible: dict[str, tuple[bool, str]] = {
@@ -119,7 +127,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
     made += [_quantization(model), _fp8(config, why_not, device), _recomputation(config, needed, why_not, presented)]
     made += [_offload(config, on_card), _tiles(config, model), _frozen_weights(config)]
-    made += [_optimizer_in_backward(config, ranks), _8bit_optimizer(config, model)]
+    made += [_optimizer_in_backward(config, ranks), _8bit_optimizer(config, model), _host_states(config, model, on_card)]
     return {decision.field: decision for decision in made}
 
 
@@ -135,23 +143,35 @@ def _compilation(model: Any, on_card: bool, fused: bool, router_loss: bool) -> t
     return reason is None, reason or "decoder layers"
 
 
-def _moment_bytes(config: ChronicalsConfig, model: Any) -> float:
-    """Of both moments of a trained weight, in the mean."""
-    if not config.use_8bit_optimizer:
-        return 2 * (2 if config.optimizer_state_dtype == "bf16" else 4)
-    return moment_bytes(model) / max(sum(p.numel() for p in model.parameters() if p.requires_grad), 1)
+def _states_on_device(config: ChronicalsConfig, model: Any) -> float:
+    """Bytes of the optimizer states of a trained weight, in the mean: buffers instead of those in host memory."""
+    moved = states_in_host_memory(model) if "offload_optimizer_states" in config.memory_policies else []
+    away, trained = {id(p) for p in moved}, [p for p in model.parameters() if p.requires_grad]
+    here = _state_bytes(config, model, [p for p in trained if id(p) not in away])
+    return (here + buffer_bytes(_state_bytes(config, model, moved))) / max(sum(p.numel() for p in trained), 1)
 
 
-def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int, moments: float) -> tuple[int, float, float]:
-    """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient, its ``moments``
-    and, in bf16, the lower half of its master."""
-    narrow = product_type.itemsize
-    split = config.mixed_precision == "bf16" and not config.use_lora
+def _state_bytes(config: ChronicalsConfig, model: Any, weights: Sequence[Tensor]) -> int:
+    """Of both moments of these trained weights and, in bf16, the lower halves of their masters."""
+    count = sum(p.numel() for p in weights)
+    lows = 2 * config.master_weights * _splits(config) * count
+    if config.use_8bit_optimizer:
+        return lows + moment_bytes(model, weights)
+    return lows + 2 * count * (2 if config.optimizer_state_dtype == "bf16" else 4)
+
+
+def _splits(config: ChronicalsConfig) -> bool:
+    """Whether trained weights are in bf16, which leaves a lower half of a master."""
+    return config.mixed_precision == "bf16" and not config.use_lora
+
+
+def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int, states: float) -> tuple[int, float, float]:
+    """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient and ``states``."""
+    narrow, split = product_type.itemsize, _splits(config)
     sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or _has_tiles(config)
     gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
     frozen = FP8InHost if _leaves(config) else FP8 if config.use_fp8 else Dense
-    weight = (2 + 2 * config.master_weights) if split else 4
-    return narrow, frozen.bytes_a_value(narrow), weight + gradient + moments
+    return narrow, frozen.bytes_a_value(narrow), (2 if split else 4) + gradient + states
 
 
 def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:
@@ -303,3 +323,19 @@ def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:
             "leave it out"
         )
     return Decision("optimizer_in_backward", True, "as asked, gradients are dropped once used")
+
+
+def _host_states(config: ChronicalsConfig, model: Any, on_card: bool) -> Decision:
+    field = "offload_optimizer_states"
+    if field not in config.memory_policies:
+        return Decision(field, False, "not asked for")
+    moved, trained = states_in_host_memory(model), sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if trained and not moved:
+        raise ConfigurationError(
+            f"memory=['{field}']: no trained weight has {host_states.SMALLEST} elements, and smaller ones keep their states "
+            "where they are; leave it out"
+        )
+    share, size = sum(p.numel() for p in moved) / max(trained, 1), _state_bytes(config, model, moved)
+    where = "" if on_card else ", from memory to memory, since there is no card"
+    crossing = f"{size / 2**30:.2f} GiB come and go in every update{where}"
+    return Decision(field, True, f"as asked, of {share:.1%} of the trained weights; {crossing}")

@@ -36,9 +36,11 @@ def what_helps(config: ChronicalsConfig) -> Iterator[tuple[dict[str, Any], str]]
     if config.logits_chunk_size > FEW_LOGITS:
         yield {"logits_chunk_size": FEW_LOGITS}, ""
     leanest = policies - {"recompute_elementwise"} | {"recompute_layers", "offload_activations"}
+    aliases = dict.fromkeys(sorted(ALIASES.keys() & config.explicit), True)
     if policies != leanest:
-        aliases = sorted(ALIASES.keys() & config.explicit)
-        yield {"memory": sorted(leanest), **dict.fromkeys(aliases, True)}, ""
+        yield {"memory": sorted(leanest), **aliases}, ""
+    if not config.use_lora and "offload_optimizer_states" not in policies:
+        yield {"memory": sorted(leanest | {"offload_optimizer_states"}), **aliases}, ""
     if config.batch_size > 1 and in_backward:
         yield halved, "fewer tokens a step"
     if not config.use_lora:

@@ -131,7 +131,8 @@ class RunCheckpoints:
             return
         for parameter in self.model.parameters():
             if parameter.requires_grad:
-                state = {name: tensor.clone() for name, tensor in optimizer.state_of(parameter).items()}
+                held = optimizer.state_of(parameter)  # which may be in host memory
+                state = {name: tensor.to(parameter.device, copy=True) for name, tensor in held.items()}
                 self.ranks.same_weights(state.values())
                 optimizer.load_state(parameter, state)
 

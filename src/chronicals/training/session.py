@@ -29,7 +29,7 @@ from chronicals.memory import (
 )
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
 from chronicals.objectives import Objective
-from chronicals.optimizers import Adam8bit, FusedAdamW, keep_full_moments, lora_plus_groups
+from chronicals.optimizers import Adam8bit, FusedAdamW, HostStates, keep_full_moments, lora_plus_groups
 from chronicals.patching import (
     forget_policies,
     forget_row_norms,
@@ -264,7 +264,8 @@ def _patch(model: Any, config: ChronicalsConfig, decisions: Mapping[str, Decisio
 
 
 def build_optimizer(model: Any, config: ChronicalsConfig) -> FusedAdamW:
-    """AdamW over what is trained: LoRA+ groups, or weight decay on matrices only; with 8-bit moments where asked.
+    """AdamW over what is trained: LoRA+ groups, or weight decay on matrices only; with 8-bit moments, or with states in
+    host memory, where asked.
 
     Raises:
         ConfigurationError: nothing requires a gradient.
@@ -279,6 +280,7 @@ def build_optimizer(model: Any, config: ChronicalsConfig) -> FusedAdamW:
         "eps": config.adam_epsilon,
         "state_dtype": torch.bfloat16 if config.optimizer_state_dtype == "bf16" else torch.float32,
         "master": config.master_weights,
+        "host": HostStates() if "offload_optimizer_states" in config.memory_policies else None,
     }
     of_peft = bool(getattr(model, "peft_config", None)) and "use_lora_plus" in config.explicit
     if config.use_lora_plus and (hasattr(model, "chronicals_lora") or of_peft):

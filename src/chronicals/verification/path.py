@@ -71,5 +71,6 @@ class TrainingPath:
     def weight(self, name: str) -> Tensor:
         """A copy of a trained weight in fp32: one in bf16 with the half that its master adds."""
         parameter = self.trained[name]
-        low = self.session.optimizer.state.get(parameter, {}).get("low")
-        return parameter.detach().float().clone() if low is None else join_master(parameter, low)
+        optimizer = self.session.optimizer
+        low = optimizer.state_of(parameter).get("low") if parameter in optimizer.state else None
+        return parameter.detach().float().clone() if low is None else join_master(parameter, low.to(parameter.device))
