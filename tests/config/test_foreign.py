@@ -24,7 +24,8 @@ MEANT = {
     "target_modules": (["q_proj"], "use lora_target_modules=['q_proj']"),
     "optim": (
         "adamw_torch",
-        "use use_8bit_optimizer=True or optimizer_state_dtype='bf16' for smaller states; the optimizer is AdamW",
+        "use use_8bit_optimizer=True or optimizer_state_dtype='bf16' for smaller states, memory for states that are paged; "
+        "the optimizer is AdamW",
     ),
     "bf16": (True, "use mixed_precision='bf16'"),
     "gradient_checkpointing": (True, "use use_gradient_checkpointing=True"),

@@ -108,6 +108,12 @@ def test_where_no_weight_is_large_it_is_refused(changes, tmp_path, monkeypatch):
         runs.train(tmp_path, memory=AWAY, **changes)
 
 
+def test_where_host_memory_is_too_small_it_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(decisions, "available_memory", lambda: 100_000)
+    with pytest.raises(ConfigurationError, match=r"memory=.*: states of 0.00 GiB, and 0.00 GiB .* set use_8bit_optimizer=True"):
+        runs.train(tmp_path, memory=AWAY)
+
+
 def test_the_log_says_it(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         runs.train(tmp_path, max_steps=1, memory=AWAY)

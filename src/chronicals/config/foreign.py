@@ -13,6 +13,11 @@ from typing import Any, TypeVar
 
 from chronicals.config.errors import ConfigurationError
 
+OPTIMIZER = (
+    "use_8bit_optimizer=True or optimizer_state_dtype='bf16' for smaller states, memory for states that are paged; the optimizer "
+    "is AdamW"
+)
+
 RENAMED: dict[str, str] = {
     "learning_rate": "lr peak_lr max_lr",
     "num_epochs": "epochs num_train_epochs num_train_epoch n_epochs max_epochs total_epochs",
@@ -89,8 +94,8 @@ INSTEAD: dict[str, str] = {
     "warmup_proportion": "warmup_steps, a number of steps (default: at most a tenth of them)",
     "min_lr": "min_lr_ratio, the final learning rate as a share of the peak",
     "lr_scheduler_kwargs": "min_lr_ratio and wsd_decay_ratio",
-    "optim": "use_8bit_optimizer=True or optimizer_state_dtype='bf16' for smaller states; the optimizer is AdamW",
-    "optimizer": "use_8bit_optimizer=True or optimizer_state_dtype='bf16' for smaller states; the optimizer is AdamW",
+    "optim": OPTIMIZER,
+    "optimizer": OPTIMIZER,
     "global_batch_size": "batch_size and gradient_accumulation_steps, whose product every process takes in a step",
     "total_batch_size": "batch_size and gradient_accumulation_steps, whose product every process takes in a step",
     "attn_implementation": "use_flash_attention; the attention that fits card and model is chosen by itself",

@@ -13,6 +13,7 @@ from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import MULTIPLE
+from chronicals.kernels.host_memory import available_memory
 from chronicals.lora import has_magnitudes
 from chronicals.memory import (
     CHEAP,
@@ -336,6 +337,11 @@ def _host_states(config: ChronicalsConfig, model: Any, on_card: bool) -> Decisio
             "where they are; leave it out"
         )
     share, size = sum(p.numel() for p in moved) / max(trained, 1), _state_bytes(config, model, moved)
+    available = available_memory()
+    if available is not None and size > available:
+        sizes = f"states of {size / 2**30:.2f} GiB, and {available / 2**30:.2f} GiB of host memory are free"
+        smaller = "" if config.use_8bit_optimizer else "set use_8bit_optimizer=True, or "
+        raise ConfigurationError(f"memory=['{field}']: {sizes}; {smaller}leave it out")
     where = "" if on_card else ", from memory to memory, since there is no card"
     crossing = f"{size / 2**30:.2f} GiB come and go in every update{where}"
     return Decision(field, True, f"as asked, of {share:.1%} of the trained weights; {crossing}")
