@@ -2,6 +2,7 @@
 
 import copy
 import io
+import random
 import weakref
 
 import pytest
@@ -15,6 +16,7 @@ from chronicals.kernels.tensor_lists import CHUNK
 from chronicals.optimizers import Adam8bit, FusedAdamW, HostStates, buffer_bytes, host_states
 from chronicals.optimizers.host_states import LEAST, _cut
 from interpreted import kernels_run
+from mutants import mutant
 
 SHAPES = [(7, 11), (3 * CHUNK + 5,), (65, 130), (), (CHUNK, 4), (2 * CHUNK,), (31,), (0, 3), (301, 70)]
 """Smaller than a part and several parts large, no multiples of anything and multiples of all."""
@@ -219,6 +221,30 @@ def test_a_weight_that_was_written_begins_anew(device):
     same(everything(*made[:2]), everything(*made[2:]))
 
 
+def test_who_reads_states_waits_for_them_and_an_update_does_not(monkeypatch):
+    _, _, parameters, optimizer = pair("bf16 weights, fp32 states", torch.device("cpu"), LEAST)
+    give_gradients(parameters)
+    optimizer.step()
+    waits = []
+    monkeypatch.setattr(HostStates, "wait", lambda own: waits.append(own))
+    optimizer.refresh_rates()
+    optimizer.settle()
+    optimizer.step()
+    optimizer.looked_up(parameters)
+    assert not waits
+    state = optimizer.state_of(parameters[2])
+    readers = (
+        lambda: optimizer.state_of(parameters[2]), optimizer.state_dict, lambda: copy.deepcopy(optimizer),
+        lambda: optimizer.set_master(parameters[2], parameters[2].detach().float()),
+        lambda: optimizer.load_state(parameters[2], copy.deepcopy(state)),
+        lambda: (parameters[2].data.add_(0), parameters[2].detach().add_(1), optimizer.settle()),
+    )  # fmt: skip
+    for reads in readers:
+        waits.clear()
+        reads()
+        assert waits
+
+
 @pytest.mark.parametrize("room", [LEAST, LEAST + 12345, 1 << 20])
 def test_parts_are_cut_between_chunks_and_fit(room):
     sizes = [(n, bool(k % 3)) for k, n in enumerate([0, 5, CHUNK, 9 * CHUNK + 1, 3, 70 * CHUNK, 0, 2 * CHUNK - 1])]
@@ -326,6 +352,102 @@ def test_steps_are_counted_once_a_launch(kind, device):
     (adamw_8bit_ if kind == "8 bits" else fused_adamw_)(twin, 1e-3, (0.9, 0.99), 1e-8, 0.0)
     assert [step.item() for step in tensors.steps] == [3.0, 3.0]
     assert all(torch.equal(a, b) for a, b in zip(tensors.weights, twin.weights))
+
+
+class Stream:
+    """As CUDA's: what is put on it waits, until ``run`` lets streams go on in any order that their events allow."""
+
+    current: "Stream"
+    every: list["Stream"]
+
+    def __init__(self):
+        self.tasks, self.running = [], False
+        Stream.every.append(self)
+
+    def __enter__(self):
+        self.before, Stream.current = Stream.current, self
+
+    def __exit__(self, *_):
+        Stream.current = self.before
+
+    def record_event(self):
+        event = []
+        self.tasks.append(lambda: event.append(True))
+        return event
+
+    def wait_event(self, event):
+        self.tasks.append(event)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+    @staticmethod
+    def run():
+        while waiting := [stream for stream in Stream.every if stream.tasks]:
+            ready = [stream for stream in waiting if stream.tasks[0] != []]
+            assert ready, "each waits for another"
+            task = random.choice(ready).tasks.pop(0)
+            if callable(task):
+                task()
+
+
+class Cell:
+    """In place of a tensor: a number, and what is done to it on the current stream."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def copy_(self, other, non_blocking):
+        assert non_blocking
+        Stream.current.tasks.append(lambda: setattr(self, "value", other.value))
+
+    def update(self):
+        Stream.current.tasks.append(lambda: setattr(self, "value", 3 * self.value + 1))
+
+
+def after_updates(monkeypatch, parts, updates):
+    """What states of some parts are after updates whose copies and kernels run in a random order, and what they should be."""
+    Stream.every = []
+    Stream.current = Stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream.current)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: stream)
+    monkeypatch.setattr(host_states, "_streams", lambda device: (Stream(), Stream()))
+    lane = host_states._Lane(torch.device("cuda"))
+    lane.buffers, states = [Cell(-1) for _ in range(host_states.COUNT)], [Cell(n) for n in range(parts)]
+    expected = list(range(parts))
+    for _ in range(updates):
+        for state in states:
+            buffer = lane.next()
+            lane.run([(buffer, state)], buffer.update)
+        lane.join()
+        expected = [3 * value + 1 for value in expected]
+    Stream.run()
+    return [state.value for state in states], expected
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4, 7, 20])
+def test_copies_and_kernels_in_any_order_that_events_allow(parts, monkeypatch):
+    for _ in range(30):
+        found, expected = after_updates(monkeypatch, parts, 3)
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        "                coming.wait_event(emptied)\n",
+        "            coming.wait_stream(current)\n",
+        "            current.wait_event(coming.record_event())\n",
+        "        going.wait_event(current.record_event())\n",
+        "                current.wait_stream(stream)\n",
+    ],
+)
+def test_every_wait_is_needed(wait, monkeypatch):
+    """With one left out, some order loses an update."""
+    nothing = wait[: len(wait) - len(wait.lstrip())] + "pass\n"
+    monkeypatch.setitem(globals(), "host_states", mutant(host_states, wait, nothing))
+    results = (after_updates(monkeypatch, 7, 3) for _ in range(200))
+    assert any(found != expected for found, expected in results)
 
 
 @pytest.mark.gpu

@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 from chronicals.config.errors import ConfigurationError
 
 OPTIMIZER = (
-    "use_8bit_optimizer=True or optimizer_state_dtype='bf16' for smaller states, memory for states that are paged; the optimizer "
-    "is AdamW"
+    "use_8bit_optimizer=True or optimizer_state_dtype='bf16' for smaller states, memory for states that are paged; the "
+    "optimizer is AdamW"
 )
 
 RENAMED: dict[str, str] = {
