@@ -311,19 +311,26 @@ class Driver:
 def test_pinned_tensors_lie_apart_in_memory_that_one_call_pins(monkeypatch):
     driver = Driver()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    capturing, waited = [], []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    card = torch.device("cuda", 1)
     monkeypatch.setattr("chronicals.kernels.host_memory.SHARED", 10000)
     pinned = PinnedTensors()
     shapes = [(10, 100), (7,), (200, 100), (20, 100), (), (0,), (30, 30)]
-    made = [pinned.empty(shape, torch.float32).fill_(n) for n, shape in enumerate(shapes)]
+    made = [pinned.empty(shape, torch.float32, card).fill_(n) for n, shape in enumerate(shapes)]
     for n, (tensor, shape) in enumerate(zip(made, shapes)):
         assert tensor.shape == shape and (tensor == n).all() and tensor.untyped_storage().nbytes() == tensor.nbytes
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         assert not tensor.numel() or any(at <= begin and end <= at + size for at, size in driver.registered.items())
     assert sorted(driver.registered.values()) == [10000, 10000, 10000, 80000]
     gone = weakref.ref(pinned)
+    capturing.append(True)
     del pinned
-    assert gone() is None and not driver.registered and (made[2] == 2).all()
+    assert gone() is None and len(driver.registered) == 4 and not waited, "a graph is being captured"
+    capturing.clear()
+    PinnedTensors()
+    assert not driver.registered and waited == [card] and (made[2] == 2).all()
 
 
 def launched(kind, device, count=2, steps=2):

@@ -80,10 +80,18 @@ class PinnedTensors:
         self._memories: list[PinnedMemory] = []
         self._shared: PinnedMemory | None = None
         self._used = 0
-        weakref.finalize(self, _unpin, self._memories).atexit = False
+        self._devices: set[torch.device] = set()
+        weakref.finalize(self, _unpin, self._memories, self._devices).atexit = False
+        for memories, devices in [_left.pop() for _ in range(len(_left))]:
+            _unpin(memories, devices)
 
-    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Dense, with a storage of its own, within memory that one call has pinned; its values are undefined."""
+    def empty(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Dense, with a storage of its own, within memory that one call has pinned; its values are undefined.
+
+        Args:
+            device: the card that it is copied to and from.
+        """
+        self._devices.add(device)
         like = torch.empty(tuple(shape), dtype=dtype, device="meta")
         if like.nbytes > SHARED:
             return self._allocated(like.nbytes).tensor(0, like)
@@ -99,11 +107,17 @@ class PinnedTensors:
         return memory
 
 
-def _unpin(memories: list[PinnedMemory]) -> None:
-    """Once nothing is copied any more."""
-    if torch.cuda.is_initialized():
-        for index in range(torch.cuda.device_count()):
-            torch.cuda.synchronize(index)
+_left: list[tuple[list[PinnedMemory], set[torch.device]]] = []
+"""What could not be unpinned when it was let go of."""
+
+
+def _unpin(memories: list[PinnedMemory], devices: set[torch.device]) -> None:
+    """Once these devices copy nothing any more; later, where that would break a graph that is being captured."""
+    if torch.cuda.is_current_stream_capturing():
+        _left.append((memories, devices))
+        return
+    for device in devices:
+        torch.cuda.synchronize(device)
     for memory in memories:
         memory.release()
 

@@ -86,7 +86,7 @@ class HostStates:
     def full(self, shape: Sequence[int], value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A new state, of one value, of a weight on ``device``."""
         on_card = device.type == "cuda"
-        state = self._pinned.empty(shape, dtype) if on_card else torch.empty(tuple(shape), dtype=dtype)
+        state = self._pinned.empty(shape, dtype, device) if on_card else torch.empty(tuple(shape), dtype=dtype)
         self._lane(device).held += state.nbytes
         return state.fill_(value)
 
