@@ -113,7 +113,7 @@ _left: list[tuple[list[PinnedMemory], set[torch.device]]] = []
 
 def _unpin(memories: list[PinnedMemory], devices: set[torch.device]) -> None:
     """Once these devices copy nothing any more; later, where that would break a graph that is being captured."""
-    if torch.cuda.is_current_stream_capturing():
+    if devices and torch.cuda.is_current_stream_capturing():
         _left.append((memories, devices))
         return
     for device in devices:
