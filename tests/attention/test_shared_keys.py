@@ -29,6 +29,18 @@ def test_gathering_and_its_gradient_are_an_index(device):
     torch.testing.assert_close(torch.autograd.grad(gathered, x, dy)[0], expected)
 
 
+def test_keys_behind_the_last_bound_are_seen_by_nobody(device):
+    """A card gathers as many keys as a graph has room for."""
+    bounds, keys = made(device)
+    q, k, v = (torch.randn(sum(LENGTHS), 2, 8, device=device) for _ in range(3))
+    more = [module._Gather.apply(x, keys.index, keys.places) for x in (k, v)]
+    assert len(more[0]) > int(keys.cu_seqlens[-1])
+    for x in more:
+        x[int(keys.cu_seqlens[-1]) :] = float("nan")
+    out = document_attention(q, *more, bounds, 40, keys.cu_seqlens, keys.max_seqlen, scale=0.3, backend="per-document")
+    torch.testing.assert_close(out, alone(q, k, v, bounds), rtol=1e-4, atol=1e-5)
+
+
 def test_what_no_document_attends_to_has_no_part_in_gradients(device):
     """On a card there are keys behind the last bound, whose gradient is whatever lay there."""
     _, keys = made(device)

@@ -35,7 +35,7 @@ def mix(one, other, share):
 
 def options_of(name, temperature=1.0, softcap=None, cross_entropy=0.0, scale=1.0):
     return DistillationOptions(
-        DIVERGENCES[name][0], temperature, 0.7, cross_entropy, LossOptions(scale, softcap), LossOptions(0.8, None)
+        DIVERGENCES[name][0], LossOptions(scale, softcap), LossOptions(0.8, None), temperature, 0.7, cross_entropy
     )
 
 
@@ -155,7 +155,7 @@ def test_tokens_that_are_banned_on_one_side(name, way, device):
     x[:, :2], y[:, 2:4], x[3], y[3] = 0.0, 0.0, torch.arange(8.0), torch.arange(8.0)
     y[2, :3] = 1.0  # one token in common
     targets = torch.tensor([0, 1, 0, 3], device=device)
-    options = DistillationOptions(DIVERGENCES[name][0])
+    options = DistillationOptions(DIVERGENCES[name][0], LossOptions(), LossOptions())
     exact = DIVERGENCES[name][1](*(logits.double().cpu().clamp(min=-1e5).log_softmax(-1) for logits in (y, x)))
     found = way.divergence_and_gradient_(x, y, targets, None, options, True)
     torch.testing.assert_close(found[0].double().cpu(), exact, rtol=1e-5, atol=1e-6)
@@ -167,7 +167,7 @@ def test_logits_far_apart_do_not_overflow(way, device):
     for name, expected in (("forward_kl", 3e4), ("reverse_kl", 3e4), ("jsd", 0.3 * -math.log(0.3) + 0.7 * -math.log(0.7))):
         x = torch.tensor([[0.0, 3e4, 0.0]], device=device)
         y = torch.tensor([[3e4, 0.0, 0.0]], device=device)
-        options = DistillationOptions(DIVERGENCES[name][0])
+        options = DistillationOptions(DIVERGENCES[name][0], LossOptions(), LossOptions())
         found = way.divergence_and_gradient_(x, y, torch.tensor([1], device=device), None, options, True)
         assert found[0].item() == pytest.approx(expected, rel=1e-5)
         assert torch.isfinite(x).all()

@@ -213,7 +213,7 @@ def test_sections_are_kept(tmp_path):
 def test_a_name_of_a_steps_own_metrics_is_refused(tmp_path, toy):
     class Taken(toy):
         def __call__(self, model, batch):
-            return {**super().__call__(model, batch), "fill": Term(torch.zeros(()), 0.0)}
+            return {**super().__call__(model, batch), "fill": Term(torch.zeros((), device=batch.input_ids.device), 0.0)}
 
     trainer = ChronicalsTrainer(tiny.llama(), tiny.tokenizer(), runs.config(tmp_path, max_steps=1))
     trainer.objective = Taken()

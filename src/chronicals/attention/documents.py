@@ -40,8 +40,8 @@ def document_attention(
         v_TKD: may be narrower than the keys, as in latent attention; it is filled up with zeros.
         cu_seqlens_q: int32 ``[N + 1]``, ending at Q; repeated entries are empty documents.
         max_seqlen_q: bound on a document's queries.
-        cu_seqlens_k: likewise of the keys, ending at T; by default queries and keys are the same tokens. A document has at
-            least as many keys as queries, and its last query stands at its last key (bottom-right alignment, as in
+        cu_seqlens_k: likewise of the keys, ending at T at most; by default queries and keys are the same tokens. A document has
+            at least as many keys as queries, and its last query stands at its last key (bottom-right alignment, as in
             FlashAttention).
         max_seqlen_k: bound on a document's keys; needed where ``cu_seqlens_k`` is given.
         scale: factor on the scores, ``D ** -0.5`` by default.

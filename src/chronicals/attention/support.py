@@ -19,7 +19,8 @@ class Spans:
     the keys up to ``i + K - Q`` of K. There are at least as many keys as queries.
 
     Attributes:
-        cu_q, cu_k: int32 ``[N + 1]``, ending at the number of queries and of keys. One tensor where both are the same tokens.
+        cu_q, cu_k: int32 ``[N + 1]``, ending at the number of queries, and at that of keys or before it. One tensor where both
+            are the same tokens.
         max_q, max_k: bounds on a document's queries and on its keys.
     """
 

@@ -106,25 +106,22 @@ def _skew(skew: float) -> float:
     return skew
 
 
-PLAIN = LossOptions()
-
-
 @dataclass(frozen=True)
 class DistillationOptions:
     """How two rows of raw logits become a loss; the letters of the module's docstring.
 
     Attributes:
+        student, teacher: scale and softcap of each side's raw logits.
         temperature: τ.
         of_divergence, of_cross_entropy: u and v.
-        student, teacher: scale and softcap of each side's raw logits.
     """
 
     divergence: Divergence
+    student: LossOptions
+    teacher: LossOptions
     temperature: float = 1.0
     of_divergence: float = 1.0
     of_cross_entropy: float = 0.0
-    student: LossOptions = PLAIN
-    teacher: LossOptions = PLAIN
 
 
 FORWARD, REVERSE, MIXTURE = 0, 1, 2

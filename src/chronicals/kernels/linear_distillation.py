@@ -210,7 +210,7 @@ def _numbers(of: DistillationOptions) -> list[float]:
 def _options(numbers: list[float], softcap: float | None, teacher_softcap: float | None) -> DistillationOptions:
     *of, temperature, of_divergence, of_cross_entropy, scale, teacher_scale = numbers
     student, teacher = LossOptions(scale, softcap), LossOptions(teacher_scale, teacher_softcap)
-    return DistillationOptions(Divergence(*of), temperature, of_divergence, of_cross_entropy, student, teacher)
+    return DistillationOptions(Divergence(*of), student, teacher, temperature, of_divergence, of_cross_entropy)
 
 
 class _LinearDistillation(torch.autograd.Function):
@@ -294,7 +294,7 @@ def linear_distillation(
             taught, teacher_more = with_adapter(teacher.hidden, teacher.weight, teacher.adapter)
         theirs, shape = (taught, teacher.weight, teacher_more, teacher.bias, None), teacher.shape
     hidden, more = with_adapter(student.hidden, student.weight, student.adapter)
-    options = DistillationOptions(divergence, temperature, divergence_weight, cross_entropy_weight, student.shape, shape)
+    options = DistillationOptions(divergence, student.shape, shape, temperature, divergence_weight, cross_entropy_weight)
     loss, sums = _LinearDistillation.apply(
         hidden, student.weight, more, student.bias, *(None if x is None else x.detach() for x in theirs),
         targets.contiguous(), None if weights is None else weights.contiguous(), _numbers(options), student.softcap,
@@ -366,7 +366,7 @@ def distillation_of_logits(
     z, teacher_z = z[:, :common].to(wide), teacher_z[:, :common].detach().to(wide)
     ignored = targets == IGNORED
     with torch.no_grad():
-        options = DistillationOptions(divergence, temperature)
+        options = DistillationOptions(divergence, LossOptions(), LossOptions(), temperature)
         found = divergence_and_gradient_reference_(z, teacher_z, targets, None, options, wants_gradient=False)
     sums = (found if weights is None else found * weights).sum(1)
     losses = torch.zeros_like(found[0])

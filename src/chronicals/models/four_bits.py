@@ -152,6 +152,7 @@ def _classes() -> Any:
             vars(model).pop("is_quantized", None)
             for module in (module for module in model.modules() if hasattr(module, "config")):
                 vars(module.config).pop("_is_quantized", None)
+            _check_shapes(model)
             _report(model)
             return model
 
@@ -163,6 +164,13 @@ def _classes() -> Any:
             return True
 
     return Configuration
+
+
+def _check_shapes(model: Any) -> None:
+    """Raises ValueError where a layer has got a weight of another shape, of which not every loader complains."""
+    for path, layer in linear_layers(model).items():
+        if (there := tuple(layer.weight.shape)) != (here := (layer.out_features, layer.in_features)):
+            raise ValueError(f"{path}.weight ({list(there)} there, {list(here)} here): of another shape than config.json says")
 
 
 def _take(model: Any, path: str, weight: Tensor, watch: Watch | None = None) -> Tensor:

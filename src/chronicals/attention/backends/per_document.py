@@ -18,7 +18,7 @@ def attend(
     sinks: Tensor | None, _padding: int = 0,
 ) -> Tensor:  # fmt: skip
     queries = _slices(spans.cu_q, len(q))
-    keys = queries if spans.are_equal else _slices(spans.cu_k, len(k), "cu_seqlens_k", "k")
+    keys = queries if spans.are_equal else _slices(spans.cu_k, len(k), "cu_seqlens_k", "k", more=True)
     for n, (of_q, of_k) in enumerate(zip(queries, keys, strict=True)):
         if of_q.stop - of_q.start > of_k.stop - of_k.start:
             few = of_k.stop - of_k.start
@@ -31,14 +31,18 @@ def attend(
     return torch.cat(out) if out else q.clone()
 
 
-def _slices(cu: Tensor, tokens: int, name: str = "cu_seqlens_q", of: str = "q") -> list[slice]:
+def _slices(cu: Tensor, tokens: int, name: str = "cu_seqlens_q", of: str = "q", more: bool = False) -> list[slice]:
     """Of the documents, on the host.
+
+    Args:
+        more: there may be tokens behind the last document.
 
     Raises:
         ValueError: they do not cover the tokens, each once.
     """
     bounds: list[int] = cu.tolist()
-    if not bounds or bounds[0] != 0 or bounds[-1] != tokens or any(end < start for start, end in zip(bounds, bounds[1:])):
+    ends = bool(bounds) and (bounds[-1] == tokens or (more and bounds[-1] < tokens))
+    if not ends or bounds[0] != 0 or any(end < start for start, end in zip(bounds, bounds[1:])):
         raise ValueError(f"{name}={bounds}: must rise from 0 to the {tokens} tokens of {of}")
     return [slice(start, end) for start, end in zip(bounds, bounds[1:])]
 
