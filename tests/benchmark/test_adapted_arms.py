@@ -161,7 +161,7 @@ def asked(monkeypatch):
 @pytest.mark.parametrize(("mode", "packed", "full"), [("full", False, True), ("lora", False, False), ("qlora", True, False)])
 @pytest.mark.parametrize("recompute", [False, True])
 def test_unsloth_is_asked_for_4_bits_where_the_row_has_them(tmp_path, asked, mode, packed, full, recompute):
-    unsloth._load(planned(tmp_path, mode), recompute)
+    unsloth.load(planned(tmp_path, mode), recompute)
     assert (asked["load_in_4bit"], asked["full_finetuning"]) == (packed, full)
     assert asked["use_gradient_checkpointing"] == ("unsloth" if recompute else False)
 
@@ -169,4 +169,4 @@ def test_unsloth_is_asked_for_4_bits_where_the_row_has_them(tmp_path, asked, mod
 def test_unsloth_says_which_adapters_it_is_not_measured_with(asked):
     config = SimpleNamespace(use_dora=True, lora_rank_pattern={}, lora_alpha_pattern={}, lora_layers=None)
     with pytest.raises(ValueError, match="use_dora=True: it is measured with plain adapters of one rank"):
-        unsloth._load(SimpleNamespace(config=lambda: config), False)
+        unsloth.load(SimpleNamespace(config=lambda: config), False)

@@ -29,6 +29,17 @@ ARMS = {
     "trl-recompute": "trl:trl_recompute",
     "reference": "plain:reference",
 }
+"""Arms over documents: module and function in ``arms``."""
+
+PAIR_ARMS = {
+    "ours": "ours:ours",
+    "trl": "preference:trl",
+    "trl-recompute": "preference:trl_recompute",
+    "unsloth": "unsloth_preference:unsloth",
+    "unsloth-recompute": "unsloth_preference:unsloth_recompute",
+    "reference": "pair_reference:reference",
+}
+"""Arms over pairs of answers."""
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -60,7 +71,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         from chronicals.benchmark.measurement import ArmPlan, asked_for_a_round
 
-        module, function = ARMS[given.name].split(":")
+        module, function = (PAIR_ARMS if work.kind == "pairs" else ARMS)[given.name].split(":")
         run = getattr(importlib.import_module(f"chronicals.benchmark.arms.{module}"), function)
         ready = time.perf_counter()
         if not asked_for_a_round():
@@ -72,8 +83,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _rates(work: Work) -> dict[str, Any]:
     """The rates, or what kept them from being measured: a row without a reference step is still a row."""
-    from chronicals.benchmark.rates import measure_rates
+    from chronicals.benchmark.rates import machine, measure_rates
 
+    if work.kind == "pairs":
+        return {"machine": machine()}
     try:
         return measure_rates(work)
     except Exception as error:

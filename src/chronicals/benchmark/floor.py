@@ -96,6 +96,7 @@ class Job:
         dequantised_bytes: bytes read and written for a value of the layers' weights to have it dense, before a product of the
             forward pass and before one of the backward pass; 0 where it is held so.
         uneven: adapters differ between layers, or have lengths (DoRA), which is not counted.
+        pairs: it trains on pairs of answers, whose shared prompts and reference policy are not counted.
     """
 
     shape: DecoderShape
@@ -107,11 +108,12 @@ class Job:
     optimizer_bytes: float = 26
     dequantised_bytes: float = 0.0
     uneven: bool = False
+    pairs: bool = False
 
     @property
     def counted(self) -> bool:
         """Whether all of its FLOPs are."""
-        return not self.shape.routed and not self.uneven
+        return not self.shape.routed and not self.uneven and not self.pairs
 
     @property
     def adapter_parameters(self) -> int:

@@ -36,10 +36,12 @@ class Measurement:
         trained_share: trained parameters over all parameters of the model.
         moved_share: parameters in tensors that training changed, over all trained ones.
         load_seconds: from the start of the process to the first step.
-        own_batches: token ids of the documents of the first steps, if the arm took other documents than the work's.
+        own_batches: what the first steps held, if the arm took other documents than the work's: their token ids, or of pairs
+            what ``pairs.py`` reads.
         profile: breakdown of the time of further steps, if requested.
         first: whether these are the process's first steps, which have a reference.
         held_gib: device memory that the process keeps while it waits for another round.
+        computed: of each step's tokens those that are computed, where answers share prompts; None: all.
     """
 
     settings: str
@@ -53,10 +55,11 @@ class Measurement:
     trained_share: float
     moved_share: float
     load_seconds: float = 0.0
-    own_batches: list[list[list[int]]] | None = None
+    own_batches: Any = None
     profile: dict[str, Any] | None = None
     first: bool = True
     held_gib: float = 0.0
+    computed: list[int] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

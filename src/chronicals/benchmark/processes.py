@@ -35,6 +35,9 @@ PEERS: dict[str, tuple[str, ...]] = {
 }
 """Peers by name, and the packages each needs; adapters also need peft, a base in 4 bits also bitsandbytes and accelerate."""
 
+PAIR_PEERS = ("trl", "trl-recompute", "unsloth", "unsloth-recompute")
+"""Those that train on pairs of answers."""
+
 REFERENCE = "reference"
 
 OURS = "ours"

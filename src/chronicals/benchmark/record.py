@@ -34,6 +34,7 @@ def to_dict(row: Row, commit: str | None = None) -> dict[str, Any]:
             "model": work.name, "mode": work.mode, "data": work.data, "fields": work.fields, "steps": work.steps,
             "warm_up": work.warm_up, "tokens_a_step": job.tokens, "mean_length": job.mean_length, "labelled": job.labelled,
             "trained_parameters": None if job.uneven else job.trained_parameters, "optimizer_bytes": job.optimizer_bytes,
+            **work.described(),
         },
         "machine": row.rates.get("machine", {}),
         "python": platform.python_version(),
@@ -131,7 +132,9 @@ def _arm(row: Row, name: str) -> dict[str, Any]:
         "trained_share": first.trained_share,
         "moved_share": min(run.moved_share for run in row.runs[name]),
         "tokens_a_step": statistics.mean(first.tokens),
-        "padding_share": 1 - sum(first.tokens) / sum(first.slots),
+        "padding_share": 1 - sum(first.computed or first.tokens) / sum(first.slots),
+        "tokens_saved": 1 - sum(first.computed) / sum(first.tokens) if first.computed else None,
+        "positions_a_step": statistics.mean(first.slots),
         "peak_gib": max(run.peak_gib for run in row.runs[name]),
     }
     if status == "refused":

@@ -137,6 +137,11 @@ def measure(
         row.notes.append(
             "no MFU and no reference step: this model sends tokens to experts, whose products are not counted here"
         )
+    elif row.job.pairs:
+        row.notes.append(
+            "no MFU and no reference step: prompts that answers share, and a reference policy, are not counted here; tokens are "
+            "those of prompt and answer of both sides, in every arm"
+        )
     elif row.job.uneven:
         row.notes.append(
             "no MFU and no reference step: adapters differ between layers or have lengths, and their products are not counted"
@@ -386,7 +391,7 @@ class _Session:
             self.own_references[text] = self._reference(None, f"adapters{len(self.own_references)}", changes)
         return self.own_references[text]
 
-    def _reference_on(self, batches: list[list[list[int]]], arm: Arm, label: str) -> Measurement:
+    def _reference_on(self, batches: Any, arm: Arm, label: str) -> Measurement:
         text = json.dumps(batches)
         if text not in self.own_references:
             path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"

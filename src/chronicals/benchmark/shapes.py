@@ -95,6 +95,27 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
 
 
+def word_tokenizer(vocabulary: int) -> Any:
+    """A tokenizer of as many words, ``t`` and the id, with white space between them, and the special tokens of the bytes'."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(vocabulary)}
+    for number, special in enumerate(SPECIAL, BYTES):
+        del words[f"t{number}"]
+        words[special] = number
+    tokenizer = Tokenizer(models.WordLevel(vocab=words, unk_token=SPECIAL[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|pad|>")
+
+
+def zipf_ids(draws: np.ndarray, vocabulary: int) -> list[int]:
+    """Token ids exp(u · ln V) of u in ``draws``, within 0 to 1; none is special."""
+    ids = np.exp(draws * math.log(vocabulary - 1)).astype(np.int64)
+    ids[(ids >= BYTES) & (ids < BYTES + len(SPECIAL))] -= len(SPECIAL)
+    return np.minimum(ids, vocabulary - 1).tolist()
+
+
 def random_documents(data: str, tokens: int, width: int, vocabulary: int, seed: int = 1) -> list[list[int]]:
     """At least ``tokens`` tokens in documents of ``width`` (``fixed``) or of lognormal lengths (``ragged``).
 
@@ -106,8 +127,6 @@ def random_documents(data: str, tokens: int, width: int, vocabulary: int, seed: 
     while tokens > 0:
         drawn = int(np.exp(generator.normal(math.log(median), SPREAD)))
         length = width if data == "fixed" else min(max(drawn, shortest), width)
-        ids = np.exp(generator.random(length) * math.log(vocabulary - 1)).astype(np.int64)
-        ids[(ids >= BYTES) & (ids < BYTES + len(SPECIAL))] -= len(SPECIAL)
-        documents.append(np.minimum(ids, vocabulary - 1).tolist())
+        documents.append(zipf_ids(generator.random(length), vocabulary))
         tokens -= length
     return documents

@@ -2,12 +2,14 @@
 
     FOLDER/weights/NAME/         a built-in shape with random weights, shared by the rows of a folder
     FOLDER/ROW/work.json         this dataclass
-    FOLDER/ROW/documents.jsonl   built-in documents; else the user's own file is read
+    FOLDER/ROW/documents.jsonl   built-in documents or pairs; else the user's own file is read
+    FOLDER/ROW/tokenizer/        the tokenizer of built-in pairs; else the model's is taken
     FOLDER/ROW/tokens/           the token store
     FOLDER/ROW/adapter/          adapters to start from, by their names in PEFT's format
     FOLDER/caches/               what compilers keep between processes
 
 The order of documents is that of ``BatchStream``: step t holds the same documents in every arm that takes them as they come.
+Pairs of answers are a ``Work`` of their own (``pairs.py``).
 """
 
 from __future__ import annotations
@@ -15,15 +17,15 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from chronicals.benchmark.floor import PROJECTIONS, DecoderShape, Job, optimizer_bytes
-from chronicals.benchmark.shapes import DATA, SHAPES, random_documents
+from chronicals.benchmark.shapes import DATA, SHAPES, BuiltIn, random_documents
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.model_shape import ModelShape
 
@@ -104,11 +106,16 @@ class Work:
         model: folder or hub name of the weights.
         name: the model's name in tables: a built-in shape, or its path.
         mode: ``full``, ``lora``, or ``qlora``, over a base in 4 bits.
-        data: ``fixed``, ``ragged``, or a file.
+        data: a name of built-in data, or a file.
         documents: file with the documents.
         fields: of the configuration of our arm.
         steps, warm_up: sampled steps of a round, and steps before them that are not sampled.
+        kind: what a step holds: ``documents`` or ``pairs``.
+        built_in: names of data that are made here.
     """
+
+    kind: ClassVar[str] = "documents"
+    built_in: ClassVar[tuple[str, ...]] = DATA
 
     folder: Path
     model: str
@@ -149,14 +156,40 @@ class Work:
     def rows_a_micro_batch(self) -> int:
         return self.config().batch_size if self.data == "fixed" else PADDED_ROWS
 
+    @property
+    def tokenizer(self) -> str:
+        """Folder or hub name of the tokenizer."""
+        return self.model
+
+    def write_tokenizer(self) -> None:
+        """Write the tokenizer where it is not the model's."""
+
+    @property
+    def reference_policy(self) -> str:
+        """In words where every arm has its reference policy from; empty without one."""
+        return ""
+
     def stream(self) -> BatchStream:
         """The batches our arm trains on."""
         from chronicals.data import BatchStream, open_store
         from chronicals.models import load_tokenizer
 
         config = self.config()
-        tokenizer = load_tokenizer(self.model)
-        return BatchStream(open_store(self.documents, tokenizer, config), config, tokenizer.pad_token_id or 0)
+        tokenizer = load_tokenizer(self.tokenizer)
+        store = open_store(self.documents, tokenizer, config, **self._of_rows())
+        return BatchStream(store, config, tokenizer.pad_token_id or 0)
+
+    def _of_rows(self) -> dict[str, Any]:
+        """Arguments of ``open_store`` that say which rows are read."""
+        return {}
+
+    def real_tokens(self, first: int, computed: Sequence[int]) -> list[int]:
+        """Real tokens of our steps from number ``first`` (from 0) on, of which so many are ``computed``."""
+        return [*computed]
+
+    def described(self) -> dict[str, Any]:
+        """What the record says of the data besides."""
+        return {}
 
     def documents_by_step(self, count: int) -> Iterator[list[LabelledDocument]]:
         """The documents of the first ``count`` steps, in order."""
@@ -193,10 +226,45 @@ class Work:
         plain = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(self).items()}
         (self.folder / "work.json").write_text(json.dumps(plain, indent=1))
 
-    @classmethod
-    def read(cls, folder: Path) -> Work:
+    @staticmethod
+    def read(folder: Path) -> Work:
         plain = json.loads((folder / "work.json").read_text())
-        return cls(**{**plain, "folder": Path(plain["folder"]), "documents": Path(plain["documents"])})
+        kind = kind_of(plain["fields"])
+        return kind(**{**plain, "folder": Path(plain["folder"]), "documents": Path(plain["documents"])})
+
+    @classmethod
+    def usual_fields(cls, shape: BuiltIn | None, mode: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Sizes of the shape and fields of the mode, where the user sets none."""
+        sizes = {"batch_size": shape.batch_size, "max_seq_length": shape.max_seq_length} if shape else {"batch_size": 8}
+        return {**sizes, "gradient_accumulation_steps": 1, **MODES[mode]}
+
+    @classmethod
+    def check(cls, data: str, fields: dict[str, Any]) -> None:
+        """Raises ConfigurationError where the built-in data are of another kind."""
+        from chronicals.benchmark.pairs import PAIRED, SHARES
+
+        if data in (*DATA, *SHARES) and data not in cls.built_in:
+            objectives = "another objective" if data in DATA else " or ".join(f"objective={name!r}" for name in PAIRED)
+            raise ConfigurationError(f"data={data!r}: is for {objectives}; there are {', '.join(cls.built_in)}, or a file")
+
+    def write_documents(self, vocabulary: int) -> None:
+        """Write the built-in documents."""
+        config = self.config()
+        tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length * self.written_steps
+        rows = random_documents(self.data, tokens, config.max_seq_length, vocabulary)
+        self.documents.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
+
+    @property
+    def written_steps(self) -> int:
+        """Steps for which there are built-in documents."""
+        return self.warm_up + self.steps + SPARE_STEPS
+
+
+def kind_of(fields: dict[str, Any]) -> type[Work]:
+    """The class of the work whose configuration has these fields."""
+    from chronicals.benchmark.pairs import PAIRED, PairWork
+
+    return PairWork if fields.get("objective") in PAIRED else Work
 
 
 def _adapted(wanted: list[str] | str | None) -> tuple[str, ...]:
@@ -227,7 +295,7 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
     Args:
         folder: shared by rows; the row gets a folder in it.
         model: a built-in shape or a model's folder or hub name.
-        data: ``fixed``, ``ragged`` or a file.
+        data: built-in data or a file.
         fields: configuration fields set by the user; they override those of the mode.
         steps: sampled steps of a round; None takes the shape's number, or 20.
 
@@ -246,14 +314,15 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         raise ConfigurationError(
             f"{unequal[0]}={fields[unequal[0]]!r}: not every arm has it; leave it out, or give it to ours alone as a variant"
         )
-    shape = SHAPES.get(model)
-    sizes = {"batch_size": shape.batch_size, "max_seq_length": shape.max_seq_length} if shape else {"batch_size": 8}
-    chosen = {**sizes, "gradient_accumulation_steps": 1, **MODES[mode], **fields}
+    shape, kind = SHAPES.get(model), kind_of(fields)
+    kind.check(data, fields)
+    chosen = {**kind.usual_fields(shape, mode, fields), **fields}
     chosen = {name: value for name, value in chosen.items() if name not in OWN}
-    row = folder / "-".join([Path(model).name, mode, Path(data).stem])
+    about = [chosen["objective"]] if kind.kind == "pairs" else []
+    row = folder / "-".join([Path(model).name, mode, *about, Path(data).stem])
     row.mkdir(parents=True, exist_ok=True)
-    built_in = data in DATA
-    work = Work(
+    built_in = data in kind.built_in
+    work = kind(
         folder=row.absolute(),
         model=_place(folder, model),
         name=model,
@@ -265,7 +334,7 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         warm_up=warm_up,
     )
     if built_in:
-        _write_documents(work, shape.sizes["vocab_size"] if shape else _vocabulary(model))
+        work.write_documents(shape.sizes["vocab_size"] if shape else _vocabulary(model))
     work.write()
     return work
 
@@ -288,14 +357,6 @@ def _vocabulary(model: str) -> int:
         raise ConfigurationError(f"model={model!r}: neither a built-in shape ({shapes}) nor a model: {error}") from None
 
 
-def _write_documents(work: Work, vocabulary: int) -> None:
-    config = work.config()
-    a_step = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
-    tokens = a_step * (work.warm_up + work.steps + SPARE_STEPS)
-    rows = random_documents(work.data, tokens, config.max_seq_length, vocabulary)
-    work.documents.write_text("".join(json.dumps({"input_ids": ids}) + "\n" for ids in rows))
-
-
 def prepare(work: Work) -> None:
     """Write what the arms share: weights of a built-in shape, tokens, adapters. It runs in a process of its own."""
     import torch
@@ -304,6 +365,7 @@ def prepare(work: Work) -> None:
 
     if work.name in SHAPES and not (Path(work.model) / "tokenizer.json").exists():
         build_model(work.name, Path(work.model), "cuda" if torch.cuda.is_available() else "cpu")
+    work.write_tokenizer()
     work.stream()
     if work.adapts:
         _write_adapter(work)

@@ -57,8 +57,9 @@ def benchmark(
 
     `chronicals benchmark` measures the Qwen2.5-0.5B shape with random weights; `--model llama-3.1-8b` the other built-in
     shape, or any `--model DIR_OR_HUB` with any `--data FILE`; `--data fixed` (packs full with one document) and
-    `--data ragged` (documents of very different lengths) are made here. Each arm trains in a process of its own on the
-    same weights, documents, order and labels.
+    `--data ragged` (documents of very different lengths) are made here, and for `--objective dpo` or `orpo` `--data pairs-30`,
+    `pairs-50` and `pairs-70` (pairs of answers, the prompt being that share of the tokens). Each arm trains in a process of
+    its own on the same weights, documents, order and labels.
 
     An arm has no speed if its losses or gradient norms deviate from plain fp32 on the same steps, or a gradient is zero. For
     this comparison the learning rate is constant; where no flag and no recipe sets it, it is small, and LoRA+ is off.
@@ -66,6 +67,7 @@ def benchmark(
     from rich.console import Console
     from rich.markup import escape
 
+    from chronicals.benchmark.pairs import PAIRED
     from chronicals.benchmark.parity import Tolerance
     from chronicals.benchmark.record import draw, to_dict, write
     from chronicals.benchmark.rounds import Options, Row, measure
@@ -82,7 +84,7 @@ def benchmark(
     mode = mode or does
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
     options = Options(
-        against=_peers(against, data, mode != "full"), variants=[_changes(text) for text in variant or []],
+        against=_peers(against, data, mode != "full", fields.get("objective") in PAIRED), variants=[_changes(text) for text in variant or []],
         scouted=[_changes(text) for text in scouted_variant or []], rounds=rounds, time_limit=time_limit,
         arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
     )  # fmt: skip
@@ -127,6 +129,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[str, Any], str]:
     """Model, data, the fields that were set, and the mode that they ask for."""
+    from chronicals.benchmark.pairs import PAIRED
     from chronicals.benchmark.work import OWN, SIZES
     from chronicals.config import ConfigurationError, Recipe
 
@@ -136,11 +139,12 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
                 f"{name}={flags[name]!r}: a benchmark decides it itself (--steps are measured); leave it out"
             )
     if recipe is None:
-        plan = Recipe(**{"model": "qwen2.5-0.5b", "data": "fixed", **flags})
+        usual = "pairs-50" if flags.get("objective") in PAIRED else "fixed"
+        plan = Recipe(**{"model": "qwen2.5-0.5b", "data": usual, **flags})
     else:
         plan = Recipe.from_yaml(recipe, **flags)
     if not isinstance(plan.data, str) or plan.columns:
-        raise ConfigurationError("data: a benchmark takes one file as it is, without weight or columns; or fixed, or ragged")
+        raise ConfigurationError("data: a benchmark takes one file as it is, without weight or columns; or built-in data")
     for name, reason in REFUSED.items():
         if value := getattr(plan, name):
             raise ConfigurationError(f"{name}={value!r}: a benchmark {reason}; leave it out")
@@ -150,24 +154,27 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
     return plan.model, plan.data, fields, "qlora" if config.quantization else "lora" if config.use_lora else "full"
 
 
-def _peers(against: str, data: str, lora: bool) -> list[str]:
+def _peers(against: str, data: str, lora: bool, paired: bool = False) -> list[str]:
     """Peers by name. ``unsloth`` stands for several arms: without and with recomputation, where lengths differ also with padded
     rows and, under LoRA, through its compiled modules. Beside another ``unsloth-…`` it is the first of these alone.
 
     Args:
         lora: whether adapters are trained.
+        paired: whether it is on pairs of answers, for which not all have a trainer.
     """
-    from chronicals.benchmark.processes import PEERS
+    from chronicals.benchmark.processes import PAIR_PEERS, PEERS
     from chronicals.config import ConfigurationError
 
     asked = [name.strip() for name in against.split(",") if name.strip()]
     for name in asked:
         if name not in PEERS:
             raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
+        if paired and name not in PAIR_PEERS:
+            raise ConfigurationError(f"against={name!r}: has no trainer for pairs of answers; these have: {', '.join(PAIR_PEERS)}")
     if any(name.startswith("unsloth-") for name in asked):
         return list(dict.fromkeys(asked))
     where_lengths_differ = ["unsloth-padded", *(["unsloth-compiled"] if lora else [])]
-    ways = ["unsloth-recompute", *(where_lengths_differ if data != "fixed" else []), "unsloth"]
+    ways = ["unsloth-recompute", *(where_lengths_differ if data != "fixed" and not paired else []), "unsloth"]
     return list(dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name])))
 
 

@@ -30,8 +30,8 @@ class Collector(Callback):
     After the first round a few more steps are traced, where asked.
     """
 
-    def __init__(self, plan: ArmPlan, settings: str, run_in_fp8: bool):
-        self.plan, self.settings, self.run_in_fp8 = plan, settings, run_in_fp8
+    def __init__(self, work: Work, plan: ArmPlan, settings: str, run_in_fp8: bool):
+        self.work, self.plan, self.settings, self.run_in_fp8 = work, plan, settings, run_in_fp8
         self.steps = list[StepMetrics]()
         self.trainer: ChronicalsTrainer | None = None
         self.profiler: Profiler | None = None
@@ -62,10 +62,13 @@ class Collector(Callback):
         peak = max(step.memory_gib for step in steps)
         if self.trainer is not None and is_crowded(peak):
             self.trainer.release_graphs()
+        computed = [step.tokens for step in steps]
+        tokens = self.work.real_tokens(steps[0].step - 1, computed)
         wanted = self.plan.hand_in(
             Measurement(
                 settings=self.settings,
-                tokens=[step.tokens for step in steps],
+                tokens=tokens,
+                computed=None if tokens == computed else computed,
                 slots=[round(step.tokens / step.fill) for step in steps],
                 seconds=[step.tokens / step.tokens_per_second for step in steps],
                 losses=[step.loss for step in steps],
@@ -95,8 +98,8 @@ def ours(work: Work, plan: ArmPlan) -> None:
     model = (load_in_4_bits if work.in_4_bits else load)(work.model, DTYPES[config.mixed_precision])
     if config.use_lora:
         _attach(model, work, config)
-    collector = Collector(plan, _settings(config, plan), config.use_fp8)
-    trainer = ChronicalsTrainer(model, load_tokenizer(work.model), config, callbacks=[collector])
+    collector = Collector(work, plan, _settings(work, config, plan), config.use_fp8)
+    trainer = ChronicalsTrainer(model, load_tokenizer(work.tokenizer), config, callbacks=[collector])
     collector.trainer = trainer
     try:
         trainer.train(work.documents)
@@ -123,9 +126,9 @@ def _attach(model: Any, work: Work, config: Any) -> None:
             layer.lora_B.copy_(start[f"{PREFIX}{path}.lora_B.weight"])
 
 
-def _settings(config: Any, plan: ArmPlan) -> str:
+def _settings(work: Work, config: Any, plan: ArmPlan) -> str:
     states = "8-bit" if config.use_8bit_optimizer else config.optimizer_state_dtype
     base = ["base in NF4"] if config.quantization else []
-    words = [*base, f"{config.mixed_precision}, optimizer states {states}"]
+    words = [*base, f"{config.mixed_precision}, optimizer states {states}", *filter(None, [work.reference_policy])]
     words += [f"{name}={value}" for name, value in plan.changes.items()]
     return ", ".join(words)

@@ -79,6 +79,19 @@ def reference(work: Work, plan: ArmPlan) -> None:
 
     Where the weights are a good part of the card, activations are recomputed, one row at a time, over few steps.
     """
+    model, tight = fp32_model(work, plan)
+    count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
+    if plan.documents is None:
+        steps = list(work.documents_by_step(count))
+    else:
+        steps = [[_document(ids) for ids in step] for step in json.loads(plan.documents.read_text())][:count]
+    short = ArmPlan(len(steps), 0, out=plan.out, began=plan.began)
+    rows = 1 if tight else 4
+    train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows, updates=len(steps) > 1)
+
+
+def fp32_model(work: Work, plan: ArmPlan) -> tuple[Any, bool]:
+    """The model of the reference, and whether its weights are a good part of the card; then activations are recomputed."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     if work.in_4_bits:
@@ -91,14 +104,7 @@ def reference(work: Work, plan: ArmPlan) -> None:
         recompute(model)
     if work.adapts:
         model = with_peft(model, work, **plan.changes)
-    count = min(plan.in_all, TIGHT_STEPS) if tight else plan.in_all
-    if plan.documents is None:
-        steps = list(work.documents_by_step(count))
-    else:
-        steps = [[_document(ids) for ids in step] for step in json.loads(plan.documents.read_text())][:count]
-    short = ArmPlan(len(steps), 0, out=plan.out, began=plan.began)
-    rows = 1 if tight else 4
-    train_padded(model, work, short, "fp32, sdpa, AdamW", steps, rows, updates=len(steps) > 1)
+    return model, tight
 
 
 def _document(ids: list[int]) -> LabelledDocument:

@@ -46,18 +46,7 @@ def train_with_trainer(
     documents = [document for step in work.documents_by_step(plan.in_all + SPARE_STEPS) for document in step]
     if any((document.labels[1:] == -100).any() for document in documents):
         raise ValueError("documents hold tokens that are not trained; this arm trains every token")
-    config = work.config()
-    described: dict[str, Any] = {
-        "output_dir": str(work.folder / "trainer"), "packing": packing, "max_length": config.max_seq_length,
-        "per_device_train_batch_size": config.batch_size,
-        "gradient_accumulation_steps": config.gradient_accumulation_steps, "max_steps": plan.at_most,
-        "learning_rate": config.learning_rate, "weight_decay": config.weight_decay, "adam_beta1": config.adam_beta1,
-        "adam_beta2": config.adam_beta2, "adam_epsilon": config.adam_epsilon, "lr_scheduler_type": "constant",
-        "max_grad_norm": config.max_grad_norm or math.inf,
-        "optim": "adamw_torch_fused" if device().type == "cuda" else "adamw_torch",
-        "logging_steps": 10**6, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False,
-        "disable_tqdm": True, "dataloader_drop_last": True, "dataset_num_proc": 1, **arguments,
-    }  # fmt: skip
+    described = {**usual_arguments(work, plan), "packing": packing, "dataset_num_proc": 1, **arguments}
     if not packing:
         a_step = described["per_device_train_batch_size"] * described["gradient_accumulation_steps"]
         documents = sorted_in_steps(documents, a_step)
@@ -71,6 +60,22 @@ def train_with_trainer(
     with contextlib.suppress(Enough):
         trainer.train()
         watch.hand_in()
+
+
+def usual_arguments(work: Work, plan: ArmPlan) -> dict[str, Any]:
+    """Arguments of a trainer for the row: its recipe, and neither files nor logs, but for steps that ``Watch`` asks for."""
+    config = work.config()
+    return {
+        "output_dir": str(work.folder / "trainer"), "max_length": config.max_seq_length,
+        "per_device_train_batch_size": config.batch_size,
+        "gradient_accumulation_steps": config.gradient_accumulation_steps, "max_steps": plan.at_most,
+        "learning_rate": config.learning_rate, "weight_decay": config.weight_decay, "adam_beta1": config.adam_beta1,
+        "adam_beta2": config.adam_beta2, "adam_epsilon": config.adam_epsilon, "lr_scheduler_type": "constant",
+        "max_grad_norm": config.max_grad_norm or math.inf,
+        "optim": "adamw_torch_fused" if device().type == "cuda" else "adamw_torch",
+        "logging_steps": 10**6, "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False,
+        "disable_tqdm": True, "dataloader_drop_last": True,
+    }  # fmt: skip
 
 
 def with_flash_lengths(collator: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
@@ -100,13 +105,13 @@ class Watch:
         expected: token ids of the documents of the work's first steps; those that the trainer takes are kept.
     """
 
-    def __init__(self, trainer: Any, plan: ArmPlan, settings: str, expected: list[list[list[int]]]):
+    def __init__(self, trainer: Any, plan: ArmPlan, settings: str, expected: list[list[Any]]):
         self.trainer, self.plan, self.settings, self.expected = trainer, plan, settings, expected
         self.movement = Movement(trainer.model)
         self.loaded = time.perf_counter() - plan.began
         self.began_at, self.clock = 0, Clock()
         self.micro_batches: list[tuple[int, Tensor, int]] = []
-        self.batches: list[list[list[int]]] = []
+        self.batches: list[list[Any]] = []
         inner = trainer.training_step
 
         def watched(model: Any, inputs: dict[str, Any], *given: Any, **named: Any) -> Any:
@@ -152,7 +157,7 @@ class Watch:
                 trained_share=self.movement.trained_share,
                 moved_share=self.movement.moved_share(),
                 load_seconds=self.loaded,
-                own_batches=self.batches if first and self.batches != self.expected else None,
+                own_batches=self.own_batches() if first else None,
                 first=first,
             )
         )
@@ -161,14 +166,26 @@ class Watch:
         self.clock.mark()
         return wanted
 
+    def own_batches(self) -> Any:
+        """What the first steps held, None where these are the work's."""
+        return self.batches if self.batches != self.expected else None
+
     def _see(self, inputs: dict[str, Any]) -> None:
-        step, ids, mask = self.trainer.state.global_step, inputs["input_ids"], inputs.get("attention_mask")
-        tokens = torch.tensor(ids.numel()) if mask is None else mask.sum()
-        self.micro_batches.append((step - self.began_at, tokens, ids.numel()))
+        step = self.trainer.state.global_step
+        self.micro_batches.append((step - self.began_at, *self.sizes(inputs)))
         if step < COMPARED:
             while len(self.batches) <= step:
                 self.batches.append([])
-            self.batches[step] += documents_in(inputs)
+            self.batches[step] += self.held(inputs)
+
+    def sizes(self, inputs: dict[str, Any]) -> tuple[Tensor, int]:
+        """Real tokens of a micro-batch, and its positions."""
+        ids, mask = inputs["input_ids"], inputs.get("attention_mask")
+        return torch.tensor(ids.numel()) if mask is None else mask.sum(), ids.numel()
+
+    def held(self, inputs: dict[str, Any]) -> list[Any]:
+        """What a micro-batch holds."""
+        return documents_in(inputs)
 
     def _by_step(self, part: int) -> list[int]:
         sums = [0] * self.plan.in_all

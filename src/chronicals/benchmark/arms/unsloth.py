@@ -29,24 +29,24 @@ def unsloth_recompute(work: Work, plan: ArmPlan) -> None:
 
 def unsloth_padded(work: Work, plan: ArmPlan) -> None:
     """Without recomputation and without packing: padded rows."""
-    train_padded(_load(work, False)[0], work, plan, f"plain loop, padded rows, no recomputation, {_states(work)}")
+    train_padded(load(work, False)[0], work, plan, f"plain loop, padded rows, no recomputation, {states(work)}")
 
 
 def unsloth_compiled(work: Work, plan: ArmPlan) -> None:
     """LoRA through ``FastModel``, which compiles transformers' modules, as its full fine-tuning does; without recomputation."""
-    model, tokenizer = _load(work, False, compiled=True)
+    model, tokenizer = load(work, False, compiled=True)
     _train(model, tokenizer, work, plan, "FastModel", recompute=False)
 
 
 def _unsloth(work: Work, plan: ArmPlan, recompute: bool) -> None:
     packed_lora = work.adapts and work.data != "fixed"
     attention = [f"attention {packed_attention()}"] if packed_lora else []
-    model, tokenizer = _load(work, recompute)
+    model, tokenizer = load(work, recompute)
     _train(model, tokenizer, work, plan, *attention, recompute=recompute)
 
 
 def _train(model: Any, tokenizer: Any, work: Work, plan: ArmPlan, *words: str, recompute: bool) -> None:
-    how = ", ".join(["its recomputation" if recompute else "no recomputation", _states(work), *words])
+    how = ", ".join(["its recomputation" if recompute else "no recomputation", states(work), *words])
     if work.data == "fixed":
         train_padded(model, work, plan, f"plain loop, {how}")
     else:
@@ -75,13 +75,19 @@ def packed_attention() -> str:
     )
 
 
-def _states(work: Work) -> str:
+def states(work: Work) -> str:
+    """In words, its optimizer and what it keeps weights in."""
     if work.in_4_bits:
         return "fused AdamW, base in bitsandbytes' NF4"
     return "fused AdamW" if work.adapts else "fused AdamW, weights and states bf16"
 
 
-def _load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]:
+def load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]:
+    """Its model and the model's tokenizer, with the row's adapters.
+
+    Raises:
+        ValueError: adapters differ between layers.
+    """
     from unsloth import FastLanguageModel, FastModel
 
     loader = FastModel if compiled else FastLanguageModel

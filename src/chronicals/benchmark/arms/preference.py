@@ -1,0 +1,272 @@
+"""TRL's trainers of preferences, ``DPOTrainer`` and ``ORPOTrainer``, on the work's pairs.
+
+Their own tokenising is left out, so that all arms have the same tokens. Steps have as many pairs each as ours have in the mean,
+sorted by length. Attention and the pairs of a micro-batch are the fastest in a trial before the first step. DPO has its
+reference as the row says: log-probabilities stored before the first step, or adapters off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.benchmark.arms.plain import DTYPES
+from chronicals.benchmark.arms.trainer import Enough, Watch, usual_arguments
+from chronicals.benchmark.arms.ways import flash_attention
+from chronicals.benchmark.arms.weights import load_for_peers, with_peft
+from chronicals.benchmark.measurement import COMPARED, ArmPlan, device, reset_peak
+from chronicals.benchmark.pairs import Held, Pair, PairWork, equal_steps
+from chronicals.benchmark.work import SPARE_STEPS
+from chronicals.models import load_tokenizer
+
+MOST, USUAL = 16, 4
+"""Pairs of a micro-batch: at most, and where no trial ran."""
+
+
+def trl(work: PairWork, plan: ArmPlan) -> None:
+    """TRL's trainer at its best, without recomputation."""
+    _trl(work, plan, recompute=False)
+
+
+def trl_recompute(work: PairWork, plan: ArmPlan) -> None:
+    """The same with gradient checkpointing."""
+    _trl(work, plan, recompute=True)
+
+
+def _trl(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
+    model = load_for_peers(work, DTYPES[work.config().mixed_precision], attn_implementation="sdpa")
+    attentions = [*filter(None, [flash_attention(model)]), "sdpa"]
+    if work.adapts:
+        model = with_peft(model, work)
+    liger = device().type == "cuda" and find_spec("liger_kernel") is not None
+    words = [f"{work.objective.upper()}Trainer", *(["Liger kernels"] if liger else [])]
+    words += ["gradient checkpointing"] if recompute else []
+    words += ["base in bitsandbytes' NF4"] if work.in_4_bits else []
+    options: dict[str, Any] = {"use_liger_kernel": liger, "bf16": False, "fp16": False, "use_cpu": device().type == "cpu"}
+    if recompute:
+        options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+    train_pairs(model, work, plan, words, attentions, **options)
+
+
+def train_pairs(
+    model: Any, work: PairWork, plan: ArmPlan, words: Sequence[str], attentions: Sequence[str] = (), **arguments: Any
+) -> None:
+    """Train through TRL's trainer of the row's objective and hand in each round.
+
+    Args:
+        words: how it runs.
+        attentions: of transformers, to choose between, the safest last; by default the model's own.
+        arguments: further fields of the trainer's configuration.
+    """
+    steps = equal_steps([*work.pairs_by_step(plan.in_all + SPARE_STEPS)])
+    build = Builder(model, work, {**usual_arguments(work, plan), **arguments})
+    way, failed = fastest_way(build, max(steps, key=lambda step: step[0].longest), attentions)
+    trainer = build(steps, way.pairs)
+    details = [f"{way.pairs} pairs x {len(steps[0]) // way.pairs} sorted by length", *filter(None, [way.attention])]
+    settings = ", ".join([*words, *details, *filter(None, [work.reference_policy, _definition(work)]), *failed])
+    expected = [[pairs] for pairs in work.pairs_by_step(COMPARED)]
+    watch = PairWatch(trainer, plan, settings, expected)
+    watch.objective = work.objective
+    reset_peak()
+    with contextlib.suppress(Enough):
+        trainer.train()
+        watch.hand_in()
+
+
+def _definition(work: PairWork) -> str:
+    return "cross-entropy of prompts, too, its mean in each micro-batch" if work.objective == "orpo" else ""
+
+
+@dataclass(frozen=True)
+class Builder:
+    """Makes trainers of one model.
+
+    Attributes:
+        arguments: fields of the trainer's configuration.
+    """
+
+    model: Any
+    work: PairWork
+    arguments: dict[str, Any]
+
+    def __call__(self, steps: Sequence[Sequence[Pair]], pairs: int) -> Any:
+        """A trainer of these steps, with so many ``pairs`` in a micro-batch, in their order."""
+        from datasets import Dataset
+        from torch.utils.data import SequentialSampler
+
+        trainer_class, config_class, row = _of_dpo() if self.work.objective == "dpo" else _of_orpo()
+        given = self.arguments | {
+            "beta": self.work.beta, "per_device_train_batch_size": pairs,
+            "gradient_accumulation_steps": len(steps[0]) // pairs,
+        }  # fmt: skip
+        if self.work.objective == "dpo":
+            given["precompute_ref_log_probs"] = not self.work.adapts
+        rows = Dataset.from_list([row(pair) for step in steps for pair in step])
+        trainer = trainer_class(
+            model=self.model, args=config_class(**given), train_dataset=rows,
+            processing_class=load_tokenizer(self.work.tokenizer),
+        )  # fmt: skip
+        if "ref" in getattr(self.model, "peft_config", {}):  # a copy of the adapters, in the place of having them off
+            self.model.delete_adapter("ref")
+        trainer._get_train_sampler = lambda *given: SequentialSampler(trainer.train_dataset)
+        return trainer
+
+
+Row = Callable[[Pair], dict[str, Any]]
+
+
+def _of_dpo() -> tuple[type[Any], type[Any], Row]:
+    from trl import DPOConfig, DPOTrainer
+
+    class Tokenised(DPOTrainer):
+        """Takes rows of token ids."""
+
+        def _prepare_dataset(self, dataset: Any, *given: Any, **named: Any) -> Any:
+            return dataset
+
+    def row(pair: Pair) -> dict[str, Any]:
+        return {"prompt_ids": pair.prompt, "chosen_ids": pair.chosen, "rejected_ids": pair.rejected}
+
+    return Tokenised, DPOConfig, row
+
+
+def _of_orpo() -> tuple[type[Any], type[Any], Row]:
+    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+
+    class Tokenised(ORPOTrainer):
+        """Takes rows of token ids; the texts are not read."""
+
+        def tokenize_row(self, feature: Any, model: Any = None) -> dict[str, Any]:
+            return {}
+
+    def row(pair: Pair) -> dict[str, Any]:
+        found: dict[str, Any] = {"prompt": "", "chosen": "", "rejected": ""}
+        for side, ids in zip(("chosen", "rejected"), pair.rows):
+            labels = [-100] * len(pair.prompt) + ids[len(pair.prompt) :]
+            found |= {f"{side}_input_ids": ids, f"{side}_attention_mask": [1] * len(ids), f"{side}_labels": labels}
+        return found
+
+    return Tokenised, ORPOConfig, row
+
+
+@dataclass(frozen=True)
+class PairWay:
+    """Pairs of a micro-batch, and the attention by its name in transformers; None leaves the model as it is."""
+
+    pairs: int
+    attention: str | None = None
+
+    @property
+    def words(self) -> str:
+        return " ".join(filter(None, [self.attention, f"{self.pairs} pairs"]))
+
+
+def fastest_way(build: Builder, step: Sequence[Pair], attentions: Sequence[str]) -> tuple[PairWay, list[str]]:
+    """The fastest attention, and with it the fastest number of pairs in a micro-batch; the model is left with that attention.
+
+    Returns:
+        the way, and in words what did not run.
+    """
+    sizes = [size for size in range(1, MOST + 1) if len(step) % size == 0]
+    usual = min(sizes, key=lambda size: abs(size - USUAL))
+    names: list[str | None] = [*attentions] or [None]
+    seconds, failed = dict[PairWay, float](), list[str]()
+    trainer = build([step], sizes[0])
+
+    def run(way: PairWay) -> None:
+        try:
+            seconds[way] = _timed(build, trainer, way)
+        except Exception as error:
+            failed.append(f"{way.words} did not run: {type(error).__name__}")
+            build.model.zero_grad(set_to_none=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    for name in names:
+        run(PairWay(usual, name))
+    attention = min(seconds, key=seconds.__getitem__, default=PairWay(usual, names[-1])).attention
+    for size in sizes:
+        if size not in (1, usual) or not seconds:
+            run(PairWay(size, attention))
+    way = min(seconds, key=seconds.__getitem__, default=PairWay(usual, attention))
+    if way.attention:
+        build.model.set_attn_implementation(way.attention)
+    return way, failed
+
+
+def _timed(build: Builder, trainer: Any, way: PairWay) -> float:
+    """Seconds of a step forward and backward, the second of two."""
+    model, args = build.model, trainer.args
+    if way.attention:
+        model.set_attn_implementation(way.attention)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=args.gradient_checkpointing_kwargs)
+    model.train()
+    rows = [trainer.train_dataset[number] for number in range(len(trainer.train_dataset))]
+    began = 0.0
+    for _ in range(2):
+        began = _now()
+        for start in range(0, len(rows), way.pairs):
+            inputs = trainer._prepare_inputs(trainer.data_collator(rows[start : start + way.pairs]))
+            trainer.compute_loss(trainer.model, inputs).backward()
+        model.zero_grad(set_to_none=True)
+    return _now() - began
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class PairWatch(Watch):
+    """Sees pairs of prompts and answers.
+
+    Attributes:
+        objective: of the row.
+    """
+
+    objective = "dpo"
+
+    def sizes(self, inputs: dict[str, Any]) -> tuple[Tensor, int]:
+        if "input_ids" in inputs:
+            return super().sizes(inputs)
+        sides = [inputs[f"{side}_attention_mask"] for side in ("chosen", "rejected")]
+        return sum((mask.sum() for mask in sides), torch.tensor(0)), 2 * len(sides[0]) * max(mask.shape[1] for mask in sides)
+
+    def held(self, inputs: dict[str, Any]) -> list[Any]:
+        return [pairs_in(inputs)]
+
+    def own_batches(self) -> Any:
+        """The steps as the reference reads them: a mean over pairs has no micro-batches; ORPO's is over tokens."""
+        if self.objective == "orpo":
+            return Held(self.batches, prompt_is_trained=True).to_json()
+        whole, expected = ([[_in_order(step)] for step in steps] for steps in (self.batches, self.expected))
+        return None if whole == expected else Held(whole).to_json()
+
+
+def _in_order(step: Sequence[Sequence[Pair]]) -> list[Pair]:
+    return sorted(itertools.chain.from_iterable(step), key=lambda pair: (-pair.longest, pair.prompt, pair.chosen))
+
+
+def pairs_in(inputs: dict[str, Any]) -> list[Pair]:
+    """The pairs of a trainer's batch: of DPO all chosen rows before the rejected ones, of ORPO both apart."""
+    if "input_ids" in inputs:
+        ids, mask, answers = (inputs[name] for name in ("input_ids", "attention_mask", "completion_mask"))
+        rows = [(row[kept.bool()], answer[kept.bool()].bool()) for row, kept, answer in zip(ids, mask, answers)]
+    else:
+        rows = []
+        for side in ("chosen", "rejected"):
+            named = (inputs[f"{side}_{name}"] for name in ("input_ids", "attention_mask", "labels"))
+            rows += [(row[kept.bool()], label[kept.bool()] != -100) for row, kept, label in zip(*named)]
+    half = len(rows) // 2
+    sides = [(row[~answer].tolist(), row[answer].tolist()) for row, answer in rows]
+    return [Pair(prompt, chosen, sides[half + number][1]) for number, (prompt, chosen) in enumerate(sides[:half])]

@@ -1,0 +1,29 @@
+"""Unsloth's model under TRL's trainers of preferences as it patches them. Its process has imported it before anything else."""
+
+from __future__ import annotations
+
+from chronicals.benchmark.arms.preference import train_pairs
+from chronicals.benchmark.arms.unsloth import load, states
+from chronicals.benchmark.measurement import ArmPlan
+from chronicals.benchmark.pairs import PairWork
+
+
+def unsloth(work: PairWork, plan: ArmPlan) -> None:
+    """Without recomputation."""
+    _unsloth(work, plan, recompute=False)
+
+
+def unsloth_recompute(work: PairWork, plan: ArmPlan) -> None:
+    """With its own recomputation, its default."""
+    _unsloth(work, plan, recompute=True)
+
+
+def _unsloth(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
+    if work.objective == "dpo":
+        from unsloth import PatchDPOTrainer
+
+        PatchDPOTrainer()
+    model, _ = load(work, recompute)
+    how = "its recomputation" if recompute else "no recomputation"
+    words = [f"its {work.objective.upper()}Trainer", how, states(work)]
+    train_pairs(model, work, plan, words, bf16=True, gradient_checkpointing=recompute)
