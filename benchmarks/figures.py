@@ -178,6 +178,44 @@ def without_speed(found: list[Row]) -> list[str]:
     return ["", "Without a speed:", "", *lines] if lines else []
 
 
+def preferences() -> list[str]:
+    """DPO and ORPO on pairs of answers, an arm a line, and how each ran; nothing where no row was measured."""
+    found = measured_rows.preferences()
+    if not found:
+        return []
+    lines = [
+        "",
+        "`chronicals benchmark --objective dpo` and `orpo`, random weights, whole steps, lognormal lengths. Real tokens are those "
+        "of prompt and answer of both sides, in every arm. Saved: those of them that are not computed, because answers share "
+        "their prompt. Padding: ratio of the positions computed. TRL's ORPO trains the prompts, too, and is compared with fp32 "
+        "by that definition ([how](benchmark.md)).",
+    ]
+    for commit, rows in itertools.groupby(found, key=lambda row: row.commit):
+        lines += ["", f"At `{commit}`:", "", *preferences_at_one_commit(list(rows))]
+    return lines + without_speed(found)
+
+
+def preferences_at_one_commit(rows: list[Row]) -> list[str]:
+    lines = [
+        "| row | prompts | arm | real tokens/s | ours, times as fast | peak GiB | saved | padding | loss | rounds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    settings = []
+    for row in rows:
+        first, prompts = f"{row.title}: {row.place}", f"{row.result['row']['prompt_share']:.0%}"
+        for name, arm in row.arms.items():
+            ratios, saved = row.ratios(name), arm.get("tokens_saved")
+            lines.append(
+                f"| {first} | {prompts} | {name} | {with_range(row.rates(name), ',.0f')} "
+                f"| {with_range(ratios, '.2f') if ratios else '-'} | {arm['peak_gib']:.1f} "
+                f"| {'-' if saved is None else f'{saved:.0%}'} | {arm['padding_share']:.0%} "
+                f"| {arm['first_loss']:.3f} → {arm['last_loss']:.3f} | {arm['rounds'] or 'scouting'} |"
+            )
+            settings.append(f"- {row.title}, {name}: {arm['settings']}")
+            first = prompts = ""
+    return [*lines, "", "How they ran:", "", *settings]
+
+
 def mfu(arm: dict) -> str:
     """Over the peak of bf16, which says nothing of an arm in FP8."""
     return "-" if arm.get("mfu") is None or arm.get("fp8") else f"{arm['mfu']:.0%}"
@@ -498,11 +536,11 @@ def over(values: list[float], form: str) -> str:
 def figures() -> str:
     """What stands in docs/measured.md: everything."""
     sections = {
-        "## Memory": frontiers(), "## FP8": proofs(), "## Patched models of transformers": patched_step(),
+        "## Preference": preferences(), "## Memory": frontiers(), "## FP8": proofs(), "## Patched models of transformers": patched_step(),
         "## Kernels": [*kernels(), *low_bits()], "## Objectives": objectives(), "## Export": exports(),
         "## Saving": saves(), "## Data": data(),
     }  # fmt: skip
-    titled = [line for title, lines in sections.items() for line in ("", title, *lines)]
+    titled = [line for title, lines in sections.items() if lines for line in ("", title, *lines)]
     return "\n".join([*arms(), *startups(), *ladders(), *titled]) + "\n"
 
 

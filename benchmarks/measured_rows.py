@@ -16,7 +16,7 @@ FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|\S+)")
 WITH_FRONTIER = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed", "8b qlora fixed")
 """Rows with a frontier of memory and speed."""
 
-SPELT = {"lora": "LoRA", "qlora": "QLoRA", "dora": "DoRA", "fp8": "FP8", "8bit": "8-bit states"}
+SPELT = {"lora": "LoRA", "qlora": "QLoRA", "dora": "DoRA", "fp8": "FP8", "8bit": "8-bit states", "dpo": "DPO", "orpo": "ORPO"}
 
 UNLIKE_PEERS = ("use_fp8", "max_grad_norm")
 """Fields of a variant of ours that no peer has: peers multiply in 16 bit and clip."""
@@ -61,6 +61,11 @@ class Row:
         return [name for name in self.arms if not name.startswith("ours")]
 
     @property
+    def paired(self) -> bool:
+        """Whether it is over pairs of answers."""
+        return "pairs_a_step" in self.result.get("row", {})
+
+    @property
     def commit(self) -> str:
         commit: str = self.result["commit"]
         return commit
@@ -94,7 +99,17 @@ class Row:
 
 
 def rows() -> list[Row]:
-    """All rows in the results, those of the newest commit first; without a date, a file without a number is the newest."""
+    """All rows over documents in the results, those of the newest commit first."""
+    return [row for row in all_rows() if not row.paired]
+
+
+def preferences() -> list[Row]:
+    """The same over pairs of answers."""
+    return [row for row in all_rows() if row.paired]
+
+
+def all_rows() -> list[Row]:
+    """Those of the newest commit first; without a date, a file without a number is the newest."""
     found: dict[tuple[str, str], list[tuple[str, int, dict]]] = {}
     for path in sorted(RESULTS.glob("row-*.json")):
         parts = MEASURED_ROW.fullmatch(path.name)

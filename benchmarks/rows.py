@@ -65,6 +65,22 @@ IN_FP8 = scouted(
 )
 """A byte a frozen weight."""
 
+def on_pairs(objective: str, share: int) -> list[str]:
+    """Of a preference row whose prompts are so many percent of their rows' tokens."""
+    return ["--objective", objective, "--data", f"pairs-{share}"]
+
+
+PREFERENCE = {
+    f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *against(*peers, "unsloth")]
+    for share in (50, 30, 70)
+    for objective in ("dpo", "orpo")
+    for kind, options, peers in (
+        ("0.5b-full", SMALL, ("trl",)),
+        ("8b-lora", [*LARGE, *LORA], ("trl", "trl-recompute")),
+        ("8b-qlora", [*LARGE, *QLORA], ("trl", "trl-recompute")),
+    )
+}
+
 ROWS = {
     "row-0.5b-full-fixed": [*SMALL, *LEANEST, *POLICIES, *against("torch-compile", "liger", "unsloth")],
     "row-0.5b-full-ragged": [*SMALL, *RAGGED, *against("liger", "trl", "unsloth-padded", "unsloth")],
@@ -87,6 +103,7 @@ ROWS = {
     ],
     "row-8b-lora-dora-fixed": [*LARGE, *LORA, *variants("use_dora=true")],
     "row-8b-full-8bit-fixed": [*LARGE, *BF16_STATES, *variants("use_8bit_optimizer=true,optimizer_state_dtype=fp32")],
+    **PREFERENCE,
 }  # fmt: skip
 
 
