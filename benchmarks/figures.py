@@ -185,10 +185,10 @@ def preferences() -> list[str]:
         return []
     lines = [
         "",
-        "`chronicals benchmark --objective dpo` and `orpo`, random weights, whole steps, lognormal lengths. Real tokens are those "
-        "of prompt and answer of both sides, in every arm. Saved: those of them that are not computed, because answers share "
-        "their prompt. Padding: ratio of the positions computed. TRL's ORPO trains the prompts, too, and is compared with fp32 "
-        "by that definition ([how](benchmark.md)).",
+        "`chronicals benchmark --objective dpo` and `orpo`, random weights, whole steps, lognormal lengths. Real tokens are "
+        "those of prompt and answer of both sides, in every arm. Saved: those of them that are not computed, because answers "
+        "share their prompt. Padding: ratio of the positions computed. TRL's ORPO trains the prompts, too, and is compared "
+        "with fp32 by that definition ([how](benchmark.md)).",
     ]
     for commit, rows in itertools.groupby(found, key=lambda row: row.commit):
         lines += ["", f"At `{commit}`:", "", *preferences_at_one_commit(list(rows))]
@@ -536,7 +536,8 @@ def over(values: list[float], form: str) -> str:
 def figures() -> str:
     """What stands in docs/measured.md: everything."""
     sections = {
-        "## Preference": preferences(), "## Memory": frontiers(), "## FP8": proofs(), "## Patched models of transformers": patched_step(),
+        "## Preference": preferences(), "## Memory": frontiers(), "## FP8": proofs(),
+        "## Patched models of transformers": patched_step(),
         "## Kernels": [*kernels(), *low_bits()], "## Objectives": objectives(), "## Export": exports(),
         "## Saving": saves(), "## Data": data(),
     }  # fmt: skip

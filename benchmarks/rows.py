@@ -65,20 +65,17 @@ IN_FP8 = scouted(
 )
 """A byte a frozen weight."""
 
+
 def on_pairs(objective: str, share: int) -> list[str]:
     """Of a preference row whose prompts are so many percent of their rows' tokens."""
     return ["--objective", objective, "--data", f"pairs-{share}"]
 
 
 PREFERENCE = {
-    f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *against(*peers, "unsloth")]
-    for share in (50, 30, 70)
+    f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *against(*trl, "unsloth")]
+    for share, trl in ((50, ("trl", "trl-recompute")), (30, ("trl",)), (70, ("trl",)))
     for objective in ("dpo", "orpo")
-    for kind, options, peers in (
-        ("0.5b-full", SMALL, ("trl",)),
-        ("8b-lora", [*LARGE, *LORA], ("trl", "trl-recompute")),
-        ("8b-qlora", [*LARGE, *QLORA], ("trl", "trl-recompute")),
-    )
+    for kind, options in (("0.5b-full", SMALL), ("8b-lora", [*LARGE, *LORA]), ("8b-qlora", [*LARGE, *QLORA]))
 }
 
 ROWS = {

@@ -105,3 +105,24 @@ def test_a_plain_peer_with_torchs_attention_is_said_to_have_it(figures):
         made["arms"]["liger"]["settings"] = "fused linear cross-entropy, fused AdamW, sdpa"
         path.write_text(json.dumps(made))
     assert "liger 1,100 (1,000 to 1,200) (SDPA)" in "\n".join(figures.speeds())
+
+
+def test_rows_over_pairs_have_a_table_of_their_own(figures):
+    """And none where there are none; those over documents stay in theirs."""
+    before = figures.speeds()
+    assert figures.preferences() == []
+    made = result("2026-04-01", "fed", 3000.0, 1500.0, 2.0)
+    made["arms"] = {"ours": {**made["arms"]["ours"], "tokens_saved": 0.25}, "trl": made["arms"]["liger"]}
+    made |= {"ratios": {"trl": {"median": 2.0}}, "row": {"pairs_a_step": 20.0, "prompt_share": 0.5}}
+    (figures.RESULTS / "row-0.5b-full-dpo-50-h200.json").write_text(json.dumps(made))
+    lines = figures.preferences()
+    assert figures.speeds() == before and [row.title for row in figures.measured_rows.preferences()] == ["0.5b full dpo 50"]
+    first = lines.index(
+        "| row | prompts | arm | real tokens/s | ours, times as fast | peak GiB | saved | padding | loss | rounds |"
+    )
+    place = "0.5b full dpo 50: H100 80GB HBM3, torch 2.11.0, `fed`"
+    assert lines[first + 2 : first + 4] == [
+        f"| {place} | 50% | ours | 3,000 | - | 5.0 | 25% | 10% | 7.000 → 6.000 | 3 |",
+        "|  |  | trl | 1,500 | 2.00 | 5.0 | - | 10% | 7.000 → 6.000 | 3 |",
+    ]
+    assert "- 0.5b full dpo 50, trl: bf16" in lines

@@ -74,8 +74,21 @@ def test_every_row_is_a_command(name, monkeypatch):
         raise Measured(work.name, work.mode, work.data)
 
     monkeypatch.setattr("chronicals.benchmark.rounds.measure", measure)
-    monkeypatch.setattr("chronicals.benchmark.work._write_documents", lambda *given: None)
+    for kind in ("work.Work", "pairs.PairWork"):
+        monkeypatch.setattr(f"chronicals.benchmark.{kind}.write_documents", lambda *given: None)
     done = CliRunner().invoke(app, ["benchmark", *rows.ROWS[name]])
     assert isinstance(done.exception, Measured), done.output
     shape, mode, data = done.exception.args
     assert shape.split("-")[-1] in name and f"-{mode}-" in name and (data == "ragged") == ("ragged" in name)
+
+
+def test_there_is_a_preference_row_of_every_kind():
+    """Whose options the command knows."""
+    names = [f"row-{kind}-{objective}-{share}" for kind in ("0.5b-full", "8b-lora", "8b-qlora")
+             for objective in ("dpo", "orpo") for share in (30, 50, 70)]  # fmt: skip
+    assert sorted(rows.PREFERENCE) == sorted(names) and rows.PREFERENCE.items() <= rows.ROWS.items()
+    options = rows.ROWS["row-8b-qlora-orpo-30"]
+    given = dict(zip(options[::2], options[1::2]))
+    assert given == {
+        "--model": "llama-3.1-8b", "--mode": "qlora", "--objective": "orpo", "--data": "pairs-30", "--against": "trl,unsloth",
+    }  # fmt: skip

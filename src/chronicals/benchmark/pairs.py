@@ -120,6 +120,9 @@ class PairWork(Work):
             )
         return float(beta)
 
+    def check_settings(self) -> None:
+        _ = self.beta
+
     @property
     def reference_policy(self) -> str:
         if self.objective != "dpo":

@@ -139,8 +139,8 @@ def measure(
         )
     elif row.job.pairs:
         row.notes.append(
-            "no MFU and no reference step: prompts that answers share, and a reference policy, are not counted here; tokens are "
-            "those of prompt and answer of both sides, in every arm"
+            "no MFU and no reference step: prompts that answers share, and a reference policy, are not counted here; tokens "
+            "are those of prompt and answer of both sides, in every arm"
         )
     elif row.job.uneven:
         row.notes.append(

@@ -247,6 +247,9 @@ class Work:
             objectives = "another objective" if data in DATA else " or ".join(f"objective={name!r}" for name in PAIRED)
             raise ConfigurationError(f"data={data!r}: is for {objectives}; there are {', '.join(cls.built_in)}, or a file")
 
+    def check_settings(self) -> None:
+        """Raises ConfigurationError where the objective has settings that not every arm has."""
+
     def write_documents(self, vocabulary: int) -> None:
         """Write the built-in documents."""
         config = self.config()
@@ -333,6 +336,7 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         steps=steps or (shape.steps if shape else 20),
         warm_up=warm_up,
     )
+    work.check_settings()
     if built_in:
         work.write_documents(shape.sizes["vocab_size"] if shape else _vocabulary(model))
     work.write()

@@ -83,8 +83,9 @@ def benchmark(
     name, data, fields, does = _recipe(recipe, flags)
     mode = mode or does
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
+    paired = fields.get("objective") in PAIRED
     options = Options(
-        against=_peers(against, data, mode != "full", fields.get("objective") in PAIRED), variants=[_changes(text) for text in variant or []],
+        against=_peers(against, data, mode != "full", paired), variants=[_changes(text) for text in variant or []],
         scouted=[_changes(text) for text in scouted_variant or []], rounds=rounds, time_limit=time_limit,
         arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
     )  # fmt: skip
@@ -170,7 +171,9 @@ def _peers(against: str, data: str, lora: bool, paired: bool = False) -> list[st
         if name not in PEERS:
             raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
         if paired and name not in PAIR_PEERS:
-            raise ConfigurationError(f"against={name!r}: has no trainer for pairs of answers; these have: {', '.join(PAIR_PEERS)}")
+            raise ConfigurationError(
+                f"against={name!r}: has no trainer for pairs of answers; these have: {', '.join(PAIR_PEERS)}"
+            )
     if any(name.startswith("unsloth-") for name in asked):
         return list(dict.fromkeys(asked))
     where_lengths_differ = ["unsloth-padded", *(["unsloth-compiled"] if lora else [])]

@@ -32,8 +32,8 @@ AT_ONCE = 2
 
 @dataclass(frozen=True)
 class Scores:
-    """Of a group of G pairs, each ``[G]``: log π of both answers, their numbers of tokens, and the log-probability of the chosen
-    row's tokens in the cross-entropy."""
+    """Of a group of G pairs, each ``[G]``: log π of both answers, their numbers of tokens, and the log-probability of what the
+    cross-entropy has of the chosen row."""
 
     chosen: Tensor
     rejected: Tensor
@@ -122,7 +122,8 @@ def scores_of(model: Any, pairs: Sequence[Pair], prompt_is_trained: bool = False
     of_answer = (torch.arange(1, ids.shape[1], device=device()) >= prompts[:, None]) & mask[:, 1:].bool()
     chosen, rejected = (log_p * of_answer).sum(1).chunk(2)
     trained = log_p[: len(pairs)].sum(1) if prompt_is_trained else chosen
-    return Scores(chosen, rejected, *of_answer.sum(1).chunk(2), trained)
+    chosen_tokens, rejected_tokens = of_answer.sum(1).chunk(2)
+    return Scores(chosen, rejected, chosen_tokens, rejected_tokens, trained)
 
 
 def dpo_loss(work: PairWork, part: Sequence[Pair], scores: Scores, start: Scores) -> Tensor:

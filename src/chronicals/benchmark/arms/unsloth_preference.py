@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from chronicals.benchmark.arms.preference import train_pairs
 from chronicals.benchmark.arms.unsloth import load, states
-from chronicals.benchmark.measurement import ArmPlan
+from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.pairs import PairWork
 
 
@@ -26,4 +26,6 @@ def _unsloth(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
     model, _ = load(work, recompute)
     how = "its recomputation" if recompute else "no recomputation"
     words = [f"its {work.objective.upper()}Trainer", how, states(work)]
-    train_pairs(model, work, plan, words, bf16=True, gradient_checkpointing=recompute)
+    train_pairs(
+        model, work, plan, words, bf16=True, gradient_checkpointing=recompute, use_cpu=device().type == "cpu",
+    )  # fmt: skip

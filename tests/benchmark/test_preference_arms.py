@@ -1,0 +1,149 @@
+"""DPO and ORPO in the arms: ours and TRL's trainers train as the fp32 formulas do, and a planted fault is refused."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from test_command import run
+from test_pairs import planned
+
+import chronicals.objectives.dpo
+import chronicals.objectives.orpo
+from chronicals.benchmark.arms import ours, pair_reference
+from chronicals.benchmark.measurement import ArmPlan, Measurement, round_file
+from chronicals.benchmark.pairs import Held, Pair, PairWork
+from chronicals.benchmark.parity import Tolerance, comparison, refusal
+from chronicals.objectives.pairs import Pairs
+
+TIGHT, MOVING = Tolerance(1e-4, 1e-4), {"learning_rate": 1e-3}
+
+
+def measured(arm, work, folder, steps=4, documents=None):
+    """What an arm hands in, in this process."""
+    out = folder / f"{arm.__name__}.json"
+    arm(work, ArmPlan(steps - 1, 1, documents=documents, out=out))
+    return Measurement.read(round_file(out, 0))
+
+
+@pytest.fixture(scope="module", params=[("full", "dpo"), ("lora", "dpo"), ("full", "orpo")], ids="-".join)
+def row(request, tmp_path_factory):
+    """A work, its reference, and the folder of results."""
+    mode, objective = request.param
+    folder = tmp_path_factory.mktemp("row")
+    work = planned(folder, mode, objective=objective, **MOVING)
+    assert isinstance(work, PairWork)
+    return work, measured(pair_reference.reference, work, folder), folder
+
+
+def test_ours_trains_as_the_formula_does(row):
+    work, reference, folder = row
+    found = measured(ours.ours, work, folder)
+    assert refusal(found, reference, TIGHT) is None
+    assert found.computed is not None and sum(found.computed) < sum(found.tokens) and found.tokens == reference.tokens
+    if work.objective == "dpo":
+        assert found.losses[0] == pytest.approx(0.6931472, abs=1e-6) and found.losses[3] < 0.69
+        assert ("stored" if work.mode == "full" else "adapters off") in found.settings
+
+
+def test_trl_trains_as_the_formula_does_on_its_own_steps(row):
+    pytest.importorskip("trl")
+    pytest.importorskip("datasets")
+    from chronicals.benchmark.arms import preference
+
+    work, reference, folder = row
+    found = measured(preference.trl, work, folder)
+    assert "did not run" not in found.settings and found.own_batches is not None
+    held = Held.of_json(found.own_batches)
+    flat = [pair for step in work.pairs_by_step(8) for pair in step]
+    assert all(pair in flat for step in held.steps for part in step for pair in part)
+    assert found.tokens[0] == sum(pair.tokens for part in held.steps[0] for pair in part)
+    (folder / "own.json").write_text(json.dumps(found.own_batches))
+    own = measured(pair_reference.reference, work, folder, documents=folder / "own.json")
+    assert refusal(found, own, TIGHT) is None
+    assert comparison(found, own)["grad_norm"]["largest_deviation"] < 1e-4
+    assert found.trained_share == pytest.approx(reference.trained_share)
+
+
+def test_unsloth_trains_through_the_trainer_that_it_patches(tmp_path, monkeypatch):
+    """Its model in this test is PEFT's."""
+    pytest.importorskip("trl")
+    from chronicals.benchmark.arms import unsloth_preference
+    from chronicals.benchmark.arms.weights import load, with_peft
+
+    work, patched = planned(tmp_path, "lora", objective="dpo", **MOVING), []
+    monkeypatch.setitem(sys.modules, "unsloth", SimpleNamespace(PatchDPOTrainer=lambda: patched.append(True)))
+    model = with_peft(load(work.model, torch.float32), work)
+    monkeypatch.setattr(unsloth_preference, "load", lambda work, recompute: (model, None))
+    found = measured(unsloth_preference.unsloth, work, tmp_path, steps=2)
+    assert patched == [True] and found.moved_share > 0.9 and found.losses[0] == pytest.approx(0.6931, abs=2e-3)
+    assert found.settings.startswith("its DPOTrainer, no recomputation, fused AdamW")
+
+
+def test_the_command_measures_ours_and_trl(tmp_path):
+    pytest.importorskip("trl")
+    _, result, _ = run(
+        tmp_path, "--objective", "dpo", "--mode", "lora", "--max-seq-length", 256, "--steps", 2, "--warm-up", 2,
+        "--learning-rate", 1e-3, "--against", "trl", "--loss-tolerance", 1e-3, "--norm-tolerance", 1e-3,
+    )  # fmt: skip
+    assert result["row"]["data"] == "pairs-50" and result["row"]["objective"] == "dpo" and result["floor"] is None
+    ours, theirs = (result["arms"][name] for name in ("ours", "trl"))
+    assert ours["status"] == theirs["status"] == "measured" and ours["rounds"] == theirs["rounds"] == 1
+    assert ours["tokens_saved"] > 0.1 and theirs["tokens_saved"] is None
+    assert 0 <= ours["padding_share"] < theirs["padding_share"]
+    assert any("no MFU and no reference step" in note for note in result["notes"])
+
+
+def upside_down(losses):
+    return lambda h, *given: losses(-h, *given)
+
+
+def test_a_wrong_sign_is_refused(row, monkeypatch, tmp_path):
+    work, reference, _ = row
+    module, name = {
+        "dpo": (chronicals.objectives.dpo, "dpo_losses"), "orpo": (chronicals.objectives.orpo, "log_odds_ratio"),
+    }[work.objective]  # fmt: skip
+    right = getattr(module, name)
+    monkeypatch.setattr(module, name, upside_down(right) if work.objective == "dpo" else lambda a, b: right(b, a))
+    found = measured(ours.ours, work, tmp_path)
+    reason = refusal(found, reference, TIGHT if work.objective == "orpo" else Tolerance())
+    assert reason is not None and "where the fp32 reference has" in reason
+
+
+def test_a_missing_reference_policy_is_refused(row, monkeypatch, tmp_path):
+    work, reference, _ = row
+    if work.objective != "dpo":
+        pytest.skip("ORPO has none")
+    monkeypatch.setattr(Pairs, "log_ratios", lambda pairs: (pairs.chosen, pairs.rejected))
+    reason = refusal(measured(ours.ours, work, tmp_path), reference, Tolerance())
+    assert reason is not None and reason.startswith("step 1: loss")
+
+
+def test_the_losses_of_the_reference_are_the_papers():
+    """By sigmoids and odds themselves."""
+    work = SimpleNamespace(beta=0.1)
+    part = [Pair([1], [2, 3], [4])]
+    scores = pair_reference.Scores(*(torch.tensor([value]) for value in (-1.0, -2.0, 2.0, 1.0, -1.0)))
+    start = pair_reference.Scores(*(torch.tensor([value]) for value in (-1.5, -1.5, 2.0, 1.0, -1.5)))
+    margin = 0.1 * ((-1.0 + 1.5) - (-2.0 + 1.5))
+    dpo = pair_reference.dpo_loss(work, part, scores, start)
+    assert float(dpo) == pytest.approx(float(-torch.tensor(margin).sigmoid().log()))
+    odds = [torch.tensor(p).exp() / (1 - torch.tensor(p).exp()) for p in (-0.5, -2.0)]
+    orpo = pair_reference.orpo_loss(work, part, scores, prompt_is_trained=False)
+    assert float(orpo) == pytest.approx(0.5 - 0.1 * float((odds[0] / odds[1]).log().sigmoid().log()), rel=1e-5)
+
+
+def test_rows_are_scored_alone_whatever_they_are_padded_with():
+    import tiny
+
+    model = tiny.llama().eval()
+    pairs = [Pair([5, 6, 7], [8, 9], [10, 11, 12, 13]), Pair([20], [21, 22, 23], [24])]
+    together = pair_reference.scores_of(model, pairs, prompt_is_trained=True)
+    for number, pair in enumerate(pairs):
+        alone = pair_reference.scores_of(model, [pair], prompt_is_trained=True)
+        for name in ("chosen", "rejected", "chosen_tokens", "trained"):
+            assert getattr(together, name)[number].item() == pytest.approx(getattr(alone, name)[0].item(), rel=1e-5)
+        log_p = model(torch.tensor([pair.rows[0]])).logits[0].log_softmax(-1)
+        of_answer = sum(log_p[len(pair.prompt) - 1 + at, token] for at, token in enumerate(pair.chosen))
+        assert alone.chosen.item() == pytest.approx(of_answer.item(), rel=1e-5)
