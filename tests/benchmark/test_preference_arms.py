@@ -83,7 +83,7 @@ def test_unsloth_trains_through_the_trainer_that_it_patches(tmp_path, monkeypatc
 
 def test_the_command_measures_ours_and_trl(tmp_path):
     pytest.importorskip("trl")
-    _, result, _ = run(
+    ran, result, _ = run(
         tmp_path, "--objective", "dpo", "--mode", "lora", "--max-seq-length", 256, "--steps", 2, "--warm-up", 2,
         "--learning-rate", 1e-3, "--against", "trl", "--loss-tolerance", 1e-3, "--norm-tolerance", 1e-3,
     )  # fmt: skip
@@ -92,7 +92,44 @@ def test_the_command_measures_ours_and_trl(tmp_path):
     assert ours["status"] == theirs["status"] == "measured" and ours["rounds"] == theirs["rounds"] == 1
     assert ours["tokens_saved"] > 0.1 and theirs["tokens_saved"] is None
     assert 0 <= ours["padding_share"] < theirs["padding_share"]
+    assert "because answers share a prompt" in ran.stdout
     assert any("no MFU and no reference step" in note for note in result["notes"])
+
+
+def test_a_trial_takes_the_fastest_that_has_room(monkeypatch):
+    """No more pairs than what ran out of memory; smaller micro-batches where the usual ones do not fit."""
+    from chronicals.benchmark.arms import preference
+
+    tried = []
+
+    def timed(build, trainer, way):
+        tried.append(way)
+        if way.pairs > 2:
+            raise torch.OutOfMemoryError
+        if way.attention == "flash":
+            raise ValueError("no kernel")
+        return 1.0 / way.pairs
+
+    monkeypatch.setattr(preference, "_timed", timed)
+
+    class Model:
+        def zero_grad(self, set_to_none):
+            pass
+
+        def set_attn_implementation(self, name):
+            self.attention = name
+
+    model = Model()
+
+    class Build(preference.Builder):
+        def __call__(self, steps, pairs):
+            return None
+
+    step = [Pair([1], [2], [3])] * 8
+    way, failed = preference.fastest_way(Build(model, None, {}), step, ["flash", "sdpa"])
+    assert way == preference.PairWay(2, "sdpa") and model.attention == "sdpa"
+    assert [(one.pairs, one.attention) for one in tried] == [(4, "flash"), (4, "sdpa"), (2, "flash"), (2, "sdpa")]
+    assert "flash 2 pairs did not run: ValueError" in failed
 
 
 def upside_down(losses):

@@ -12,6 +12,7 @@ each, as peers compute them.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -174,6 +175,10 @@ class PairWork(Work):
         return replace(super().job(), pairs=True)
 
     def described(self) -> dict[str, Any]:
+        return self._described
+
+    @functools.cached_property
+    def _described(self) -> dict[str, Any]:
         steps = [*self.pairs_by_step(self.warm_up + self.steps)][self.warm_up :]
         pairs = [pair for step in steps for pair in step]
         return {

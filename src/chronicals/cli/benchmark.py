@@ -226,6 +226,11 @@ def _print(result: dict[str, Any], profile: bool) -> None:
     needed = result["needed_flops_a_token"]
     beside = "" if needed is None else f", {needed / 1e9:.2f} GFLOP needed for each"
     console.print(f"{row['tokens_a_step']:,} real tokens a step{beside}")
+    saved = (result["arms"].get("ours") or {}).get("tokens_saved")
+    if saved is not None:
+        console.print(
+            f"{row['prompt_share']:.0%} of them prompts; ours computes {saved:.0%} fewer, because answers share a prompt"
+        )
     if gaps is not None:
         console.print(f"launch gaps: {gaps:.1%} of the time no kernel runs")
     if profile:

@@ -28,7 +28,9 @@ from chronicals.benchmark.work import SPARE_STEPS
 from chronicals.models import load_tokenizer
 
 MOST, USUAL = 16, 4
-"""Pairs of a micro-batch: at most, and where no trial ran."""
+"""Pairs of a micro-batch: at most, and where attentions are compared."""
+
+OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 
 
 def trl(work: PairWork, plan: ArmPlan) -> None:
@@ -169,6 +171,36 @@ class PairWay:
         return " ".join(filter(None, [self.attention, f"{self.pairs} pairs"]))
 
 
+class PairTrial:
+    """Times ways of taking one step.
+
+    Attributes:
+        failed: words for each way that did not run, with the error.
+    """
+
+    def __init__(self, build: Builder, step: Sequence[Pair]):
+        self.build, self.trainer = build, build([step], 1)
+        self.seconds, self.failed = dict[PairWay, float](), dict[PairWay, str]()
+
+    def run(self, way: PairWay) -> None:
+        """Time it, or note why it does not run; one with more pairs than what ran out of memory is not tried."""
+        full = [other for other, why in self.failed.items() if why == OUT_OF_MEMORY and other.attention == way.attention]
+        if way in self.seconds or way in self.failed or any(other.pairs <= way.pairs for other in full):
+            return
+        try:
+            self.seconds[way] = _timed(self.build, self.trainer, way)
+            return
+        except Exception as error:  # a peer's own; what it holds is freed behind this block
+            self.failed[way] = type(error).__name__
+        self.build.model.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    @property
+    def fastest(self) -> PairWay | None:
+        return min(self.seconds, key=self.seconds.__getitem__, default=None)
+
+
 def fastest_way(build: Builder, step: Sequence[Pair], attentions: Sequence[str]) -> tuple[PairWay, list[str]]:
     """The fastest attention, and with it the fastest number of pairs in a micro-batch; the model is left with that attention.
 
@@ -176,30 +208,21 @@ def fastest_way(build: Builder, step: Sequence[Pair], attentions: Sequence[str])
         the way, and in words what did not run.
     """
     sizes = [size for size in range(1, MOST + 1) if len(step) % size == 0]
-    usual = min(sizes, key=lambda size: abs(size - USUAL))
     names: list[str | None] = [*attentions] or [None]
-    seconds, failed = dict[PairWay, float](), list[str]()
-    trainer = build([step], sizes[0])
-
-    def run(way: PairWay) -> None:
-        try:
-            seconds[way] = _timed(build, trainer, way)
-        except Exception as error:
-            failed.append(f"{way.words} did not run: {type(error).__name__}")
-            build.model.zero_grad(set_to_none=True)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-
-    for name in names:
-        run(PairWay(usual, name))
-    attention = min(seconds, key=seconds.__getitem__, default=PairWay(usual, names[-1])).attention
-    for size in sizes:
-        if size not in (1, usual) or not seconds:
-            run(PairWay(size, attention))
-    way = min(seconds, key=seconds.__getitem__, default=PairWay(usual, attention))
+    trial = PairTrial(build, step)
+    for size in sorted((size for size in sizes if size <= USUAL), reverse=True):
+        for name in names:
+            trial.run(PairWay(size, name))
+        if trial.seconds:
+            break
+    found = trial.fastest
+    if found is not None:
+        for size in sizes[1:]:
+            trial.run(PairWay(size, found.attention))
+    way = trial.fastest or PairWay(1, names[-1])
     if way.attention:
         build.model.set_attn_implementation(way.attention)
-    return way, failed
+    return way, [f"{other.words} did not run: {why}" for other, why in trial.failed.items()]
 
 
 def _timed(build: Builder, trainer: Any, way: PairWay) -> float:
