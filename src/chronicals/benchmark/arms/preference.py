@@ -141,7 +141,10 @@ def _of_dpo() -> tuple[type[Any], type[Any], Row]:
 
 
 def _of_orpo() -> tuple[type[Any], type[Any], Row]:
-    from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+    try:
+        from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+    except ImportError:  # where it stood before TRL 1.0
+        from trl import ORPOConfig, ORPOTrainer
 
     class Tokenised(ORPOTrainer):
         """Takes rows of token ids; the texts are not read."""
