@@ -608,6 +608,9 @@ def nf4():
             assert torch.equal(theirs.dequantize_4bit(codes, state), dequantize_4bit(packed, scales, torch.empty_like(weight)))
             arms["bitsandbytes"] = partial(theirs.dequantize_4bit, codes, state)
         yield Row(f"nf4 dequantise, {name} scales", arms, bytes=2 * count + count // 2 + scales.absmax.nbytes)
+    apart = torch.empty((len(weight), weight.shape[1] + 64), dtype=weight.dtype, device=weight.device)[:, : weight.shape[1]]
+    beside_adapters = {"ours": partial(dequantize_4bit, packed, quantised, apart)}
+    yield Row("nf4 dequantise, beside adapters", beside_adapters, bytes=2 * count + count // 2 + quantised.absmax.nbytes)
 
 
 GROUPS = {

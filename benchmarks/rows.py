@@ -92,12 +92,9 @@ ROWS = {
     "row-8b-lora-fixed": [*LARGE, *LORA, *variants("use_fp8=true"), *IN_FP8, *POLICIES, *against("liger", "unsloth")],
     "row-0.5b-qlora-ragged": [
         *SMALL, *QLORA, *RAGGED,
-        *against("transformers", "transformers-recompute", "trl", "unsloth-padded", "unsloth-compiled", "unsloth"),
+        *against("trl", "unsloth-compiled", "unsloth-padded", "unsloth"),
     ],
-    "row-8b-qlora-fixed": [
-        *LARGE, *QLORA, *variants("memory=[recompute_layers]"), *IN_4_BITS, *POLICIES,
-        *against("transformers", "transformers-recompute", "trl", "trl-recompute", "unsloth"),
-    ],
+    "row-8b-qlora-fixed": [*LARGE, *QLORA, *variants("memory=[recompute_layers]"), *IN_4_BITS, *against("trl", "unsloth")],
     "row-8b-lora-dora-fixed": [*LARGE, *LORA, *variants("use_dora=true")],
     "row-8b-full-8bit-fixed": [*LARGE, *BF16_STATES, *variants("use_8bit_optimizer=true,optimizer_state_dtype=fp32")],
     **PREFERENCE,

@@ -1,12 +1,12 @@
 """How long a save holds training: full fine-tuning of random weights, checkpoints midway, the times of the steps around them.
 
-    python benchmarks/save_stall.py OUTPUT.json [--shape llama-3.1-8b] [--layers 8] [--steps 240] [--save-steps 80]
+    python benchmarks/save_stall.py OUTPUT.json [--arms staged direct] [--layers 8] [--steps 240] [--save-steps 80]
 
 A step's time runs from the end of the step before to its own end, on the host's clock. The stall of a save is what the steps
 from it to the next one take longer than as many median steps before the first save. The first save is listed apart: it also
 waits for the memory of the copies, if that is not there yet. Saves must be far enough apart for one to be written before the
 next, or the next waits for it. `direct` is the same without copies: training waits until each checkpoint is written and
-hashed, as it once did.
+hashed, as it once did. An arm is added to what OUTPUT has already.
 """
 
 import argparse
@@ -28,6 +28,7 @@ from chronicals.benchmark.shapes import SHAPES, byte_tokenizer
 from chronicals.saving import Staging
 from chronicals.training import Callback
 
+ARMS = ("staged", "direct")
 BAR = 0.5
 """Seconds that a save may hold training."""
 
@@ -70,6 +71,7 @@ def measured(model: Any, args: argparse.Namespace, batch: int, width: int, folde
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
     parser.add_argument("--shape", default="llama-3.1-8b", choices=SHAPES)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=240)
@@ -83,8 +85,10 @@ def main() -> None:
         "shape": args.shape, "layers": args.layers, "commit": args.commit or current_commit(), "torch": torch.__version__,
         "card": torch.cuda.get_device_name() if device == "cuda" else platform.processor(), "bar": BAR,
     }  # fmt: skip
+    if args.output.exists():
+        result |= {name: arm for name, arm in json.loads(args.output.read_text()).items() if name in ARMS}
     fits = Staging.fits
-    for name in ("staged", "direct"):
+    for name in args.arms:
         Staging.fits = fits if name == "staged" else lambda self, tensors: False  # type: ignore[method-assign]
         torch.manual_seed(0)
         config = getattr(transformers, shape.config_class)(**sizes)
@@ -94,7 +98,7 @@ def main() -> None:
             result[name] = measured(model, args, shape.batch_size, shape.max_seq_length, Path(folder))
         del model
         args.output.write_text(json.dumps(result, indent=1))
-    for name in ("staged", "direct"):
+    for name in args.arms:
         found = result[name]
         print(
             f"{name}: {found['checkpoint_gb']:.2f} GB, step {found['seconds_a_step']:.3f} s, stall {found['stall']:.2f} s "

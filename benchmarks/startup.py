@@ -1,6 +1,6 @@
 """How long it takes from the command to the first step, and from the last step to the end, saving included.
 
-    python benchmarks/startup.py OUTPUT.json [--shape qwen2.5-0.5b] [--mode lora] [--rounds 3] [--time-limit 480]
+    python benchmarks/startup.py OUTPUT.json [--shape qwen2.5-0.5b] [--mode lora] [--arms chronicals trl] [--rounds 3]
 
 Random weights of the shape and 2000 short texts are written once; then the arms take turns: `chronicals train`, and where they
 are installed a plain script around TRL's `SFTTrainer` and one around Unsloth's model. Each run is a new process. In the first
@@ -274,7 +274,7 @@ def measure(given: argparse.Namespace, work: Path) -> list[dict]:
         "shape": given.shape, "mode": given.mode, "steps": STEPS, "batch_size": BATCH, "max_seq_length": WIDTH, "bars": BARS,
         "commit": given.commit or current_commit(), **machine(),
     }  # fmt: skip
-    arms = [arm for arm, needed in ARMS.items() if all(find_spec(package) for package in needed)]
+    arms = [arm for arm in given.arms if all(find_spec(package) for package in ARMS[arm])]
     for number in range(1 + given.rounds):
         for arm in arms:
             if time.monotonic() > ends:
@@ -306,6 +306,7 @@ def main() -> None:
     parser.add_argument("output", type=Path, nargs="?")
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="a built-in shape of the benchmark; tiny to try the script")
     parser.add_argument("--mode", choices=["full", "lora"], default="full")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="of those that are installed")
     parser.add_argument("--rounds", type=int, default=3, help="with what the first, cold one has left in the caches")
     parser.add_argument("--time-limit", type=float, default=480, help="seconds after which nothing new is begun")
     parser.add_argument("--timeout", type=float, default=150, help="seconds that one run may take")

@@ -42,8 +42,10 @@ SMALLEST = 1e-38
 """Blocks of zeros are divided by it."""
 
 ELEMENTS = 1024
-"""That one program quantizes or dequantizes: 8 a thread, 16 bytes in 16 bit and 4 bytes of codes, so that what is read lies
-where it is written."""
+"""Of a tile: 8 a thread, 16 bytes in 16 bit and 4 bytes of codes, so that what is read lies where it is written."""
+
+TILES = 4
+"""That one program dequantizes, if blocks are no larger than a tile; what it computes once is shared by them."""
 
 
 @dataclass(frozen=True)
@@ -239,43 +241,62 @@ def _dequantize(
         scales = Scales(absmax, absmax2, code2, offset, block2)
         out.copy_(dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code))
     elif rows * columns:
-        nested = absmax2 is not None
-        blocks = max(1, ELEMENTS // block)
-        _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
+        nested, count = absmax2 is not None, rows * columns
+        blocks, tiles = max(1, ELEMENTS // block), TILES if block <= ELEMENTS else 1
+        _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks * tiles),)](
             packed, absmax, *((absmax2, code2, offset) if nested else (absmax, absmax, absmax)), code_of(code, out.device), out,
-            rows * columns, packed.numel(), columns, out.stride(0), block2, nested, out.stride(0) == columns,
-            columns % block == 0, blocks, block,
+            count, columns, out.stride(0), block2, nested, out.stride(0) == columns, columns % block == 0,
+            count % (tiles * blocks * block) == 0, tiles, blocks, block,
             enable_fp_fusion=False,  # a product and a sum are rounded one after the other
         )  # fmt: skip
 
 
 @triton.jit
 def _dequantize_kernel(
-    packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr, count, pairs, columns, stride,
-    BLOCK2: tl.constexpr, NESTED: tl.constexpr, DENSE: tl.constexpr, WHOLE: tl.constexpr, BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr,
+    packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr, count, columns, stride,
+    BLOCK2: tl.constexpr, NESTED: tl.constexpr, DENSE: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
+    TILES: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """``WHOLE``: no block is in two rows."""
-    block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
-    begin = block * SIZE
+    """``WHOLE``: no block is in two rows. ``FULL``: each program has all its tiles, and nothing is masked."""
+    for tile in tl.static_range(TILES):
+        _dequantize_tile(
+            tl.program_id(0) * TILES + tile, packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr,
+            count, columns, stride, BLOCK2, NESTED, DENSE, WHOLE, FULL, BLOCKS, SIZE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _dequantize_tile(
+    tile, packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr, count, columns, stride,
+    BLOCK2: tl.constexpr, NESTED: tl.constexpr, DENSE: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
+    BLOCKS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Blocks are counted in 32 bits, and elements from the tile's first one."""
+    block, within = tile * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCKS) * SIZE
+    start = tile.to(tl.int64) * (BLOCKS * SIZE)
+    left = tl.minimum(tl.maximum(count - start, 0), BLOCKS * SIZE).to(tl.int32)
+    there = None if FULL else within < left
     if NESTED:
-        codes = tl.load(absmax_ptr + block, mask=begin < count, other=0).to(tl.int32)
-        absmax = tl.load(code2_ptr + codes) * tl.load(absmax2_ptr + block // BLOCK2, mask=begin < count, other=0.0)
+        codes = tl.load(absmax_ptr + block, mask=there).to(tl.int32)
+        absmax = tl.load(code2_ptr + codes, mask=there) * tl.load(absmax2_ptr + block // BLOCK2, mask=there)
         absmax = absmax + tl.load(offset_ptr)
     else:
-        absmax = tl.load(absmax_ptr + block, mask=begin < count, other=0.0)
-    pair = block[:, None] * (SIZE // 2) + tl.arange(0, SIZE // 2)[None, :]
-    packed = tl.load(packed_ptr + pair, mask=pair < pairs, other=0).to(tl.int32)
+        absmax = tl.load(absmax_ptr + block, mask=there)
+    pair = (within // 2)[:, None] + tl.arange(0, SIZE // 2)[None, :]
+    packed = tl.load(packed_ptr + start // 2 + pair, mask=None if FULL else pair < (left + 1) // 2, other=None if FULL else 0)
+    packed = packed.to(tl.int32)
     first, second = tl.load(code_ptr + (packed >> 4)) * absmax[:, None], tl.load(code_ptr + (packed & 15)) * absmax[:, None]
-    element = begin[:, None] + tl.arange(0, SIZE)[None, :]
+    element = within[:, None] + tl.arange(0, SIZE)[None, :]
     if DENSE:
-        at = element
+        place = out_ptr + start + element
     elif WHOLE:
-        at = (begin // columns * stride + begin % columns)[:, None] + tl.arange(0, SIZE)[None, :]
+        a_row = columns // SIZE
+        row = block // a_row
+        place = out_ptr + (row.to(tl.int64) * stride + (block - row * a_row) * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
     else:
-        at = element // columns * stride + element % columns
+        place = out_ptr + (start + element) // columns * stride + (start + element) % columns
     values = tl.interleave(first, second)
-    tl.store(out_ptr + at, values.to(out_ptr.dtype.element_ty), mask=element < count)
+    tl.store(place, values.to(out_ptr.dtype.element_ty), mask=None if FULL else element < left)
 
 
 def dequantize_4bit_reference(
