@@ -174,13 +174,13 @@ def test_what_does_not_fit_is_refused(device):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("[:, None] + g * g * rest2", "[:, None] + g * rest2"),
+        ("[:, None], g * g * rest2", "[:, None], g * rest2"),
         ("other=0.0) * beta1)", "other=0.0) * beta2)"),
         ("tl.max(tl.abs(m), axis=1)", "tl.max(m, axis=1)"),
         ("tl.store(v_scale_ptr + scale_at, v_scale, mask=has_scale)", "pass"),
         ("tl.where(scaled < 0, 127 - rank,", "tl.where(scaled < 0, 128 - rank,"),
         ("(0x4B000000 + first - 1)", "(0x4B000000 + first)"),
-        ("* 0.2**decade)", "* 0.1**decade)"),
+        ("* 0.2**decade,", "* 0.1**decade,"),
         ("* root * root", "* root"),
     ],
 )

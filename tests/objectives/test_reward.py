@@ -173,8 +173,9 @@ def scores(model, documents):
 
 def own_scores(model, documents):
     with torch.no_grad():
-        whole = [model.eval().get_decoder()(input_ids=torch.tensor(np.asarray([ids]))) for ids in documents]
-        return score_of(model).of(torch.stack([out.last_hidden_state[0, -1] for out in whole]))
+        given = [torch.tensor(np.asarray([ids]), device=model.device) for ids in documents]
+        whole = [model.eval().get_decoder()(input_ids=ids) for ids in given]
+        return score_of(model).of(torch.stack([out.last_hidden_state[0, -1] for out in whole])).cpu()
 
 
 def trained(folder, model, **changes):
@@ -271,8 +272,8 @@ def test_a_reward_model_is_evaluated_and_trained_further(changes, tied, tmp_path
     found = evaluate_data(model, tiny.tokenizer(), held_out, config)
     assert found.loss == pytest.approx(result.evaluation.loss, rel=1e-5)
     assert found.others == pytest.approx(result.evaluation.others, rel=1e-4)
-    further = train(tmp_path, model=model, **changes)
-    assert further.loss < result.loss
+    further = train(tmp_path, model=model, eval_rows=held_out, keep="last", **changes)
+    assert further.evaluation.loss < result.evaluation.loss
     assert runs.weights(tmp_path).keys() == runs.weights(tmp_path / "first").keys()
 
 

@@ -1,13 +1,15 @@
 """Fused decoder layers whose adapters have magnitudes (DoRA): what the class computes with its layers one by one."""
 
 import copy
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import families
-from chronicals.lora import LoRAConfig, LoRALinear, apply_lora, without_adapters
+from chronicals.lora import LoRAConfig, LoRALinear, apply_lora, padding, without_adapters
 from chronicals.lora.magnitude import RowNorms
 from chronicals.memory import enable_gradient_checkpointing
 from chronicals.models import PresentedModel
@@ -20,7 +22,8 @@ from chronicals.patching import (
     unfuse_weights,
 )
 from chronicals.patching.decoder_layer import BY
-from chronicals.quantization import Linear4bit
+from chronicals.quantization import Linear4bit, nf4
+from chronicals.training import compilation
 
 
 def adapted(family="llama", **options):
@@ -62,6 +65,25 @@ def test_equals_the_class(family, targets):
 
 def test_over_weights_in_4_bits():
     families.assert_same(*both(adapted(four_bits=True), families.documents_batch()))
+
+
+def test_nothing_is_kept_of_a_pass_whose_kernels_did_not_run(monkeypatch):
+    """Norms of rows of weights that were not dequantised, and of adapters that were not written."""
+    model, batch = fused(adapted(four_bits=True)), families.documents_batch()
+
+    @contextmanager
+    def not_running():
+        with monkeypatch.context() as patch:
+            patch.setattr(nf4, "dequantize_4bit", lambda packed, scales, out, *_: out.fill_(float("nan")))
+            patch.setattr(padding, "write_adapters", lambda *_: None)
+            yield
+
+    monkeypatch.setattr(compilation, "compiling_only", not_running)
+    monkeypatch.setattr(compilation, "micro_step", lambda model, *_: families.states_and_gradients(model.model, batch))
+    monkeypatch.setattr(torch.random, "fork_rng", lambda _: nullcontext())
+    expected = families.states_and_gradients(copy.deepcopy(model), batch)
+    compilation.compile_micro_step(SimpleNamespace(model=model), None, batch, {}, SimpleNamespace(device=torch.device("cpu")))
+    families.assert_same(expected, families.states_and_gradients(model, batch))
 
 
 MEMORY = {

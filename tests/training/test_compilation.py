@@ -15,6 +15,7 @@ ARMS = {
     "dropout": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.3},
     "recomputed": {"use_gradient_checkpointing": True},
     "offloaded": {"activation_offload": True},
+    "DoRA over 4 bits": {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "use_dora": True, "quantization": "nf4"},
     "not replayed": {"use_cuda_graphs": False, "gradient_accumulation_steps": 2},
 }
 

@@ -43,6 +43,8 @@ def dequantised(model):
 def test_what_is_quantised_while_it_is_read_is_what_is_quantised_afterwards(tmp_path, dtype):
     place = base(tmp_path, dtype, attention_bias=True)
     read, after = load_model(place, dtype, quantization="nf4"), load_model(place, dtype)
+    if torch.cuda.is_available():  # the mean of the scales is summed in another order there, where both are quantised then
+        read, after = read.cuda(), after.cuda()
     assert quantise_layers(after) == 14 and quantise_layers(after) == 0
     ours, theirs = read.state_dict(), after.state_dict()
     assert ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())

@@ -90,12 +90,12 @@ def _adamw_kernel(
             v_at = pointers(table_ptr + 3 * count, tensor, at, STATE, ALIGNED, BLOCK)
             w = tl.load(w_at, mask=inside, other=0.0)
             g = tl.load(g_at, mask=inside, other=0.0).to(tl.float32) * factor
-            m = tl.load(m_at, mask=inside, other=0.0).to(tl.float32) * beta1 + g * rest1
-            v = tl.load(v_at, mask=inside, other=0.0).to(tl.float32) * beta2 + g * g * rest2
+            m = tl.fma(tl.load(m_at, mask=inside, other=0.0).to(tl.float32), beta1, g * rest1)
+            v = tl.fma(tl.load(v_at, mask=inside, other=0.0).to(tl.float32), beta2, g * g * rest2)
             if HAS_LOW:
                 low_at = pointers(table_ptr + 4 * count, tensor, at, tl.int16, ALIGNED, BLOCK)
                 w = _joined(w, tl.load(low_at, mask=inside, other=0))
-            w = w.to(tl.float32) * decay - rate * m / (tl.sqrt(v * of_square) + eps)
+            w = tl.fma(w.to(tl.float32), decay, -rate * m / (tl.sqrt(v * of_square) + eps))
             dice = 0
             if tl.bfloat16 == STATE or (tl.bfloat16 == W and not HAS_LOW):
                 dice = lowbias32(key ^ (offset + tl.arange(0, BLOCK)))
@@ -223,6 +223,7 @@ def fused_adamw_part_(
         kind_of_weight, kind_of_gradient, kind_of_state,
         bool(tensors.lows), factor is not None, apply is not None, apply is not None and apply.ndim == 1, table.aligned,
         BLOCK, CHUNK, num_warps=4,
+        enable_fp_fusion=False,  # else variants of the kernel round otherwise, and a part has not the bits of the whole
     )  # fmt: skip
     torch.autograd.graph.increment_version([*tensors.weights, *tensors.means, *tensors.squares, *tensors.lows])
 

@@ -122,12 +122,12 @@ def _code(value, scale, SIGNED: tl.constexpr):
     scaled = value * one[:, None]
     magnitude = tl.abs(scaled)
     steepest: tl.constexpr = 0.8 / (0.05e-6 + 0.675e-6 / first)
-    cell = magnitude * steepest + (first + 1 - steepest * (0.1e-6 + 0.9e-6 / first))
+    cell = tl.fma(magnitude, steepest, first + 1 - steepest * (0.1e-6 + 0.9e-6 / first))
     for decade in tl.static_range(1, 7):
-        cell = tl.minimum(cell, magnitude * (first / 0.9e-6 * 0.2**decade) + first * 2**decade * 8 / 9)
+        cell = tl.minimum(cell, tl.fma(magnitude, first / 0.9e-6 * 0.2**decade, first * 2**decade * 8 / 9))
     power = (cell.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    cell = tl.minimum(cell, cell * 1.25 - (power * 0.25 + 0.25))
-    cell = tl.maximum(cell, (scaled - 1) * (128 * first) + (128 * first + 0.45))
+    cell = tl.minimum(cell, tl.fma(cell, 1.25, tl.fma(power, -0.25, -0.25)))
+    cell = tl.maximum(cell, tl.fma(scaled - 1, 128 * first, 128 * first + 0.45))
     rank = (cell + 8388607.5).to(tl.int32, bitcast=True) - (0x4B000000 + first - 1)  # above 2²³ nothing has a fraction
     return tl.where(scaled < 0, 127 - rank, 127 + rank) if SIGNED else rank
 
@@ -183,12 +183,12 @@ def _adamw_8bit_kernel(
             g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
             m = tl.load(mean_values_ptr + tl.load(m_ptr + at, mask=inside, other=127).to(tl.int32))
             v = tl.load(square_values_ptr + tl.load(v_ptr + at, mask=inside, other=0).to(tl.int32))
-            m = m * (tl.load(m_scale_ptr + scale_at, mask=has_scale, other=0.0) * beta1)[:, None] + g * rest1
-            v = v * (tl.load(v_scale_ptr + scale_at, mask=has_scale, other=0.0) * beta2)[:, None] + g * g * rest2
+            m = tl.fma(m, (tl.load(m_scale_ptr + scale_at, mask=has_scale, other=0.0) * beta1)[:, None], g * rest1)
+            v = tl.fma(v, (tl.load(v_scale_ptr + scale_at, mask=has_scale, other=0.0) * beta2)[:, None], g * g * rest2)
             if HAS_LOW:
                 w = _joined(w, tl.load(low_ptr + at, mask=inside, other=0))
             root = tl.rsqrt(tl.sqrt(v * of_square) + eps)  # whose square is a reciprocal without the cases of a division
-            w = w.to(tl.float32) * decay - rate * m * root * root
+            w = tl.fma(w.to(tl.float32), decay, -rate * m * root * root)
             if HAS_LOW:
                 w, low = _split(w)
                 tl.store(low_ptr + at, low, mask=inside)
@@ -253,7 +253,8 @@ def adamw_8bit_part_(
         factor, apply, part.seed(), count, _values(True, device), _values(False, device),
         weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
         weight_dtype, gradient_dtype, bool(tensors.lows), factor is not None, apply is not None,
-        apply is not None and apply.ndim == 1, table.aligned, BLOCK, CHUNK, SIZE, num_warps=4, enable_fp_fusion=True,
+        apply is not None and apply.ndim == 1, table.aligned, BLOCK, CHUNK, SIZE, num_warps=4,
+        enable_fp_fusion=False,  # else variants of the kernel round otherwise, and a part has not the bits of the whole
     )  # fmt: skip
     changed = (tensors.weights, tensors.lows, tensors.means, tensors.squares, tensors.mean_scales, tensors.square_scales)
     torch.autograd.graph.increment_version([x for row in changed for x in row])

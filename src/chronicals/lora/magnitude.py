@@ -54,6 +54,10 @@ class RowNorms:
         if self._norms is not None:
             self._norms = (), self._norms[1]
 
+    def discard(self) -> None:
+        """Compute everything anew, in other memory: what was computed of values that mean nothing."""
+        self._norms = self._squares = None
+
 
 def _is_captured(x: Tensor) -> bool:
     """Whether what is computed of x goes into a graph."""

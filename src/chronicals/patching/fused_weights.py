@@ -11,7 +11,7 @@ be moved to host memory; a layer that is called by itself then copies its weight
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.adapter import Adapter
 from chronicals.kernels.amax import Amax
+from chronicals.lora.magnitude import RowNorms
 from chronicals.lora.merged_linear import Format, Merged, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
 from chronicals.quantization import FP8InHost, Linear4bit
@@ -253,9 +254,15 @@ def unfuse_weights(model: nn.Module) -> None:
 def forget_row_norms(model: nn.Module) -> None:
     """Let the norms of rows, of adapters with magnitudes, be computed anew: for who changes adapters unseen, as the replay of a
     graph does."""
+    for norms in row_norms(model):
+        norms.forget()
+
+
+def row_norms(model: nn.Module) -> Iterator[RowNorms]:
+    """Those of the fused weights, of adapters with magnitudes."""
     for owner in model.modules():
         for merged in vars(owner).get(MERGED, {}).values():
-            merged.norms.forget()
+            yield merged.norms
 
 
 def say_once(message: str) -> None:

@@ -13,6 +13,7 @@ from chronicals.memory import decoder_layers
 from chronicals.models import PresentedModel, input_device
 from chronicals.objectives import Count, Objective
 from chronicals.patching.decoder_layer import products_of_halves
+from chronicals.patching.fused_weights import row_norms
 from chronicals.training.precision import Precision
 from chronicals.training.step import micro_step
 
@@ -32,8 +33,11 @@ def compile_micro_step(
 ) -> None:  # fmt: skip
     """Go through one forward and backward pass in which Triton's kernels are compiled, beside each other, and not run.
 
-    Its values mean nothing: its gradients are dropped, and the state of the random numbers is as before.
+    Its values mean nothing: its gradients are dropped, norms of rows are not kept, and the state of the random numbers is as
+    before.
     """
     with torch.random.fork_rng([precision.device]), compiling_only():
         micro_step(model, objective, batch.to(precision.device), counts, precision)
     model.model.zero_grad(set_to_none=True)
+    for norms in row_norms(model.model):
+        norms.discard()
