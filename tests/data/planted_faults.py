@@ -59,6 +59,7 @@ PLANTED = {
     "missing_field": {"asked": "what?", "answer": "that"},
     "wrong_type": chat(USER, {"role": "assistant", "content": 42}),
     "unread_field": {"prompt": "what?", "completion": "that", "system": "be kind"},
+    "pictures_or_sound": chat({"role": "user", "content": [{"type": "image", "image": "cat.png"}]}, ASSISTANT),
     "columns_recognised": {"question": "what?", "answer": "that"},
     "plain_completion": {"prompt": "what?", "completion": "that"},
     "unusable_kind": {"prompt": "what?", "chosen": "this", "rejected": "that"},

@@ -127,6 +127,6 @@ def test_completions_as_chat_is_a_field():
 
 
 @pytest.mark.parametrize("as_chat", [False, True])
-def test_pictures_are_told_however_completions_are_rendered(tmp_path, as_chat):
+def test_pictures_are_refused_however_completions_are_rendered(tmp_path, as_chat):
     rows = [{"question": "what is 2?", "answer": "two", "image": "cat.png"}]
-    assert store_of(rows, tmp_path, completions_as_chat=as_chat).report.count("unread_field") == 1
+    assert store_of(rows, tmp_path, completions_as_chat=as_chat).report.count("pictures_or_sound") == 1

@@ -15,6 +15,7 @@ from chronicals.data.rows import (
     conversation_oddities,
     kind_of,
     normalise,
+    refuse_media,
     texts_of,
     unread_fields,
 )
@@ -161,9 +162,28 @@ def test_plain_completions_say_what_of_them_is_not_read():
 
 @pytest.mark.parametrize("picture", ["cat.png", ["cat.png"], {"bytes": b"1"}, np.zeros((2, 2)), 7])
 def test_pictures_and_sound_are_not_read(picture):
-    row = {"messages": MESSAGES, "images": picture, "audio": None, "video": [], "videos": np.zeros(0), "system": "be kind"}
-    assert unread_fields(row, "chat") == ["images"]
-    assert unread_fields({"prompt": "a", "completion": "b", "image": picture}, "completion") == ["image"]
+    row = {"messages": MESSAGES, "audio": None, "video": [], "videos": np.zeros(0), "system": "be kind"}
+    refuse_media(row, "row 3")
+    for name in ("images", "image"):
+        with pytest.raises(DataError, match=f"row 3: '{name}' holds pictures, video or sound; only text") as error:
+            refuse_media({**row, name: picture}, "row 3")
+        assert error.value.rule == "pictures_or_sound"
+
+
+@pytest.mark.parametrize("kind", ["image", "image_url", "video", "input_audio"])
+def test_parts_that_are_no_text_are_refused_even_with_a_text(kind):
+    said = [{"type": kind, "text": "a cat", kind: "cat.png"}, {"type": "text", "text": "what is it?"}]
+    with pytest.raises(DataError, match=rf"message 1 \(user\): content has a part of type '{kind}'; only text") as error:
+        normal({"messages": [{"role": "user", "content": said}, MESSAGES[-1]]})
+    assert error.value.rule == "pictures_or_sound"
+    with pytest.raises(DataError, match="message 1: 'images' holds pictures"):
+        normal({"messages": [{"role": "user", "content": "hi", "images": ["cat.png"]}, MESSAGES[-1]]})
+
+
+def test_parts_of_text_from_a_table_have_an_empty_column_of_pictures():
+    """As arrow fills a list of objects of two kinds."""
+    said = [{"type": "text", "text": "what is it?", "image": None}]
+    assert normal({"messages": [{"role": "user", "content": said}]})["messages"][0]["content"] == "what is it?"
 
 
 @pytest.mark.parametrize(
@@ -226,7 +246,7 @@ def test_other_names_of_the_roles(speaker, role):
         ({"messages": [{"role": "narrator", "content": "a"}]}, "unknown_role", "unknown role 'narrator'"),
         ({"messages": [{"role": ["user"], "content": "a"}]}, "unknown_role", "unknown role"),
         ({"messages": [{"role": "user", "content": 3}]}, "wrong_type", r"message 1 \(user\): content must be text"),
-        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "wrong_type", "type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}]}, "pictures_or_sound", "type 'image'"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "missing_field", "a tool call has no name"),
         ({"messages": MESSAGES, "tools": "[{"}, "wrong_type", "tools cannot be read as JSON"),
         ({"messages": MESSAGES, "tools": {"name": "f"}}, "wrong_type", "tools must be a list of objects"),

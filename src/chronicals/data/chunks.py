@@ -32,6 +32,7 @@ from chronicals.data.rows import (
     conversation_oddities,
     kind_of,
     pair_of,
+    refuse_media,
     texts_of,
     unread_fields,
 )  # fmt: skip
@@ -188,6 +189,7 @@ class ChunkEncoder:
         """What a row's documents are made of; counts what is odd in it."""
         if isinstance(record, BadRow):
             raise DataError(f"{where}: {record.reason}", record.rule)
+        refuse_media(record, where)
         kinds = self.tokenizer.kinds
         kind = kind_of(record, where, self.beyond)
         if kind not in kinds and kind in TRAINED:

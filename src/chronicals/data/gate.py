@@ -46,10 +46,13 @@ RULES = {
     "missing_field": Rule("rows without a field they need", "fill it in, or name the columns with 'columns'", 0),
     "wrong_type": Rule("rows with a field of the wrong type", "mend them", 0),
     "unread_field": Rule(
-        "rows with pictures or sound, and plain completions with a system message, tools or a history, which are left out",
-        "drop rows that are about the former; set completions_as_chat=True to render the latter through the chat template, "
-        "which has a place for them",
+        "plain completions with a system message, tools or a history, which are left out",
+        "set completions_as_chat=True to render them through the chat template, which has a place for them",
         1,
+    ),
+    "pictures_or_sound": Rule(
+        "rows with pictures, video or sound, of which only text could be trained",
+        "leave them out (allowed, they are), or remove the column or the parts where the text says it all", 0,
     ),
     "columns_recognised": Rule(
         "rows whose columns were taken for prompt and completion by their names",

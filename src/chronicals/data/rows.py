@@ -179,14 +179,21 @@ def pair_of(record: Record) -> tuple[str, str] | None:
 
 
 MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+PARTS_OF_MEDIA = {*MEDIA, "image_url", "input_image", "video_url", "audio_url", "input_audio"}
+"""Types of a content's parts that are no text."""
+
 OF_TEMPLATES = ("system", "tools", "history")
 
 
 def unread_fields(record: Record, kind: str) -> list[str]:
-    """Fields that say something which a row of this kind has no place for: a plain completion has no chat template, and no row
-    has pictures or sound."""
-    names = (*MEDIA, *OF_TEMPLATES) if kind == "completion" else MEDIA
-    return [name for name in names if _is_filled(record.get(name))]
+    """Fields that say something which a row of this kind has no place for: a plain completion has no chat template."""
+    return [name for name in OF_TEMPLATES if kind == "completion" and _is_filled(record.get(name))]
+
+
+def refuse_media(record: Record, where: str) -> None:
+    """Raises DataError where a row, or a message, has a field with pictures, video or sound."""
+    if name := next((name for name in MEDIA if _is_filled(record.get(name))), None):
+        raise DataError(f"{where}: {name!r} holds pictures, video or sound; only text is trained on", "pictures_or_sound")
 
 
 def _is_filled(value: Any) -> bool:
@@ -287,6 +294,7 @@ def _message(message: Any, where: str) -> Message:
     if len(message) == 2 and message.get("role") in ROLES and isinstance(message.get("content"), str):
         return dict(message)
     fields = _there(message)
+    refuse_media(fields, where)
     speaker = fields.pop("from", None) if "role" not in fields else fields["role"]
     if speaker is None:
         raise DataError(f"{where} has no role, only {sorted(fields)}", "missing_field")
@@ -324,12 +332,14 @@ def _joined(content: Any, where: str) -> str:
         raise DataError(f"{where}: content must be text or a list of parts, this is {type(content).__name__}", "wrong_type")
     texts = []
     for part in content:
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind in PARTS_OF_MEDIA:
+            raise DataError(f"{where}: content has a part of type {kind!r}; only text is trained on", "pictures_or_sound")
         if isinstance(part, Mapping) and isinstance(part.get("text"), str):
             texts.append(part["text"])
         elif isinstance(part, str):
             texts.append(part)
         else:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise DataError(f"{where}: content has a part of type {kind!r}; only parts of text can be trained on", "wrong_type")
     return "".join(texts)
 

@@ -9,15 +9,23 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from chronicals.models import beside_text
+from chronicals.models.peft_kinds import within_adapters
+
 logger = logging.getLogger(__name__)
 
 
 def report_frozen_experts(model: Any) -> None:
-    """Warn about experts that have no adapters (ours or PEFT's), with their ratio of all weights."""
+    """Warn about experts that have no adapters (ours or PEFT's), with their ratio of all weights. What reads images has none, but may
+    have 3-D parameters."""
+    text = within_adapters(model)
+    paths = beside_text(text) if hasattr(text, "get_decoder") else []
+    towers = {text.get_submodule(path) for path in paths if not _is_parameter(text, path)}
+    beside = {module for tower in towers for module in tower.modules()}
     frozen = {
         path: sum(parameter.numel() for parameter in module.parameters())
         for path, module in _experts(model)
-        if not any(parameter.requires_grad for parameter in module.parameters())
+        if module not in beside and not any(parameter.requires_grad for parameter in module.parameters())
     }
     if frozen:
         ratio = sum(frozen.values()) / sum(parameter.numel() for parameter in model.parameters())
@@ -26,6 +34,11 @@ def report_frozen_experts(model: Any) -> None:
         names = sorted({name for path in frozen for name, _ in stacked(model.get_submodule(path))})
         remedy = f"; lora_target_parameters={','.join(names)} adapts them" if names else ""
         logger.warning(message, min(frozen), others, 100 * ratio, remedy)
+
+
+def _is_parameter(model: Any, path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    return name in model.get_submodule(owner)._parameters
 
 
 def _experts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -1,0 +1,86 @@
+"""Tiny models of images and text, as large as llama.cpp's vision part takes them: random weights in all places."""
+
+from typing import Any
+
+import transformers
+
+import families
+
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 310, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 0,
+}  # fmt: skip
+SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
+
+
+def qwen2_5_vl(tied: bool = False) -> Any:
+    """Four layers of vision, every second of which sees the whole image."""
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    vision = {
+        "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
+        "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [1, 3],
+    }  # fmt: skip
+    ids = {"image_token_id": 309, "video_token_id": 308, "vision_start_token_id": 307, "vision_end_token_id": 306}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={**SIZES, "rope_parameters": rope, "tie_word_embeddings": tied}, vision_config=vision,
+        tie_word_embeddings=tied, **ids,
+    )  # fmt: skip
+    return transformers.Qwen2_5_VLForConditionalGeneration(config)
+
+
+def gemma3() -> Any:
+    """Six layers, the first five of which have a window; 4 x 4 patches become 2 x 2 tokens."""
+    text = {**SIZES, "num_hidden_layers": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
+    ids = {"image_token_index": 309, "boi_token_index": 308, "eoi_token_index": 307}
+    config = transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(**text), vision_config={**SIGLIP, "image_size": 56},
+        mm_tokens_per_image=4, **ids,
+    )  # fmt: skip
+    return transformers.Gemma3ForConditionalGeneration(config)
+
+
+def smolvlm() -> Any:
+    config = transformers.SmolVLMConfig(
+        text_config={"model_type": "llama", **SIZES}, vision_config={**SIGLIP, "image_size": 56}, scale_factor=2,
+        image_token_id=309, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.SmolVLMForConditionalGeneration(config)
+
+
+def idefics3() -> Any:
+    config = transformers.Idefics3Config(
+        text_config={"model_type": "llama", **SIZES}, vision_config={**SIGLIP, "image_size": 56}, scale_factor=2,
+        image_token_id=309, tie_word_embeddings=False,
+    )  # fmt: skip
+    return transformers.Idefics3ForConditionalGeneration(config)
+
+
+def llava(text: str = "Llama") -> Any:
+    """CLIP, whose last layer but one is taken."""
+    sizes = {**SIZES, **({"sliding_window": None} if text == "Mistral" else {})}
+    config = transformers.LlavaConfig(
+        text_config=getattr(transformers, f"{text}Config")(**sizes),
+        vision_config=transformers.CLIPVisionConfig(**{**SIGLIP, "num_hidden_layers": 3, "image_size": 56}), image_token_id=309,
+    )  # fmt: skip
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+MODELS = {
+    "qwen2_5_vl": qwen2_5_vl, "gemma3": gemma3, "smolvlm": smolvlm, "idefics3": idefics3, "llava": llava,
+    "llava, mistral": lambda: llava("Mistral"),
+}  # fmt: skip
+
+TOWERS = {
+    "qwen2_5_vl": ["model.visual"], "gemma3": ["model.multi_modal_projector", "model.vision_tower"],
+    "smolvlm": ["model.connector", "model.vision_model"], "idefics3": ["model.connector", "model.vision_model"],
+    "llava": ["model.multi_modal_projector", "model.vision_tower"],
+    "llava, mistral": ["model.multi_modal_projector", "model.vision_tower"],
+}  # fmt: skip
+"""Modules of each that read no text."""
+
+
+def build(name: str) -> Any:
+    """In evaluation mode, in fp32."""
+    model = MODELS[name]().float().eval()
+    families.randomise(model)
+    return model
