@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,13 @@ from typing import Any
 import torch
 
 from chronicals.export import gguf_file, llama_cpp
-from chronicals.export.gguf_families import as_computed
+from chronicals.export.gguf_families import as_computed, family_of
 from chronicals.export.gguf_tensors import Restored
 from chronicals.export.gguf_tokenizer import Vocabulary, vocabulary_of
 from chronicals.export.importance import importance_of
 from chronicals.export.proof import Proof, cross_entropy, largest_error, relative_error
 from chronicals.export.source import PROBES, Source, logits_of
-from chronicals.export.weight_files import NewTensor, write_tensors
+from chronicals.export.weight_files import NewTensor, StoredTensor, write_tensors
 
 ERRORS = {
     "F32": 1e-6, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 0.011, "Q5_1": 0.076, "Q5_0": 0.086, "Q4_1": 0.156, "Q4_0": 0.172,
@@ -48,9 +50,9 @@ def write(source: Source, target: Path, kind: str) -> None:
         NotExpressible: GGUF has no form for the model or its tokenizer.
         ValueError: the package gguf is missing, or llama.cpp where it quantises.
     """
-    planned = gguf_file.plan(source.config, source.tensors, _written_as(source, kind))
+    planned = gguf_file.plan(source.text_config, source.language, _written_as(source, kind))
     if kind in gguf_file.TYPES:
-        gguf_file.write(target, planned, source.tensors, _vocabulary(source), kind, _about(source))
+        gguf_file.write(target, planned, source.language, _vocabulary(source), kind, _about(source))
         return
     if kind in gguf_file.NEED_IMPORTANCE and source.importance is None:
         raise ValueError(
@@ -61,7 +63,7 @@ def write(source: Source, target: Path, kind: str) -> None:
     import gguf
 
     whole = target.with_name(f"{target.name}.whole")
-    gguf_file.write(whole, planned, source.tensors, _vocabulary(source), _written_as(source, kind), _about(source))
+    gguf_file.write(whole, planned, source.language, _vocabulary(source), _written_as(source, kind), _about(source))
     importance = None
     if source.importance is not None:
         importance = importance_of(source.trained_whole(), planned.pieces, source.rows_of(source.importance))
@@ -73,18 +75,18 @@ def _written_as(source: Source, kind: str) -> str:
     """The kind of file that is written by us: what llama.cpp quantises holds the weights as they are stored."""
     if kind in gguf_file.TYPES:
         return kind
-    stored = {tensor.dtype for tensor in source.tensors.values()}
+    stored = {tensor.dtype for tensor in source.language.values()}
     return {"BF16": "bf16", "F16": "f16"}.get(stored.pop(), "f32") if len(stored) == 1 else "f32"
 
 
 def size(source: Source, kind: str) -> int:
     """Bytes of the file's tensors, and of what it is made of where that is a file too."""
-    whole = gguf_file.plan(source.config, source.tensors, _written_as(source, kind)).bytes
+    whole = gguf_file.plan(source.text_config, source.language, _written_as(source, kind)).bytes
     return whole if kind in gguf_file.TYPES else 2 * whole
 
 
 def _vocabulary(source: Source) -> Vocabulary:
-    return vocabulary_of(source.tokenizer, source.config.vocab_size, source.stops)
+    return vocabulary_of(source.tokenizer, source.text_config.vocab_size, source.stops)
 
 
 def _about(source: Source) -> dict[str, str]:
@@ -95,12 +97,12 @@ def _about(source: Source) -> dict[str, str]:
 
 def prove(source: Source, file: Path, kind: str, proof: Proof) -> None:
     """Read it back, by the package gguf and, where it is there, by llama.cpp."""
-    planned, written = gguf_file.plan(source.config, source.tensors, _written_as(source, kind)), gguf_file.File(file)
+    planned, written = gguf_file.plan(source.text_config, source.language, _written_as(source, kind)), gguf_file.File(file)
     proof.about["types"] = _counted(written)
     _prove_tokenizer(source, written, proof)
-    found = written.restored(planned.pieces, {name: stored.shape for name, stored in source.tensors.items()})
-    tied = {"lm_head.weight"} if source.config.tie_word_embeddings else set()
-    proof.equal("every weight is there", READER, sorted(source.tensors.keys() - tied), sorted(found))
+    found = written.restored(planned.pieces, {name: stored.shape for name, stored in source.language.items()})
+    tied = {"lm_head.weight"} if source.text_config.tie_word_embeddings else set()
+    proof.equal("every weight is there", READER, sorted(source.language.keys() - tied), sorted(found))
     proof.equal("nothing else is there", READER, sorted([*planned.types, *planned.extra]), sorted(written.tensors))
     if proof.failed:
         return
@@ -125,24 +127,29 @@ def _prove_weights(source: Source, written: gguf_file.File, found: Restored, pro
     worst: dict[str, tuple[float, str]] = {}
     for name in found:
         kind = written.type_of(found.pieces[name][0].name)
-        error = relative_error(found[name], source.tensors[name].read())
+        error = relative_error(found[name], source.language[name].read())
         worst[kind] = max(worst.get(kind, (0.0, name)), (error, name))
     for kind, (error, name) in worst.items():
         proof.bounded(f"weights in {kind}", READER, error, ERRORS.get(kind, 0.0), name)
 
 
 def _in_torch(source: Source, found: Restored, folder: Path, proof: Proof) -> Any:
-    """The model with the very weights of the file."""
-    write_tensors(
-        folder / "model.safetensors",
-        [NewTensor(name, "F32", tuple(found.shapes[name]), partial(found.__getitem__, name)) for name in found],
-    )
+    """The model with the very weights of the file; what reads images, which another file has, is as it was."""
+    ours = {source.language[name].name: name for name in found}
+    read = [
+        NewTensor(stored, "F32", tuple(found.shapes[name]), partial(found.__getitem__, name)) for stored, name in ours.items()
+    ]
+    write_tensors(folder / "model.safetensors", [*read, *map(_kept, source.beside_language)])
     config, notes = as_computed(source.config)
     config.dtype = torch.float32
     config.save_pretrained(folder)
     for note in notes:
         proof.not_run("positions", "llama.cpp", note)
     return source.load(folder)
+
+
+def _kept(stored: StoredTensor) -> NewTensor:
+    return NewTensor(stored.name, stored.dtype, stored.shape, lambda: stored)
 
 
 def _counted(written: gguf_file.File) -> dict[str, int]:
@@ -187,9 +194,9 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     same_weights = logits_of(model, source.documents)
     client = llama_cpp.LlamaCpp(file, tokens=max(map(len, source.documents)) + 1)
     theirs = [torch.from_numpy(client.logits(ids)) for ids in source.documents]
-    error = largest_error(theirs, same_weights)
+    error = prove_epsilon(source, model, theirs, largest_error(theirs, same_weights), proof)
     rounded = largest_error(_as_rounded(model, source, kind), same_weights)
-    bound = max(BOUNDS.get(kind, QUANTISED), TABULATED if is_tabulated(source.config) else 0.0, OF_ROUNDING * rounded)
+    bound = max(BOUNDS.get(kind, QUANTISED), TABULATED if is_tabulated(source.text_config) else 0.0, OF_ROUNDING * rounded)
     proof.bounded(COMPARED, "llama.cpp", error, source.at_least(bound))
     trained = logits_of(source.trained(), source.documents)
     losses = [
@@ -200,6 +207,31 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     proof.reported("cross-entropy on the proof's texts, beside the trained model's", "llama.cpp", losses[1] - losses[0])
     agree = [bool(a[-1].argmax() == b[-1].argmax()) for a, b in zip(theirs, trained)]
     proof.reported("texts whose next token is the same", "llama.cpp", sum(agree) / len(agree))
+
+
+def prove_epsilon(source: Source, model: Any, theirs: list[torch.Tensor], error: float, proof: Proof) -> float:
+    """The error of llama.cpp's logits; where it computes a family's norms without their epsilon, beside a model without one, and
+    what leaving it out changes is reported."""
+    if not family_of(source.text_config).loses_epsilon:
+        return error
+    with _without_epsilon(model):
+        bare = largest_error(theirs, logits_of(model, source.documents))
+    if bare < error:
+        proof.reported("logits that change as the norms' epsilon is left out", "llama.cpp", error)
+    return min(bare, error)
+
+
+@contextmanager
+def _without_epsilon(model: Any) -> Iterator[None]:
+    """Within: norms of the language part have none."""
+    kept = [(module, module.variance_epsilon) for module in model.get_decoder().modules() if hasattr(module, "variance_epsilon")]
+    for module, _ in kept:
+        module.variance_epsilon = 0.0
+    try:
+        yield
+    finally:
+        for module, own in kept:
+            module.variance_epsilon = own
 
 
 def _as_rounded(model: Any, source: Source, kind: str) -> list[torch.Tensor]:

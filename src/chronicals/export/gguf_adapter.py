@@ -18,6 +18,7 @@ from chronicals.export import gguf, gguf_file, llama_cpp
 from chronicals.export.gguf_families import NotExpressible, family_of
 from chronicals.export.gguf_tensors import Piece
 from chronicals.export.merge import folder_of
+from chronicals.export.part_names import language_name
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of
 from chronicals.lora.loading import describe_adapter, shape_of
@@ -47,7 +48,7 @@ def write(source: Source, target: Path) -> None:
 
     pairs = _pairs(source)
     alpha = max(scale * len(a) for _, a, _, scale in pairs.values())
-    architecture = MODEL_ARCH[family_of(source.config).architecture]
+    architecture = MODEL_ARCH[family_of(source.text_config).architecture]
     writer = GGUFWriter(target, MODEL_ARCH_NAMES[architecture])
     writer.add_type(GGUFType.ADAPTER)
     writer.add_string(Keys.Adapter.TYPE, "lora")
@@ -76,7 +77,7 @@ def _pairs(source: Source) -> dict[str, tuple[Piece, Tensor, Tensor, float]]:
     more = {"DoRA": shape.use_dora, "modules_to_save": shape.modules_to_save, "another start": shape.takes_from_weights}
     if named := [name for name, there in more.items() if there]:
         raise NotExpressible(f"{folder}: {named[0]}: GGUF has no place for it in an adapter; export it merged (--to gguf-f16)")
-    planned = gguf_file.plan(source.config, source.tensors, "f32")
+    planned = gguf_file.plan(source.text_config, source.language, "f32")
     pieces = {piece.sources[0]: piece for piece in planned.pieces if len(piece.sources) == 1}
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         names = list(file.keys())
@@ -88,7 +89,7 @@ def _pairs(source: Source) -> dict[str, tuple[Piece, Tensor, Tensor, float]]:
             path = name.removeprefix(PREFIX).removesuffix(ends[0])
             if not name.endswith(ends[0]):
                 continue
-            piece = pieces.get(f"{path}.weight")
+            piece = pieces.get(language_name(f"{path}.weight") or "")
             if piece is None:
                 raise NotExpressible(f"{folder}: {path} is no weight of its own in GGUF; export it merged (--to gguf-f16)")
             a, b = (file.get_tensor(f"{PREFIX}{path}{end}").float() for end in ends)
@@ -126,7 +127,7 @@ def _prove_logits(source: Source, file: Path, proof: Proof) -> None:
         theirs, plain = ([torch.from_numpy(c.logits(ids)) for ids in source.documents] for c in (with_it, without))
     expected = logits_of(source.trained(), source.documents)
     error = largest_error(theirs, expected)
-    proof.bounded("logits beside the trained model's", "llama.cpp", error, source.at_least(_bound(source.config)))
+    proof.bounded("logits beside the trained model's", "llama.cpp", error, source.at_least(_bound(source.text_config)))
     change = largest_error(theirs, plain)
     proof.equal("the adapter changes logits", "llama.cpp", True, change > LEAST)
 

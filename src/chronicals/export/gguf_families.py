@@ -34,6 +34,7 @@ class Family:
             are reordered.
         norm_offset: what a norm adds to its weight, which is part of the weight in the file.
         interleaves_experts: gate and up of stacked experts alternate, and matrices are transposed (gpt-oss).
+        loses_epsilon: some versions of llama.cpp compute its norms without their epsilon.
         settings: of a configuration, beside those that all have.
         check: raises ``NotExpressible``.
     """
@@ -42,6 +43,7 @@ class Family:
     reorders_heads: bool = False
     norm_offset: float = 0.0
     interleaves_experts: bool = False
+    loses_epsilon: bool = False
     settings: Callable[[Any], Settings] = field(default=lambda config: {})
     check: Callable[[Any], None] = field(default=lambda config: None)
 
@@ -109,7 +111,7 @@ def _rope(config: Any) -> Settings:
         raise NotExpressible(f"rope_type={local['rope_type']!r} of the layers with a window: llama.cpp scales the others alone")
     if local:
         found["rope_freq_base_swa"] = float(local["rope_theta"])
-    if kind not in ("default", "llama3", "linear", "yarn", "longrope"):
+    if kind not in ("default", "mrope", "llama3", "linear", "yarn", "longrope"):
         raise NotExpressible(f"rope_type={kind!r}: GGUF has no such scaling of positions")
     if kind in ("linear", "yarn"):
         found |= {"rope_scaling_type": kind, "rope_scaling_factor": float(rope["factor"])}
@@ -141,7 +143,7 @@ def extra_tensors(config: Any) -> Iterator[tuple[str, np.ndarray]]:
 def as_computed(config: Any) -> tuple[Any, list[str]]:
     """The configuration of what llama.cpp computes, and in words where that is nearly the model but not quite."""
     changed, notes = copy.deepcopy(config), []
-    rope = getattr(changed, "rope_parameters", None) or {}
+    rope = getattr(changed.get_text_config(), "rope_parameters", None) or {}
     if rope.get("rope_type") == "yarn" and rope.get("truncate") is False:
         rope["truncate"] = True
         notes.append("llama.cpp rounds the ends of YaRN's ramp, which the model does not (truncate=false)")
@@ -276,6 +278,12 @@ def _of_gpt_oss(config: Any) -> Settings:
     }
 
 
+def _of_qwen2vl(config: Any) -> Settings:
+    """How many pairs of a head turn with time, height and width; llama.cpp has a fourth kind of position."""
+    sections = list(_rope_of(config)["mrope_section"])
+    return {"rope_dimension_sections": [*sections, *[0] * (4 - len(sections))]}
+
+
 def _of_granite(config: Any) -> Settings:
     return {
         "embedding_scale": config.embedding_multiplier, "residual_scale": config.residual_multiplier,
@@ -291,6 +299,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("LLAMA", reorders_heads=True, check=_silu),
     "mixtral": Family("LLAMA", reorders_heads=True, settings=_of_experts, check=_silu),
     "qwen2": Family("QWEN2", check=_both(_silu, _no_windows)),
+    "qwen2_5_vl_text": Family("QWEN2VL", loses_epsilon=True, settings=_of_qwen2vl, check=_both(_silu, _no_windows)),
     "qwen3": Family("QWEN3", check=_both(_silu, _no_windows)),
     "qwen2_moe": Family("QWEN2MOE", settings=_of_experts, check=_both(_silu, _experts(normalised=False))),
     "qwen3_moe": Family("QWEN3MOE", settings=_of_experts, check=_both(_silu, _experts(normalised=True))),

@@ -125,20 +125,30 @@ def write(
     for key, value in planned.settings.items():
         getattr(writer, f"add_{key}")(gguf.RopeScalingType(value) if key == "rope_scaling_type" else value)
     _add_vocabulary(writer, vocabulary)
-    for piece in planned.pieces:
-        chosen = planned.types[piece.name]
+    fill(writer, planned.pieces, planned.types, tensors, planned.extra)
+
+
+def fill(
+    writer: Any, pieces: list[Piece], types: Mapping[str, Any], tensors: Mapping[str, StoredTensor],
+    extra: Mapping[str, np.ndarray],
+) -> None:  # fmt: skip
+    """Write everything to the file of a ``GGUFWriter`` that has its settings, and close it."""
+    import gguf
+
+    for piece in pieces:
+        chosen = types[piece.name]
         shape = gguf.quant_shape_to_byte_shape(piece.shape, chosen) if _is_packed(chosen) else piece.shape
         nbytes = gguf.quant_shape_to_byte_shape(piece.shape, chosen)[-1] * _rows(piece.shape)
         writer.add_tensor_info(piece.name, shape, np.dtype(_stored_as(chosen)), nbytes, raw_dtype=chosen)
-    for name, values in planned.extra.items():
+    for name, values in extra.items():
         writer.add_tensor_info(name, values.shape, values.dtype, values.nbytes)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for piece in planned.pieces:
+    for piece in pieces:
         made = piece.forward([tensors[name].read().float() for name in piece.sources]).contiguous().numpy()
-        writer.write_tensor_data(gguf.quants.quantize(made, planned.types[piece.name]))
-    for values in planned.extra.values():
+        writer.write_tensor_data(gguf.quants.quantize(made, types[piece.name]))
+    for values in extra.values():
         writer.write_tensor_data(values)
     writer.close()
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.export.gguf_tensors import Piece
+from chronicals.export.part_names import language_name
 
 TOKENS = 1 << 16
 """Enough to be measured over."""
@@ -23,10 +24,10 @@ def importance_of(model: Any, pieces: list[Piece], documents: list[list[int]]) -
     """fp32 ``[in]`` by the name of a tensor in the file, of those that are one linear layer's weight.
 
     Args:
-        model: in the names of whose modules the pieces' sources are.
+        model: in the names of whose modules the pieces' sources are, but for a language part's.
         documents: token ids, of which the first ``TOKENS`` are taken.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    layers = {language_name(name) or name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     named = {
         p.name: layers[path] for p in pieces if (path := p.sources[0].removesuffix(".weight")) in layers and len(p.sources) == 1
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.rows import CHATS
 from chronicals.export.merge import folder_of, merge
+from chronicals.export.part_names import language_name, reads_images
 from chronicals.export.proof import Proof, largest_error
 from chronicals.export.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
@@ -65,6 +67,30 @@ class Source:
     def config(self) -> Any:
         return load_config(self.folder)
 
+    @cached_property
+    def text_config(self) -> Any:
+        """Of the language part; of a model of text, the whole."""
+        if not reads_images(self.config):
+            return self.config
+        text = copy.deepcopy(self.config.get_text_config())
+        text.tie_word_embeddings = self.config.tie_word_embeddings
+        text.quantization_config = getattr(self.config, "quantization_config", None)
+        return text
+
+    @cached_property
+    def language(self) -> dict[str, StoredTensor]:
+        """The tensors of the language part by the names that they have in a model of text; of such a model, all."""
+        if not reads_images(self.config):
+            return self.tensors
+        named = {language_name(name): stored for name, stored in self.tensors.items()}
+        return {name: stored for name, stored in named.items() if name is not None}
+
+    @property
+    def beside_language(self) -> list[StoredTensor]:
+        """The tensors that are not of the language part."""
+        ours = {stored.name for stored in self.language.values()}
+        return [stored for name, stored in self.tensors.items() if name not in ours]
+
     @property
     def run(self) -> Path | None:
         """The folder of the run that the model is of, where it has one."""
@@ -90,7 +116,7 @@ class Source:
         file = self.folder / "generation_config.json"
         named = json.loads(file.read_text()).get("eos_token_id") if file.exists() else None
         named = [] if named is None else [named] if isinstance(named, int) else named
-        return [*found, *(stop for stop in named if stop not in found and stop < self.config.vocab_size)]
+        return [*found, *(stop for stop in named if stop not in found and stop < self.text_config.vocab_size)]
 
     @cached_property
     def conversation(self) -> str | None:

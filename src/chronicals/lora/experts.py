@@ -16,8 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 def report_frozen_experts(model: Any) -> None:
-    """Warn about experts that have no adapters (ours or PEFT's), with their ratio of all weights. What reads images has none, but may
-    have 3-D parameters."""
+    """Warn about experts that have no adapters (ours or PEFT's), with their ratio of all weights.
+
+    What reads images has none, but may have 3-D parameters.
+    """
     text = within_adapters(model)
     paths = beside_text(text) if hasattr(text, "get_decoder") else []
     towers = {text.get_submodule(path) for path in paths if not _is_parameter(text, path)}
