@@ -25,7 +25,8 @@ def card(source: Source, name: str, kind: str, proof: Proof) -> str:
     """Markdown with the front matter that the hub reads. Paths of this machine are not in it: of data, only their names are."""
     recipe = _recipe(source)
     base = str(source.saved.base or recipe.get("model") or "")
-    head: dict[str, Any] = {"library_name": {"adapter": "peft"}.get(kind, "gguf" if "gguf" in kind else "transformers")}
+    usual = "gguf" if kind.startswith(("gguf", "mmproj")) else "transformers"
+    head: dict[str, Any] = {"library_name": {"adapter": "peft"}.get(kind, usual)}
     if base and not Path(base).exists():
         head["base_model"] = base
     if licence := source.licence:

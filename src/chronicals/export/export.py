@@ -10,10 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chronicals.export import adapter, compressed_tensors, gguf, gguf_adapter, gguf_file, nf4, serving, whole
+from chronicals.export import (
+    adapter,
+    compressed_tensors,
+    gguf,
+    gguf_adapter,
+    gguf_file,
+    gguf_vision,
+    nf4,
+    serving,
+    vision_proof,
+    whole,
+)
 from chronicals.export.card import card
 from chronicals.export.hub import push
 from chronicals.export.ollama import modelfile
+from chronicals.export.part_names import reads_images
 from chronicals.export.proof import Proof
 from chronicals.export.source import Source, opened
 from chronicals.saving import save_model, text_files
@@ -26,7 +38,7 @@ class Format:
     """A way to write a model.
 
     Attributes:
-        suffix: of the artefact's name.
+        prefix, suffix: of the artefact's name.
         write: the artefact, at a path.
         prove: adds what was compared to a proof.
         size: bytes that it takes, about.
@@ -36,6 +48,11 @@ class Format:
     write: Callable[[Source, Path], None]
     prove: Callable[[Source, Path, Proof], None]
     size: Callable[[Source], int]
+    prefix: str = ""
+
+    def name(self, model: str) -> str:
+        """Of the artefact of a model."""
+        return f"{self.prefix}{model}{self.suffix}"
 
 
 def _whole(kind: str) -> Format:
@@ -52,6 +69,14 @@ def _gguf(kind: str) -> Format:
         f"-{kind}.gguf", lambda source, aside: gguf.write(source, aside, kind),
         lambda source, aside, proof: gguf.prove(source, aside, kind, proof),
         lambda source: gguf.size(source, kind),
+    )  # fmt: skip
+
+
+def _mmproj(kind: str) -> Format:
+    return Format(
+        f"-{kind}.gguf", lambda source, aside: gguf_vision.write(source, aside, kind),
+        lambda source, aside, proof: vision_proof.prove(source, aside, kind, proof),
+        lambda source: gguf_vision.size(source, kind), "mmproj-",
     )  # fmt: skip
 
 
@@ -83,6 +108,7 @@ FORMATS: dict[str, Format] = {
     "nf4": Format("-nf4", nf4.write, nf4.prove, nf4.size),
     **{name: _compressed(name) for name in compressed_tensors.LAYOUTS},
     **{f"gguf-{kind}": _gguf(kind) for kind in (*gguf_file.TYPES, *gguf_file.BY_LLAMA_CPP)},
+    **{f"mmproj-{kind}": _mmproj(kind) for kind in gguf_vision.TYPES},
 }
 """By the name that ``--to`` takes."""
 
@@ -119,7 +145,7 @@ def export(
 
     Args:
         model: the folder of a run, a checkpoint, an adapter, a model, or a hub name; or a model in memory, saved first.
-        to: names of ``FORMATS``.
+        to: names of ``FORMATS``. GGUF of a model of images and text comes with an ``mmproj`` file for what reads images.
         output: folder for the artefacts; by default ``export`` in the model's folder, or for a hub name ``NAME-export`` here.
         base_model: of an adapter, where it does not say or has moved.
         tokenizer: of a model in memory, which needs one.
@@ -145,7 +171,7 @@ def export(
     named, folder = _place(model, name, output)
     if not isinstance(model, (str, Path)) and tokenizer is None:
         raise ExportError("tokenizer=None: a model in memory is exported with its tokenizer; give it")
-    targets = {one: folder / f"{named}{FORMATS[one].suffix}" for one in asked}
+    targets = {one: folder / FORMATS[one].name(named) for one in asked}
     for one, target in targets.items():
         if target.exists():
             raise ExportError(f"{target}: is there already (--to {one}); delete it, or give another --output")
@@ -156,12 +182,37 @@ def export(
         tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as place,
         opened(_stored(model, tokenizer, Path(place)), base_model, Path(place), **given) as source,
     ):
-        _check_room(source, asked, folder)
-        made = [_one(one, target, source, Path(place), ollama) for one, target in targets.items()]
+        eyes = _eyes(source, asked, folder, named)
+        if eyes is not None and not eyes[1].exists():
+            targets |= dict([eyes])
+        _check_room(source, list(targets), folder)
+        beside = None if eyes is None else eyes[1]
+        made = [_one(one, target, source, Path(place), ollama, beside) for one, target in targets.items()]
     if push_to_hub is not None:
         address = push(push_to_hub, [exported.path for exported in made], made[0].card)
         logger.info("uploaded to %s", address)
     return made
+
+
+def _eyes(source: Source, asked: Sequence[str], folder: Path, named: str) -> tuple[str, Path] | None:
+    """Format and path of what llama.cpp needs beside the language part of a model of images and text, where that is asked for.
+
+    Raises:
+        ExportError: it is there already, and is not this model's.
+    """
+    kinds = {one.removeprefix("gguf-") for one in asked if one.startswith("gguf-") and one != "gguf-adapter"}
+    if not kinds or not reads_images(source.config):
+        return None
+    given = next((one for one in asked if one.startswith("mmproj-")), None)
+    one = given or ("mmproj-f32" if kinds == {"f32"} else "mmproj-f16")
+    target = folder / FORMATS[one].name(named)
+    if target.exists():
+        proof = Proof({})
+        FORMATS[one].prove(source, target, proof)
+        if proof.failed:
+            raise ExportError(f"{target}: is there already and is not this model's ({proof.failed[0]}); delete it")
+        logger.info("%s: is there already, and is still what reads this model's images", target)
+    return one, target
 
 
 def _place(model: Any, name: str | None, output: str | Path | None) -> tuple[str, Path]:
@@ -193,7 +244,7 @@ def _check_room(source: Source, asked: Sequence[str], folder: Path) -> None:
         )
 
 
-def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool) -> Exported:
+def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool, eyes: Path | None) -> Exported:
     chosen, aside = FORMATS[asked], place / target.name
     about: dict[str, Any] = {"format": asked, "model": str(source.saved.place), "base": source.saved.base}
     proof = Proof(about)
@@ -211,9 +262,9 @@ def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool) ->
         (aside / "README.md").write_text(text)
     aside.rename(target)
     proof.write(target.with_name(f"{target.name}.proof.json"))
-    if ollama and target.suffix == ".gguf":
+    if ollama and asked.startswith("gguf"):
         text, guessed = modelfile(source, target)
         target.with_name(f"{target.stem}.Modelfile").write_text(text)
         if guessed:
             logger.warning("%s: %s", target.stem, guessed)
-    return Exported(asked, target, proof, text, serving.command(asked, target, source))
+    return Exported(asked, target, proof, text, serving.command(asked, target, source, eyes))

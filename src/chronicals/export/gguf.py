@@ -194,8 +194,9 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     same_weights = logits_of(model, source.documents)
     client = llama_cpp.LlamaCpp(file, tokens=max(map(len, source.documents)) + 1)
     theirs = [torch.from_numpy(client.logits(ids)) for ids in source.documents]
-    error = prove_epsilon(source, model, theirs, largest_error(theirs, same_weights), proof)
-    rounded = largest_error(_as_rounded(model, source, kind), same_weights)
+    error = _prove_epsilon(source, model, theirs, largest_error(theirs, same_weights), proof)
+    with as_rounded(model, kind):
+        rounded = largest_error(logits_of(model, source.documents), same_weights)
     bound = max(BOUNDS.get(kind, QUANTISED), TABULATED if is_tabulated(source.text_config) else 0.0, OF_ROUNDING * rounded)
     proof.bounded(COMPARED, "llama.cpp", error, source.at_least(bound))
     trained = logits_of(source.trained(), source.documents)
@@ -209,12 +210,14 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     proof.reported("texts whose next token is the same", "llama.cpp", sum(agree) / len(agree))
 
 
-def prove_epsilon(source: Source, model: Any, theirs: list[torch.Tensor], error: float, proof: Proof) -> float:
-    """The error of llama.cpp's logits; where it computes a family's norms without their epsilon, beside a model without one, and
-    what leaving it out changes is reported."""
+def _prove_epsilon(source: Source, model: Any, theirs: list[torch.Tensor], error: float, proof: Proof) -> float:
+    """The error of llama.cpp's logits; where it computes a family's norms without their epsilon, beside a model without one.
+
+    What leaving it out changes is reported.
+    """
     if not family_of(source.text_config).loses_epsilon:
         return error
-    with _without_epsilon(model):
+    with without_epsilon(model):
         bare = largest_error(theirs, logits_of(model, source.documents))
     if bare < error:
         proof.reported("logits that change as the norms' epsilon is left out", "llama.cpp", error)
@@ -222,10 +225,11 @@ def prove_epsilon(source: Source, model: Any, theirs: list[torch.Tensor], error:
 
 
 @contextmanager
-def _without_epsilon(model: Any) -> Iterator[None]:
+def without_epsilon(model: Any) -> Iterator[None]:
     """Within: norms of the language part have none."""
-    kept = [(module, module.variance_epsilon) for module in model.get_decoder().modules() if hasattr(module, "variance_epsilon")]
-    for module, _ in kept:
+    norms = [module for module in model.get_decoder().modules() if hasattr(module, "variance_epsilon")]
+    kept = [(module, module.variance_epsilon) for module in norms]
+    for module in norms:
         module.variance_epsilon = 0.0
     try:
         yield
@@ -234,9 +238,9 @@ def _without_epsilon(model: Any) -> Iterator[None]:
             module.variance_epsilon = own
 
 
-def _as_rounded(model: Any, source: Source, kind: str) -> list[torch.Tensor]:
-    """Logits where inputs of linear layers are rounded as llama.cpp rounds them for such weights, and where GELU is a table of
-    fp16."""
+@contextmanager
+def as_rounded(model: Any, kind: str) -> Iterator[None]:
+    """Within: inputs of linear layers are rounded as llama.cpp rounds them for weights of a kind; GELU is a table of fp16."""
     hooks = []
     for module in model.modules():
         if isinstance(module, torch.nn.Linear) and kind != "f32":
@@ -245,7 +249,7 @@ def _as_rounded(model: Any, source: Source, kind: str) -> list[torch.Tensor]:
             hooks.append(module.register_forward_pre_hook(lambda _, given: (_rounded(given[0], "f16"),)))
             hooks.append(module.register_forward_hook(lambda _, given, out: _rounded(out, "f16")))
     try:
-        return logits_of(model, source.documents)
+        yield
     finally:
         for hook in hooks:
             hook.remove()

@@ -6,7 +6,8 @@ import ctypes
 import functools
 import importlib.util
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -114,3 +115,133 @@ class LlamaCpp:
         import llama_cpp
 
         return bool(llama_cpp.llama_vocab_is_eog(self.model._model.vocab, token))
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What llama.cpp made of a text with an image in it.
+
+    Attributes:
+        texts: token ids before, between and behind the pieces that a family cuts an image into; one more than those. -1 is a
+            token that the family puts there and the vocabulary lacks.
+        images: fp32 ``[n, D]`` each, what takes the place of token embeddings.
+        logits: fp32 ``[V]`` of the token behind the text; None where a token is not there, or there are too few positions.
+    """
+
+    texts: list[list[int]]
+    images: list[np.ndarray]
+    logits: np.ndarray | None
+
+
+class Eyes:
+    """An mmproj file beside a language part, loaded by llama.cpp on the CPU.
+
+    Raises:
+        ValueError: it refuses the file; the message has its last words.
+    """
+
+    def __init__(self, projector: Path, language: LlamaCpp):
+        import llama_cpp
+        from llama_cpp import mtmd_cpp
+
+        self.language, said = language, heard()
+        mtmd_cpp.mtmd_log_set(_callbacks[0], None)
+        mtmd_cpp.mtmd_helper_log_set(_callbacks[0], None)
+        said.clear()
+        options = mtmd_cpp.mtmd_context_params_default()
+        options.use_gpu, options.print_timings, options.warmup = False, False, False
+        options.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        self.context = mtmd_cpp.mtmd_init_from_file(str(projector).encode(), language.model._model.model, options)
+        if self.context is None:
+            raise ValueError(f"{projector.name}: llama.cpp cannot load it: {' '.join(''.join(said).splitlines()[-3:])}")
+
+    def close(self) -> None:
+        from llama_cpp import mtmd_cpp
+
+        mtmd_cpp.mtmd_free(self.context)
+
+    def see(self, before: str, image: np.ndarray, after: str) -> Seen:
+        """Read a text with an image in it.
+
+        Args:
+            image: uint8 ``[height, width, 3]``.
+        """
+        from llama_cpp import mtmd_cpp
+
+        marker = mtmd_cpp.mtmd_default_marker().decode()
+        text = f"{before}{marker}{after}".encode()
+        given = mtmd_cpp.mtmd_input_text(text=text, text_len=len(text), add_special=True, parse_special=True)
+        content = np.ascontiguousarray(image, np.uint8)
+        pointer = content.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
+        bitmap = mtmd_cpp.mtmd_bitmap_init(image.shape[1], image.shape[0], pointer)
+        chunks = mtmd_cpp.mtmd_input_chunks_init()
+        try:
+            bitmaps = (ctypes.c_void_p * 1)(bitmap)
+            failed = mtmd_cpp.mtmd_tokenize(self.context, chunks, ctypes.byref(given), bitmaps, 1)
+            if failed:
+                size = f"{image.shape[1]} x {image.shape[0]} pixels"
+                raise ValueError(f"llama.cpp cannot read an image of {size}: error {failed}")
+            return self._seen(chunks)
+        finally:
+            mtmd_cpp.mtmd_input_chunks_free(chunks)
+            mtmd_cpp.mtmd_bitmap_free(bitmap)
+
+    def _seen(self, chunks: Any) -> Seen:
+        from llama_cpp import mtmd_cpp
+
+        texts: list[list[int]] = [[]]
+        images = []
+        for n in range(mtmd_cpp.mtmd_input_chunks_size(chunks)):
+            chunk = mtmd_cpp.mtmd_input_chunks_get(chunks, n)
+            if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+                images.append(self._encoded(chunk))
+                texts.append([])
+            else:
+                texts[-1] += self._ids(chunk)
+        whole = all(token >= 0 for text in texts for token in text)  # a token that is not there would end the process
+        return Seen(texts, images, self._logits(chunks, iter(images)) if whole else None)
+
+    def _ids(self, chunk: Any) -> list[int]:
+        from llama_cpp import mtmd_cpp
+
+        count = ctypes.c_size_t()
+        found = mtmd_cpp.mtmd_input_chunk_get_tokens_text(chunk, ctypes.byref(count))
+        return [int(found[n]) for n in range(count.value)]
+
+    def _encoded(self, chunk: Any) -> np.ndarray:
+        import llama_cpp
+        from llama_cpp import mtmd_cpp
+
+        failed = mtmd_cpp.mtmd_encode_chunk(self.context, chunk)
+        if failed:
+            raise ValueError(f"llama.cpp cannot encode an image: error {failed}")
+        count = mtmd_cpp.mtmd_input_chunk_get_n_tokens(chunk)
+        wide = llama_cpp.llama_model_n_embd(self.language.model._model.model)
+        return np.ctypeslib.as_array(mtmd_cpp.mtmd_get_output_embd(self.context), (count, wide)).copy()
+
+    def _logits(self, chunks: Any, images: Iterator[np.ndarray]) -> np.ndarray | None:
+        """Of the token behind everything, with embeddings as they were encoded."""
+        import llama_cpp
+        from llama_cpp import mtmd_cpp
+
+        model = self.language.model
+        if mtmd_cpp.mtmd_helper_get_n_tokens(chunks) > model.n_ctx():
+            return None
+        model.reset()
+        model._ctx.kv_cache_clear()
+        context, past = model._ctx.ctx, llama_cpp.llama_pos(0)
+        given = [mtmd_cpp.mtmd_input_chunks_get(chunks, n) for n in range(mtmd_cpp.mtmd_input_chunks_size(chunks))]
+        for chunk in given:
+            if mtmd_cpp.mtmd_input_chunk_get_type(chunk) == mtmd_cpp.MTMD_INPUT_CHUNK_TYPE_IMAGE:
+                values = next(images).ctypes.data_as(ctypes.POINTER(ctypes.c_float))
+                failed = mtmd_cpp.mtmd_helper_decode_image_chunk(
+                    self.context, context, chunk, values, past, 0, model.n_batch, ctypes.byref(past),
+                    mtmd_cpp.mtmd_helper_post_decode_callback(), None,
+                )  # fmt: skip
+            else:
+                failed = mtmd_cpp.mtmd_helper_eval_chunk_single(
+                    self.context, context, chunk, past, 0, model.n_batch, chunk is given[-1], ctypes.byref(past)
+                )
+            if failed:
+                raise ValueError(f"llama.cpp cannot evaluate a text with an image: error {failed}")
+        return np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (model.n_vocab(),)).copy()

@@ -13,13 +13,19 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """What vLLM takes for ``--max-lora-rank``."""
 
 
-def command(kind: str, path: Path, source: Source) -> str | None:
-    """For a shell; None where no server takes the artefact as it is."""
+def command(kind: str, path: Path, source: Source, eyes: Path | None = None) -> str | None:
+    """For a shell; None where no server takes the artefact as it is.
+
+    Args:
+        eyes: the mmproj file beside a language part in GGUF.
+    """
     given = shlex.quote(str(path))
     if kind == "gguf-adapter":
         return f"llama-server -m BASE.gguf --lora {given}"
     if kind.startswith("gguf"):
-        return f"llama-server -m {given}"
+        return f"llama-server -m {given}" + (f" --mmproj {shlex.quote(str(eyes))}" if eyes is not None else "")
+    if kind.startswith("mmproj"):
+        return f"llama-server -m LANGUAGE.gguf --mmproj {given}"
     if kind == "adapter":
         return _with_adapter(path, source)
     return None if kind in ("nf4", "merged-fp32") else f"vllm serve {given}"
