@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals.export.part_names import StoredNames
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.embedding_layer import LoRAEmbedding
 from chronicals.lora.parameter_layer import is_transposed
@@ -83,7 +84,7 @@ class Additions:
     read: Callable[[str], Tensor]
     names: Mapping[str, str]
 
-    def by_weight(self, paths: Collection[str], there: Collection[str], base: Path) -> dict[str, Addition]:
+    def by_weight(self, paths: Collection[str], there: StoredNames, base: Path) -> dict[str, Addition]:
         """By the names of tensors in files.
 
         Args:
@@ -108,10 +109,9 @@ class Additions:
             found[name] = Addition(path, partial(self._of_layer, path, path in embeddings))
         return found
 
-    def _find(self, names: list[str], there: Collection[str]) -> str:
-        """Of a weight in the files, some of which leave the first part of a name out."""
-        known = [form for name in names for form in (name, name.partition(".")[2])]
-        found = next((name for name in known if name in there), None)
+    def _find(self, names: list[str], there: StoredNames) -> str:
+        """Of a weight in the files."""
+        found = there.find(*names)
         if found is None:
             raise ValueError(
                 f"{self.folder}: the base has no weight {names[0]} in its files; a head that is tied to the embedding, or "
@@ -137,7 +137,7 @@ class Additions:
         update = self.shape.at(path).scale * (up @ down)
         return update.t() if is_embedding or self.described.get("fan_in_fan_out") else update
 
-    def _of_parameter(self, model: Any, target: Target, there: Collection[str]) -> dict[str, Addition]:
+    def _of_parameter(self, model: Any, target: Target, there: StoredNames) -> dict[str, Addition]:
         """Of the parameter's own tensor, or of all that it is made of."""
         parameter: Tensor = model.get_parameter(target.named)
         transposed = parameter.ndim == 3 and is_transposed(model.get_submodule(target.layer))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from chronicals.export import vllm
 from chronicals.export.gguf_families import NotExpressible
+from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.weight_files import NewTensor, StoredTensor, tensors_in
@@ -177,7 +179,7 @@ def write(source: Source, aside: Path, layout: Layout) -> None:
     write_files(source, aside, lambda stored: layout.written(stored) if stored.name in names else [_in_bf16(stored)])
     write_beside(source, aside)
     file = aside / "config.json"
-    described = _described(source, layout, names)
+    described = _described(source, layout, set(names.values()))
     file.write_text(
         json.dumps({**json.loads(file.read_text()), "dtype": "bfloat16", "quantization_config": described}, indent=2)
     )
@@ -190,12 +192,13 @@ def size(source: Source, layout: Layout) -> int:
     return sum(tensor.bytes for tensors in new for tensor in tensors)
 
 
-def _quantised(source: Source, layout: Layout) -> set[str]:
-    """Names of the weights that are quantised."""
+def _quantised(source: Source, layout: Layout) -> dict[str, str]:
+    """The weights that are quantised: their names in the files, and what the loaded model calls them."""
     if any(".experts." in name for name in source.tensors):
         raise NotExpressible(f"{layout.name}: the model has experts, whose layout is not proved here; export it merged")
     try:
-        names = quantised_names(source.folder) & source.tensors.keys()
+        stored = StoredNames(source.tensors)
+        names = {found: name for name in quantised_names(source.folder) if (found := stored.find(name)) is not None}
     except ValueError as error:
         raise NotExpressible(f"{layout.name}: {error}") from error
     for name in sorted(names):
@@ -234,10 +237,11 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
     errors = {name: relative_error(layout.read(found, name), source.tensors[name].read()) for name in names}
     worst = max(errors, key=lambda name: errors[name])
     proof.bounded("quantised weights", "safetensors", errors[worst], layout.error, worst)
-    simulated = _in_torch(source, found, layout, names)
+    named = {name: stored for stored, name in names.items()}
+    simulated = _in_torch(source, found, layout, named)
     source.prove_survival(simulated, proof)
     expected = logits_of(simulated, source.documents)
-    vllm.prove(source, aside, lambda: _in_torch(source, found, layout, names), proof)
+    vllm.prove(source, aside, lambda: _in_torch(source, found, layout, named), proof)
     if importlib.util.find_spec("compressed_tensors") is None:
         proof.not_run("logits", CLIENT, f"{PACKAGE} is not installed: pip install {PACKAGE}")
         return
@@ -249,12 +253,16 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
     proof.reported("logits beside the trained model's", CLIENT, cost)
 
 
-def _in_torch(source: Source, found: Found, layout: Layout, names: set[str]) -> Any:
-    """The model with the files' weights, whose layers treat their inputs as the layout's do."""
+def _in_torch(source: Source, found: Found, layout: Layout, names: Mapping[str, str]) -> Any:
+    """The model with the files' weights, whose layers treat their inputs as the layout's do.
+
+    Args:
+        names: of the quantised weights in the files, by those in the model.
+    """
     model = load_model(source.folder, source.dtype)
     for name, parameter in model.named_parameters():
         if name in names:
-            parameter.data = layout.read(found, name).to(source.dtype)
+            parameter.data = layout.read(found, names[name]).to(source.dtype)
             layout.prepare(model.get_submodule(name.removesuffix(".weight")))
         else:
             parameter.data = parameter.data.bfloat16().to(source.dtype)

@@ -194,7 +194,7 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     same_weights = logits_of(model, source.documents)
     client = llama_cpp.LlamaCpp(file, tokens=max(map(len, source.documents)) + 1)
     theirs = [torch.from_numpy(client.logits(ids)) for ids in source.documents]
-    error = _prove_epsilon(source, model, theirs, largest_error(theirs, same_weights), proof)
+    error = prove_epsilon(source, model, theirs, largest_error(theirs, same_weights), proof)
     with as_rounded(model, kind):
         rounded = largest_error(logits_of(model, source.documents), same_weights)
     bound = max(BOUNDS.get(kind, QUANTISED), TABULATED if is_tabulated(source.text_config) else 0.0, OF_ROUNDING * rounded)
@@ -210,7 +210,7 @@ def _prove_logits(source: Source, file: Path, model: Any, kind: str, proof: Proo
     proof.reported("texts whose next token is the same", "llama.cpp", sum(agree) / len(agree))
 
 
-def _prove_epsilon(source: Source, model: Any, theirs: list[torch.Tensor], error: float, proof: Proof) -> float:
+def prove_epsilon(source: Source, model: Any, theirs: list[torch.Tensor], error: float, proof: Proof) -> float:
     """The error of llama.cpp's logits; where it computes a family's norms without their epsilon, beside a model without one.
 
     What leaving it out changes is reported.

@@ -125,9 +125,13 @@ def _prove_logits(source: Source, file: Path, proof: Proof) -> None:
         tokens = max(map(len, source.documents)) + 1
         with_it, without = (llama_cpp.LlamaCpp(Path(place) / "base.gguf", tokens, adapter=path) for path in (file, None))
         theirs, plain = ([torch.from_numpy(c.logits(ids)) for ids in source.documents] for c in (with_it, without))
-    expected = logits_of(source.trained(), source.documents)
-    error = largest_error(theirs, expected)
-    proof.bounded("logits beside the trained model's", "llama.cpp", error, source.at_least(_bound(source.text_config)))
+    model = source.trained()
+    expected = logits_of(model, source.documents)
+    with gguf.as_rounded(model, "f32"):
+        rounded = gguf.OF_ROUNDING * largest_error(logits_of(model, source.documents), expected)
+    error = gguf.prove_epsilon(source, model, theirs, largest_error(theirs, expected), proof)
+    bound = source.at_least(max(_bound(source.text_config), rounded))
+    proof.bounded("logits beside the trained model's", "llama.cpp", error, bound)
     change = largest_error(theirs, plain)
     proof.equal("the adapter changes logits", "llama.cpp", True, change > LEAST)
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from chronicals.export.additions import Addition, Additions
 from chronicals.export.packed_tensors import PackedTensor, unpacked
+from chronicals.export.part_names import StoredNames
 from chronicals.export.weight_files import DTYPES as DTYPES_OF_FILES
 from chronicals.export.weight_files import INDEX, StoredTensor, files_of, tensors_in, write_file
 from chronicals.lora.loading import describe_adapter, shape_of
@@ -164,7 +165,7 @@ class _Adapter:
         self.names |= {own.replace(".token_adapter.base_layer.", "."): name for own, name in self.names.items()}
         self.tokens: dict[str, tuple[list[int], str]] = {}
         self.changed: dict[str, Addition] = {}
-        self.there: set[str] = set()
+        self.there = StoredNames()
         self.dequantised: set[str] = set()
 
     def place_in(self, stored: list[StoredTensor], base: Path) -> None:
@@ -176,7 +177,7 @@ class _Adapter:
         Raises:
             MergeError: one is not there.
         """
-        self.there = {tensor.name for tensor in stored}
+        self.there = StoredNames(tensor.name for tensor in stored)
         paths = {own.rpartition(".lora_")[0] for own in self.names if ".lora_" in own}
         if not paths:
             raise MergeError(f"{self.folder}: holds no matrices of an adapter")
@@ -188,7 +189,7 @@ class _Adapter:
         self._place_tokens()
         for own in list(self.shapes):
             plain = own.replace(".base_layer.", ".")
-            found = next((name for name in (plain, plain.partition(".")[2]) if name in self.there), None)
+            found = self.there.find(plain)
             if found is None:
                 raise MergeError(f"{self.folder}: {own} is stored with the adapter, and the base has no such weight")
             self.names[found], self.shapes[found] = self.names[own], self.shapes.pop(own)
@@ -201,7 +202,7 @@ class _Adapter:
             path = own.removesuffix(f".{FILE_NAME}")
             named = asked if isinstance(asked, Mapping) else {path: asked or ()}
             ids = next((list(ids) for name, ids in named.items() if f".{path}".endswith(f".{name}")), None)
-            found = next((n for n in (f"{path}.weight", f"{path.partition('.')[2]}.weight") if n in self.there), None)
+            found = self.there.find(f"{path}.weight")
             if ids is None or found is None:
                 absent.append(own)
             else:
@@ -231,7 +232,7 @@ class _Adapter:
             MergeError: one is not there.
         """
         for name in sorted(names):
-            found = next((own for own in (name, name.partition(".")[2]) if own in self.there), None)
+            found = self.there.find(name)
             if found is None:
                 raise MergeError(
                     f"{self.folder}: the adapter was trained over a base in 4 bits, whose files have no weight {name}: it is "

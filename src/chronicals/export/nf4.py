@@ -13,6 +13,7 @@ import torch
 
 from chronicals.export.compatible import make_compatible
 from chronicals.export.gguf_families import NotExpressible
+from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.whole import CLIENT, prove_beside, write_beside
@@ -50,7 +51,8 @@ def write(source: Source, aside: Path) -> None:
 
 
 def size(source: Source) -> int:
-    names = quantised_names(source.folder)
+    stored = StoredNames(source.tensors)
+    names = {stored.find(name) for name in quantised_names(source.folder)}
     bits = sum(torch.Size(s.shape).numel() * (BITS if s.name in names else 16) for s in source.tensors.values())
     return int(bits / 8)
 
@@ -77,11 +79,9 @@ def prove(source: Source, aside: Path, proof: Proof) -> None:
     if importlib.util.find_spec(PACKAGE) is None:
         proof.not_run("logits", CLIENT, f"{PACKAGE} is not installed: pip install {PACKAGE}")
         return
-    from transformers import AutoModelForCausalLM
-
     prove_beside(source, aside, proof)
     dtype = json.loads((aside / "config.json").read_text())["dtype"]
-    theirs = AutoModelForCausalLM.from_pretrained(aside, dtype=getattr(torch, dtype)).eval()
+    theirs = type(whole).from_pretrained(aside, dtype=getattr(torch, dtype)).eval()
     found = logits_of(theirs, source.documents)
     error = largest_error(found, expected)
     proof.bounded("logits beside torch with the same weights", f"{CLIENT} with {PACKAGE}", error, source.at_least(BOUND))

@@ -8,6 +8,7 @@ form of its names: the language part's are those of a model of text alone, what 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from typing import Any
 
 LANGUAGE = re.compile(r"(?:model\.)?(?:language_model|text_model)\.(?:model\.)?(.+)")
@@ -34,3 +35,29 @@ def vision_name(name: str) -> str | None:
     """What a tensor that reads images is called below ``model``; None for those of another part."""
     found = VISION.fullmatch(name)
     return found[1].replace("vision_tower.vision_model.", "vision_tower.") if found else None
+
+
+class StoredNames:
+    """Names of the tensors in a model's files.
+
+    Args:
+        names: all of them.
+    """
+
+    def __init__(self, names: Iterable[str] = ()):
+        self.names = frozenset(names)
+        self._by_part = {_in_its_part(name): name for name in self.names}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def find(self, *named: str) -> str | None:
+        """The first of these names of a loaded model's weights that a file has, by that name or by another of the same part:
+        some files leave the first part of a name out, and those of images and text order the parts otherwise."""
+        forms = [form for name in named for form in (name, name.partition(".")[2])]
+        found = next((form for form in forms if form in self.names), None)
+        return found or next((self._by_part[form] for name in named if (form := _in_its_part(name)) in self._by_part), None)
+
+
+def _in_its_part(name: str) -> str:
+    return language_name(name) or vision_name(name) or name
