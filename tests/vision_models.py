@@ -1,5 +1,6 @@
 """Tiny models of images and text, as large as llama.cpp's vision part takes them: random weights in all places."""
 
+from functools import partial
 from typing import Any
 
 import transformers
@@ -13,24 +14,25 @@ SIZES = {
 SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "patch_size": 14}
 
 
-def qwen2_5_vl(tied: bool = False) -> Any:
+def qwen2_5_vl(**sizes: Any) -> Any:
     """Four layers of vision, every second of which sees the whole image."""
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+    text = {**SIZES, **sizes}
+    pairs = text["hidden_size"] // text["num_attention_heads"] // 2
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [pairs // 2, pairs // 4, pairs // 4]}
     vision = {
-        "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64, "patch_size": 14,
-        "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [1, 3],
+        "depth": 4, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": text["hidden_size"],
+        "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [1, 3],
     }  # fmt: skip
     ids = {"image_token_id": 309, "video_token_id": 308, "vision_start_token_id": 307, "vision_end_token_id": 306}
     config = transformers.Qwen2_5_VLConfig(
-        text_config={**SIZES, "rope_parameters": rope, "tie_word_embeddings": tied}, vision_config=vision,
-        tie_word_embeddings=tied, **ids,
-    )  # fmt: skip
+        text_config={**text, "rope_parameters": rope}, vision_config=vision, tie_word_embeddings=False, **ids
+    )
     return transformers.Qwen2_5_VLForConditionalGeneration(config)
 
 
-def gemma3() -> Any:
+def gemma3(**sizes: Any) -> Any:
     """Six layers, the first five of which have a window; 4 x 4 patches become 2 x 2 tokens."""
-    text = {**SIZES, "num_hidden_layers": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16}
+    text = {**SIZES, "num_hidden_layers": 6, "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 16, **sizes}
     ids = {"image_token_index": 309, "boi_token_index": 308, "eoi_token_index": 307}
     config = transformers.Gemma3Config(
         text_config=transformers.Gemma3TextConfig(**text), vision_config={**SIGLIP, "image_size": 56},
@@ -39,35 +41,35 @@ def gemma3() -> Any:
     return transformers.Gemma3ForConditionalGeneration(config)
 
 
-def smolvlm() -> Any:
+def smolvlm(**sizes: Any) -> Any:
     config = transformers.SmolVLMConfig(
-        text_config={"model_type": "llama", **SIZES}, vision_config={**SIGLIP, "image_size": 56}, scale_factor=2,
+        text_config={"model_type": "llama", **SIZES, **sizes}, vision_config={**SIGLIP, "image_size": 56}, scale_factor=2,
         image_token_id=309, tie_word_embeddings=False,
     )  # fmt: skip
     return transformers.SmolVLMForConditionalGeneration(config)
 
 
-def idefics3() -> Any:
+def idefics3(**sizes: Any) -> Any:
     config = transformers.Idefics3Config(
-        text_config={"model_type": "llama", **SIZES}, vision_config={**SIGLIP, "image_size": 56}, scale_factor=2,
+        text_config={"model_type": "llama", **SIZES, **sizes}, vision_config={**SIGLIP, "image_size": 56}, scale_factor=2,
         image_token_id=309, tie_word_embeddings=False,
     )  # fmt: skip
     return transformers.Idefics3ForConditionalGeneration(config)
 
 
-def llava(text: str = "Llama") -> Any:
+def llava(text: str = "Llama", **sizes: Any) -> Any:
     """CLIP, whose last layer but one is taken."""
-    sizes = {**SIZES, **({"sliding_window": None} if text == "Mistral" else {})}
+    given = {**SIZES, **({"sliding_window": None} if text == "Mistral" else {}), **sizes}
     config = transformers.LlavaConfig(
-        text_config=getattr(transformers, f"{text}Config")(**sizes),
+        text_config=getattr(transformers, f"{text}Config")(**given),
         vision_config=transformers.CLIPVisionConfig(**{**SIGLIP, "num_hidden_layers": 3, "image_size": 56}), image_token_id=309,
     )  # fmt: skip
     return transformers.LlavaForConditionalGeneration(config)
 
 
-MODELS = {
+MODELS: dict[str, Any] = {
     "qwen2_5_vl": qwen2_5_vl, "gemma3": gemma3, "smolvlm": smolvlm, "idefics3": idefics3, "llava": llava,
-    "llava, mistral": lambda: llava("Mistral"),
+    "llava, mistral": partial(llava, "Mistral"),
 }  # fmt: skip
 
 TOWERS = {
@@ -79,8 +81,8 @@ TOWERS = {
 """Modules of each that read no text."""
 
 
-def build(name: str) -> Any:
-    """In evaluation mode, in fp32."""
-    model = MODELS[name]().float().eval()
+def build(name: str, **sizes: Any) -> Any:
+    """In evaluation mode, in fp32; ``sizes`` are the language part's."""
+    model = MODELS[name](**sizes).float().eval()
     families.randomise(model)
     return model

@@ -198,11 +198,13 @@ def _eyes(source: Source, asked: Sequence[str], folder: Path, named: str) -> tup
     """Format and path of what llama.cpp needs beside the language part of a model of images and text, where that is asked for.
 
     Raises:
+        NotExpressible: it has no form for this model.
         ExportError: it is there already, and is not this model's.
     """
     kinds = {one.removeprefix("gguf-") for one in asked if one.startswith("gguf-") and one != "gguf-adapter"}
     if not kinds or not reads_images(source.config):
         return None
+    gguf_vision.settings_of(source)  # so that what is refused is refused before anything is written
     given = next((one for one in asked if one.startswith("mmproj-")), None)
     one = given or ("mmproj-f32" if kinds == {"f32"} else "mmproj-f16")
     target = folder / FORMATS[one].name(named)

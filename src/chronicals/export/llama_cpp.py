@@ -5,6 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -133,6 +138,56 @@ class Seen:
     logits: np.ndarray | None
 
 
+PROGRAM = """
+import importlib.util, json, sys
+spec = importlib.util.spec_from_file_location("client", sys.argv[1])
+client = importlib.util.module_from_spec(spec)
+sys.modules["client"] = client
+spec.loader.exec_module(client)
+client.see_here(json.loads(sys.argv[2]))
+"""
+
+
+def see(projector: Path, language: Path, before: str, image: np.ndarray, after: str, tokens: int) -> Seen:
+    """A text with an image in it, read by llama.cpp in a process of its own, which it may end where something is wrong.
+
+    Args:
+        projector, language: the two files.
+        image: uint8 ``[height, width, 3]``.
+        tokens: positions, at most.
+
+    Raises:
+        ValueError: it cannot read it; the message has its last words.
+    """
+    with tempfile.TemporaryDirectory() as place:
+        np.save(Path(place) / "image.npy", image)
+        given = {"projector": str(projector), "language": str(language), "before": before, "after": after, "tokens": tokens}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        command = [sys.executable, "-c", PROGRAM, __file__, json.dumps({**given, "place": place})]
+        ran = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace")
+        if ran.returncode:
+            words = [line for line in ran.stderr.splitlines() if "Error: " in line or "GGML_" in line]
+            last = words[-1].strip() if words else f"it ended its process ({ran.returncode})"
+            raise ValueError(f"{projector.name}: llama.cpp cannot read an image with it: {last}")
+        said = json.loads((Path(place) / "seen.json").read_text())
+        images = [np.load(Path(place) / f"{n}.npy") for n in range(said["images"])]
+        logits = Path(place) / "logits.npy"
+        return Seen(said["texts"], images, np.load(logits) if logits.exists() else None)
+
+
+def see_here(given: Mapping[str, Any]) -> None:
+    """``see`` in this process; what was seen is left in the folder ``place``."""
+    place = Path(given["place"])
+    client = LlamaCpp(Path(given["language"]), tokens=given["tokens"])
+    seen = Eyes(Path(given["projector"]), client).see(given["before"], np.load(place / "image.npy"), given["after"])
+    for n, embeddings in enumerate(seen.images):
+        np.save(place / f"{n}.npy", embeddings)
+    if seen.logits is not None:
+        np.save(place / "logits.npy", seen.logits)
+    (place / "seen.json").write_text(json.dumps({"texts": seen.texts, "images": len(seen.images)}))
+    os._exit(0)  # without what the client does at the end
+
+
 class Eyes:
     """An mmproj file beside a language part, loaded by llama.cpp on the CPU.
 
@@ -154,11 +209,6 @@ class Eyes:
         self.context = mtmd_cpp.mtmd_init_from_file(str(projector).encode(), language.model._model.model, options)
         if self.context is None:
             raise ValueError(f"{projector.name}: llama.cpp cannot load it: {' '.join(''.join(said).splitlines()[-3:])}")
-
-    def close(self) -> None:
-        from llama_cpp import mtmd_cpp
-
-        mtmd_cpp.mtmd_free(self.context)
 
     def see(self, before: str, image: np.ndarray, after: str) -> Seen:
         """Read a text with an image in it.

@@ -23,7 +23,7 @@ from chronicals.export.gguf_families import family_of
 from chronicals.export.gguf_file import File
 from chronicals.export.gguf_tensors import Restored
 from chronicals.export.llama_cpp import Seen
-from chronicals.export.proof import Proof, relative_error
+from chronicals.export.proof import Check, Proof, relative_error
 from chronicals.export.source import Source
 from chronicals.export.weight_files import NewTensor, StoredTensor, write_tensors
 
@@ -134,11 +134,11 @@ def _in_torch(source: Source, tensors: dict[str, StoredTensor], found: Restored,
 def _prove_image(source: Source, model: Any, file: Path, language: Path, bound: float, proof: Proof) -> None:
     image, processor = image_for(source.config), gguf_vision.processor_of(source.folder)
     inputs = inputs_of(source.config, image, processor)
-    eyes = llama_cpp.Eyes(file, llama_cpp.LlamaCpp(language, tokens=POSITIONS))
     try:
-        seen = eyes.see(BEFORE, image, AFTER)
-    finally:
-        eyes.close()
+        seen = llama_cpp.see(file, language, BEFORE, image, AFTER, POSITIONS)
+    except ValueError as error:
+        proof.checks.append(Check("an image is read", "llama.cpp", False, detail=str(error)))
+        return
     lacking = sum(token < 0 for text in seen.texts for token in text)
     proof.equal("tokens around an image that the vocabulary lacks", "llama.cpp", 0, lacking)
     theirs, expected = torch.from_numpy(seen.images[-1]), embeddings_of(model, inputs)
