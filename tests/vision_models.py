@@ -3,9 +3,11 @@
 from functools import partial
 from typing import Any
 
+import torch
 import transformers
 
 import families
+from chronicals.models import is_within
 
 SIZES = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -85,4 +87,8 @@ def build(name: str, **sizes: Any) -> Any:
     """In evaluation mode, in fp32; ``sizes`` are the language part's."""
     model = MODELS[name](**sizes).float().eval()
     families.randomise(model)
+    with torch.no_grad():  # so that it matters in what reads images where attention looks
+        for path, parameter in model.named_parameters():
+            if is_within(path, TOWERS[name]) and path.endswith(("qkv.weight", "q_proj.weight", "k_proj.weight")):
+                parameter.mul_(4)
     return model

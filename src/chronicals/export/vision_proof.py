@@ -29,7 +29,7 @@ from chronicals.export.weight_files import NewTensor, StoredTensor, write_tensor
 
 logger = logging.getLogger(__name__)
 
-BOUNDS = {"f32": 2e-3, "f16": 5e-3}
+BOUNDS = {"f32": 1e-3, "f16": 5e-3}
 """Of llama.cpp's embeddings and logits, where GELU is a table of fp16."""
 
 DISORDER = (
