@@ -11,12 +11,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+OLD_TEMPLATE = "chat_template.json"
+"""Where processors of images look first, before the tokenizer's file."""
+
 EXPERTS = ("num_experts", "num_local_experts")
 """Two names of one number."""
 
 
 def make_compatible(folder: Path, stops: list[int]) -> None:
-    """Add older names to ``config.json``, ``tokenizer_config.json`` and ``generation_config.json``.
+    """Add older names to ``config.json``, ``tokenizer_config.json`` and ``generation_config.json``; give a
+    processor's template, where it has a file of its own, the tokenizer's text.
 
     Args:
         stops: ids at which generation ends, all of which the generation settings name afterwards.
@@ -24,6 +28,7 @@ def make_compatible(folder: Path, stops: list[int]) -> None:
     _edit(folder / "config.json", _with_older_names)
     template = folder / "chat_template.jinja"
     _edit(folder / "tokenizer_config.json", lambda config: _tokenizer(config, template))
+    _edit(folder / OLD_TEMPLATE, lambda config: {"chat_template": template.read_text()} if template.exists() else config)
     _edit(folder / "generation_config.json", lambda config: {**config, **({"eos_token_id": stops} if stops else {})}, {})
 
 

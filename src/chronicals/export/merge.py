@@ -20,6 +20,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from chronicals.export.additions import Addition, Additions
+from chronicals.export.compatible import OLD_TEMPLATE
 from chronicals.export.packed_tensors import PackedTensor, unpacked
 from chronicals.export.part_names import StoredNames
 from chronicals.export.weight_files import DTYPES as DTYPES_OF_FILES
@@ -338,7 +339,8 @@ def _check_room(output: Path, files: Mapping[Path, list[StoredTensor]]) -> None:
 
 def _copy_small_files(base: Path, adapter: Path, target: Path) -> None:
     """Whatever is no weight, of the base and then of the adapter, whose tokenizer counts where it has one."""
-    for folder, left_out in ((base, {REPORT, MANIFEST}), (adapter, OWN_FILES)):
+    older = {OLD_TEMPLATE} if (adapter / "chat_template.jinja").exists() else set()  # which would hide the trained one
+    for folder, left_out in ((base, {REPORT, MANIFEST, *older}), (adapter, OWN_FILES)):
         for file in sorted(folder.iterdir()):
             weights = file.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
             if file.is_file() and not weights and file.name not in left_out:
