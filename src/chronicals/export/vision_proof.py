@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,13 +136,14 @@ def _prove_image(source: Source, model: Any, file: Path, language: Path, bound: 
     inputs = inputs_of(source.config, image, processor)
     try:
         seen = llama_cpp.see(file, language, BEFORE, image, AFTER, POSITIONS)
-    except ValueError as error:
-        proof.checks.append(Check("an image is read", "llama.cpp", False, detail=str(error)))
+    except ValueError as refused:
+        proof.checks.append(Check("an image is read", "llama.cpp", False, detail=str(refused)))
         return
     lacking = sum(token < 0 for text in seen.texts for token in text)
     proof.equal("tokens around an image that the vocabulary lacks", "llama.cpp", 0, lacking)
     theirs, expected = torch.from_numpy(seen.images[-1]), embeddings_of(model, inputs)
-    error, order = relative_error(theirs, expected), nullcontext()
+    error = relative_error(theirs, expected)
+    order: AbstractContextManager[None] = nullcontext()
     if source.config.model_type == "llava":
         with _class_token_last(model):
             disordered = embeddings_of(model, inputs)
