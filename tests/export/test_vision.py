@@ -444,3 +444,23 @@ def test_importance_is_measured_in_the_language_part(tmp_path):
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
     exported = export(folder, "gguf-q4_k_m", importance=tmp_path / "rows.jsonl")
     assert [one.format for one in exported] == ["gguf-q4_k_m", "mmproj-f16"] and np.isfinite(exported[0].proof.checks[-1].value)
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "smolvlm"])
+def test_a_tied_head_is_the_embedding(name, tmp_path):
+    model = vision_models.build(name)
+    model.config.tie_word_embeddings = True
+    language, _ = export(saved(tmp_path, name, type(model)(model.config).float()), "gguf-f32")
+    assert "output.weight" not in gguf_file.File(language.path).tensors
+
+
+def test_adapters_over_a_base_in_4_bits_are_merged(tmp_path):
+    """Into what 4 bits stood for, which the language part's layers alone were."""
+    saved(tmp_path / "base", "llava", **WIDE)
+    model = load_model(tmp_path / "base", torch.float32, quantization="nf4")
+    config = runs.config(tmp_path, use_lora=True, quantization="nf4", trackers=[], max_steps=2)
+    ChronicalsTrainer(model, tiny.tokenizer(), config).train(tiny.chat_rows())
+    (exported,) = export(tmp_path / "run", "merged-fp32")
+    assert checks(exported)["logits beside the trained model's"].value <= 1e-5
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "base", exported.path))
+    assert all(torch.equal(before[name], after[name]) for name in before if vision_name(name))
