@@ -362,26 +362,32 @@ def kernels() -> list[str]:
 
 
 def low_bits() -> list[str]:
-    """Kernels of 4-bit weights and 8-bit optimizer states beside bitsandbytes'."""
-    result = load("nf4-h100.json")
-    rate = result["copy_bytes_per_second"]
+    """Kernels of 4-bit weights and 8-bit optimizer states beside bitsandbytes', and of distillation beside Liger's."""
+    four, more = load("nf4-h200.json"), load("objectives-h200.json")
+    commits = " and ".join(f"`{result['commit']}`" for result in (four, more))
     lines = [
         "",
-        "4-bit weights of 8192 x 8192, whose codes and values are bitsandbytes' bit by bit, and 8-bit states; "
-        f"{result['card'].removeprefix('NVIDIA ')}, `{result['commit']}` (copy {rate / 1e12:.2f} TB/s), bitsandbytes 0.50.2 "
-        "in the same run:",
+        "4-bit weights of 8192 x 8192, whose codes and values are bitsandbytes' bit by bit, 8-bit states, and the heads of a "
+        f"student and its teacher; {four['card'].removeprefix('NVIDIA ')}, {commits} "
+        f"(copy {four['copy_bytes_per_second'] / 1e12:.2f} TB/s), bitsandbytes 0.50.2 and Liger 0.8.5 in the same run:",
         "",
-        "| kernel | | times as fast as bitsandbytes |",
+        "| kernel | | times as fast |",
         "|---|---|---|",
     ]
-    for name, row in result["rows"].items():
-        if not name.startswith(("nf4", "adamw_8bit")):
-            continue
-        times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
-        share = row["bytes"] / (times["ours"] * 1e-3) / rate
-        beside = f"{times['bitsandbytes'] / times['ours']:.2f}" if "bitsandbytes" in times else "-"
-        lines.append(f"| {name} | {share:.0%} of the copy rate | {beside} |")
+    for result, kinds in ((four, ("nf4",)), (more, ("adamw_8bit", "linear_distillation"))):
+        for name, row in result["rows"].items():
+            if name.startswith(kinds):
+                times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
+                beside = [f"{times[peer] / times['ours']:.2f} ({peer})" for peer in ("bitsandbytes", "liger") if peer in times]
+                lines.append(f"| {name} | {_of_its_floor(row, times, result)} | {', '.join(beside) or '-'} |")
     return lines
+
+
+def _of_its_floor(row: dict, times: dict[str, float], result: dict) -> str:
+    """How near a kernel comes to the bytes that it must move, or to its products."""
+    if "products" in times:
+        return f"{times['ours'] / times['products']:.2f} times its products"
+    return f"{row['bytes'] / (times['ours'] * 1e-3) / result['copy_bytes_per_second']:.0%} of the copy rate"
 
 
 def saves() -> list[str]:
