@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_command import run
-from test_pairs import planned
+from test_preference_rows import planned
 
 import chronicals.objectives.dpo
 import chronicals.objectives.orpo
