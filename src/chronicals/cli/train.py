@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from chronicals.cli.options import with_recipe_flags
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from chronicals.config import ChronicalsConfig, Recipe
+    from chronicals.distributed import Mesh
+    from chronicals.saving import SavedModel
 
 
 @with_recipe_flags
@@ -49,7 +56,6 @@ def train(
     from rich.markup import escape
 
     from chronicals.data.chat_templates import with_chat_template
-    from chronicals.data.loader import plan_of
     from chronicals.distributed import Mesh
     from chronicals.models.loading import DTYPES
     from chronicals.objectives import OBJECTIVES, build_objective
@@ -57,9 +63,7 @@ def train(
     from chronicals.training import ChronicalsTrainer
     from chronicals.training.adapters import watcher
     from chronicals.training.errors import CheckpointError
-    from chronicals.training.length import fit_batch, fit_learning_rate
-    from chronicals.training.preparation import open_stores
-    from chronicals.training.resume import checkpoint_to_resume, holds_a_run, sole_writer
+    from chronicals.training.resume import holds_a_run, sole_writer
 
     build_objective(config)  # its settings are wrong before anything is loaded, or not at all
     ranks, holds_run = Mesh.current(), holds_a_run(config.output_dir)
@@ -67,15 +71,7 @@ def train(
     saved = SavedModel.find(plan.model, plan.base_model)
     tokenizer = with_chat_template(saved.tokenizer(plan.trust_remote_code), plan.chat_template)
     if check:
-        embedding_rows = saved.embedding_rows(plan.trust_remote_code)
-        reports = None if holds_run else config.output_dir  # a run's own say what it was trained on
-        if reports is not None and ranks.writer:
-            reports.mkdir(parents=True, exist_ok=True)
-        store, _ = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
-        resumed = checkpoint_to_resume(config.output_dir, resume_from or resume, ranks) if resume_from or resume else None
-        fit_batch(fit_learning_rate(config, ranks), plan_of(store, config), ranks, resumed)
-        where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
-        console.print(escape(f"the data can be trained on; {where}"))
+        _check_data(plan, config, saved, tokenizer, ranks, resume_from or resume, console)
         return
     load = OBJECTIVES[config.objective].load
     model = load(saved, DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config))
@@ -95,3 +91,26 @@ def train(
     console.print(f"[bold]model[/]  {escape(str(result.model_dir))}\n[bold]report[/] {escape(str(result.report))}")
     if OBJECTIVES[config.objective].generates:
         console.print(f"next: chronicals generate {escape(shlex.quote(str(config.output_dir)))}")
+
+
+def _check_data(
+    plan: Recipe, config: ChronicalsConfig, saved: SavedModel, tokenizer: Any, ranks: Mesh, resume: bool | Path,
+    console: Console,
+) -> None:  # fmt: skip
+    """Report on the data and the length of the run; the reports of a run that is there are left as they are."""
+    from rich.markup import escape
+
+    from chronicals.data.loader import plan_of
+    from chronicals.training.length import fit_batch, fit_learning_rate
+    from chronicals.training.preparation import open_stores
+    from chronicals.training.resume import checkpoint_to_resume, holds_a_run
+
+    embedding_rows = saved.embedding_rows(plan.trust_remote_code)
+    reports = None if holds_a_run(config.output_dir) else config.output_dir
+    if reports is not None and ranks.writer:
+        reports.mkdir(parents=True, exist_ok=True)
+    store, _ = open_stores(*plan.sources, embedding_rows, tokenizer, config, ranks, reports)
+    resumed = checkpoint_to_resume(config.output_dir, resume, ranks) if resume else None
+    fit_batch(fit_learning_rate(config, ranks), plan_of(store, config), ranks, resumed)
+    where = f"the report is in {config.output_dir}" if reports else f"the run in {config.output_dir} keeps its own report"
+    console.print(escape(f"the data can be trained on; {where}"))

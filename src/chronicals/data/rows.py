@@ -192,7 +192,7 @@ def unread_fields(record: Record, kind: str) -> list[str]:
 
 def refuse_media(record: Record, where: str) -> None:
     """Raises DataError where a row, or a message, has a field with pictures, video or sound."""
-    if name := next((name for name in MEDIA if _is_filled(record.get(name))), None):
+    if is_object(record) and (name := next((name for name in MEDIA if _is_filled(record.get(name))), None)):
         raise DataError(f"{where}: {name!r} holds pictures, video or sound; only text is trained on", "pictures_or_sound")
 
 

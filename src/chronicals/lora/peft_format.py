@@ -33,6 +33,32 @@ CHANGED = "_chronicals_weights_changed"
 """Attribute of a model whose weights are no longer those of the folder or hub name that it was loaded from."""
 
 
+def _described(model: Any, config: LoRAConfig, layers: Mapping[str, Any], base: str | None, trained: bool) -> dict[str, Any]:
+    """PEFT's configuration of the adapters ``layers``, by their paths; ``trained``: rows of the embedding are, too."""
+    whole_layers = sorted(path for path, layer in layers.items() if not isinstance(layer, LoRAParameter))
+    parameters = sorted(layer.named_at(path) for path, layer in layers.items() if isinstance(layer, LoRAParameter))
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM" if score_of(model) is None else OF_A_SCORE,
+        "base_model_name_or_path": base,
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "init_lora_weights": True,
+        "lora_dropout": config.dropout,
+        "use_rslora": config.use_rslora,
+        "modules_to_save": list(config.modules_to_save) if config.modules_to_save else None,
+        "trainable_token_indices": tokens_for_file(model) if trained else None,
+        "rank_pattern": dict(config.rank_pattern),
+        "alpha_pattern": dict(config.alpha_pattern),
+        "use_dora": config.use_dora,
+        "target_modules": whole_layers,
+        "target_parameters": parameters or None,
+        "fan_in_fan_out": any(type(layer.base_layer).__name__ == "Conv1D" for layer in layers.values()),
+        "bias": "none",
+        "inference_mode": True,
+    }
+
+
 def save_adapter(
     model: Any, folder: str | Path, base_model: str | None = None, state_dict: Mapping[str, Tensor] | None = None
 ) -> None:  # fmt: skip
@@ -58,28 +84,7 @@ def save_adapter(
     trained = dict(trained_tokens(model))
     if bool(trained) != (config.trainable_token_indices is not None):
         raise ValueError("trainable_token_indices: the embedding was replaced since; resize it before adapters are attached")
-    whole_layers = sorted(path for path, layer in layers.items() if not isinstance(layer, LoRAParameter))
-    parameters = sorted(layer.named_at(path) for path, layer in layers.items() if isinstance(layer, LoRAParameter))
-    described = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM" if score_of(model) is None else OF_A_SCORE,
-        "base_model_name_or_path": base,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "init_lora_weights": True,
-        "lora_dropout": config.dropout,
-        "use_rslora": config.use_rslora,
-        "modules_to_save": list(config.modules_to_save) if config.modules_to_save else None,
-        "trainable_token_indices": tokens_for_file(model) if trained else None,
-        "rank_pattern": dict(config.rank_pattern),
-        "alpha_pattern": dict(config.alpha_pattern),
-        "use_dora": config.use_dora,
-        "target_modules": whole_layers,
-        "target_parameters": parameters or None,
-        "fan_in_fan_out": any(type(layer.base_layer).__name__ == "Conv1D" for layer in layers.values()),
-        "bias": "none",
-        "inference_mode": True,
-    }
+    described = _described(model, config, layers, base, trained=bool(trained))
     values = model.state_dict() if state_dict is None else state_dict
     stored = {path: _stored(path, layer, values) for path, layer in layers.items()}
     tensors = {f"{PREFIX}{path}.{name}": tensor for path, found in stored.items() for name, tensor in found.items()}

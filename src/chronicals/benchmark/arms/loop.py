@@ -6,6 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,71 +41,79 @@ def train_padded(
         updates: False never makes optimizer states: for a single step where they do not fit.
         attentions: of transformers, to choose between, the safest last; by default the model's own.
     """
-    in_all = plan.in_all + (PROFILED_STEPS if plan.trace else 0)
-    steps = list(work.documents_by_step(in_all)) if steps is None else steps
+    steps = list(work.documents_by_step(plan.in_all + (PROFILED_STEPS if plan.trace else 0))) if steps is None else steps
     model.train()
-    config = work.config()
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
-        weight_decay=config.weight_decay, fused=device().type == "cuda",
-    )  # fmt: skip
+    loop = _Loop(model, work, updates)
     if rows:
         batches = [padded(documents, rows, device()) for documents in steps]
     else:
         if updates:
-            make_states(optimizer)
+            make_states(loop.optimizer)
         way, failed = fastest_way(model, steps, work.rows_a_micro_batch, attentions)
         batches = [way.cut(documents, work.rows_a_micro_batch) for documents in steps]
         settings = ", ".join(filter(None, [settings, way.words, *failed]))
     micro_batches = sum(len(batch.micro_batches) for batch in batches) / len(batches)
     settings += f", {micro_batches:.1f} micro-batches a step, sorted by length" if micro_batches > 1 else ""
-    losses, norms, movement = list[Tensor](), list[Tensor](), Movement(model)
+    loaded = time.perf_counter() - plan.began
+    reset_peak()
+    while plan.hand_in(replace(loop.round(batches, plan), settings=settings, load_seconds=loaded)):
+        pass
 
-    def run(batch: PaddedStep, clock: Clock) -> None:
+
+class _Loop:
+    """A model, AdamW over what it trains, and the rounds of its steps.
+
+    Args:
+        updates: whether the optimizer makes a step.
+    """
+
+    def __init__(self, model: Any, work: Work, updates: bool):
+        config = work.config()
+        self.model, self.updates, self.max_norm = model, updates, config.max_grad_norm or math.inf
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.parameters, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
+            weight_decay=config.weight_decay, fused=device().type == "cuda",
+        )  # fmt: skip
+        self.movement = Movement(model)
+
+    def step(self, batch: PaddedStep, clock: Clock) -> tuple[Tensor, Tensor]:
+        """Loss, and gradient norm before clipping, on the device."""
         total = torch.zeros((), device=device())
         for given, share in batch.micro_batches:
-            loss = model(**given).loss
+            loss = self.model(**given).loss
             loss = loss if share == 1 else loss * share
             loss.backward()
             total += loss.detach()
-        norms.append(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf).detach())
-        if updates:
-            optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(total)
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm).detach()
+        if self.updates:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
         clock.mark()
+        return total, norm
 
-    loaded = time.perf_counter() - plan.began
-    reset_peak()
-    wanted = True
-    while wanted:
-        losses.clear()
-        norms.clear()
+    def round(self, batches: Sequence[PaddedStep], plan: ArmPlan) -> Measurement:
+        """The steps of a round over the batches, from the first one again where they are fewer, and the profiled ones."""
         clock, measured = Clock(), [batches[step % len(batches)] for step in range(plan.in_all)]
         clock.mark()
-        for batch in measured:
-            run(batch, clock)
+        found = [self.step(batch, clock) for batch in measured]
         seconds, peak, profile = clock.seconds(), peak_gib(), None
         if plan.trace and not plan.rounds:
             profiler = Profiler(plan.trace)
             for batch in batches[plan.in_all :]:
-                run(batch, Clock())
+                self.step(batch, Clock())
             profile = profiler.stop(PROFILED_STEPS, statistics.median(seconds[plan.warm_up :]))
-        wanted = plan.hand_in(
-            Measurement(
-                settings=settings,
-                tokens=[batch.tokens for batch in measured],
-                slots=[batch.slots for batch in measured],
-                seconds=seconds,
-                losses=[float(loss) for loss in losses[: len(measured)]],
-                grad_norms=[float(norm) for norm in norms[: len(measured)]],
-                warm_up=plan.discarded,
-                peak_gib=peak,
-                trained_share=movement.trained_share,
-                moved_share=movement.moved_share(),
-                load_seconds=loaded,
-                profile=profile,
-                first=not plan.rounds,
-            )
+        return Measurement(
+            settings="",
+            tokens=[batch.tokens for batch in measured],
+            slots=[batch.slots for batch in measured],
+            seconds=seconds,
+            losses=[float(loss) for loss, _ in found],
+            grad_norms=[float(norm) for _, norm in found],
+            warm_up=plan.discarded,
+            peak_gib=peak,
+            trained_share=self.movement.trained_share,
+            moved_share=self.movement.moved_share(),
+            profile=profile,
+            first=not plan.rounds,
         )
