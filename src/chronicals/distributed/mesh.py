@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chronicals.distributed.buckets import sum_over_ranks
 from chronicals.distributed.launch import Launch
 from chronicals.kernels.gradient_norm import gradient_norm
 
@@ -103,15 +104,13 @@ class Mesh:
         if pattern not in self._patterns:
             self._patterns.clear()
             self._patterns[pattern] = torch.tensor(pattern, dtype=torch.float32, device=scalars[0].device)
-        pending = []
+        beside = torch.cat([torch.stack([scalar.float() for scalar in scalars]), self._patterns[pattern]])
+        known = dist.all_reduce(beside, async_op=True)
         for parameter in parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-            pending.append(dist.all_reduce(parameter.grad, async_op=True))
-        beside = torch.cat([torch.stack([scalar.float() for scalar in scalars]), self._patterns[pattern]])
-        pending.append(dist.all_reduce(beside, async_op=True))
-        for work in pending:
-            work.wait()
+        sum_over_ranks([parameter.grad for parameter in parameters if parameter.grad is not None])
+        known.wait()
         for scalar, total in zip(scalars, beside):
             scalar.copy_(total)
         return beside[len(scalars) :]
