@@ -9,7 +9,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -184,3 +184,14 @@ def _flag_type(annotation: Any) -> Any:
     if typing.get_origin(annotation) is typing.Literal:
         return str
     return annotation if annotation in (int, float, bool, str, Path) else str
+
+
+def without_option(args: Sequence[str], name: str) -> list[str]:
+    """``args`` without an option that has a value: ``--name value`` or ``--name=value``."""
+    found, rest = [], iter(args)
+    for arg in rest:
+        if arg == name:
+            next(rest, None)
+        elif not arg.startswith(f"{name}="):
+            found.append(arg)
+    return found

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chronicals.cli.options import with_recipe_flags
+from chronicals.cli.options import with_recipe_flags, without_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,6 +31,9 @@ def train(
     ] = None,
     check: Annotated[bool, typer.Option("--check", help="Stop after the report on the data and the length of the run")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log every decision, also what does not run, and why")] = False,
+    nproc: Annotated[
+        int | None, typer.Option(min=1, help="Processes on this machine that train together, one for each card")
+    ] = None,
     preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
     **flags: Any,
 ) -> None:
@@ -40,6 +44,11 @@ def train(
     `report.html` and `resume.yaml`, with which `chronicals train --resume --output-dir DIR` goes on; flags override it.
     """
     import logging
+
+    if nproc is not None:
+        from chronicals.distributed.launch import become_launcher
+
+        become_launcher(nproc, without_option(sys.argv[1:], "--nproc"))
 
     from chronicals.cli.beforehand import compile_attention, compile_data_functions
     from chronicals.config import Recipe

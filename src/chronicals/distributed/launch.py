@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from chronicals.config import ConfigurationError
@@ -74,6 +75,33 @@ class Launch:
                 f"{'is' if len(missing) == 1 else 'are'} not set, so they cannot find each other; each would train alone. "
                 f"{remedy(self.told_by.partition('=')[0], self.count)}"
             )
+
+
+def become_launcher(count: int, arguments: Sequence[str]) -> None:
+    """Become torchrun, which starts ``count`` processes of ``chronicals ARGUMENTS`` on this machine and ends with them; returns
+    where one process is asked for, this one.
+
+    Without an ``OMP_NUM_THREADS`` of the caller's the processes share the cores.
+
+    Raises:
+        ConfigurationError: this process was started as one of several, or there are fewer cards.
+    """
+    if launch := Launch.found():
+        raise ConfigurationError(
+            f"nproc={count}: {launch.told_by} says that {launch.count} processes were started already; leave nproc out, or "
+            f"unset {launch.told_by.partition('=')[0]}"
+        )
+    if count == 1:
+        return
+    import torch
+
+    cards = torch.cuda.device_count()
+    if 0 < cards < count:
+        raise ConfigurationError(f"nproc={count}: this machine has {cards} card{'s' * (cards > 1)}; give at most as many")
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [*launcher, "-m", "chronicals.cli", *arguments])
 
 
 def require_one_process(command: str) -> None:
