@@ -1,5 +1,6 @@
-"""Every planted fault of ``tests/mutations`` fits the source: its text occurs once, and its tests exist."""
+"""Every planted fault of ``tests/mutations`` fits the source: its text occurs once, the new text is Python, its tests exist."""
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -12,7 +13,9 @@ FAULTS = [fault for path in sorted(ROOT.glob("tests/mutations/*.toml")) for faul
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault["name"])
 def test_a_planted_fault_fits_the_source(fault):
-    assert (ROOT / "src" / "chronicals" / fault["file"]).read_text().count(fault["old"]) == 1
+    source = (ROOT / "src" / "chronicals" / fault["file"]).read_text()
+    assert source.count(fault["old"]) == 1
+    ast.parse(source.replace(fault["old"], fault["new"]))
     for test in fault["tests"]:
         file, *names = test.partition("[")[0].split("::")
         text = (ROOT / file).read_text()
