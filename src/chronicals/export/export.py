@@ -26,6 +26,7 @@ from chronicals.export.card import card
 from chronicals.export.hub import push
 from chronicals.export.ollama import modelfile
 from chronicals.export.part_names import reads_images
+from chronicals.export.progress import without_bars
 from chronicals.export.proof import Proof
 from chronicals.export.source import Source, opened
 from chronicals.saving import save_model, text_files
@@ -179,6 +180,7 @@ def export(
     named_paths = {"data": data, "importance": importance, "vllm_python": vllm_python}
     given = {key: None if path is None else str(path) for key, path in named_paths.items()}
     with (
+        without_bars(),
         tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as place,
         opened(_stored(model, tokenizer, Path(place)), base_model, Path(place), **given) as source,
     ):
