@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 
 import gguf_models
 import pytest
@@ -9,8 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 import tiny
-from chronicals.export import NotExpressible, NotProved, compressed_tensors, export
+from chronicals.export import NotExpressible, NotProved, compressed_tensors, export, source, weight_files
 from chronicals.export.compressed_tensors import FP8, INT4, LAYOUTS
+from chronicals.saving import SavedModel
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 READ_BY_TRANSFORMERS = importlib.util.find_spec("compressed_tensors") is not None
@@ -34,6 +36,94 @@ def test_transformers_computes_with_them_what_torch_does(name, layout, tmp_path)
     assert described["format"] == LAYOUTS[layout].name and described["ignore"] == ["lm_head"]
     tensors = load_file(exported.path / "model.safetensors")
     assert tensors["model.embed_tokens.weight"].dtype == tensors["model.norm.weight"].dtype == torch.bfloat16
+
+
+OF_EXPERTS = {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+ROUTERS = {
+    "mixtral": ["block_sparse_moe.gate"], "qwen2_moe": ["mlp.gate", "mlp.shared_expert_gate"], "qwen3_moe": ["mlp.gate"],
+    "olmoe": ["mlp.gate"],
+}  # fmt: skip
+
+
+def of_experts(folder, name):
+    return saved(folder, name, **OF_EXPERTS)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ROUTERS)
+def test_experts_are_written_one_by_one(name, layout, tmp_path):
+    """In the checkpoint's names, which vLLM reads; routers are left out by the same names; transformers computes the same."""
+    (exported,) = export(of_experts(tmp_path, name), layout)
+    found = {check.name: check for check in exported.proof.checks}
+    same = found.get("logits beside torch with the same weights and inputs")
+    assert same.value < 1e-5 if READ_BY_TRANSFORMERS else same is None
+    described = json.loads((exported.path / "config.json").read_text())["quantization_config"]
+    assert described["ignore"] == ["lm_head", *(f"model.layers.{n}.{router}" for n in range(2) for router in ROUTERS[name])]
+    before, tensors = load_file(tmp_path / "model.safetensors"), load_file(exported.path / "model.safetensors")
+    stored = torch.float8_e4m3fn if layout == "fp8" else torch.int32
+    for expert in (key for key in before if ".experts." in key):
+        codes, scale = tensors[expert if layout == "fp8" else f"{expert}_packed"], tensors[f"{expert}_scale"]
+        assert codes.dtype == stored and scale.shape[0] == before[expert].shape[0]
+    for router in ROUTERS[name]:
+        assert tensors[f"model.layers.1.{router}.weight"].dtype == torch.bfloat16
+
+
+def exchanged(right, stored):
+    """What is written of a matrix, of which two experts' are exchanged."""
+    other = {".0.": ".1.", ".1.": ".0."}
+    for mine, theirs in other.items():
+        if f".experts{mine}" in stored.name and ".layers.1." in stored.name:
+            name = stored.name.replace(f".experts{mine}", f".experts{theirs}")
+            new = right(stored)
+            return [replace(tensor, name=tensor.name.replace(stored.name, name)) for tensor in new]
+    return right(stored)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_experts_in_another_order_are_found_in_low_bits(layout, tmp_path, monkeypatch):
+    kind = type(LAYOUTS[layout])
+    right = kind.written
+    monkeypatch.setattr(kind, "written", lambda self, stored: exchanged(lambda given: right(self, given), stored))
+    with pytest.raises(NotProved, match="quantised weights, safetensors: FAILED"):
+        export(of_experts(tmp_path, "qwen3_moe"), layout)
+
+
+@pytest.mark.skipif(not READ_BY_TRANSFORMERS, reason="needs compressed-tensors")
+def test_scales_of_another_expert_are_found_by_transformers(tmp_path, monkeypatch):
+    """A fault in the way there and in the way back: the layout is read as it was written, and is another than the package's."""
+    right, back = FP8.quantise, FP8.read
+    monkeypatch.setattr(FP8, "quantise", lambda self, weight: (lambda codes, scale: (codes, scale / 2))(*right(self, weight)))
+    monkeypatch.setattr(FP8, "read", lambda self, found, name: 2 * back(self, found, name))
+    with pytest.raises(NotProved, match="same weights and inputs, transformers: FAILED"):
+        export(of_experts(tmp_path, "mixtral"), "fp8")
+
+
+def test_in_vllm_experts_round_their_inputs_too(tmp_path):
+    """Beside the same model whose experts' inputs were rounded by hand: its experts have one matrix each."""
+    given = source.Source(SavedModel.find(of_experts(tmp_path, "qwen3_moe")), tmp_path)
+    compressed_tensors.write(given, tmp_path / "fp8", FP8())
+    found = {stored.name: stored for stored in weight_files.tensors_in(tmp_path / "fp8" / "model.safetensors")}
+    names = compressed_tensors._quantised(given, FP8())
+    model = compressed_tensors._in_torch(given, found, FP8(), names, in_vllm=True)
+    experts = model.model.layers[1].mlp.experts
+    x = torch.randn(5, 128)
+    got = experts(x, torch.tensor([[3]] * 5), torch.ones(5, 1))
+    gate, up, down = (FP8().read(found, f"model.layers.1.mlp.experts.3.{role}_proj.weight") for role in ("gate", "up", "down"))
+    rounded = FP8().as_taken(x)
+    inner = FP8().as_taken(torch.nn.functional.silu(rounded @ gate.T) * (rounded @ up.T))
+    assert torch.allclose(got, inner @ down.T, atol=1e-5)
+
+
+def test_no_bars_are_shown(tmp_path, capfd):
+    """Of transformers and compressed-tensors; transformers shows its own again afterwards."""
+    from transformers.utils import logging
+
+    folder = saved(tmp_path)
+    logging.enable_progress_bar()
+    capfd.readouterr()
+    export(folder, "fp8")
+    assert "%|" not in capfd.readouterr().err and logging.is_progress_bar_enabled()
 
 
 def test_fp8_by_hand():
@@ -84,14 +174,17 @@ def test_a_head_that_is_said_to_be_quantised_is_found(tmp_path, monkeypatch):
 
 
 def test_what_has_no_layout_is_refused(tmp_path):
-    with pytest.raises(NotExpressible, match="float-quantized: the model has experts"):
-        export(saved(tmp_path / "experts", "qwen3_moe"), "fp8")
+    said = r"float-quantized: model.layers.0.mlp.experts.down_proj, \[4, 256, 128\]: .* a matrix an expert, .* \(--to merged\)"
+    with pytest.raises(NotExpressible, match=said):
+        export(saved(tmp_path / "stacked", "gpt_oss"), "fp8")
+    with pytest.raises(NotExpressible, match="experts.0.down_proj.weight: rows of 32 are no whole groups of 128"):
+        export(saved(tmp_path / "experts", "qwen3_moe"), "int4")
     with pytest.raises(NotExpressible, match=r"down_proj.weight: rows of 96 are no whole groups of 128; export it in FP8"):
         export(saved(tmp_path / "narrow", intermediate_size=96), "int4")
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "phi3", "mixtral", "qwen2_moe", "gpt_oss"])
 def test_nf4_is_what_bitsandbytes_reads(name, tmp_path):
     pytest.importorskip("generic_bitsandbytes")
     (exported,) = export(saved(tmp_path, name), "nf4")
@@ -101,6 +194,11 @@ def test_nf4_is_what_bitsandbytes_reads(name, tmp_path):
     assert ("logits beside torch with the same weights" in found) == there
     described = json.loads((exported.path / "config.json").read_text())["quantization_config"]
     assert described["load_in_4bit"] and described["bnb_4bit_quant_type"] == "nf4"
+    stored = load_file(exported.path / "model.safetensors")
+    experts = [tensor.dtype for key, tensor in stored.items() if ".experts." in key]
+    assert set(experts) <= {torch.bfloat16} and bool(experts) == (name in ("mixtral", "qwen2_moe", "gpt_oss"))
+    share = found["ratio of the weights that are in 4 bits"].value
+    assert (share < 0.5) == bool(experts)
 
 
 def test_codes_of_another_weight_are_found_in_nf4(tmp_path, monkeypatch):

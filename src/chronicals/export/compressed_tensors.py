@@ -3,13 +3,15 @@
     fp8    ``float-quantized``: a scale a row; inputs are quantised as they come, with a scale a token
     int4   ``pack-quantized``: a scale for each 128 elements of a row (W4A16); inputs stay in 16 bits
 
-Embeddings, head, norms and routers stay in bf16.
+Embeddings, head, norms and routers stay in bf16. Experts are stored one by one; transformers makes them dense as it reads them,
+vLLM computes with them as with linear layers.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.export import vllm
+from chronicals.export.experts import Expert, stack_named, watch_experts
 from chronicals.export.gguf_families import NotExpressible
 from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
@@ -32,6 +35,9 @@ PACKAGE = "compressed-tensors"
 
 GROUP = 128
 """Elements of a row that share a scale in 4 bits."""
+
+ROUTER = re.compile(r"\.layers\.\d+\.(?:\w+\.)*(?:gate|router|shared_expert_gate)\.weight")
+"""What chooses experts, by its name in files."""
 
 BOUND = 2e-2
 """Of transformers' logits beside those of torch with the same weights and inputs."""
@@ -63,9 +69,13 @@ class Layout(ABC):
     def scheme(self) -> dict[str, Any]:
         """Of ``config_groups``."""
 
-    @abstractmethod
-    def prepare(self, layer: nn.Module) -> None:
-        """Let a layer of torch's treat its inputs as the layout's does."""
+    def as_taken(self, x: Tensor, together: bool = False) -> Tensor:
+        """What a layer of the layout multiplies its weight with in place of its input.
+
+        Args:
+            together: all rows have one scale.
+        """
+        return x
 
     def why_not(self, stored: StoredTensor) -> str | None:
         """Why a weight cannot be stored so."""
@@ -101,13 +111,10 @@ class FP8(Layout):
             "input_activations": {**numbers, "strategy": "token", "dynamic": True},
         }
 
-    def prepare(self, layer: nn.Module) -> None:
-        layer.register_forward_pre_hook(self._round_inputs)
-
-    def _round_inputs(self, layer: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        x = inputs[0].float()
-        scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / self.largest
-        return ((x / scale).to(torch.float8_e4m3fn).float() * scale).to(inputs[0].dtype), *inputs[1:]
+    def as_taken(self, x: Tensor, together: bool = False) -> Tensor:
+        largest = x.float().abs().amax(None if together else -1, keepdim=True)
+        scale = largest.clamp(min=1e-12) / self.largest
+        return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
 class INT4(Layout):
@@ -116,9 +123,6 @@ class INT4(Layout):
     name = "pack-quantized"
     error = 0.16
     each = 8
-
-    def prepare(self, layer: nn.Module) -> None:
-        """Inputs stay as they are."""
 
     def why_not(self, stored: StoredTensor) -> str | None:
         return f"rows of {stored.shape[1]} are no whole groups of {GROUP}" if stored.shape[1] % GROUP else None
@@ -169,17 +173,18 @@ def _bytes(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
 
 
 def write(source: Source, aside: Path, layout: Layout) -> None:
-    """Write the folder, a tensor at a time.
+    """Write the folder, a tensor at a time; each expert has its own matrices, as in files of transformers.
 
     Raises:
-        NotExpressible: the model has experts, no decoder layers with linear layers, or one that the layout cannot store.
+        NotExpressible: the model has experts that are stored in one tensor, no decoder layers with linear layers, or a weight
+            that the layout cannot store.
     """
     names = _quantised(source, layout)
     aside.mkdir(parents=True)
     write_files(source, aside, lambda stored: layout.written(stored) if stored.name in names else [_in_bf16(stored)])
     write_beside(source, aside)
     file = aside / "config.json"
-    described = _described(source, layout, set(names.values()))
+    described = _described(source, layout, names)
     file.write_text(
         json.dumps({**json.loads(file.read_text()), "dtype": "bfloat16", "quantization_config": described}, indent=2)
     )
@@ -193,14 +198,20 @@ def size(source: Source, layout: Layout) -> int:
 
 
 def _quantised(source: Source, layout: Layout) -> dict[str, str]:
-    """The weights that are quantised: their names in the files, and what the loaded model calls them."""
-    if any(".experts." in name for name in source.tensors):
-        raise NotExpressible(f"{layout.name}: the model has experts, whose layout is not proved here; export it merged")
+    """The weights that are quantised: their names in the files, and what the loaded model calls them; an expert's matrix, which
+    is a part of a parameter there, has its name in the files."""
     try:
         stored = StoredNames(source.tensors)
         names = {found: name for name in quantised_names(source.folder) if (found := stored.find(name)) is not None}
     except ValueError as error:
         raise NotExpressible(f"{layout.name}: {error}") from error
+    names |= {name: name for name in source.tensors if name not in names and Expert.named(name) is not None}
+    for name, tensor in source.tensors.items():
+        if ".experts." in name and name not in names:
+            raise NotExpressible(
+                f"{layout.name}: {name}, {list(tensor.shape)}: readers of {PACKAGE} take a matrix an expert, with no bias, and "
+                "this family is stored otherwise; export it merged (--to merged)"
+            )
     for name in sorted(names):
         if reason := layout.why_not(source.tensors[name]):
             raise NotExpressible(f"{layout.name}: {name}: {reason}; export it in FP8 (--to fp8) or merged (--to merged)")
@@ -211,15 +222,20 @@ def _in_bf16(stored: StoredTensor) -> NewTensor:
     return NewTensor(stored.name, "BF16", stored.shape, stored.read)
 
 
-def _described(source: Source, layout: Layout, names: set[str]) -> dict[str, Any]:
-    """``quantization_config``; layers that stay in 16 bits are named."""
+def _described(source: Source, layout: Layout, names: Mapping[str, str]) -> dict[str, Any]:
+    """``quantization_config``; layers that stay in 16 bits are named.
+
+    Routers are no linear layers in transformers 5, but are in vLLM, by their names in the files.
+    """
     layers = [path for path, layer in load_without_weights(source.folder).named_modules() if isinstance(layer, nn.Linear)]
+    kept = {path for path in layers if f"{path}.weight" not in names.values()}
+    routers = {name.removesuffix(".weight") for name in source.tensors if ROUTER.search(name) and name not in names}
     return {
         "quant_method": PACKAGE,
         "format": layout.name,
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
-        "ignore": sorted(path for path in layers if f"{path}.weight" not in names),
+        "ignore": sorted(kept | routers),
         "config_groups": {"group_0": {"targets": ["Linear"], **layout.scheme}},
     }
 
@@ -237,11 +253,10 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
     errors = {name: relative_error(layout.read(found, name), source.tensors[name].read()) for name in names}
     worst = max(errors, key=lambda name: errors[name])
     proof.bounded("quantised weights", "safetensors", errors[worst], layout.error, worst)
-    named = {name: stored for stored, name in names.items()}
-    simulated = _in_torch(source, found, layout, named)
+    simulated = _in_torch(source, found, layout, names)
     source.prove_survival(simulated, proof)
     expected = logits_of(simulated, source.documents)
-    vllm.prove(source, aside, lambda: _in_torch(source, found, layout, named), proof)
+    vllm.prove(source, aside, lambda: _in_torch(source, found, layout, names, in_vllm=True), proof)
     if importlib.util.find_spec("compressed_tensors") is None:
         proof.not_run("logits", CLIENT, f"{PACKAGE} is not installed: pip install {PACKAGE}")
         return
@@ -253,17 +268,33 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
     proof.reported("logits beside the trained model's", CLIENT, cost)
 
 
-def _in_torch(source: Source, found: Found, layout: Layout, names: Mapping[str, str]) -> Any:
-    """The model with the files' weights, whose layers treat their inputs as the layout's do.
+def _in_torch(source: Source, found: Found, layout: Layout, names: Mapping[str, str], in_vllm: bool = False) -> Any:
+    """The model with the files' weights, whose linear layers treat their inputs as the layout's do.
+
+    Transformers keeps experts dense, and the package (0.17) gives rows one scale where they come as a matrix, as to a shared
+    expert. In vLLM experts treat their inputs as linear layers do, and every row has a scale.
 
     Args:
-        names: of the quantised weights in the files, by those in the model.
+        names: of the quantised weights in the files, and in the model.
     """
     model = load_model(source.folder, source.dtype)
+    stored = {name: own for own, name in names.items()}
+    experts = {name: expert for name in names if (expert := Expert.named(name)) is not None}
+
+    def take(layer: nn.Module, given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return layout.as_taken(given[0], together=given[0].ndim == 2 and not in_vllm), *given[1:]
+
     for name, parameter in model.named_parameters():
-        if name in names:
-            parameter.data = layout.read(found, names[name]).to(source.dtype)
-            layout.prepare(model.get_submodule(name.removesuffix(".weight")))
+        stack = stack_named(name)
+        inside = {own: expert for own, expert in experts.items() if expert.stack == stack}
+        if name in stored:
+            parameter.data = layout.read(found, stored[name]).to(source.dtype)
+            model.get_submodule(name.removesuffix(".weight")).register_forward_pre_hook(take)
+        elif inside:
+            for own, expert in inside.items():
+                expert.within(parameter.data).copy_(layout.read(found, own))
         else:
             parameter.data = parameter.data.bfloat16().to(source.dtype)
+    if in_vllm:
+        watch_experts(model, lambda path, expert, x: layout.as_taken(x))
     return on_device(model)

@@ -7,7 +7,6 @@ the model's own names and layout: so a written file is compared with the model w
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,18 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from chronicals.export.experts import DOWN, GATE, ONE, ROLES, STACKED, UP
 from chronicals.export.gguf_families import Family, NotExpressible, head_dim
 
 Part = tuple[str, Any, Tensor]
 """A tensor of the model, where in it a part lies (an index), and the part."""
 
-EXPERT = re.compile(r"(?:model\.)?layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)\.weight")
-STACKED = re.compile(r"(?:model\.)?layers\.(\d+)\.\w+\.experts\.(gate_up_proj|down_proj)(_bias)?")
-
-ROLES = {
-    "gate_proj": "FFN_GATE_EXP", "w1": "FFN_GATE_EXP", "down_proj": "FFN_DOWN_EXP", "w2": "FFN_DOWN_EXP",
-    "up_proj": "FFN_UP_EXP", "w3": "FFN_UP_EXP",
-}  # fmt: skip
+IN_GGUF = {GATE: "FFN_GATE_EXP", UP: "FFN_UP_EXP", DOWN: "FFN_DOWN_EXP"}
+"""What gguf calls the experts' matrices."""
 
 KEPT = 2
 """Tensors of a file that stay in memory: stacked experts and their halves are read for many tensors of the model."""
@@ -74,7 +69,7 @@ def pieces_of(shapes: Mapping[str, tuple[int, ...]], config: Any, family: Family
     for name, shape in shapes.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue  # the file has the embedding alone
-        if each := EXPERT.fullmatch(name):
+        if each := ONE.fullmatch(name):
             block, number, role = int(each[1]), int(each[2]), each[3]
             experts.setdefault(_expert_name(role, block), {})[number] = name
         elif both := STACKED.fullmatch(name):
@@ -94,7 +89,7 @@ def _expert_name(role: str, block: int, suffix: str = "weight") -> str:
 
     if role not in ROLES:
         raise NotExpressible(f"experts have {role!r}, which GGUF has no place for")
-    return f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[ROLES[role]]].format(bid=block)}.{suffix}"
+    return f"{gguf.TENSOR_NAMES[gguf.MODEL_TENSOR[IN_GGUF[ROLES[role]]]].format(bid=block)}.{suffix}"
 
 
 def _unstacked(names: tuple[str, ...]) -> Callable[[Tensor], list[Part]]:
@@ -139,7 +134,7 @@ def _of_stack(name: str, shape: tuple[int, ...], block: int, role: str, bias: bo
         )  # fmt: skip
         return
     halves = stood[1] // 2
-    for number, half in enumerate(("gate_proj", "up_proj")):
+    for number, half in enumerate((GATE, UP)):
         rows = slice(number, None, 2) if family.interleaves_experts else slice(number * halves, (number + 1) * halves)
         place = (slice(None), slice(None), rows) if turned else (slice(None), rows)
         yield Piece(

@@ -1,0 +1,69 @@
+"""What each expert of a model is multiplied with, and where its weights are."""
+
+import gguf_models
+import pytest
+import torch
+
+from chronicals.export.experts import DOWN, GATE, UP, Expert, stack_named, watch_experts
+
+IDS = torch.randint(0, 300, (1, 17))
+
+
+def watched(model, through, ids=IDS):
+    undo = watch_experts(model, through)
+    try:
+        with torch.no_grad():
+            return model(ids).logits
+    finally:
+        undo()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"])
+def test_every_row_passes_through_its_experts(name):
+    """Each token in as many experts as it has, once into the first product and once into the second; nothing changes."""
+    model, rows = gguf_models.build(name), {}
+
+    def through(path, expert, x):
+        rows[path] = rows.get(path, 0) + len(x)
+        return x
+
+    with torch.no_grad():
+        plain = model(IDS).logits
+    assert torch.allclose(watched(model, through), plain, atol=1e-4)
+    expected = {f"model.layers.{n}.mlp.experts.{part}": 34 for n in range(2) for part in ("gate_up_proj", "down_proj")}
+    assert rows == expected
+    with torch.no_grad():
+        assert torch.equal(model(IDS).logits, plain) and sum(rows.values()) == 4 * 34
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_what_an_expert_is_given_is_told_by_its_number(name):
+    model = gguf_models.build(name)
+    experts, seen = model.model.layers[1].mlp.experts, []
+    x = torch.randn(3, 64)
+    undo = watch_experts(model, lambda path, expert, given: seen.append((path, expert, given)) or given)
+    experts(x, torch.tensor([[2, 0], [2, 3], [1, 2]]), torch.ones(3, 2) if name == "mixtral" else torch.ones(3, 4))
+    undo()
+    first = {expert: given for path, expert, given in seen if path == "model.layers.1.mlp.experts.gate_up_proj"}
+    assert {number: len(given) for number, given in first.items()} == {0: 1, 1: 1, 2: 3, 3: 1}
+    assert torch.equal(first[2], x) and torch.equal(first[3], x[1:2]) and torch.equal(first[0], x[:1])
+
+
+def test_what_is_given_back_is_what_is_multiplied():
+    model = gguf_models.build("qwen3_moe")
+    without = watched(model, lambda path, expert, x: torch.zeros_like(x) if path.endswith("down_proj") else x)
+    for layer in model.model.layers:
+        layer.mlp.experts.down_proj.data.zero_()
+    with torch.no_grad():
+        assert torch.allclose(without, model(IDS).logits, atol=1e-5)
+
+
+def test_names_of_experts():
+    assert Expert.named("model.layers.3.mlp.experts.11.up_proj.weight") == Expert(3, 11, UP)
+    assert Expert.named("model.layers.0.block_sparse_moe.experts.2.w2.weight") == Expert(0, 2, DOWN)
+    assert Expert.named("model.layers.3.mlp.shared_expert.up_proj.weight") is None
+    assert Expert.named("model.layers.3.mlp.experts.1.up_proj.bias") is None
+    assert stack_named("model.layers.3.mlp.experts.gate_up_proj") == Expert(3, 5, GATE).stack == (3, "gate_up_proj")
+    assert stack_named("model.layers.3.mlp.experts.gate_up_proj_bias") is None
+    stack = torch.arange(24).view(2, 4, 3)
+    assert Expert(0, 1, GATE).within(stack)[0, 0] == 12 and Expert(0, 1, UP).within(stack)[0, 0] == 18
