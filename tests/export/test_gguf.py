@@ -217,6 +217,69 @@ def test_importance_is_the_mean_square_of_inputs(tmp_path):
     assert {"blk.1.ffn_down.weight", "blk.1.attn_output.weight"} <= found.keys() and "token_embd.weight" not in found
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_importance_of_experts_is_of_the_tokens_that_each_was_given(name, tmp_path, caplog):
+    """By hand: what the first layer's router sends to each expert; both products, each expert by its number."""
+    from chronicals.export.importance import importance_of
+
+    caplog.set_level("INFO")
+    model = gguf_models.build(name)
+    given = source(saved(tmp_path, model))
+    mlp, taken = model.model.layers[0].mlp, []
+    hook = mlp.experts.register_forward_pre_hook(lambda _, inputs: taken.append(inputs))
+    documents = [[5, 7, 9], [11]]
+    with torch.no_grad():
+        for ids in documents:
+            model(torch.tensor([ids]))
+    hook.remove()
+    found = importance_of(model, gguf_file.plan(given.config, given.tensors, "f32").pieces, documents)
+    states, chosen = (torch.cat([inputs[n].flatten(0, -2) for inputs in taken]) for n in (0, 1))
+    gate = found["blk.0.ffn_gate_exps.weight"]
+    assert np.array_equal(gate, found["blk.0.ffn_up_exps.weight"]) and gate.shape == (len(mlp.experts.down_proj), 64)
+    for number in range(len(gate)):
+        own = states[(chosen == number).any(-1)]
+        expected = own.square().mean(0) if len(own) else torch.ones(64)
+        np.testing.assert_allclose(gate[number], expected.numpy(), rtol=1e-4)
+    assert found["blk.1.ffn_down_exps.weight"].shape == (len(gate), 32 if name == "qwen3_moe" else 96)
+    assert not any("gate_inp" in key or key.endswith("bias") for key in found)
+    assert ("saw none of the rows" in caplog.text) == bool((gate == 1).all(1).any())
+
+
+OF_EXPERTS = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+
+
+@needs_llama_cpp
+@pytest.mark.parametrize("kind", ["q4_k_m", "q2_k", "iq2_xs"])
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
+def test_experts_are_quantised_with_their_importance(name, kind, tmp_path):
+    """iq2_xs, which llama.cpp refuses where a tensor has none, shows that it takes that of experts."""
+    saved(tmp_path, gguf_models.build(name, **OF_EXPERTS))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows()))
+    (exported,) = export(tmp_path, f"gguf-{kind}", importance=rows)
+    assert not exported.proof.failed
+
+
+@needs_llama_cpp
+def test_importance_in_another_order_of_experts_is_found(tmp_path):
+    """Each expert has all its importance in columns of its own, which are then nearer to what they were; in another order they
+    are not."""
+    from chronicals.export import llama_cpp
+
+    given = source(saved(tmp_path, gguf_models.build("mixtral", **OF_EXPERTS)))
+    gguf.write(given, tmp_path / "whole.gguf", "f32")
+    name, own = "blk.0.ffn_up_exps.weight", np.arange(256)[None] % 32 // 8 == np.arange(4)[:, None]
+    importance = np.where(own, 1.0, 1e-4).astype(np.float32)
+    errors = {}
+    for order, values in {"plain": None, "right": importance, "reversed": importance[::-1]}.items():
+        weights = None if values is None else {name: values}
+        llama_cpp.quantise(tmp_path / "whole.gguf", tmp_path / f"{order}.gguf", 12, weights)  # Q3_K_M
+        files = gguf_file.File(tmp_path / f"{order}.gguf"), gguf_file.File(tmp_path / "whole.gguf")
+        off = (files[0].read(name) - files[1].read(name)).permute(0, 2, 1)[torch.from_numpy(own)]
+        errors[order] = float(off.norm())
+    assert errors["right"] < 0.9 * errors["plain"] and errors["right"] < 0.9 * errors["reversed"]
+
+
 def test_few_bits_need_rows(tmp_path):
     with pytest.raises(ValueError, match=r"gguf-iq2_xs: so few bits .* \(--importance your.jsonl\)"):
         export(saved(tmp_path, gguf_models.build("llama", **WIDE)), "gguf-iq2_xs")

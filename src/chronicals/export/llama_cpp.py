@@ -59,7 +59,8 @@ def quantise(given: Path, target: Path, file_type: int, importance: Mapping[str,
     Args:
         given: a file in F32 or 16 bits.
         file_type: of ``gguf.LlamaFileType``.
-        importance: fp32 ``[in]`` by the name of a tensor in the file: the mean square of what each column is multiplied with.
+        importance: fp32 ``[in]`` by the name of a tensor in the file: the mean square of what each column is multiplied with;
+            ``[E, in]`` of a tensor of experts.
 
     Raises:
         ValueError: llama.cpp refuses; the message has its last words.
