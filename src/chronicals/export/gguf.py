@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from chronicals.export import gguf_file, llama_cpp
@@ -163,6 +164,12 @@ def _prove_tokenizer(source: Source, written: gguf_file.File, proof: Proof) -> N
     proof.equal("tokens", READER, vocabulary.tokens, written.value(f"{key}.tokens"))
     proof.equal("types of tokens", READER, vocabulary.types, list(written.value(f"{key}.token_type")))
     proof.equal("merges", READER, vocabulary.merges, written.value(f"{key}.merges") or [])
+    scores = np.array(vocabulary.scores, np.float32).tolist()
+    proof.equal("scores", READER, scores, written.value(f"{key}.scores") or [])
+    blanks = [written.value(f"{key}.{name}") for name in ("add_space_prefix", "remove_extra_whitespaces")]
+    proof.equal("blanks", READER, [vocabulary.space_prefix, vocabulary.merges_blanks], blanks)
+    charsmap = None if vocabulary.charsmap is None else list(vocabulary.charsmap)
+    proof.equal("map of characters", READER, charsmap, written.value(f"{key}.precompiled_charsmap"))
     proof.equal("chat template", READER, vocabulary.template, written.value("tokenizer.chat_template"))
     named = {name: written.value(f"{key}.{gguf_name(name)}_token_id") for name in ("bos", "eos", "eot", "unk", "pad")}
     proof.equal("special tokens", READER, vocabulary.special, {name: n for name, n in named.items() if n is not None})

@@ -176,6 +176,10 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
     writer.add_add_eos_token(vocabulary.adds_eos)
     if vocabulary.space_prefix is not None:
         writer.add_add_space_prefix(vocabulary.space_prefix)
+    if vocabulary.merges_blanks is not None:
+        writer.add_remove_extra_whitespaces(vocabulary.merges_blanks)
+    if vocabulary.charsmap is not None:
+        writer.add_precompiled_charsmap(vocabulary.charsmap)
     if vocabulary.template:
         writer.add_chat_template(vocabulary.template)
 

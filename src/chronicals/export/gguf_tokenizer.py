@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from chronicals.export.gguf_families import NotExpressible
+from chronicals.export.gguf_unigram import LEFT_OUT, REMEDY, unigram_of
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -46,12 +48,14 @@ class Vocabulary:
     Attributes:
         model, pre: llama.cpp's names of the kind and of the pre-tokenizer.
         tokens, types: of every row of the embedding; types of ``gguf.TokenType``.
-        merges: of a byte-level BPE; or scores of one that begins with characters.
+        merges: of a byte-level BPE; or scores of one that begins with characters, or of a unigram vocabulary.
         special: ids by gguf's name: bos, eos, eot, unk, pad.
         adds_bos, adds_eos: whether the tokenizer puts them around a text.
         space_prefix: whether a text gets a blank in front.
         template: of chats.
         notes: what llama.cpp does otherwise, in words.
+        merges_blanks: whether several blanks are one; of a unigram vocabulary.
+        charsmap: of a unigram vocabulary, how characters are normalised.
     """
 
     model: str
@@ -66,6 +70,8 @@ class Vocabulary:
     space_prefix: bool | None
     template: str | None
     notes: list[str]
+    merges_blanks: bool | None = None
+    charsmap: bytes | None = None
 
 
 def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
@@ -80,11 +86,16 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
     """
     described = json.loads(tokenizer.backend_tokenizer.to_str())
     kind = described["model"]
-    if kind["type"] != "BPE":
-        raise NotExpressible(f"a tokenizer of kind {kind['type']!r}: only byte-level BPE and BPE with byte fallback are proved")
+    if kind["type"] not in ("BPE", "Unigram"):
+        raise NotExpressible(
+            f"a tokenizer of kind {kind['type']!r}: only byte-level BPE, BPE with byte fallback and unigram vocabularies are "
+            f"proved; {REMEDY}"
+        )
     by_id = {number: text for text, number in tokenizer.get_vocab().items()}
     if by_id and max(by_id) >= rows:
         raise NotExpressible(f"token {by_id[max(by_id)]!r} has id {max(by_id)}, the embedding {rows} rows; resize it first")
+    if kind["type"] == "Unigram":
+        return _of_unigram(tokenizer, described, by_id, rows, stops)
     from_characters = bool(kind.get("byte_fallback"))
     pre = "default" if from_characters else _pre_tokenizer(described)
     tokens = [by_id.get(number, f"[PAD{number}]") for number in range(rows)]
@@ -101,6 +112,32 @@ def vocabulary_of(tokenizer: Any, rows: int, stops: list[int]) -> Vocabulary:
         space_prefix=_space_prefix(described) if from_characters else None,
         template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
         notes=_notes(described),
+    )
+
+
+def _of_unigram(
+    tokenizer: Any, described: dict[str, Any], by_id: dict[int, str], rows: int, stops: list[int]
+) -> Vocabulary:  # fmt: skip
+    from gguf import TokenType
+
+    unigram = unigram_of(described, rows)
+    types = [_type(number, by_id, tokenizer, False) for number in range(rows)]
+    types[unigram.unknown] = int(TokenType.UNKNOWN)
+    return Vocabulary(
+        model="t5",
+        pre="default",
+        tokens=[by_id.get(number, f"[PAD{number}]") for number in range(rows)],
+        types=types,
+        merges=[],
+        scores=unigram.scores,
+        special={**_special(tokenizer, stops), "unk": unigram.unknown},
+        adds_bos=_adds(tokenizer, tokenizer.bos_token_id, 0),
+        adds_eos=_adds(tokenizer, tokenizer.eos_token_id, -1),
+        space_prefix=unigram.space_prefix,
+        template=tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else None,
+        notes=_notes(described, LEFT_OUT) + unigram.notes,
+        merges_blanks=unigram.merges_blanks,
+        charsmap=unigram.charsmap,
     )
 
 
@@ -176,7 +213,7 @@ def _space_prefix(described: dict[str, Any]) -> bool:
     return False
 
 
-def _notes(described: dict[str, Any]) -> list[str]:
+def _notes(described: dict[str, Any], steps: Iterable[str] = (*LEFT_OUT, "Strip")) -> list[str]:
     normalizer = json.dumps(described.get("normalizer") or {})
-    forms = [form for form in ("NFC", "NFD", "NFKC", "NFKD", "Lowercase", "Strip") if f'"{form}"' in normalizer]
+    forms = [form for form in steps if f'"{form}"' in normalizer]
     return [f"llama.cpp does not normalise text, which the tokenizer does ({', '.join(forms)})"] if forms else []
