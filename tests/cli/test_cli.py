@@ -628,8 +628,15 @@ def test_quickstart_deletes_nothing_but_what_one_wrote(within, monkeypatch, tmp_
     (tmp_path / "untrained").mkdir()
     (tmp_path / "my.jsonl").touch()
     done = within("quickstart", "--folder", tmp_path)
-    assert done.code == 1 and "holds 'my.jsonl', which no quickstart wrote" in done.stderr and (tmp_path / "my.jsonl").exists()
+    assert done.code == 1 and "holds 'my.jsonl', which no quickstart or export wrote" in done.stderr
+    assert (tmp_path / "my.jsonl").exists()
     (tmp_path / "my.jsonl").unlink()
+    (tmp_path / "export").mkdir()
+    for name in ("quick-q8_0.gguf", "quick-q8_0.gguf.proof.json", "quick-q8_0.Modelfile", "my.gguf"):
+        (tmp_path / "export" / name).touch()
+    done = within("quickstart", "--folder", tmp_path)
+    assert done.code == 1 and "holds 'export/my.gguf', which no quickstart or export wrote; move it" in done.stderr
+    (tmp_path / "export" / "my.gguf").unlink()
     assert "training began" in within("quickstart", "--folder", tmp_path).stderr and not tmp_path.exists()
 
 

@@ -269,7 +269,7 @@ def test_importance_in_another_order_of_experts_is_found(tmp_path):
 
     given = source(saved(tmp_path, gguf_models.build("mixtral", **OF_EXPERTS)))
     gguf.write(given, tmp_path / "whole.gguf", "f32")
-    name, own = "blk.0.ffn_up_exps.weight", np.arange(256)[None] % 32 // 8 == np.arange(4)[:, None]
+    name, own = "blk.0.ffn_up_exps.weight", np.arange(256)[None] % 16 // 2 == np.arange(4)[:, None]
     importance = np.where(own, 1.0, 1e-4).astype(np.float32)
     errors = {}
     for order, values in {"plain": None, "right": importance, "reversed": importance[::-1]}.items():
@@ -278,7 +278,7 @@ def test_importance_in_another_order_of_experts_is_found(tmp_path):
         files = gguf_file.File(tmp_path / f"{order}.gguf"), gguf_file.File(tmp_path / "whole.gguf")
         off = (files[0].read(name) - files[1].read(name)).permute(0, 2, 1)[torch.from_numpy(own)]
         errors[order] = float(off.norm())
-    assert errors["right"] < 0.9 * errors["plain"] and errors["right"] < 0.9 * errors["reversed"]
+    assert errors["right"] < 0.7 * errors["plain"] and errors["right"] < 0.7 * errors["reversed"]
 
 
 def test_few_bits_need_rows(tmp_path):

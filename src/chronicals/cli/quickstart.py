@@ -11,7 +11,9 @@ Kind = Literal["sft", "dpo"]
 
 
 def quickstart(
-    folder: Annotated[Path, typer.Option(help="Output; replaces an earlier quickstart")] = Path("chronicals-quickstart"),
+    folder: Annotated[Path, typer.Option(help="Output; replaces an earlier quickstart and its exports")] = Path(
+        "chronicals-quickstart"
+    ),
     seed: Annotated[int, typer.Option(min=0, help="Seed of model, split and order")] = 42,
     objective: Annotated[Kind, typer.Option(help="sft, or dpo: then preference tuning of the trained model, too")] = "sft",
 ) -> None:
@@ -31,6 +33,7 @@ def quickstart(
 
     from chronicals.config import ConfigurationError
     from chronicals.distributed import require_one_process
+    from chronicals.export.workspace import EXPORTS, files_of_others
     from chronicals.training.quickstart import WRITTEN, run_preferences, run_quickstart
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
@@ -38,9 +41,13 @@ def quickstart(
     if folder.exists():
         if not (folder / "untrained").exists():
             raise ConfigurationError(f"folder={str(folder)!r}: exists; choose another with --folder, or delete it")
-        if others := sorted({path.name for path in folder.iterdir()} - WRITTEN):
+        exports = folder / EXPORTS
+        others = sorted({path.name for path in folder.iterdir()} - WRITTEN - {EXPORTS})
+        others += [f"{EXPORTS}/{name}" for name in (files_of_others(exports) if exports.is_dir() else [])]
+        if others:
             raise ConfigurationError(
-                f"folder={str(folder)!r}: holds {others[0]!r}, which no quickstart wrote; move it, or choose another folder"
+                f"folder={str(folder)!r}: holds {others[0]!r}, which no quickstart or export wrote; move it, or choose another "
+                "folder (--folder)"
             )
         shutil.rmtree(folder)
     done, preferences = run_preferences(folder, seed) if objective == "dpo" else (run_quickstart(folder, seed), None)

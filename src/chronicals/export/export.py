@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from chronicals.export.part_names import reads_images
 from chronicals.export.progress import without_bars
 from chronicals.export.proof import Proof
 from chronicals.export.source import Source, opened
+from chronicals.export.workspace import EXPORTS, PROOF, workspace
 from chronicals.saving import save_model, text_files
 
 logger = logging.getLogger(__name__)
@@ -141,8 +141,9 @@ def export(
 ) -> list[Exported]:  # fmt: skip
     """Write a trained model in other formats, and read each back with its own client.
 
-    An artefact is written aside. It is renamed once everything that could be compared agrees; what could not be compared,
-    because a client is not installed, is named in the proof, ``NAME.proof.json`` beside the artefact.
+    An artefact is written aside, in a folder that the next export removes where this process is killed. It is renamed once
+    everything that could be compared agrees; what could not be compared, because a client is not installed, is named in the
+    proof, ``NAME.proof.json`` beside the artefact.
 
     Args:
         model: the folder of a run, a checkpoint, an adapter, a model, or a hub name; or a model in memory, saved first.
@@ -181,15 +182,15 @@ def export(
     given = {key: None if path is None else str(path) for key, path in named_paths.items()}
     with (
         without_bars(),
-        tempfile.TemporaryDirectory(dir=folder, prefix=".export-") as place,
-        opened(_stored(model, tokenizer, Path(place)), base_model, Path(place), **given) as source,
+        workspace(folder) as place,
+        opened(_stored(model, tokenizer, place), base_model, place, **given) as source,
     ):
         eyes = _eyes(source, asked, folder, named)
         if eyes is not None and not eyes[1].exists():
             targets |= dict([eyes])
         _check_room(source, list(targets), folder)
         beside = None if eyes is None else eyes[1]
-        made = [_one(one, target, source, Path(place), ollama, beside) for one, target in targets.items()]
+        made = [_one(one, target, source, place, ollama, beside) for one, target in targets.items()]
     if push_to_hub is not None:
         address = push(push_to_hub, [exported.path for exported in made], made[0].card)
         logger.info("uploaded to %s", address)
@@ -226,7 +227,7 @@ def _place(model: Any, name: str | None, output: str | Path | None) -> tuple[str
         return named, Path(f"{named}-export" if output is None else output)
     there = Path(model)
     named = name or (there.resolve().name if there.exists() else str(model).rpartition("/")[2])
-    beside = there / "export" if there.is_dir() else Path(f"{named}-export")
+    beside = there / EXPORTS if there.is_dir() else Path(f"{named}-export")
     return named, beside if output is None else Path(output)
 
 
@@ -265,7 +266,7 @@ def _one(asked: str, target: Path, source: Source, place: Path, ollama: bool, ey
     if aside.is_dir():
         (aside / "README.md").write_text(text)
     aside.rename(target)
-    proof.write(target.with_name(f"{target.name}.proof.json"))
+    proof.write(target.with_name(f"{target.name}{PROOF}"))
     if ollama and asked.startswith("gguf"):
         text, guessed = modelfile(source, target)
         target.with_name(f"{target.stem}.Modelfile").write_text(text)

@@ -24,8 +24,9 @@ class FolderInUse(Exception):
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Within: nobody else holds the lock on ``folder``. Where the file system has no locks, which is logged, nothing is held.
+def locked(folder: Path) -> Iterator[bool]:
+    """Within: nobody else holds the lock on ``folder``; gives whether it is held. Where the file system has no locks, which is
+    logged, it is not.
 
     Raises:
         FolderInUse: somebody holds it.
@@ -33,7 +34,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     handle = _acquire(folder)
     try:
-        yield
+        yield handle is not None
     finally:
         if handle is not None:
             os.close(handle)
