@@ -29,6 +29,7 @@ from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.weight_files import NewTensor, StoredTensor, tensors_in
 from chronicals.export.whole import CLIENT, prove_beside, write_beside, write_files
 from chronicals.models import load_model
+from chronicals.models.four_bits import ROUTERS
 from chronicals.models.loading import load_without_weights, quantised_names
 
 PACKAGE = "compressed-tensors"
@@ -36,7 +37,7 @@ PACKAGE = "compressed-tensors"
 GROUP = 128
 """Elements of a row that share a scale in 4 bits."""
 
-ROUTER = re.compile(r"\.layers\.\d+\.(?:\w+\.)*(?:gate|router|shared_expert_gate)\.weight")
+ROUTER = re.compile(rf"\.layers\.\d+\.(?:\w+\.)*(?:{'|'.join(ROUTERS)})\.weight")
 """What chooses experts, by its name in files."""
 
 BOUND = 2e-2
@@ -112,8 +113,8 @@ class FP8(Layout):
         }
 
     def as_taken(self, x: Tensor, together: bool = False) -> Tensor:
-        largest = x.float().abs().amax(None if together else -1, keepdim=True)
-        scale = largest.clamp(min=1e-12) / self.largest
+        sizes = x.float().abs()
+        scale = (sizes.amax() if together else sizes.amax(-1, keepdim=True)).clamp(min=1e-12) / self.largest
         return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
 
 
