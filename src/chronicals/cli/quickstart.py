@@ -31,24 +31,13 @@ def quickstart(
     from rich.markup import escape
     from rich.table import Table
 
-    from chronicals.config import ConfigurationError
     from chronicals.distributed import require_one_process
-    from chronicals.export.workspace import EXPORTS, files_of_others
-    from chronicals.training.quickstart import WRITTEN, run_preferences, run_quickstart
+    from chronicals.training.quickstart import run_preferences, run_quickstart
 
     console = Console(emoji=False, highlight=False, soft_wrap=True)
     require_one_process("quickstart")
     if folder.exists():
-        if not (folder / "untrained").exists():
-            raise ConfigurationError(f"folder={str(folder)!r}: exists; choose another with --folder, or delete it")
-        exports = folder / EXPORTS
-        others = sorted({path.name for path in folder.iterdir()} - WRITTEN - {EXPORTS})
-        others += [f"{EXPORTS}/{name}" for name in (files_of_others(exports) if exports.is_dir() else [])]
-        if others:
-            raise ConfigurationError(
-                f"folder={str(folder)!r}: holds {others[0]!r}, which no quickstart or export wrote; move it, or choose another "
-                "folder (--folder)"
-            )
+        _require_ours(folder)
         shutil.rmtree(folder)
     done, preferences = run_preferences(folder, seed) if objective == "dpo" else (run_quickstart(folder, seed), None)
     table = Table("held out", "before", "after", title=f"{done.rows:,} questions, {done.parameters / 1e6:.1f}M parameters")
@@ -75,3 +64,21 @@ def quickstart(
     console.print("  chronicals train --model MODEL_FOLDER_OR_HUB_NAME --data your.jsonl --use-lora")
     trained = folder if preferences is None else folder / "preference"
     console.print(f"or talk to this one:\n  chronicals generate {escape(shlex.quote(str(trained)))}")
+
+
+def _require_ours(folder: Path) -> None:
+    """Raises ConfigurationError where the folder holds anything that neither a quickstart nor an export of its model wrote."""
+    from chronicals.config import ConfigurationError
+    from chronicals.export.workspace import EXPORTS, files_of_others
+    from chronicals.training.quickstart import WRITTEN
+
+    if not (folder / "untrained").exists():
+        raise ConfigurationError(f"folder={str(folder)!r}: exists; choose another with --folder, or delete it")
+    exports = folder / EXPORTS
+    others = sorted({path.name for path in folder.iterdir()} - WRITTEN - {EXPORTS})
+    others += [f"{EXPORTS}/{name}" for name in (files_of_others(exports) if exports.is_dir() else [])]
+    if others:
+        raise ConfigurationError(
+            f"folder={str(folder)!r}: holds {others[0]!r}, which no quickstart or export wrote; move it, or choose another "
+            "folder (--folder)"
+        )

@@ -141,9 +141,8 @@ def export(
 ) -> list[Exported]:  # fmt: skip
     """Write a trained model in other formats, and read each back with its own client.
 
-    An artefact is written aside, in a folder that the next export removes where this process is killed. It is renamed once
-    everything that could be compared agrees; what could not be compared, because a client is not installed, is named in the
-    proof, ``NAME.proof.json`` beside the artefact.
+    An artefact is written aside. It is renamed once everything that could be compared agrees; what could not be compared,
+    because a client is not installed, is named in the proof, ``NAME.proof.json`` beside the artefact.
 
     Args:
         model: the folder of a run, a checkpoint, an adapter, a model, or a hub name; or a model in memory, saved first.
