@@ -34,6 +34,7 @@ from chronicals.kernels.column_scaling import scale_columns, scaled_columns_grad
 from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_transposed
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
+from chronicals.kernels.gguf_blocks import KINDS, dequantize_gguf
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
 from chronicals.kernels.launch import with_padding
@@ -613,9 +614,19 @@ def nf4():
     yield Row("nf4 dequantise, beside adapters", beside_adapters, bytes=2 * count + count // 2 + quantised.absmax.nbytes)
 
 
+def gguf_blocks():
+    """2^26 weights in the blocks of GGUF files."""
+    out = torch.empty(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    for kind, (block, size) in KINDS.items():
+        packed = torch.randint(0, 256, (out.numel() // block * size,), dtype=torch.uint8, device="cuda")
+        call = partial(dequantize_gguf, packed, out, kind)
+        yield Row(f"gguf dequantise, {kind}", {"ours": call}, bytes=packed.nbytes + 2 * out.numel())
+
+
 GROUPS = {
     "optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads,
     "distillation": distillation, "adapters": adapters, "layers": layers, "fp8": fp8, "nf4": nf4,
+    "gguf": gguf_blocks,
 }  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def compiling(threads: ThreadPoolExecutor) -> dict[str, int]:
 def calls() -> dict[str, Callable[[], object]]:
     """Each kernel, forward and backward, by name."""
     from chronicals import kernels as k
-    from chronicals.kernels import adamw, adamw_8bit, gradient_norm, nf4
+    from chronicals.kernels import adamw, adamw_8bit, gguf_blocks, gradient_norm, nf4
 
     def random(*shape, dtype=HALF):
         return torch.randn(*shape).to(dtype).requires_grad_()
@@ -120,6 +120,7 @@ def calls() -> dict[str, Callable[[], object]]:
             mean_scales=[torch.zeros(1172)], square_scales=[torch.zeros(1172)],
         ),
         "nf4": lambda: four_bits(nf4),
+        "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
         "magnitudes": magnitudes,
     }  # fmt: skip
     for rank in (8, 16, 64):
@@ -177,6 +178,12 @@ def eight_bits() -> None:
 
     for scaling in SCALINGS:
         fp8_quantize(torch.randn(256, 1024).to(HALF), scaling, layout="both")
+
+
+def blocks_of_gguf(gguf_blocks) -> None:
+    for kind, (block, size) in gguf_blocks.KINDS.items():
+        packed = torch.zeros(256 * 512 // block * size, dtype=torch.uint8)
+        gguf_blocks.dequantize_gguf(packed, torch.empty(256, 512, dtype=HALF), kind)
 
 
 def four_bits(nf4) -> None:
