@@ -1,27 +1,16 @@
 """Blocks of GGUF files: values are those of the package gguf, bit by bit."""
 
-import numpy as np
 import pytest
 import torch
 
 from chronicals.kernels import gguf_blocks
 from chronicals.kernels.gguf_blocks import GROUPS, KINDS, dequantize_gguf, dequantize_gguf_reference
+from drawn_blocks import by_ggml, random_blocks
 from mutants import mutant
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1), (5, 3), (37, 2), (13, 4)]
 """Rows, and blocks of 256 elements in each."""
-
-
-def random_blocks(rows, columns, kind, seed=0):
-    """Any bytes but for the scales in 16 bits, which are numbers of both signs, some of them zero or subnormal."""
-    block, size = KINDS[kind]
-    draw = np.random.default_rng(seed)
-    found = draw.integers(0, 256, (rows * columns // block, size), np.uint8)
-    for place in {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
-        scales = draw.normal(size=len(found)) * 10.0 ** draw.integers(-7, 1, len(found))
-        found[:, place : place + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
-    return torch.from_numpy(found.reshape(rows, -1))
 
 
 def by_gguf(packed, kind):
@@ -67,19 +56,9 @@ def test_what_gguf_quantised_is_near(kind, device):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 def test_what_llama_cpp_quantised_is_near(kind, device):
     """Through ggml's own quantiser of a row."""
-    llama_cpp = pytest.importorskip("llama_cpp")
-    import ctypes
-
-    gguf = pytest.importorskip("gguf")
-    ggml = llama_cpp.llama_cpp._lib
-    given = torch.randn(9, 768).contiguous()
-    block, size = KINDS[kind]
-    packed = torch.empty(9, 768 // block * size, dtype=torch.uint8)
-    quantise = ggml.ggml_quantize_chunk
-    quantise.restype = ctypes.c_size_t
-    quantise.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *3 * (ctypes.c_int64,), ctypes.c_void_p]
-    made = quantise(int(gguf.GGMLQuantizationType[kind]), given.data_ptr(), packed.data_ptr(), 0, 9, 768, None)
-    assert made == packed.numel()
+    pytest.importorskip("llama_cpp")
+    given = torch.randn(9, 768)
+    packed = by_ggml(given, kind)
     out = dequantize_gguf(packed.to(device), torch.empty(9, 768, device=device), kind).cpu()
     assert torch.equal(out, by_gguf(packed, kind))
     assert (out - given).norm() / given.norm() < {"Q8_0": 0.011, "Q4_0": 0.172, "Q4_K": 0.16, "Q6_K": 0.04}[kind]

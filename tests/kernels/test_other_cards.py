@@ -44,8 +44,8 @@ def test_some_kernels_compile_for_some_card(seed):
 @pytest.mark.parametrize("capability", sorted(SHARED_KIB))
 def test_every_kernel_compiles(capability):
     found = fits(compiled(capability), capability)
-    expected = {"_rmsnorm_backward_kernel", "_adamw_8bit_kernel", "_dequantize_kernel", "_dequantize_gguf_kernel", "_of_x_kernel"}
-    assert expected <= found
+    assert {"_rmsnorm_backward_kernel", "_adamw_8bit_kernel", "_of_x_kernel"} <= found
+    assert {"_dequantize_kernel", "_dequantize_gguf_kernel"} <= found
     assert len(found) >= 20
 
 

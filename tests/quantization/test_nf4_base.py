@@ -16,7 +16,7 @@ from comparison import assert_as_exact_as_plain
 from interpreted import kernels_run
 from mutants import mutant
 
-FORMAT = sys.modules["chronicals.quantization.nf4"]
+FORMAT = sys.modules["chronicals.quantization.packed"]
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [((1,), 1), ((37,), 5), ((24, 7, 13), 20), ((64, 64), 96), ((1, 3), 131)]
 RANKS = [(0, 0, 0), (3, 3, 3), (0, 5, 0)]
@@ -82,7 +82,8 @@ def test_a_weight_takes_4_and_an_eighth_bits():
 def in_turn(of, device):
     """Errors of what two weights in one buffer give, the first used on both sides of the second."""
     packed = [packed_weights(SIZES, WIDTH, torch.float32, device) for _ in range(2)]
-    first, second = (of.NF4(part) for part in packed)
+    kind = type("NF4", (of.PackedBase,), {"bytes_a_value": NF4.bytes_a_value})
+    first, second = (kind(part) for part in packed)
     x, dy = rows(5, WIDTH, torch.float32, device), rows(5, sum(SIZES), torch.float32, device)
     found = [first.forward(x), second.forward(x), second.input_gradient(dy), first.input_gradient(dy), first.forward(x)]
     one, two = (dense_of(part) for part in packed)
@@ -169,7 +170,7 @@ def test_with_adapters_they_are_as_exact_as_the_plain_formula(ranks, biased, dty
     "old, new",
     [
         ("if padding is not None and not padding.holds(ctx.written):", "if False:"),
-        ("base = NF4(weights, columns_for(ranks), ranks)", "base = NF4(weights[::-1], columns_for(ranks), ranks)"),
+        ("base(weights, columns_for(ranks), ranks)", "base(weights[::-1], columns_for(ranks), ranks)"),
     ],
     ids=["adapters of the other layer", "weights in another order"],
 )

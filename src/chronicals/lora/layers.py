@@ -27,7 +27,7 @@ from chronicals.lora.adapter_layer import AdapterLayer, exact
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.magnitude import SHORTEST, adapted_norms, crossed, is_plain, squared_norms_of, unbiased
 from chronicals.lora.tokens import TrainedTokens
-from chronicals.quantization import Linear4bit
+from chronicals.quantization import PackedLinear
 
 
 class LoRALinear(AdapterLayer):
@@ -127,7 +127,7 @@ class LoRALinear(AdapterLayer):
     def _squared_norms(self) -> Tensor:
         """‖W‖², computed once for a weight that stays where and what it is, which a compiled graph does not see."""
         weight = cast(Tensor, self.base_layer.weight)
-        if torch.compiler.is_compiling() and (is_plain(weight) or isinstance(self.base_layer, Linear4bit)):
+        if torch.compiler.is_compiling() and (is_plain(weight) or isinstance(self.base_layer, PackedLinear)):
             return squared_norms_of(self.base_layer, self.in_features)
         key = weight.data_ptr(), weight._version, weight.dtype, weight.device
         if self._squares is None or self._squares[0] != key:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.products import product
 from chronicals.lora.padding import Padding
-from chronicals.quantization import Base, Linear4bit
+from chronicals.quantization import Base, PackedLinear
 
 ROWS = 1024
 """Rows of the identity that a layer multiplies at a time."""
@@ -98,7 +98,7 @@ def squared_norms_of(layer: Any, width: int) -> Tensor:
     """‖W‖² of a linear layer, quantised or not: of what it returns for the identity, where its weight is not plain."""
     if is_plain(layer.weight):
         return squared_norms(upright(layer))
-    if isinstance(layer, Linear4bit):
+    if isinstance(layer, PackedLinear):
         return layer.squared_norms()
     device = layer.weight.device
     kind = getattr(layer, "compute_dtype", None) or torch.float32

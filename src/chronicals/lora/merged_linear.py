@@ -44,7 +44,7 @@ from chronicals.kernels.launch import differentiable_once, in_rows, with_padding
 from chronicals.kernels.products import product, product_into
 from chronicals.lora.magnitude import SHORTEST, RowNorms, factors_of
 from chronicals.lora.padding import Padding, columns_for
-from chronicals.quantization import NF4, Base, Dense, Operand, Packed, Storage
+from chronicals.quantization import Base, Dense, Operand, PackedWeight, Storage
 
 Format = Callable[[Dense, torch.device], Base]
 """Makes the base that multiplies in place of a dense weight, on a device."""
@@ -102,14 +102,14 @@ class Merged:
         return cls(storage, storage if stands is None else stands(storage, device), padding, tuple(biases), bias)
 
     @classmethod
-    def packed(cls, weights: Sequence[Packed], biases: Sequence[Tensor | None], ranks: Sequence[int]) -> Merged:
-        """Weights in 4 bits, which stay where they are, and copies of the biases, with padding for adapters of these ranks in
-        the buffer of their dense values.
+    def packed(cls, weights: Sequence[PackedWeight], biases: Sequence[Tensor | None], ranks: Sequence[int]) -> Merged:
+        """Packed weights of one format, which stay where they are, and copies of the biases, with padding for adapters of these
+        ranks in the buffer of the dense values.
 
         Raises:
             ValueError: some layers have a bias and some have none.
         """
-        base = NF4(weights, columns_for(ranks), ranks)
+        base = weights[0].base(weights, columns_for(ranks), ranks)
         padding = Padding.beside(base.buffer, [weight.shape[0] for weight in weights], ranks)
         return cls(base, base, padding, tuple(biases), _as_one(biases))
 

@@ -13,7 +13,7 @@ from chronicals.lora.layers import adapters
 from chronicals.lora.magnitude import is_plain
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import merge_tokens
-from chronicals.quantization import Linear4bit
+from chronicals.quantization import PackedLinear
 
 
 @torch.no_grad()
@@ -38,21 +38,21 @@ def merge_adapters(model: Any) -> None:
         )
     _untie_adapted_head(model)
     for path, layer in reversed(adapted.items()):  # of several around one layer the innermost first
-        if isinstance(layer.base_layer, Linear4bit):
+        if isinstance(layer.base_layer, PackedLinear):
             layer.base_layer = layer.base_layer.plain()
         layer.merge()
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, layer.base_layer)
     merge_tokens(model)
     for path, module in list(model.named_modules()):
-        if isinstance(module, Linear4bit):
+        if isinstance(module, PackedLinear):
             model.set_submodule(path, module.plain())
 
 
 def _can_be_merged(adapted: AdapterLayer) -> bool:
     if isinstance(adapted, LoRAParameter):
         return is_plain(adapted.parameter)
-    return isinstance(adapted.base_layer, Linear4bit) or is_plain(adapted.base_layer.weight)
+    return isinstance(adapted.base_layer, PackedLinear) or is_plain(adapted.base_layer.weight)
 
 
 def _untie_adapted_head(model: Any) -> None:

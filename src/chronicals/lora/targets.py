@@ -18,7 +18,7 @@ from chronicals.lora.experts import stacked
 from chronicals.lora.layers import LoRALinear
 from chronicals.lora.parameter_layer import WRAPPED, LoRAParameter, shapes_for
 from chronicals.models import beside_text, is_within
-from chronicals.quantization import Linear4bit
+from chronicals.quantization import PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,7 @@ def layer_number(path: str, lists: Sequence[str] = (r"[^.]*",)) -> int | None:
 
 def linear_shape(layer: Any) -> tuple[int, int] | None:
     """``(in, out)`` of a linear layer, None if it is something else."""
-    if isinstance(layer, Linear4bit):
+    if isinstance(layer, PackedLinear):
         return layer.in_features, layer.out_features
     if isinstance(layer, nn.Linear):
         return (layer.in_features, layer.out_features) if _multiplies(layer) else None

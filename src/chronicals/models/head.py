@@ -16,7 +16,7 @@ from torch import Tensor
 
 from chronicals.kernels.adapter import Adapter, Rows
 from chronicals.models.linear import UnknownLinear, read_linear
-from chronicals.quantization import Linear4bit
+from chronicals.quantization import PackedLinear
 
 
 class UnknownHead(ValueError):
@@ -78,8 +78,8 @@ def read_head(model: Any) -> Head:
         layer, adapter, _ = read_linear(output)
     except UnknownLinear as error:
         raise UnknownHead(f"the output layer of {type(model).__name__} {error}") from None
-    if isinstance(layer, Linear4bit):
-        raise UnknownHead(f"the output layer of {type(model).__name__} has its weight in 4 bits")
+    if isinstance(layer, PackedLinear):
+        raise UnknownHead(f"the output layer of {type(model).__name__} has its weight packed")
     if adapter is not None and adapter.magnitude is not None:
         raise UnknownHead(f"the output layer of {type(model).__name__} has DoRA (use_dora), whose magnitudes no loss knows")
     config = model.config.get_text_config()

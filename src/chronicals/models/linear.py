@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from chronicals.kernels.adapter import Adapter
-from chronicals.quantization import Linear4bit
+from chronicals.quantization import PackedLinear
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes, shared
 
 
@@ -20,12 +20,12 @@ class ReadLinear(NamedTuple):
     """A linear layer as it is now: its adapter may be off or merged later.
 
     Attributes:
-        layer: the plain layer, its weight in 4 bits or not.
+        layer: the plain layer, its weight packed or not.
         adapter: on it; None where there is none, or where it is off.
         rank: of an adapter that is there, on or off.
     """
 
-    layer: nn.Linear | Linear4bit
+    layer: nn.Linear | PackedLinear
     adapter: Adapter | None
     rank: int
 
@@ -72,6 +72,6 @@ def read_linear(layer: Any) -> ReadLinear:
             layer = shared(layer)
         except ValueError as error:
             raise UnknownLinear(str(error)) from None
-    if type(layer) not in (nn.Linear, Linear4bit):
+    if type(layer) is not nn.Linear and not isinstance(layer, PackedLinear):
         raise UnknownLinear(f"is {type(layer).__name__}, not a plain torch.nn.Linear")
     return ReadLinear(layer, adapter if on else None, 0 if adapter is None else len(adapter.a))

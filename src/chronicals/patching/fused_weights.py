@@ -24,7 +24,7 @@ from chronicals.kernels.amax import Amax
 from chronicals.lora.magnitude import RowNorms
 from chronicals.lora.merged_linear import Format, Merged, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
-from chronicals.quantization import FP8InHost, Linear4bit
+from chronicals.quantization import FP8InHost, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class Group:
     """
 
     def __init__(self, owner: nn.Module, names: tuple[str, ...]):
-        self.linears: list[nn.Linear | Linear4bit] = []
+        self.linears: list[nn.Linear | PackedLinear] = []
         self.adapters: list[Adapter | None] = []
         there: list[int] = []
         for name in names:
@@ -118,12 +118,12 @@ class Group:
         return merged_linear(x, merged, self.adapters, padded, True, remake, unread, self.amaxes(len(x)), kept, stays)
 
 
-def _dtype(linear: nn.Linear | Linear4bit) -> torch.dtype:
+def _dtype(linear: nn.Linear | PackedLinear) -> torch.dtype:
     """Of its weight as products read it."""
-    return linear.dtype if isinstance(linear, Linear4bit) else linear.weight.dtype
+    return linear.dtype if isinstance(linear, PackedLinear) else linear.weight.dtype
 
 
-def is_borrowed(linear: nn.Linear | Linear4bit) -> bool:
+def is_borrowed(linear: nn.Linear | PackedLinear) -> bool:
     """Whether others place the weight's data: FSDP, which gathers shards into its own memory for each forward pass, or
     DeepSpeed's ZeRO. A copy elsewhere would keep the weights of the first step."""
     return getattr(linear, "_is_fsdp_managed_module", False) or hasattr(linear.weight, "ds_id")
@@ -142,12 +142,12 @@ def is_hooked(module: Any) -> bool:
 
 
 def _merged(
-    owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linear | Linear4bit], ranks: tuple[int, ...]
+    owner: nn.Module, names: tuple[str, ...], linears: Sequence[nn.Linear | PackedLinear], ranks: tuple[int, ...]
 ) -> Merged:  # fmt: skip
     """What is known of these layers, if it still holds; else they are fused anew."""
     stands: Format | None = vars(owner).get(FORMATS, {}).get(names)
     weights, biases = [x.weight for x in linears], [x.bias for x in linears]
-    packed = [x.packed for x in linears if isinstance(x, Linear4bit)]
+    packed = [x.packed for x in linears if isinstance(x, PackedLinear)]
     alone = len(linears) == 1 and not any(ranks) and not packed and names not in vars(owner).get(DEVICES, {})
     if alone and stands is None:
         return Merged.in_place(weights[0], biases[0])

@@ -1,14 +1,11 @@
 """Linear4bit: a frozen linear layer that has its weight in 4 bits and no other.
 
-    y = x Wᵀ + b,   dx = dy W        W dequantised for each product, and gone after it
-
-The fused decoder layers read what it holds (``packed``) and multiply by themselves; called as a module it is one operator
-of ``torch.library``, which ``torch.compile`` sees as a whole.
+See ``packed_linear.py`` for what such layers share.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Self
 
 import torch
@@ -18,20 +15,15 @@ from torch import Tensor, nn
 from chronicals.kernels.nf4 import Scales
 from chronicals.quantization.bitsandbytes_format import read_weight, stored_tensors
 from chronicals.quantization.nf4 import Packed
+from chronicals.quantization.packed_linear import PackedLinear
 
 
-class Linear4bit(nn.Module):
-    """``x Wᵀ + b`` over packed codes, which never get a gradient.
-
-    Its ``weight`` is the parameter that holds the codes, uint8. What casts a model casts the type that W is dequantised to,
-    never the scales, which stay fp32.
+class Linear4bit(PackedLinear):
+    """``x Wᵀ + b`` over codes of 4 bits and their scales, which stay fp32.
 
     Args:
         packed: the weight ``[out, in]``.
         bias: ``[out]``, or None.
-
-    Attributes:
-        dtype: of the dequantised weight.
     """
 
     absmax: Tensor
@@ -40,13 +32,10 @@ class Linear4bit(nn.Module):
     offset: Tensor | None
 
     def __init__(self, packed: Packed, bias: Tensor | None = None):
-        super().__init__()
-        (self.out_features, self.in_features), self.dtype = packed.shape, packed.dtype
+        super().__init__(packed.codes, packed.shape, packed.dtype, bias)
         self.block, self.code, self.block2 = packed.block, packed.code, packed.scales.block2
-        self.weight = nn.Parameter(packed.codes, requires_grad=False)
         for name in SCALES:
             self.register_buffer(name, getattr(packed.scales, name))
-        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
 
     @classmethod
     def of(cls, linear: nn.Linear, device: torch.device | None = None) -> Self:
@@ -71,25 +60,10 @@ class Linear4bit(nn.Module):
         norms: Tensor = _squared_norms(self.weight, *scales, *shape, self.block, self.code, self.dtype)
         return norms
 
-    def plain(self, dtype: torch.dtype | None = None) -> nn.Linear:
-        """A plain frozen layer of the dequantised weight, rounded to ``self.dtype``.
-
-        Args:
-            dtype: the weight's and the bias's, by default that which each has.
-        """
-        weight = self.packed.dense()
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight.to(dtype or weight.dtype), requires_grad=False)
-        if self.bias is not None:
-            linear.bias = nn.Parameter(self.bias.detach().to(dtype or self.bias.dtype, copy=True), requires_grad=False)
-        return linear.train(self.training)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+    def _product(self, x: Tensor) -> Tensor:
         scales = self.absmax, self.absmax2, self.code2, self.offset, self.block2
         y: Tensor = _linear(x, self.weight, *scales, self.out_features, self.block, self.code, self.dtype)
-        return y if self.bias is None else y + self.bias.to(y.dtype)
+        return y
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         """By the names of bitsandbytes, so that it and transformers load what is saved."""
@@ -134,19 +108,8 @@ class Linear4bit(nn.Module):
             if (place := getattr(self, name)) is not None:
                 place.copy_(getattr(packed.scales, name))
 
-    def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, {self.code} in blocks of {self.block}, dtype={self.dtype}"
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        scales = {name: getattr(self, name) for name in SCALES}
-        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
-        super()._apply(fn, recurse)
-        for name, kept in scales.items():
-            moved = getattr(self, name)
-            if moved is not None and moved.dtype != kept.dtype:
-                setattr(self, name, kept.to(moved.device))
-        return self
+    def _format(self) -> str:
+        return f"{self.code} in blocks of {self.block}"
 
 
 SCALES = ("absmax", "absmax2", "code2", "offset")

@@ -38,7 +38,7 @@ from chronicals.optimizers.adam_8bit import SMALLEST
 from chronicals.patching import has_gated_mlps
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
-from chronicals.quantization import FP8, Dense, FP8InHost, Linear4bit
+from chronicals.quantization import FP8, Dense, FP8InHost, PackedLinear
 
 PLAIN = {
     "use_flash_attention": "FlashAttention",
@@ -210,7 +210,7 @@ def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> De
 
 
 def _quantization(model: Any) -> Decision:
-    layers = sum(isinstance(module, Linear4bit) for module in model.modules())
+    layers = sum(isinstance(module, PackedLinear) for module in model.modules())
     return Decision(
         "quantization", layers > 0, f"{layers} linear layers, dequantised for each product" if layers else "not asked for"
     )
