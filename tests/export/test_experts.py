@@ -4,7 +4,7 @@ import gguf_models
 import pytest
 import torch
 
-from chronicals.export.experts import DOWN, GATE, UP, Expert, stack_named, watch_experts
+from chronicals.models.experts import DOWN, GATE, UP, Expert, stack_named, watch_experts
 
 IDS = torch.randint(0, 300, (1, 17))
 

@@ -13,9 +13,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 import tiny
-from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_families, gguf_file, gguf_tensors, gguf_tokenizer
+from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file, gguf_tokenizer
 from chronicals.export.source import PROBES, Source
-from chronicals.models import load_model
+from chronicals.models import gguf_families, gguf_tensors, load_model
 from chronicals.saving import SavedModel
 
 READ_BY_LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None

@@ -15,9 +15,9 @@ import tiny
 import vision_models
 from chronicals.export import NotExpressible, NotProved, export, gguf_file, gguf_vision
 from chronicals.export.export import ExportError
-from chronicals.export.gguf_tensors import Piece
 from chronicals.export.part_names import StoredNames, language_name, vision_name
 from chronicals.models import load_model
+from chronicals.models.gguf_tensors import Piece
 from chronicals.training import ChronicalsTrainer
 
 READ_BY_LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None

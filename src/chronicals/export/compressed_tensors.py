@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.export import vllm
-from chronicals.export.experts import Expert, stack_named, watch_experts
-from chronicals.export.gguf_families import NotExpressible
 from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.weight_files import NewTensor, StoredTensor, tensors_in
 from chronicals.export.whole import CLIENT, prove_beside, write_beside, write_files
 from chronicals.models import load_model
+from chronicals.models.experts import Expert, stack_named, watch_experts
 from chronicals.models.four_bits import ROUTERS
+from chronicals.models.gguf_families import NotExpressible
 from chronicals.models.loading import load_without_weights, quantised_names
 
 PACKAGE = "compressed-tensors"

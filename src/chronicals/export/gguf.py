@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from chronicals.export import gguf_file, llama_cpp
-from chronicals.export.gguf_families import as_computed, family_of
-from chronicals.export.gguf_tensors import Restored
 from chronicals.export.gguf_tokenizer import Vocabulary, vocabulary_of
 from chronicals.export.importance import importance_of
 from chronicals.export.proof import Proof, cross_entropy, largest_error, relative_error
 from chronicals.export.source import PROBES, Source, logits_of
 from chronicals.export.weight_files import NewTensor, StoredTensor, write_tensors
+from chronicals.models.gguf_families import as_computed, family_of
+from chronicals.models.gguf_tensors import Restored
 
 ERRORS = {
     "F32": 1e-6, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 0.011, "Q5_1": 0.076, "Q5_0": 0.086, "Q4_1": 0.156, "Q4_0": 0.172,

@@ -15,14 +15,14 @@ from safetensors import safe_open
 from torch import Tensor
 
 from chronicals.export import gguf, gguf_file, llama_cpp
-from chronicals.export.gguf_families import NotExpressible, family_of
-from chronicals.export.gguf_tensors import Piece
 from chronicals.export.merge import folder_of
 from chronicals.export.part_names import language_name
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
+from chronicals.models.gguf_families import NotExpressible, family_of
+from chronicals.models.gguf_tensors import Piece
 
 READER = "gguf"
 

@@ -1,22 +1,21 @@
-"""Writing a model into a GGUF file, a tensor at a time, and reading one back into the model's own tensors."""
+"""Writing a model into a GGUF file, a tensor at a time; ``File`` reads one back."""
 
 from __future__ import annotations
 
-import importlib.util
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from chronicals.export.gguf_families import Family, NotExpressible, Settings, extra_tensors, family_of, settings_of
-from chronicals.export.gguf_tensors import Piece, Restored, pieces_of
 from chronicals.export.gguf_tokenizer import Vocabulary
 from chronicals.export.weight_files import StoredTensor
+from chronicals.models.gguf_families import Family, NotExpressible, Settings, extra_tensors, family_of, settings_of
+from chronicals.models.gguf_reader import File, require_gguf
+from chronicals.models.gguf_tensors import Piece, pieces_of
+
+__all__ = ["File", "Plan", "fill", "plan", "require_gguf", "write"]
 
 TYPES = {
     "f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0", "q5_1": "Q5_1", "q5_0": "Q5_0", "q4_1": "Q4_1", "q4_0": "Q4_0",
@@ -39,13 +38,6 @@ NEED_IMPORTANCE = ("iq3_xs", "iq3_xxs", "iq2_m", "iq2_s", "iq2_xs", "iq2_xxs")
 
 OF_THE_HEAD = "Q8_0"
 """What the head is quantised to where the rest has fewer bits."""
-
-
-def require_gguf() -> None:
-    """Raises ValueError where the package is missing."""
-    if importlib.util.find_spec("gguf") is None:
-        raise ValueError("GGUF files are written by the package gguf, which is not installed: pip install 'chronicals[export]'")
-    logging.getLogger("gguf").setLevel(logging.WARNING)
 
 
 @dataclass(frozen=True)
@@ -182,33 +174,3 @@ def _add_vocabulary(writer: Any, vocabulary: Vocabulary) -> None:
         writer.add_precompiled_charsmap(vocabulary.charsmap)
     if vocabulary.template:
         writer.add_chat_template(vocabulary.template)
-
-
-class File:
-    """A GGUF file that was written, mapped into memory."""
-
-    def __init__(self, path: Path):
-        import gguf
-
-        self.reader = gguf.GGUFReader(path)
-        self.tensors = {tensor.name: tensor for tensor in self.reader.tensors}
-
-    def value(self, key: str) -> Any:
-        """A setting by its whole key; None where there is none."""
-        field = self.reader.get_field(key)
-        return None if field is None else field.contents()
-
-    def type_of(self, name: str) -> str:
-        return str(self.tensors[name].tensor_type.name)
-
-    def read(self, name: str) -> Tensor:
-        """A tensor dequantised, fp32."""
-        import gguf
-
-        found = self.tensors[name]
-        values = gguf.quants.dequantize(found.data, found.tensor_type)
-        return torch.from_numpy(np.array(values, np.float32)).view(*reversed([int(n) for n in found.shape]))
-
-    def restored(self, pieces: list[Piece], shapes: Mapping[str, tuple[int, ...]]) -> Restored:
-        """The model's tensors, fp32, by their names in it."""
-        return Restored(pieces, shapes, self.read)

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from chronicals.export.gguf_families import NotExpressible
+from chronicals.models.gguf_families import NotExpressible
 
 BLANK = "▁"
 

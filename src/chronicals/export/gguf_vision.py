@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from chronicals.export.gguf_families import NotExpressible, Settings
 from chronicals.export.gguf_file import fill, require_gguf
-from chronicals.export.gguf_tensors import Piece
 from chronicals.export.part_names import reads_images, vision_name
 from chronicals.export.source import Source
 from chronicals.export.weight_files import StoredTensor
+from chronicals.models.gguf_families import NotExpressible, Settings
+from chronicals.models.gguf_tensors import Piece
 
 TYPES = {"f32": "F32", "f16": "F16"}
 """Names of files by the type of most of their weights, in ``gguf.GGMLQuantizationType``."""

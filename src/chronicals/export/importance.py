@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from chronicals.export.experts import Expert, stack_named, watch_experts
-from chronicals.export.gguf_tensors import Piece
 from chronicals.export.part_names import language_name
+from chronicals.models.experts import Expert, stack_named, watch_experts
+from chronicals.models.gguf_tensors import Piece
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import torch
 
 from chronicals.export.compatible import make_compatible
-from chronicals.export.gguf_families import NotExpressible
 from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.whole import CLIENT, prove_beside, write_beside
 from chronicals.models import describe_packed, load_model
+from chronicals.models.gguf_families import NotExpressible
 from chronicals.models.loading import quantised_names
 from chronicals.quantization import Linear4bit
 

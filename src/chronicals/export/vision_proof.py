@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from chronicals.export import gguf, gguf_vision, llama_cpp
-from chronicals.export.gguf_families import family_of
 from chronicals.export.gguf_file import File
-from chronicals.export.gguf_tensors import Restored
 from chronicals.export.llama_cpp import Seen
 from chronicals.export.proof import Check, Proof, relative_error
 from chronicals.export.source import Source
 from chronicals.export.weight_files import NewTensor, StoredTensor, write_tensors
+from chronicals.models.gguf_families import family_of
+from chronicals.models.gguf_tensors import Restored
 
 logger = logging.getLogger(__name__)
 

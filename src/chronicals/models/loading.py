@@ -13,6 +13,10 @@ from chronicals.config.paths import lasting
 from chronicals.model_shape import ModelShape
 from chronicals.models.completeness import check_whole
 from chronicals.models.four_bits import Watch, linear_layers, quantising_while_reading
+from chronicals.models.gguf_config import config_of
+from chronicals.models.gguf_loading import load_gguf
+from chronicals.models.gguf_reader import File, gguf_of
+from chronicals.models.gguf_tokenizer import tokenizer_of
 from chronicals.models.towers import read_processors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
@@ -26,24 +30,28 @@ DAMAGED = "damaged or cut, or a Git LFS pointer instead of weights; download it 
 
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """A tokenizer from a folder or hub name.
+    """A tokenizer from a folder, a hub name or a GGUF file.
 
     Raises:
         ValueError: there is none, with the reason.
     """
     from transformers import AutoTokenizer
 
+    if (file := gguf_of(name)) is not None:
+        return tokenizer_of(File(file))
     return _load(AutoTokenizer, "tokenizer", name, trust_remote_code)
 
 
 def load_config(name: str | Path, trust_remote_code: bool = False) -> Any:
-    """A model's configuration from a folder or hub name.
+    """A model's configuration from a folder, a hub name or a GGUF file.
 
     Raises:
         ValueError: there is none, with the reason.
     """
     from transformers import AutoConfig
 
+    if (file := gguf_of(name)) is not None:
+        return config_of(File(file))
     return _load(AutoConfig, "configuration", name, trust_remote_code)
 
 
@@ -63,7 +71,9 @@ def load_model(
     name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False, quantization: str | None = None,
     watch: Watch | None = None,
 ) -> Any:  # fmt: skip
-    """A causal language model, or one of images and text, from a folder or hub name, in host memory.
+    """A causal language model, or one of images and text, from a folder, a hub name or a GGUF file, in host memory.
+
+    Of a GGUF file linear layers keep the file's blocks (``gguf_loading.py``).
 
     Args:
         quantization: ``nf4``: the linear layers of its decoder layers are quantised to 4 bits as they are read; ``int8``: they
@@ -75,6 +85,8 @@ def load_model(
     """
     from chronicals.models.classifier import is_reward_model, why_no_language_model
 
+    if (file := gguf_of(name)) is not None:
+        return _of_gguf(file, name, dtype, quantization)
     try:
         config = _config(name, trust_remote_code)
         if is_reward_model(config):
@@ -88,10 +100,24 @@ def load_model(
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
     except SafetensorError as error:
         raise ValueError(f"model={str(name)!r}: a .safetensors file of it cannot be read ({error}): {DAMAGED}") from error
+    read_processors(_named(model, name))
+    return model
+
+
+def _named(model: Any, name: str | Path) -> Any:
+    """The model, which knows where it is from."""
     model.config._name_or_path = lasting(name)
-    read_processors(model)
     setattr(model, BASE_ROWS, ModelShape.of(model.config).vocabulary or None)
     return model
+
+
+def _of_gguf(file: Path, name: str | Path, dtype: torch.dtype, quantization: str | None) -> Any:
+    if quantization is not None:
+        raise ValueError(
+            f"quantization={quantization!r}: {file.name} is a GGUF file, whose weights stay as they are; leave it out "
+            "(--load-in-4bit too)"
+        )
+    return _named(load_gguf(file, dtype), name)
 
 
 def is_packed(config: Any) -> bool:

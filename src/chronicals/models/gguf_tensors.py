@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.export.experts import DOWN, GATE, ONE, ROLES, STACKED, UP
-from chronicals.export.gguf_families import Family, NotExpressible, head_dim
+from chronicals.models.experts import DOWN, GATE, ONE, ROLES, STACKED, UP
+from chronicals.models.gguf_families import Family, NotExpressible, head_dim
 
 Part = tuple[str, Any, Tensor]
 """A tensor of the model, where in it a part lies (an index), and the part."""
