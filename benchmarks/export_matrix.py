@@ -2,7 +2,7 @@
 
     python benchmarks/export_matrix.py OUTPUT.json [--only llama,qwen3]
 
-Models are small and random (``tests/export/gguf_models.py``); the package llama-cpp-python is needed. What quantising costs a
+Models are small and random (``tests/gguf_models.py``); the package llama-cpp-python is needed. What quantising costs a
 model cannot be told from random weights; that llama.cpp computes the model that is in the file can.
 """
 

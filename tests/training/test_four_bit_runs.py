@@ -199,7 +199,7 @@ def test_the_command_takes_nothing_else(tmp_path, monkeypatch, capsys, caplog):
     short = ["--max-steps", "2", "--max-seq-length", "128", "--cache-dir", "tokens", "--no-use-torch-compile"]
     caplog.set_level("INFO", "chronicals")
     said = chronicals("train", "--model", "base", "--data", "data.jsonl", "--load-in-4bit", "--output-dir", "out", *short)
-    assert "base weights in 4 bits (14 linear layers" in said
+    assert "packed base weights (14 linear layers in nf4" in said
     caplog.clear()
     assert (tmp_path / "out/model/adapter_model.safetensors").exists()
     chronicals("evaluate", "out", "--data", "data.jsonl"), chronicals("generate", "out", "--prompt", "what is 3?")

@@ -20,6 +20,7 @@ from chronicals.export.source import PROBES, Source, logits_of
 from chronicals.export.weight_files import NewTensor, StoredTensor, write_tensors
 from chronicals.models.gguf_families import as_computed, family_of
 from chronicals.models.gguf_tensors import Restored
+from chronicals.quantization import PackedLinear
 
 ERRORS = {
     "F32": 1e-6, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 0.011, "Q5_1": 0.076, "Q5_0": 0.086, "Q4_1": 0.156, "Q4_0": 0.172,
@@ -250,7 +251,7 @@ def as_rounded(model: Any, kind: str) -> Iterator[None]:
     """Within: inputs of linear layers are rounded as llama.cpp rounds them for weights of a kind; GELU is a table of fp16."""
     hooks = []
     for module in model.modules():
-        if isinstance(module, torch.nn.Linear) and kind != "f32":
+        if isinstance(module, torch.nn.Linear | PackedLinear) and kind != "f32":
             hooks.append(module.register_forward_pre_hook(lambda _, given: (_rounded(given[0], kind), *given[1:])))
         elif "GELU" in type(module).__name__:
             hooks.append(module.register_forward_pre_hook(lambda _, given: (_rounded(given[0], "f16"),)))

@@ -22,6 +22,7 @@ from chronicals.export.source import Source, logits_of
 from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.peft_format import PREFIX, WEIGHTS_FILE
 from chronicals.models.gguf_families import NotExpressible, family_of
+from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.gguf_tensors import Piece
 
 READER = "gguf"
@@ -118,23 +119,34 @@ def prove(source: Source, file: Path, proof: Proof) -> None:
 
 
 def _prove_logits(source: Source, file: Path, proof: Proof) -> None:
+    """Over the base that it was trained over, where that is a GGUF file; else over the base in fp32."""
     assert source.saved.base is not None
+    trained_over = gguf_of(source.saved.base)
     with tempfile.TemporaryDirectory(dir=file.parent) as place:
-        base = Source(source.saved, folder_of(source.saved.base))
-        gguf.write(base, Path(place) / "base.gguf", "f32")
-        tokens = max(map(len, source.documents)) + 1
-        with_it, without = (llama_cpp.LlamaCpp(Path(place) / "base.gguf", tokens, adapter=path) for path in (file, None))
+        if trained_over is None:
+            gguf.write(Source(source.saved, folder_of(source.saved.base)), Path(place) / "base.gguf", "f32")
+        tokens, over = max(map(len, source.documents)) + 1, trained_over or Path(place) / "base.gguf"
+        with_it, without = (llama_cpp.LlamaCpp(over, tokens, adapter=path) for path in (file, None))
         theirs, plain = ([torch.from_numpy(c.logits(ids)) for ids in source.documents] for c in (with_it, without))
     model = source.trained()
-    expected = logits_of(model, source.documents)
-    with gguf.as_rounded(model, "f32"):
+    expected, kind = logits_of(model, source.documents), "f32" if trained_over is None else _kind(trained_over)
+    with gguf.as_rounded(model, kind):
         rounded = gguf.OF_ROUNDING * largest_error(logits_of(model, source.documents), expected)
     error = gguf.prove_epsilon(source, model, theirs, largest_error(theirs, expected), proof)
-    bound = source.at_least(max(_bound(source.text_config), rounded))
+    bound = source.at_least(max(_bound(source.text_config, kind), rounded))
     proof.bounded("logits beside the trained model's", "llama.cpp", error, bound)
     change = largest_error(theirs, plain)
     proof.equal("the adapter changes logits", "llama.cpp", True, change > LEAST)
 
 
-def _bound(config: Any) -> float:
-    return TABULATED if gguf.is_tabulated(config) else BOUND
+def _kind(base: Path) -> str:
+    """Of a file's weights, by how llama.cpp rounds what they are multiplied with."""
+    written = gguf_file.File(base)
+    found = {written.type_of(name) for name in written.tensors}
+    exact = [kind for kind in ("BF16", "F16") if kind in found] or ["F32"]
+    return "quantised" if found - {"F32", "F16", "BF16"} else exact[0].lower()
+
+
+def _bound(config: Any, kind: str) -> float:
+    least = BOUND if kind == "f32" else gguf.BOUNDS.get(kind, gguf.QUANTISED)
+    return max(least, TABULATED) if gguf.is_tabulated(config) else least

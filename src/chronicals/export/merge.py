@@ -21,6 +21,7 @@ from torch import Tensor
 
 from chronicals.export.additions import Addition, Additions
 from chronicals.export.compatible import OLD_TEMPLATE
+from chronicals.export.gguf_base import dequantised
 from chronicals.export.packed_tensors import PackedTensor, unpacked
 from chronicals.export.part_names import StoredNames
 from chronicals.export.weight_files import DTYPES as DTYPES_OF_FILES
@@ -29,6 +30,7 @@ from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.magnitude import SHORTEST
 from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME
+from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import DTYPES, quantised_names
 from chronicals.quantization import Packed
 from chronicals.saving import MANIFEST, SavedModel, write_folder
@@ -112,7 +114,13 @@ def merge(model: str | Path, output: str | Path, base_model: str | None = None) 
         raise MergeError(f"output={str(output)!r}: exists; give a folder that does not (--output)")
     if not saved.base:
         raise MergeError(f"{saved.place}: an adapter that does not name its model; give base_model (--base-model)")
-    base = folder_of(saved.base)
+    if (file := gguf_of(saved.base)) is not None:
+        with dequantised(file, output) as folder:
+            return _merged(saved, folder, output)
+    return _merged(saved, folder_of(saved.base), output)
+
+
+def _merged(saved: SavedModel, base: Path, output: Path) -> Merged:
     adapter = _Adapter(Path(saved.place), saved.about.get("base"))
     files = unpacked({file: list(tensors_in(file)) for file in files_of(base)})
     adapter.place_in([stored for tensors in files.values() for stored in tensors], base)

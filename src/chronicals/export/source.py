@@ -17,11 +17,13 @@ import torch
 from chronicals.config import Recipe
 from chronicals.data import Tokenizer, open_store, stop_token_ids
 from chronicals.data.rows import CHATS
+from chronicals.export.gguf_base import dequantised
 from chronicals.export.merge import folder_of, merge
 from chronicals.export.part_names import language_name, reads_images
 from chronicals.export.proof import Proof, largest_error
 from chronicals.export.weight_files import StoredTensor, files_of, tensors_in
 from chronicals.models import load_config, load_model
+from chronicals.models.gguf_reader import gguf_of
 from chronicals.saving import SavedModel
 from chronicals.training.evaluation import evaluate_data
 
@@ -238,5 +240,8 @@ def opened(model: str | Path, base_model: str | None, place: Path, **given: str 
     saved = SavedModel.find(model, base_model)
     if saved.adapted:
         yield Source(saved, merge(model, place / "merged", base_model).folder, **given)
+    elif (file := gguf_of(saved.place)) is not None:
+        with dequantised(file, place / "dequantised") as folder:
+            yield Source(saved, folder, **given)
     else:
         yield Source(saved, folder_of(str(saved.place)), **given)

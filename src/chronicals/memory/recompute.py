@@ -114,13 +114,20 @@ def estimate(
 
 
 def _quantised(model: Any, layers: int, size: int) -> int:
-    """Bytes of layers whose weights are codes, two in a byte, with what lies beside these, and of the dense weights of one
-    decoder layer, which all in turn are read as."""
+    """Bytes of layers whose weights are codes, with what lies beside these, and of the dense weights of one decoder layer,
+    which all in turn are read as."""
     packed = [m for m in model.modules() if any(not p.is_floating_point() for p in m.parameters(recurse=False))]
     codes = sum(p.nbytes for m in packed for p in m.parameters(recurse=False) if not p.is_floating_point())
     beside = sum(buffer.nbytes for m in packed for buffer in m.buffers(recurse=False))
     beside += sum(_scales_of(p) for m in packed for p in m.parameters(recurse=False))
-    return codes + beside + 2 * codes // layers * size
+    values = sum(_values_in(m, p) for m in packed for p in m.parameters(recurse=False) if not p.is_floating_point())
+    return codes + beside + values // layers * size
+
+
+def _values_in(layer: Any, codes: Any) -> int:
+    """Weights that codes stand for: those of a linear layer, else two in a byte."""
+    sizes = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
+    return sizes[0] * sizes[1] if None not in sizes else 2 * codes.nbytes
 
 
 def _scales_of(weight: Any) -> int:

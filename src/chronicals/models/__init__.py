@@ -4,7 +4,7 @@ from chronicals import deferred_imports  # noqa: F401  transformers, without wha
 from chronicals.model_shape import ModelShape
 from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
 from chronicals.models.classifier import SCORE, attach_score, is_reward_model, load_scored, saved_form, score_of
-from chronicals.models.four_bits import QUANTISED_FROM, count_values, has_4bit_layers, quantise_layers
+from chronicals.models.four_bits import QUANTISED_FROM, count_values, has_4bit_layers, has_packed_layers, quantise_layers
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import (
     BASE_ROWS,
@@ -44,6 +44,7 @@ __all__ = [
     "describe_packed",
     "embedding_table",
     "has_4bit_layers",
+    "has_packed_layers",
     "in_evaluation",
     "in_trained_documents",
     "input_device",

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from chronicals.memory import decoder_layers
-from chronicals.quantization import Linear4bit, Packed
+from chronicals.quantization import Linear4bit, Packed, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +37,11 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 
 def has_4bit_layers(model: nn.Module) -> bool:
     return any(isinstance(module, Linear4bit) for module in model.modules())
+
+
+def has_packed_layers(model: nn.Module) -> bool:
+    """Whether layers have their weight packed, in 4 bits or in another format that is dequantised for each product."""
+    return any(isinstance(module, PackedLinear) for module in model.modules())
 
 
 def quantise_layers(model: Any, watch: Watch | None = None) -> int:
@@ -71,9 +76,13 @@ def quantising_while_reading(watch: Watch | None = None) -> Any:
     return configuration
 
 
-def count_values(parameters: Iterable[Tensor]) -> int:
-    """Weights that parameters stand for: a byte of codes holds two."""
-    return sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in parameters)
+def count_values(model: nn.Module) -> int:
+    """Weights that a model's parameters stand for: of what is packed those of the layer; else a byte of codes holds two."""
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    packed = {id(layer.weight) for layer in layers}
+    others = (p for p in model.parameters() if id(p) not in packed)
+    inside = sum(layer.out_features * layer.in_features for layer in layers)
+    return inside + sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in others)
 
 
 def linear_layers(model: Any) -> dict[str, nn.Linear]:

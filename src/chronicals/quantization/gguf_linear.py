@@ -40,8 +40,9 @@ class LinearGGUF(PackedLinear):
         y: Tensor = _linear(x, self.weight, self.out_features, self.kind, self.dtype)
         return y
 
-    def _format(self) -> str:
-        return f"blocks of {self.kind}"
+    @property
+    def format(self) -> str:
+        return f"{self.kind} of GGUF"
 
 
 def _dense(codes: Tensor, outputs: int, inputs: int, kind: str, dtype: torch.dtype) -> Tensor:

@@ -108,7 +108,8 @@ class Linear4bit(PackedLinear):
             if (place := getattr(self, name)) is not None:
                 place.copy_(getattr(packed.scales, name))
 
-    def _format(self) -> str:
+    @property
+    def format(self) -> str:
         return f"{self.code} in blocks of {self.block}"
 
 

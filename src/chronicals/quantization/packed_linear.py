@@ -69,10 +69,11 @@ class PackedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, {self._format()}, dtype={self.dtype}"
+        return f"{sizes}, {self.format}, dtype={self.dtype}"
 
+    @property
     @abstractmethod
-    def _format(self) -> str:
+    def format(self) -> str:
         """In words."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

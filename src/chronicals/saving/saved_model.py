@@ -22,6 +22,8 @@ from chronicals.models import (
     load_tokenizer,
 )
 from chronicals.models.four_bits import Watch
+from chronicals.models.gguf_loading import GGUF_FILE
+from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import DTYPES
 
 
@@ -30,7 +32,7 @@ class SavedModel:
     """A model where it is stored; nothing of it is loaded yet.
 
     Attributes:
-        place: folder of its weights, or of its adapter's, or a hub name.
+        place: folder of its weights, or of its adapter's, a GGUF file, or a hub name.
         adapted: whether that is an adapter's, which is loaded with its model.
         base: the adapter's model, a folder or hub name, where it is known.
         about: what chronicals wrote beside it; empty where it comes from elsewhere.
@@ -74,7 +76,8 @@ class SavedModel:
         """
         if self.adapted:
             return load_adapter(self._base(dtype, trust_remote_code, quantization), self.place)
-        if isinstance(self.place, Path) and not (self.place / "config.json").exists():
+        there = isinstance(self.place, str) or (self.place / "config.json").exists() or gguf_of(self.place) is not None
+        if not there:
             raise ValueError(f"{self.place}: holds neither a model, an adapter, nor a run of chronicals")
         return load_model(self.place, dtype, trust_remote_code, quantization, watch)
 
@@ -105,9 +108,19 @@ class SavedModel:
         """A base that was quantised is so again, of the weights as they were then."""
         trained_on = self.about.get("base")
         if quantization is not None or trained_on is None:
-            return self._of_base(load_model, dtype, trust_remote_code, quantization)
+            return self._checked(self._of_base(load_model, dtype, trust_remote_code, quantization))
         then = DTYPES[trained_on["mixed_precision"]]
         return self._of_base(load_model, then, trust_remote_code, trained_on["quantization"]).to(dtype)
+
+    def _checked(self, base: Any) -> Any:
+        """``base``; raises ValueError where the adapter was trained over other bits of a GGUF file."""
+        expected, found = self.about.get("gguf"), getattr(base, GGUF_FILE, None)
+        if expected is not None and found is not None and found["sha256"] != expected["sha256"]:
+            raise ValueError(
+                f"{self.place}: was trained over {expected['file']} with SHA-256 {expected['sha256'][:16]}…, {self.base} has "
+                f"{found['sha256'][:16]}…; give that file (--base-model)"
+            )
+        return base
 
     def config(self, trust_remote_code: bool = False) -> Any:
         """Of transformers.
@@ -119,11 +132,14 @@ class SavedModel:
 
     def identity(self) -> list[Any]:
         """Plain JSON that is the same while its files, or those of the hub's commit, are."""
-        if isinstance(self.place, str):
+        if (alone := gguf_of(self.place)) is not None:
+            files = [alone]
+        elif isinstance(self.place, str):
             return [self.place, getattr(self.config(), "_commit_hash", None)]
-        files = [file for file in sorted(self.place.iterdir()) if file.suffix in (".json", ".safetensors", ".bin", ".py")]
+        else:
+            files = [file for file in sorted(self.place.iterdir()) if file.suffix in (".json", ".safetensors", ".bin", ".py")]
         own = [[file.name, file.stat().st_size, file.stat().st_mtime_ns] for file in files]
-        return [str(self.place.resolve()), own, SavedModel.find(self.base).identity() if self.base else None]
+        return [str(Path(self.place).resolve()), own, SavedModel.find(self.base).identity() if self.base else None]
 
     def embedding_rows(self, trust_remote_code: bool = False) -> int:
         """Of the embedding that is stored with the adapter, or else of the model.

@@ -17,12 +17,14 @@ from chronicals.lora.tokens import trained_tokens
 from chronicals.models import (
     beside_text,
     has_4bit_layers,
+    has_packed_layers,
     is_within,
     quantise_layers,
     read_processors,
     unfused_kind,
     within_adapters,
 )
+from chronicals.models.gguf_loading import GGUF_FILE
 from chronicals.models.peft_kinds import REFUSED, kinds
 
 logger = logging.getLogger(__name__)
@@ -96,8 +98,12 @@ def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
     """A model that was loaded in 16 or 32 bits, where ``config`` asks for 4.
 
     Raises:
-        ConfigurationError: it has nothing to quantise.
+        ConfigurationError: it has nothing to quantise, or is in blocks of GGUF.
     """
+    if config.quantization is not None and (file := getattr(within_adapters(model), GGUF_FILE, None)) is not None:
+        raise ConfigurationError(
+            f"quantization={config.quantization!r}: the weights of {file['file']} stay as they are in the file; leave it out"
+        )
     if config.quantization is not None and not has_4bit_layers(model):
         watch = None if hasattr(model, "chronicals_lora") else watcher(config)
         try:
@@ -210,7 +216,7 @@ def _is_quantised(model: Any) -> bool:
     """Whether we or transformers loaded it so, and not in a way that is made for training."""
     quantiser = getattr(model, "hf_quantizer", None)
     theirs = bool(getattr(model, "is_quantized", False)) and not getattr(quantiser, "is_qat_trainable", False)
-    return theirs or has_4bit_layers(model)
+    return theirs or has_packed_layers(model)
 
 
 def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:

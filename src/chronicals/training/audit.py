@@ -121,7 +121,7 @@ class FirstStepAudit:
         pairs = [(name, name.replace(own, zero)) for name in idle for own, zero in WAITS_FOR.items() if own in name]
         waiting = {name for name, other in pairs if other in learning}
         return Coverage(
-            total=count_values(self.model.parameters()),
+            total=count_values(self.model),
             asked=_count(self.asked.values()),
             attached=_count(self.attached.values()),
             with_gradient=_count(self.with_gradient.values()),

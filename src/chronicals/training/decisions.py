@@ -48,7 +48,7 @@ PLAIN = {
     "use_cuda_graphs": "CUDA graphs",
     "use_fp8": "FP8",
     "use_8bit_optimizer": "8-bit AdamW",
-    "quantization": "base weights in 4 bits",
+    "quantization": "packed base weights",
     "use_gradient_checkpointing": "activation recomputation",
     "activation_offload": "activation offload",
     "tiled_mlp": "tiled MLPs",
@@ -210,10 +210,10 @@ def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> De
 
 
 def _quantization(model: Any) -> Decision:
-    layers = sum(isinstance(module, PackedLinear) for module in model.modules())
-    return Decision(
-        "quantization", layers > 0, f"{layers} linear layers, dequantised for each product" if layers else "not asked for"
-    )
+    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    formats = " and ".join(sorted({layer.format for layer in layers}))
+    said = f"{len(layers)} linear layers in {formats}, dequantised for each product"
+    return Decision("quantization", bool(layers), said if layers else "not asked for")
 
 
 def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device) -> Decision:

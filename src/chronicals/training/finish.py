@@ -11,7 +11,8 @@ from chronicals.config import ChronicalsConfig
 from chronicals.config.sections import lasting_sections
 from chronicals.data import Tokenizer, TokenStore
 from chronicals.distributed import Mesh
-from chronicals.models import input_device
+from chronicals.models import input_device, within_adapters
+from chronicals.models.gguf_loading import GGUF_FILE
 from chronicals.saving import save_model, text_files, write_folder
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.checkpoint import MODEL
@@ -34,14 +35,16 @@ OF_THE_BASE = ("quantization", "mixed_precision")
 """Fields that decide what the weights were under adapters on a quantised base, by which it is loaded and merged again."""
 
 
-def about_data(store: TokenStore, tokenizer: Any, config: ChronicalsConfig) -> dict[str, Any]:
+def about_data(store: TokenStore, model: Any, tokenizer: Any, config: ChronicalsConfig) -> dict[str, Any]:
     """What ``generate`` must know to prompt the model as it was trained, and ``evaluate`` to score what was trained; and how an
-    adapter's base was quantised."""
+    adapter's base was quantised, or which GGUF file it was."""
+    file = getattr(within_adapters(model), GGUF_FILE, None)
     return {
         "kinds": store.kinds,
         "tokenization": Tokenizer.configured(tokenizer, config).fingerprint(),
         "taught": {field: getattr(config, field) for field in TAUGHT} | {"sections": lasting_sections(config.sections)},
         **({"base": {field: getattr(config, field) for field in OF_THE_BASE}} if config.quantization else {}),
+        **({"gguf": file} if file is not None else {}),
     }
 
 

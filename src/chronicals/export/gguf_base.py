@@ -1,0 +1,31 @@
+"""A model in a GGUF file as files of transformers, for what reads those alone: dequantised, in bf16."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from chronicals.models.gguf_loading import load_gguf
+from chronicals.models.gguf_reader import File
+from chronicals.models.gguf_tokenizer import tokenizer_of
+
+
+@contextmanager
+def dequantised(file: Path, place: Path) -> Iterator[Path]:
+    """A folder of the model's files, which is gone afterwards.
+
+    Args:
+        place: beside which it is made; its folder may not be there yet.
+
+    Raises:
+        ValueError: the file cannot be read, or its tokenizer; the message says why.
+    """
+    parent = next(folder for folder in place.absolute().parents if folder.exists())
+    with tempfile.TemporaryDirectory(dir=parent, prefix=".dequantised-") as folder:
+        load_gguf(file, torch.bfloat16, packed=False).save_pretrained(folder)
+        tokenizer_of(File(file)).save_pretrained(folder)
+        yield Path(folder)

@@ -1,0 +1,28 @@
+"""GGUF files of tiny models, written by our export."""
+
+import importlib.util
+
+import pytest
+
+import tiny
+from chronicals.export import gguf
+from chronicals.export.source import Source
+from chronicals.saving import SavedModel
+
+needs_llama_cpp = pytest.mark.skipif(importlib.util.find_spec("llama_cpp") is None, reason="needs llama-cpp-python")
+
+
+def write(folder, model, kind="q8_0", tokenizer=None):
+    """The file of a model, in a folder of its own; the model's other files are beside that folder."""
+    pytest.importorskip("gguf")
+    source, place = folder / "source", folder / "base"
+    model.save_pretrained(source)
+    (tokenizer or tiny.tokenizer()).save_pretrained(source)
+    place.mkdir(exist_ok=True)
+    gguf.write(Source(SavedModel.find(source), source), place / f"model-{kind}.gguf", kind)
+    return place / f"model-{kind}.gguf"
+
+
+def wide(**changes):
+    """A Llama whose rows are blocks of every kind, so that files in Q4_K_M have both of its types."""
+    return tiny.llama(hidden_size=256, intermediate_size=256, **changes)
