@@ -1,20 +1,27 @@
 """base.gguf with adapter.gguf in llama.cpp is the model that was trained over base.gguf."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import gguf_files
 import gguf_models
 import runs
-import tiny
 from chronicals.export import NotProved, export, gguf_adapter
+from chronicals.export.export import FORMATS
 from chronicals.lora import LoRAConfig, apply_lora
-from chronicals.models import load_model, load_tokenizer
+from chronicals.models import gguf_loading, gguf_tensors, load_model, load_tokenizer
 from chronicals.saving import save_model, text_files
 from mutants import mutant
 
 pytestmark = gguf_files.needs_llama_cpp
 LOGITS = "logits beside the trained model's"
+
+
+def wide():
+    """A Llama whose rows are blocks of every kind, and whose attention matters."""
+    return gguf_models.build("llama", hidden_size=256, intermediate_size=256)
 
 
 def adapted(folder, path):
@@ -35,14 +42,14 @@ def compared(folder, path):
 
 @pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_k_m", "q6_k"])
 def test_llama_cpp_computes_what_was_trained(kind, tmp_path):
-    found = compared(tmp_path, gguf_files.write(tmp_path, gguf_files.wide(), kind))
+    found = compared(tmp_path, gguf_files.write(tmp_path, wide(), kind))
     assert found[LOGITS].passed and found[LOGITS].client == "llama.cpp" and found[LOGITS].value < 0.05
     assert found["the adapter changes logits"].passed
 
 
 @pytest.mark.parametrize("kind", ["f32", "f16"])
 def test_over_weights_that_are_not_quantised_it_is_exact(kind, tmp_path):
-    found = compared(tmp_path, gguf_files.write(tmp_path, tiny.llama(), kind))
+    found = compared(tmp_path, gguf_files.write(tmp_path, wide(), kind))
     assert found[LOGITS].value < {"f32": 1e-5, "f16": 5e-3}[kind]
 
 
@@ -56,20 +63,35 @@ def test_every_family(name, tmp_path):
 
 def test_a_trained_run(tmp_path):
     path = gguf_files.write(tmp_path, gguf_files.wide(), "q4_k_m")
-    result = runs.train(tmp_path, model=load_model(path, torch.float32), use_lora=True, learning_rate=1e-2)
+    result = runs.train(tmp_path, model=load_model(path, torch.float32), use_lora=True, lora_rank=4, lora_alpha=4)
     (exported,) = export(result.model_dir, "gguf-adapter", output=tmp_path / "out")
     assert {check.name: check for check in exported.proof.checks}[LOGITS].passed
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "said"),
     [
-        ("laid = piece.forward([b * (scale * len(a) / alpha)])", "laid = b * (scale * len(a) / alpha)"),
-        ("writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)", "writer.add_float32(Keys.Adapter.LORA_ALPHA, 3 * alpha)"),
+        ("laid = piece.forward([b * (scale * len(a) / alpha)])", "laid = b * (scale * len(a) / alpha)", "what is added"),
+        (
+            "writer.add_float32(Keys.Adapter.LORA_ALPHA, alpha)",
+            "writer.add_float32(Keys.Adapter.LORA_ALPHA, 3 * alpha)",
+            "what is added",
+        ),
     ],
     ids=["rows of B not reordered", "another scale"],
 )
-def test_a_planted_fault_is_found(old, new, tmp_path, monkeypatch):
-    monkeypatch.setattr(gguf_adapter, "write", mutant(gguf_adapter, old, new).write)
-    with pytest.raises(NotProved):
-        compared(tmp_path, gguf_files.write(tmp_path, gguf_files.wide(), "q8_0"))
+def test_a_planted_fault_is_found(old, new, said, tmp_path, monkeypatch):
+    format_ = FORMATS["gguf-adapter"]
+    monkeypatch.setitem(FORMATS, "gguf-adapter", replace(format_, write=mutant(gguf_adapter, old, new).write))
+    path = gguf_files.write(tmp_path, wide(), "q8_0")
+    with pytest.raises(NotProved, match=said):
+        compared(tmp_path, path)
+
+
+def test_a_base_that_is_read_wrongly_is_found(tmp_path, monkeypatch):
+    """Rows of q and k as they lie in the file: llama.cpp's logits are others."""
+    old = "lambda x: x.view(-1, half, 2, *x.shape[1:]).transpose(1, 2).reshape(x.shape),"
+    monkeypatch.setattr(gguf_loading, "pieces_of", mutant(gguf_tensors, old, "lambda x: x,").pieces_of)
+    path = gguf_files.write(tmp_path, wide(), "q8_0")
+    with pytest.raises(NotProved, match="logits beside the trained model's"):
+        compared(tmp_path, path)
