@@ -38,7 +38,7 @@ class Recipe(ChronicalsConfig):
     """A run that can be repeated from a file: ``chronicals train recipe.yaml``."""
 
     model: Annotated[str, AfterValidator(os.path.expanduser)] = Field(
-        description="What to start from: folder or hub name of a model, folder of an adapter or a run, to train on"
+        description="What to start from: folder, hub name or GGUF file of a model, folder of an adapter or a run, to train on"
     )
     base_model: Annotated[str | None, AfterValidator(lambda name: name and os.path.expanduser(name))] = Field(
         default=None, description="The model of an adapter, where it does not say"
