@@ -143,8 +143,8 @@ def _kind(base: Path) -> str:
     """Of a file's weights, by how llama.cpp rounds what they are multiplied with."""
     written = gguf_file.File(base)
     found = {written.type_of(name) for name in written.tensors}
-    exact = [kind for kind in ("BF16", "F16") if kind in found] or ["F32"]
-    return "quantised" if found - {"F32", "F16", "BF16"} else exact[0].lower()
+    exact = next((kind for kind in ("BF16", "F16") if kind in found), "F32")
+    return "quantised" if found - {"F32", "F16", "BF16"} else exact.lower()
 
 
 def _bound(config: Any, kind: str) -> float:

@@ -141,7 +141,7 @@ def _merged(saved: SavedModel, base: Path, output: Path) -> Merged:
         (aside / REPORT).write_text(to_json(report, indent=1))
 
     write_folder(output, fill)
-    return Merged(output, str(saved.place), saved.base, changes)
+    return Merged(output, str(saved.place), str(saved.base), changes)
 
 
 class _Adapter:

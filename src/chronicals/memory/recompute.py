@@ -126,8 +126,8 @@ def _quantised(model: Any, layers: int, size: int) -> int:
 
 def _values_in(layer: Any, codes: Any) -> int:
     """Weights that codes stand for: those of a linear layer, else two in a byte."""
-    sizes = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
-    return sizes[0] * sizes[1] if None not in sizes else 2 * codes.nbytes
+    linear = hasattr(layer, "out_features") and hasattr(layer, "in_features")
+    return int(layer.out_features * layer.in_features if linear else 2 * codes.nbytes)
 
 
 def _scales_of(weight: Any) -> int:

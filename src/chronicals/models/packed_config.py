@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from chronicals.quantization import Linear4bit
+from chronicals.quantization import Linear4bit, LinearGGUF
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes
 
 
@@ -15,7 +15,15 @@ def describe_packed(model: Any) -> None:
     there are some.
 
     To be called after layers became ``Linear4bit`` or plain, and before ``save_pretrained``.
+
+    Raises:
+        ValueError: layers are in blocks of GGUF, which safetensors have no form for.
     """
+    if any(isinstance(layer, LinearGGUF) for layer in model.modules()):
+        raise ValueError(
+            f"{type(model).__name__} has layers in blocks of GGUF, which no file but that it was loaded from holds; save its "
+            "adapters, or what model.merge_and_unload() returns"
+        )
     there = getattr(model.config, "quantization_config", None)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear4bit)]
     if layers and there is None:
