@@ -10,7 +10,8 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.lora.layers import LoRALinear
 from chronicals.models import PresentedModel, quantise_layers
 from chronicals.patching import patch_model, patch_parts
-from chronicals.quantization import Linear4bit
+from chronicals.quantization import Linear4bit, LinearGGUF
+from drawn_blocks import by_gguf
 
 STEPS = 50
 
@@ -103,10 +104,15 @@ def test_adapters_over_16_and_over_4_bits(four, dora, patched, device):
     families.assert_same(*found)
 
 
+def in_blocks(linear):
+    return LinearGGUF(by_gguf(linear.weight, "Q4_0"), linear.bias)
+
+
+@pytest.mark.parametrize("packed", [Linear4bit.of, in_blocks], ids=["nf4", "gguf"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_one_layer_is_one_graph(dtype, device):
-    """What torch's own account of it says, too; and 4 bits that change under the graph are seen."""
-    layer = Linear4bit.of(torch.nn.Linear(64, 24, device=device)).to(dtype)
+def test_one_layer_is_one_graph(dtype, packed, device):
+    """What torch's own account of it says, too; and packed bits that change under the graph are seen."""
+    layer = packed(torch.nn.Linear(64, 24, device=device)).to(dtype)
     adapted = LoRALinear(layer, LoRAConfig(rank=3, dropout=0.0, use_dora=True), 64, 24).to(device)
     torch.nn.init.normal_(adapted.lora_B)
     x = torch.randn(5, 64, device=device, dtype=dtype)
@@ -116,7 +122,7 @@ def test_one_layer_is_one_graph(dtype, device):
     compiled = torch.compile(adapted, backend="aot_eager", fullgraph=True)
     tolerance = {"rtol": 2 * torch.finfo(dtype).eps ** 0.9, "atol": torch.finfo(dtype).eps * 10}
     assert torch.allclose(compiled(x), adapted(x), **tolerance)
-    other = Linear4bit.of(torch.nn.Linear(64, 24, device=device)).to(dtype)
+    other = packed(torch.nn.Linear(64, 24, device=device)).to(dtype)
     layer.load_state_dict(other.state_dict())
     assert torch.allclose(compiled(x), adapted(x), **tolerance)
 
