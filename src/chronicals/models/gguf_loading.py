@@ -72,8 +72,6 @@ def _empty(config: Any, dtype: torch.dtype) -> Any:
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.tie_weights()
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point())
     return model
 
 
