@@ -1,12 +1,12 @@
 """Models out of GGUF files: every family as it was written, its weights in the file's very blocks."""
 
-import gguf_models
 import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 import gguf_files
+import gguf_models
 import tiny
 from chronicals.models import gguf_loading, gguf_tensors, load_config, load_model, load_tokenizer
 from chronicals.models.gguf_config import config_of
