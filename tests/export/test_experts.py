@@ -1,9 +1,9 @@
 """What each expert of a model is multiplied with, and where its weights are."""
 
-import gguf_models
 import pytest
 import torch
 
+import gguf_models
 from chronicals.models.experts import DOWN, GATE, UP, Expert, stack_named, watch_experts
 
 IDS = torch.randint(0, 300, (1, 17))

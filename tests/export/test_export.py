@@ -7,7 +7,6 @@ import sys
 from collections import namedtuple
 from dataclasses import replace
 
-import gguf_models
 import pytest
 import torch
 import yaml
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
+import gguf_models
 import runs
 import tiny
 from chronicals.cli.app import app

@@ -5,13 +5,13 @@ import json
 import random
 from dataclasses import replace
 
-import gguf_models
 import numpy as np
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import gguf_models
 import tiny
 from chronicals.export import NotExpressible, NotProved, export, gguf, gguf_file, gguf_tokenizer
 from chronicals.export.source import PROBES, Source

@@ -4,11 +4,11 @@ import importlib.util
 import json
 from dataclasses import replace
 
-import gguf_models
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import gguf_models
 import tiny
 from chronicals.export import NotExpressible, NotProved, compressed_tensors, export, source, weight_files
 from chronicals.export.compressed_tensors import FP8, INT4, LAYOUTS

@@ -5,11 +5,11 @@ import json
 import struct
 from dataclasses import replace
 
-import gguf_models
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+import gguf_models
 import tiny
 from chronicals.export import NotExpressible, NotProved, export, gguf_file, gguf_tokenizer
 from chronicals.export.source import PROBES
