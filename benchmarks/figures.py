@@ -396,9 +396,10 @@ def saves() -> list[str]:
     for path in sorted(RESULTS.glob("save-stall-*.json")):
         result = json.loads(path.read_text())
         staged, card = result["staged"], result["card"].removeprefix("NVIDIA ")
+        commit = staged.get("commit", result.get("commit"))
         lines += [
             "",
-            f"{card}, `{result['commit']}`, {result['layers']} layers of {result['shape']}, {staged['seconds_a_step']:.3f} s "
+            f"{card}, `{commit}`, {result['layers']} layers of {result['shape']}, {staged['seconds_a_step']:.3f} s "
             f"a step: a checkpoint of {staged['checkpoint_gb']:.1f} GB holds training for {staged['stall']:.2f} s "
             f"({', '.join(f'{stall:.2f}' for stall in staged['stalls'])}; bar {result['bar']} s).",
         ]

@@ -82,7 +82,7 @@ def main() -> None:
     shape, device = SHAPES[args.shape], "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {**shape.sizes, "num_hidden_layers": args.layers}
     result: dict[str, Any] = {
-        "shape": args.shape, "layers": args.layers, "commit": args.commit or current_commit(), "torch": torch.__version__,
+        "shape": args.shape, "layers": args.layers, "torch": torch.__version__,
         "card": torch.cuda.get_device_name() if device == "cuda" else platform.processor(), "bar": BAR,
     }  # fmt: skip
     if args.output.exists():
@@ -95,7 +95,8 @@ def main() -> None:
         with torch.device(device):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            result[name] = measured(model, args, shape.batch_size, shape.max_seq_length, Path(folder))
+            found = measured(model, args, shape.batch_size, shape.max_seq_length, Path(folder))
+            result[name] = {"commit": args.commit or current_commit(), **found}
         del model
         args.output.write_text(json.dumps(result, indent=1))
     for name in args.arms:
