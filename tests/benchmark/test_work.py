@@ -16,7 +16,7 @@ from chronicals.benchmark.arms.trainer import documents_in, sorted_in_steps, tra
 from chronicals.benchmark.arms.weights import with_peft
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.shapes import byte_tokenizer, random_documents
-from chronicals.benchmark.work import PADDED_ROWS, LabelledDocument, Work, _write_adapter, documents_of, plan_work
+from chronicals.benchmark.work import PADDED_ROWS, Document, Work, _write_adapter, documents_of, plan_work
 from chronicals.config import ConfigurationError, Recipe
 
 
@@ -114,9 +114,9 @@ def test_sizes_of_a_step_are_those_of_its_documents(tmp_path):
     assert job.labelled == pytest.approx(1 - len(lengths) / sum(lengths))
 
 
-def document(length: int, trained_from: int = 1) -> LabelledDocument:
+def document(length: int, trained_from: int = 1) -> Document:
     ids = np.arange(1, length + 1)
-    return LabelledDocument(ids, np.where(np.arange(length) >= trained_from, ids, -100))
+    return Document(ids, np.where(np.arange(length) >= trained_from, ids, -100))
 
 
 def test_padding_is_no_token():

@@ -62,14 +62,14 @@ def test_a_manifest_of_another_shape_is_damage(run_folder, caplog, manifest):
 
 def test_what_cannot_be_read_is_damage(run_folder, caplog, monkeypatch):
     newest, before, _ = checkpoints(run_folder / "run")
-    hashed = folders._hash
+    hashed = module._hash
 
     def bad_sector(path):
         if path == newest / "optimizer.safetensors":
             raise OSError(errno.EIO, "Input/output error", str(path))
         return hashed(path)
 
-    monkeypatch.setattr(folders, "_hash", bad_sector)
+    monkeypatch.setattr(module, "_hash", bad_sector)
     assert newest_valid(run_folder / "run") == before
     assert "optimizer.safetensors cannot be read" in caplog.text
 

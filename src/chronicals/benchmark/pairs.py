@@ -23,7 +23,7 @@ import numpy as np
 
 from chronicals.benchmark.floor import Job
 from chronicals.benchmark.shapes import MEDIAN, SHORTEST, SPREAD, BuiltIn, word_tokenizer, zipf_ids
-from chronicals.benchmark.work import MODES, LabelledDocument, Work
+from chronicals.benchmark.work import MODES, Document, Work
 from chronicals.config import ConfigurationError
 
 PAIRED = ("dpo", "orpo")
@@ -162,11 +162,11 @@ class PairWork(Work):
             held = [int(number) for pack in stream.packs_of(step * size) for number in pack]
             yield [_pair_at(stream.store, number) for number in held if sides[number] == 0]
 
-    def documents_by_step(self, count: int) -> Iterator[list[LabelledDocument]]:
+    def documents_by_step(self, count: int) -> Iterator[list[Document]]:
         """Both rows of the pairs of each step, their answers labelled."""
         for pairs in self.pairs_by_step(count):
             rows = [(row, len(pair.prompt)) for pair in pairs for row in pair.rows]
-            yield [LabelledDocument(np.array(row), np.array([-100] * prompt + row[prompt:])) for row, prompt in rows]
+            yield [Document(np.array(row), np.array([-100] * prompt + row[prompt:])) for row, prompt in rows]
 
     def real_tokens(self, first: int, computed: Sequence[int]) -> list[int]:
         return [sum(pair.tokens for pair in pairs) for pairs in self.pairs_by_step(len(computed), first)]

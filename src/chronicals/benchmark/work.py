@@ -87,7 +87,7 @@ PADDED_ROWS = 32
 
 
 @dataclass(frozen=True)
-class LabelledDocument:
+class Document:
     """Token ids and labels (aligned with them, -100 where nothing is trained), int64 ``[length]`` each."""
 
     ids: np.ndarray
@@ -191,7 +191,7 @@ class Work:
         """What the record says of the data besides."""
         return {}
 
-    def documents_by_step(self, count: int) -> Iterator[list[LabelledDocument]]:
+    def documents_by_step(self, count: int) -> Iterator[list[Document]]:
         """The documents of the first ``count`` steps, in order."""
         return (documents_of(step) for step in self.stream().steps(count=count))
 
@@ -280,7 +280,7 @@ def _adapted(wanted: list[str] | str | None) -> tuple[str, ...]:
     return tuple(name for name in PROJECTIONS if any(path.split(".")[-1] == name for path in wanted))
 
 
-def documents_of(step: Step) -> list[LabelledDocument]:
+def documents_of(step: Step) -> list[Document]:
     """The documents of a step, without padding, which has no target."""
     found = []
     for batch in step.batches:
@@ -288,7 +288,7 @@ def documents_of(step: Step) -> list[LabelledDocument]:
         for start, end in zip(bounds, bounds[1:]):
             if end > start and (targets[start:end] != -100).any():
                 labels = np.concatenate([[-100], targets[start : end - 1]])
-                found.append(LabelledDocument(ids[start:end].copy(), labels))
+                found.append(Document(ids[start:end].copy(), labels))
     return found
 
 

@@ -2,7 +2,7 @@
 
 from chronicals.saving.background import Background
 from chronicals.saving.errors import CheckpointError
-from chronicals.saving.folders import MANIFEST, check_folder, describe, remove, write_folder
+from chronicals.saving.folders import MANIFEST, check_folder, describe, hash_file, remove, write_folder
 from chronicals.saving.model_files import load_weights, save_model, text_files, trained
 from chronicals.saving.optimizer_states import optimizer_files, read_optimizer, write_optimizer
 from chronicals.saving.saved_model import SavedModel
@@ -16,6 +16,7 @@ __all__ = [
     "Staging",
     "check_folder",
     "describe",
+    "hash_file",
     "load_weights",
     "optimizer_files",
     "read_optimizer",

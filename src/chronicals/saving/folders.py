@@ -89,8 +89,12 @@ def _rename(aside: Path, target: Path) -> None:
     remove(replaced)
 
 
-def check_folder(folder: Path) -> str | None:
-    """What is wrong with a folder that ``write_folder`` made, None if it is whole."""
+def check_folder(folder: Path, hashed: Callable[[Path], str] | None = None) -> str | None:
+    """What is wrong with a folder that ``write_folder`` made, None if it is whole.
+
+    Args:
+        hashed: reads a file and returns its SHA-256 in hexadecimal; ``hash_file`` if None.
+    """
     try:
         described = json.loads((folder / MANIFEST).read_text())
         if not isinstance(described, dict):
@@ -98,11 +102,11 @@ def check_folder(folder: Path) -> str | None:
     except (OSError, ValueError) as error:
         return f"{MANIFEST} cannot be read ({error})"
     with ThreadPoolExecutor(READERS) as readers:
-        damages = readers.map(partial(_damage, folder), described, described.values())
+        damages = readers.map(partial(_damage, folder, hashed or hash_file), described, described.values())
         return next((damage for damage in damages if damage is not None), None)
 
 
-def _damage(folder: Path, name: str, expected: Any) -> str | None:
+def _damage(folder: Path, hashed: Callable[[Path], str], name: str, expected: Any) -> str | None:
     """What is wrong with one of its files."""
     if not isinstance(expected, dict) or not {"size", "sha256"} <= expected.keys():
         return f"{MANIFEST} does not describe {name}"
@@ -110,7 +114,7 @@ def _damage(folder: Path, name: str, expected: Any) -> str | None:
     try:
         if not path.is_file():
             return f"{name} is missing"
-        whole = path.stat().st_size == expected["size"] and _hash(path) == expected["sha256"]
+        whole = path.stat().st_size == expected["size"] and hashed(path) == expected["sha256"]
     except OSError as error:
         return f"{name} cannot be read ({error})"
     return None if whole else f"{name} is damaged"
@@ -119,10 +123,11 @@ def _damage(folder: Path, name: str, expected: Any) -> str | None:
 def describe(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest; the file is synced first."""
     _sync(path)
-    return {"size": path.stat().st_size, "sha256": _hash(path)}
+    return {"size": path.stat().st_size, "sha256": hash_file(path)}
 
 
-def _hash(path: Path) -> str:
+def hash_file(path: Path) -> str:
+    """SHA-256 in hexadecimal."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
 

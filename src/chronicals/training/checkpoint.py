@@ -36,6 +36,7 @@ from chronicals.saving import (
     write_folder,
     write_optimizer,
 )
+from chronicals.saving import hash_file as _hash
 from chronicals.standard_json import to_json
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ STEP = re.compile(r"step-\d{8,}")
 
 def check_checkpoint(folder: Path) -> str | None:
     """What is wrong with a checkpoint, None if it is whole."""
-    damage = check_folder(folder)
+    damage = check_folder(folder, _hash)
     missing = [name for name in (STATE, RNG, MODEL) if not (folder / name).exists()]
     if not optimizer_files(folder):
         missing.append("optimizer.safetensors")

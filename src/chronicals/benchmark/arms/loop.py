@@ -16,7 +16,7 @@ from chronicals.benchmark.arms.padding import PaddedStep, padded
 from chronicals.benchmark.arms.ways import fastest_way, make_states
 from chronicals.benchmark.measurement import ArmPlan, Clock, Measurement, Movement, device, peak_gib, reset_peak
 from chronicals.benchmark.profile import PROFILED_STEPS, Profiler
-from chronicals.benchmark.work import LabelledDocument, Work
+from chronicals.benchmark.work import Document, Work
 
 
 def train_padded(
@@ -24,7 +24,7 @@ def train_padded(
     work: Work,
     plan: ArmPlan,
     settings: str,
-    steps: Sequence[Sequence[LabelledDocument]] | None = None,
+    steps: Sequence[Sequence[Document]] | None = None,
     rows: int | None = None,
     updates: bool = True,
     attentions: Sequence[str] = (),

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chronicals.benchmark.work import LabelledDocument
+from chronicals.benchmark.work import Document
 
 OVERHEAD = 2048
 """Positions that cost as much as one more micro-batch, where no trial says otherwise."""
@@ -39,7 +39,7 @@ class PaddedStep:
         return [tuple(given["input_ids"].shape) for given, _ in self.micro_batches]
 
 
-def padded(documents: Sequence[LabelledDocument], rows: int, place: torch.device, overhead: int = OVERHEAD) -> PaddedStep:
+def padded(documents: Sequence[Document], rows: int, place: torch.device, overhead: int = OVERHEAD) -> PaddedStep:
     """``documents`` sorted by length, in micro-batches of at most ``rows`` rows, padded on the right.
 
     The sums over the step are the same in any order. A batch without padding has no mask, so that attention may take its
@@ -66,7 +66,7 @@ def padded(documents: Sequence[LabelledDocument], rows: int, place: torch.device
     return PaddedStep(micro_batches, sum(len(document) for document in documents), slots)
 
 
-def packed(documents: Sequence[LabelledDocument], place: torch.device) -> PaddedStep:
+def packed(documents: Sequence[Document], place: torch.device) -> PaddedStep:
     """``documents`` one after the other in a single row, for an attention that keeps apart what ``position_ids`` begin anew."""
     ids = torch.from_numpy(np.concatenate([np.asarray(document.ids, np.int64) for document in documents]))
     labels = torch.from_numpy(np.concatenate([np.asarray(document.labels, np.int64) for document in documents]))

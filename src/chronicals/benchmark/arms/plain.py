@@ -12,7 +12,7 @@ from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.ways import flash_attention
 from chronicals.benchmark.arms.weights import load, load_dequantised, load_for_peers, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
-from chronicals.benchmark.work import LabelledDocument, Work
+from chronicals.benchmark.work import Document, Work
 from chronicals.models.loading import DTYPES as OURS
 
 TIGHT_STEPS = 3
@@ -107,5 +107,5 @@ def fp32_model(work: Work, plan: ArmPlan) -> tuple[Any, bool]:
     return model, tight
 
 
-def _document(ids: list[int]) -> LabelledDocument:
-    return LabelledDocument(np.array(ids), np.array([-100, *ids[1:]]))
+def _document(ids: list[int]) -> Document:
+    return Document(np.array(ids), np.array([-100, *ids[1:]]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from chronicals.benchmark.arms.padding import flash_lengths
 from chronicals.benchmark.measurement import COMPARED, ArmPlan, Clock, Measurement, Movement, device, peak_gib, reset_peak
-from chronicals.benchmark.work import SPARE_STEPS, LabelledDocument, Work
+from chronicals.benchmark.work import SPARE_STEPS, Document, Work
 
 
 def train_with_trainer(
@@ -88,7 +88,7 @@ def with_flash_lengths(collator: Callable[[Any], dict[str, Any]]) -> Callable[[A
     return collated
 
 
-def sorted_in_steps(documents: Sequence[LabelledDocument], size: int) -> list[LabelledDocument]:
+def sorted_in_steps(documents: Sequence[Document], size: int) -> list[Document]:
     """Each ``size`` of the documents, the longest first."""
     steps = (documents[start : start + size] for start in range(0, len(documents), size))
     return [document for step in steps for document in sorted(step, key=len, reverse=True)]

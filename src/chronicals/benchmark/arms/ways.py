@@ -12,7 +12,7 @@ import torch
 
 from chronicals.benchmark.arms.padding import OVERHEAD, TRIED, PaddedStep, flash_lengths, packed, padded
 from chronicals.benchmark.measurement import device
-from chronicals.benchmark.work import LabelledDocument
+from chronicals.benchmark.work import Document
 
 FLASH_ATTENTION = ("flash_attention_4", "flash_attention_3", "flash_attention_2")
 """Of transformers, the fastest first; packed rows need one of them."""
@@ -63,7 +63,7 @@ class Way:
     def words(self) -> str:
         return ", ".join(filter(None, [self.attention, "packed rows" if self.overhead is None else ""]))
 
-    def cut(self, documents: Sequence[LabelledDocument], rows: int) -> PaddedStep:
+    def cut(self, documents: Sequence[Document], rows: int) -> PaddedStep:
         if self.overhead is None:
             return packed(documents, device())
         return padded(documents, rows, device(), self.overhead)
@@ -76,7 +76,7 @@ class Trial:
         failed: words for each way that did not run, with the error.
     """
 
-    def __init__(self, model: Any, steps: Sequence[Sequence[LabelledDocument]], rows: int):
+    def __init__(self, model: Any, steps: Sequence[Sequence[Document]], rows: int):
         largest = max(steps, key=lambda documents: sum(len(document) for document in documents))
         self.model, self.steps, self.rows = model, [steps[0], largest], rows
         self.seconds, self.failed = dict[Way, float](), dict[Way, str]()
@@ -118,7 +118,7 @@ class Trial:
 
 
 def fastest_way(
-    model: Any, steps: Sequence[Sequence[LabelledDocument]], rows: int, attentions: Sequence[str] = ()
+    model: Any, steps: Sequence[Sequence[Document]], rows: int, attentions: Sequence[str] = ()
 ) -> tuple[Way, list[str]]:
     """The fastest attention, and with it the fastest micro-batches; the model is left with that attention.
 
