@@ -148,9 +148,10 @@ def test_each_draws_its_own_random_numbers(seen):
 
 
 def test_a_signal_to_one_stops_all_after_the_same_step(seen):
+    """Which learn of it from the metrics of that step, that arrive during the next."""
     first, second = seen("stop")
-    assert "stopped as asked on rank 1 after step 2" in first
-    assert "stopped as asked after step 2" in second
+    assert "stopped as asked on rank 1 after step 3" in first
+    assert "stopped as asked after step 3" in second
 
 
 def test_all_go_on_from_the_first_ones_checkpoint(seen, whole):

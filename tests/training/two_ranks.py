@@ -146,7 +146,7 @@ def random_numbers(rank: int, folder: Path):
 
 
 def stop(rank: int, folder: Path):
-    """A signal that only the second gets."""
+    """A signal that only the second gets, in the second of steps after which nothing else is due."""
 
     class Told(NextToken):
         calls = 0
@@ -157,7 +157,7 @@ def stop(rank: int, folder: Path):
                 made.stop()
             return super().__call__(model, batch)
 
-    made = trainer(own_folder(folder / "stopped", rank))
+    made = trainer(own_folder(folder / "stopped", rank), save_steps=None, eval_steps=None)
     made.objective = Told()
     try:
         made.train(tiny.chat_rows())

@@ -166,7 +166,7 @@ def _normalised(record: Record, kind: str, where: str) -> Record:
 def as_instruction(record: Record) -> Record:
     """A plain completion as a row of kind instruction, which goes through the chat template."""
     prompt, completion = pair_of(record) or ("prompt", "completion")
-    kept = {name: record[name] for name in (*OF_TEMPLATES, *MEDIA) if name in record}
+    kept = {name: record[name] for name in OF_TEMPLATES if name in record}
     return {**kept, "instruction": record[prompt], "output": record[completion]}
 
 
