@@ -115,8 +115,19 @@ def summary() -> str:
         f"![tokens per second over peak memory]({address(plots.MEMORY)})",
         "",
         *memories(),
+        *(f"\n{in_4_bits(row)}" for row in measured_rows.with_peers(in_4_bits=True)),
     ]
     return "\n".join(lines) + "\n"
+
+
+def in_4_bits(row: Row) -> str:
+    """A sentence on a row over a base in 4 bits: every arm, the fastest first."""
+    names = {"ours": "chronicals"}
+    told = [
+        f"{names.get(name, name if name in row.peers else f'with {settings(name)}')} {memory_and_speed(arm)}"
+        for name, arm in row.arms.items()
+    ]
+    return f"{row.name}, the base in NF4 ({row.place}): {'; '.join(told)}."
 
 
 def address(plot: str) -> str:
@@ -140,7 +151,9 @@ def arms() -> list[str]:
     ]
     found = measured_rows.rows()
     for commit, rows in itertools.groupby(found, key=lambda row: row.commit):
-        lines += ["", f"At `{commit}`{'' if commit == found[0].commit else EARLIER}:", "", *arms_at_one_commit(rows)]
+        measured = list(rows)
+        said = "" if any("date" in row.result for row in measured) else EARLIER
+        lines += ["", f"At `{commit}`{said}:", "", *arms_at_one_commit(measured)]
     return lines + without_speed(found)
 
 

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED_ROW = re.compile(r"row-(?P<row>.+)-(?P<card>[a-z]{1,2}\d{2,4})(?:-(?P<run>\d+))?\.json")
 FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|\S+)")
-WITH_FRONTIER = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed", "8b qlora fixed")
+WITH_FRONTIER = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed")
 """Rows with a frontier of memory and speed."""
 
 SPELT = {"lora": "LoRA", "qlora": "QLoRA", "dora": "DoRA", "fp8": "FP8", "8bit": "8-bit states", "dpo": "DPO", "orpo": "ORPO"}
@@ -64,6 +64,11 @@ class Row:
     def paired(self) -> bool:
         """Whether it is over pairs of answers."""
         return "pairs_a_step" in self.result.get("row", {})
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether its base is."""
+        return bool(self.result.get("row", {}).get("fields", {}).get("quantization"))
 
     @property
     def commit(self) -> str:
@@ -128,9 +133,9 @@ def all_rows() -> list[Row]:
     return sorted(made, key=lambda row: (dates[row.commit], row.commit), reverse=True)
 
 
-def newest() -> list[Row]:
-    """The rows of the newest commit."""
-    found = rows()
+def newest(*, in_4_bits: bool) -> list[Row]:
+    """The rows of the newest commit, of those over bases in 4 bits or in more."""
+    found = [row for row in rows() if row.in_4_bits == in_4_bits]
     return [row for row in found if row.commit == found[0].commit]
 
 
@@ -142,9 +147,9 @@ def row_of(title: str, results: list[dict]) -> Row:
     return Row(title, newest, others, arms)
 
 
-def with_peers() -> list[Row]:
-    """Rows of the newest commit that compare ours with peers."""
-    return [row for row in newest() if row.peers and "ours" in row.arms]
+def with_peers(*, in_4_bits: bool = False) -> list[Row]:
+    """Those that compare ours with peers."""
+    return [row for row in newest(in_4_bits=in_4_bits) if row.peers and "ours" in row.arms]
 
 
 def with_frontier() -> list[Row]:
