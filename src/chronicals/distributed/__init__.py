@@ -2,5 +2,6 @@
 
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
 from chronicals.distributed.mesh import Mesh
+from chronicals.distributed.watch import RankWatch
 
-__all__ = ["Launch", "Mesh", "require_one_process", "warn_of_other_processes"]
+__all__ = ["Launch", "Mesh", "RankWatch", "require_one_process", "warn_of_other_processes"]

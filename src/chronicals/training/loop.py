@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chronicals.data.steps import Steps
+from chronicals.distributed import RankWatch
 from chronicals.training.audit import FirstStepAudit
 from chronicals.training.callbacks import Callback, Callbacks
 from chronicals.training.errors import Interrupted, TrainingError
@@ -36,10 +37,10 @@ class Loop:
 
     def __init__(
         self, session: Session, run: Run, steps: Steps, held_out: Steps | None, saved: RunCheckpoints,
-        callbacks: Callbacks, stop: Stop, about: Callable[[], dict[str, Any]],
+        callbacks: Callbacks, stop: Stop, about: Callable[[], dict[str, Any]], watch: RankWatch,
     ):  # fmt: skip
         self.session, self.run, self.steps, self.held_out, self.saved = session, run, steps, held_out, saved
-        self.callbacks, self.stop, self.about = callbacks, stop, about
+        self.callbacks, self.stop, self.about, self.watch = callbacks, stop, about, watch
         self.config, self.device = session.config, session.precision.device
         self._told = False
 
@@ -58,7 +59,8 @@ class Loop:
         for step in self.steps.steps(run.position, count=0 if self._gains_no_more() else run.total_steps - run.step):
             factor = rate_factor(config, run.step, run.total_steps)
             set_learning_rate(session.optimizer, factor)
-            scalars = session.train_once(step, audit.see_gradients if audit else None)
+            with self.watch.step(run.step + 1):
+                scalars = session.train_once(step, audit.see_gradients if audit else None)
             run.step, run.position = run.step + 1, step.state
             if audit:
                 run.coverage = audit.close(bool(scalars["applied"]))
@@ -131,7 +133,8 @@ class Loop:
         return patience is not None and self.run.evaluations_without_gain >= patience
 
     def _deliver(self, pending: PendingMetrics) -> None:
-        metrics = pending.arrive()
+        with self.watch.step(self.run.step):
+            metrics = pending.arrive()
         self._told |= pending.told
         check_step(self.run, metrics, self.config)
         self._tell(lambda callback: callback.step_done(metrics))

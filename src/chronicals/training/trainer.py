@@ -14,13 +14,14 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import plan_of
 from chronicals.data.packing import PackPlan
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, RankWatch
 from chronicals.kernels.compilation import identify_compiler
 from chronicals.models import check_positions, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile, ProgressBar
+from chronicals.training.errors import TrainingError
 from chronicals.training.finish import about_data, finish
 from chronicals.training.frozen import check_frozen_positions
 from chronicals.training.guard import check_that_something_was_applied
@@ -114,7 +115,8 @@ class ChronicalsTrainer:
         self._stop = Stop()
         prove_alike(self.ranks, shared_settings(self.config))
         try:
-            with heard(self.ranks.writer), claimed(self.output_dir, self.ranks):
+            watched = RankWatch(self.ranks, self.config.rank_timeout, TrainingError)
+            with heard(self.ranks.writer), claimed(self.output_dir, self.ranks), watched as self._watch:
                 return self._train(train_dataset, eval_dataset, checkpoint_to_resume(self.output_dir, resume, self.ranks))
         finally:
             self._session = None
@@ -192,7 +194,7 @@ class ChronicalsTrainer:
         session.told = lambda: saved.failed or self._stop.reason is not None or callbacks.error is not None
         with self._stop.on_signals(), callbacks.around(run):
             with saved, session.stepping():
-                Loop(session, run, stream, held_out, saved, callbacks, self._stop, about).train()
+                Loop(session, run, stream, held_out, saved, callbacks, self._stop, about, self._watch).train()
             check_that_something_was_applied(run, session.precision)
             return finish(run, model, self.tokenizer, config, self.ranks, saved, about, samples.after)
 

@@ -1,0 +1,184 @@
+"""No process waits for ever for one that stopped: all end within seconds, and each says which one was the first and why.
+
+A collective waits until every process takes part. Where one has raised an error, was killed or hangs, the others would wait for
+as long as the backend does, minutes, and then name a socket. Here every process has a thread that posts once a second where it
+stands to the store over which the processes found each other, and reads where the others stand. A process whose main thread
+waits in a collective can only be ended from that thread, by leaving at once; checkpoints survive that at any moment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch.distributed as dist
+
+from chronicals.distributed.mesh import Mesh
+
+logger = logging.getLogger(__name__)
+
+PAUSE = 1.0
+"""Seconds between two looks."""
+
+GRACE = 10.0
+"""Seconds that a process has to end by itself once another has raised an error."""
+
+LOST = 120.0
+"""Seconds without a post after which a process, or its machine, is gone."""
+
+_runs = itertools.count()
+"""Numbers of the watches, the same in all processes, which begin them in the same order."""
+
+
+class RankWatch:
+    """Within ``with``: this process ends with the others.
+
+    Args:
+        patience: seconds that a single ``step`` may take.
+        error: what is raised where another process raised an error first.
+    """
+
+    def __init__(self, ranks: Mesh, patience: float, error: type[Exception]):
+        self.ranks, self.patience, self.error = ranks, patience, error
+        self._place: tuple[str, float] = "before the first step", time.monotonic()
+        self._in_step = False
+        self._over = threading.Event()
+
+    def __enter__(self) -> RankWatch:
+        if self.ranks.count > 1:
+            self._store = dist.distributed_c10d._get_default_store()
+            self._key = f"chronicals/watch/{next(_runs)}"
+            self._heard = {rank: (-1, time.monotonic()) for rank in range(self.ranks.count)}
+            self._thread = threading.Thread(target=self._watch, name="rank watch", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> Literal[False]:
+        if self.ranks.count == 1:
+            return False
+        self._over.set()
+        self._thread.join()
+        if isinstance(error, Exception):
+            if _is_of_a_collective(error):
+                raise self.error(self._reason(error)) from error
+            self._announce(f"{kind.__name__ if kind else ''}: {error}")
+        return False
+
+    def _reason(self, failure: Exception) -> str:
+        """Why a collective failed: what another process ended with, or where all stand."""
+        try:
+            told = self._first_error(wait=GRACE)
+        except RuntimeError:
+            told = None
+        return told or f"another process is gone: {self._table()}; {failure}"
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Within: the optimizer step ``number``, which waits for the other processes."""
+        self._place, self._in_step = (f"in step {number}", time.monotonic()), True
+        try:
+            yield
+        finally:
+            self._place, self._in_step = (f"after step {number}", time.monotonic()), False
+
+    # --- the thread ------------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        reason, since = None, 0.0
+        for beat in itertools.count():
+            if self._over.wait(PAUSE):
+                return
+            try:
+                self._post(beat)
+                found = self._first_error() or self._lost()
+            except RuntimeError as failure:
+                found = reason or f"the store of the processes is gone, and so is rank 0: {failure}"
+            if found is None or reason is None:
+                reason, since = found, time.monotonic()
+            elif time.monotonic() - since > GRACE:
+                self._leave(reason)
+            if self._in_step and time.monotonic() - self._place[1] > self.patience:
+                reason = f"rank_timeout={self.patience:g}: a step took longer: {self._table()}"
+                self._announce(reason)
+                self._over.wait(2 * PAUSE)  # the store may be this process's, and the others are to read it
+                self._leave(reason)
+
+    def _post(self, beat: int) -> None:
+        place, began = self._place
+        seconds = time.monotonic() - began
+        about = {"beat": beat, "place": place, "for": seconds, "host": socket.gethostname(), "pid": os.getpid()}
+        self._store.set(f"{self._key}/{self.ranks.rank}", json.dumps(about))
+
+    def _posted(self, rank: int) -> dict[str, Any] | None:
+        key = f"{self._key}/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _lost(self) -> str | None:
+        """Which process has not posted for too long; told to all. The first looks at every other, the others at the first, so
+        that the store is asked a few times a process and second."""
+        for rank in range(1, self.ranks.count) if self.ranks.rank == 0 else [0]:
+            (beat, at), found = self._heard[rank], self._posted(rank)
+            if found is not None and found["beat"] != beat:
+                self._heard[rank] = found["beat"], time.monotonic()
+            elif found is not None and time.monotonic() - at > LOST:
+                reason = f"rank {rank} is gone: it {_described(found)}, and was not heard of for {LOST:g} seconds"
+                self._announce(reason)
+                return reason
+        return None
+
+    def _table(self) -> str:
+        """Where every process stands."""
+        try:
+            found = {rank: self._posted(rank) for rank in range(self.ranks.count)}
+        except RuntimeError:
+            return "the other processes cannot be asked where they stand"
+        return "; ".join(f"rank {rank} {_described(about) if about else 'has not begun'}" for rank, about in found.items())
+
+    def _leave(self, reason: str) -> None:
+        """End this process, whose main thread waits for others."""
+        if self._over.is_set():
+            return
+        logger.error("%s; this process (rank %d) ends, the last checkpoint is intact", reason, self.ranks.rank)
+        logging.shutdown()
+        os._exit(1)
+
+    # --- errors ----------------------------------------------------------------------------------------------------------
+
+    def _announce(self, words: str) -> None:
+        """Tell the others of an error of this process, unless one of them was the first to have one."""
+        try:
+            self._store.compare_set(f"{self._key}/error", "", json.dumps([self.ranks.rank, words]))
+        except RuntimeError as failure:
+            logger.debug("the other processes could not be told: %s", failure)
+
+    def _first_error(self, wait: float = 0.0) -> str | None:
+        """What another process ended with.
+
+        Args:
+            wait: seconds to wait for it: the connections of a process that was killed break before it can say why, or never.
+        """
+        ends, key = time.monotonic() + wait, f"{self._key}/error"
+        while True:
+            if self._store.check([key]):
+                rank, words = json.loads(self._store.get(key))
+                return None if rank == self.ranks.rank else f"rank {rank} stopped: {words}"
+            if time.monotonic() >= ends:
+                return None
+            time.sleep(0.1)
+
+
+def _described(about: dict[str, Any]) -> str:
+    return f"has been {about['place']} for {about['for']:.0f} s ({about['host']}, process {about['pid']})"
+
+
+def _is_of_a_collective(error: Exception) -> bool:
+    """Whether it is that a collective or the store failed; gloo raises a plain RuntimeError."""
+    return isinstance(error, dist.DistError) or (type(error) is RuntimeError and "gloo" in str(error))

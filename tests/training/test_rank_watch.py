@@ -1,0 +1,150 @@
+"""Of processes that train together none waits for ever: all end within seconds and say which was the first, and why."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from chronicals.distributed import RankWatch, watch
+from chronicals.training import TrainingError
+from chronicals.training.callbacks import read_metrics
+
+HERE = Path(__file__).parent
+PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, *(path for path in sys.path if path.endswith("src")))))
+
+
+def ended(folder, how):
+    """Exit codes and last words of two processes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "stopping_ranks.py"), str(folder), how], stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    try:
+        words = [process.communicate(timeout=200)[1] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    steps = [line for line in read_metrics(folder / "machine0" / "run" / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in steps] in ([], [1])
+    return [process.returncode for process in started], words
+
+
+@pytest.mark.sample(3)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="both would compute on one card")
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raises", 1, "rank 1 stopped: ValueError: boom"),
+        ("hangs", 1, "rank 1 has been in step 2 for "),
+        ("killed", -9, "another process is gone: "),
+    ],
+)
+def test_all_end_with_the_first(how, code, said, tmp_path):
+    codes, words = ended(tmp_path, how)
+    assert codes == [1, code]
+    assert said in words[0], words[0][-2000:]
+    if how == "hangs":
+        assert all("rank_timeout=4: a step took longer" in said for said in words), words
+
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Makes the watch of the first of two processes over a store in memory, and a list of what it leaves with."""
+    store, left = dist.HashStore(), []
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(watch, "PAUSE", 0.02)
+
+    def leave(self, reason):
+        left.append(reason)
+        self._over.set()
+
+    monkeypatch.setattr(RankWatch, "_leave", leave)
+
+    def make(rank=0, patience=60.0):
+        made = RankWatch(SimpleNamespace(rank=rank, count=2), patience, TrainingError)
+        monkeypatch.setattr(watch, "_runs", iter([0, 0]))
+        return made
+
+    return make, store, left
+
+
+def until(condition):
+    ends = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def test_a_main_thread_in_a_collective_is_not_waited_for(watched, monkeypatch):
+    """As on a card, where waiting for another process never ends: the thread ends this one, with the other's words."""
+    make, store, left = watched
+    monkeypatch.setattr(watch, "GRACE", 0.2)
+    with make():
+        store.set("chronicals/watch/0/error", '[1, "ValueError: boom"]')
+        until(lambda: left)
+    assert left == ["rank 1 stopped: ValueError: boom"]
+
+
+def test_a_process_that_is_not_heard_of_is_gone(watched, monkeypatch):
+    make, store, left = watched
+    monkeypatch.setattr(watch, "GRACE", 0.1)
+    monkeypatch.setattr(watch, "LOST", 0.5)
+    post = '{"beat": %d, "place": "in step 7", "for": 3.0, "host": "b", "pid": 12}'
+    with make():
+        for beat in range(20):
+            store.set("chronicals/watch/0/1", post % beat)
+            time.sleep(0.05)
+        assert not left, "it posts"
+        until(lambda: left)
+    assert left == ["rank 1 is gone: it has been in step 7 for 3 s (b, process 12), and was not heard of for 0.5 seconds"]
+    assert store.get("chronicals/watch/0/error") == json.dumps([0, left[0]]).encode()
+
+
+def test_only_a_step_is_limited(watched):
+    """Loading, evaluating and writing may take as long as they take."""
+    make, _, left = watched
+    with make(patience=0.3) as made:
+        time.sleep(0.6)
+        with made.step(1):
+            pass
+        time.sleep(0.6)
+        assert not left
+        with made.step(2):
+            until(lambda: left)
+    assert "rank_timeout=0.3: a step took longer: rank 0 has been in step 2 for" in left[0]
+    assert "rank 1 has not begun" in left[0]
+
+
+def test_the_first_error_is_the_one_that_is_told(watched):
+    make, store, left = watched
+    with pytest.raises(ValueError, match="mine"), make():
+        raise ValueError("mine")
+    assert store.get("chronicals/watch/0/error") == b'[0, "ValueError: mine"]'
+    with pytest.raises(TrainingError, match="rank 0 stopped: ValueError: mine"), make(rank=1):
+        raise RuntimeError("[gloo/transport/tcp/pair.cc] Connection closed by peer")
+    with pytest.raises(KeyError), make(rank=1):
+        raise KeyError("an error of its own stays")
+    assert store.get("chronicals/watch/0/error") == b'[0, "ValueError: mine"]' and not left
+
+
+def test_one_process_is_not_watched():
+    before = threading.active_count()
+    with RankWatch(SimpleNamespace(rank=0, count=1), 1.0, TrainingError) as made, made.step(1):
+        assert threading.active_count() == before
