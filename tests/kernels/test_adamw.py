@@ -291,7 +291,7 @@ def test_who_saved_a_weight_notices(device):
 
 
 MUTATIONS = {
-    "no decay": (".to(tl.float32) * decay", ".to(tl.float32) * 1.0"),
+    "no decay": ("tl.fma(w.to(tl.float32), decay,", "tl.fma(w.to(tl.float32), 1.0,"),
     "no correction of the mean": ("lr / tl.load(corrections_ptr + tensor)", "lr"),
     "correction of another tensor": ("tl.load(corrections_ptr + count + tensor)", "tl.load(corrections_ptr + count)"),
     "no factor": (".to(tl.float32) * factor\n", ".to(tl.float32)\n"),

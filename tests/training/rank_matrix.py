@@ -1,0 +1,105 @@
+"""One of two processes that train every objective over every kind of weights together, and half of the runs again alone.
+
+The program of ``test_rank_matrix.py``: ``python rank_matrix.py FOLDER`` with the pairs in ``FOLDER/pairs.json``. What became of
+each stands in ``FOLDER/OBJECTIVE over WEIGHTS.together.json`` and ``….alone.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import preferences
+import runs
+import tiny
+from chronicals.config import ConfigurationError
+from chronicals.distributed import Mesh
+from chronicals.models import load_model
+from chronicals.training import ChronicalsTrainer
+
+OBJECTIVES = {
+    "sft": tiny.chat_rows, "pretraining": tiny.chat_rows, "distill": tiny.chat_rows, "kto": preferences.judged_rows,
+    **dict.fromkeys(("dpo", "ipo", "simpo", "cpo", "orpo", "reward"), preferences.rows),
+}  # fmt: skip
+"""What makes the rows of each, given how many."""
+
+LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
+WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "all weights": ("plain", {}),
+    "all weights, states in 8 bits": ("plain", {"use_8bit_optimizer": True}),
+    "all weights, states in host memory": ("wide", {"memory": ["offload_optimizer_states"]}),
+    "LoRA": ("plain", LORA),
+    "DoRA": ("plain", {**LORA, "use_dora": True}),
+    "LoRA and embedding": ("plain", {**LORA, "lora_modules_to_save": ["embed_tokens"]}),
+    "LoRA and a token": ("plain", {**LORA, "lora_trainable_tokens": tiny.tokenizer()("the")["input_ids"]}),
+    "LoRA over NF4": ("nf4", LORA),
+    "DoRA over NF4": ("nf4", {**LORA, "use_dora": True}),
+    "LoRA over GGUF": ("gguf", LORA),
+}
+"""The base, and fields of the configuration."""
+
+ROWS = 30
+USUAL = {
+    "batch_size": 1, "max_seq_length": 96, "max_steps": 3, "validation_split": 0.2, "eval_steps": 3, "save_steps": None,
+    "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [],
+}  # fmt: skip
+MICRO_BATCHES = 4
+"""Of a step, by one process or by two."""
+
+
+def base(kind: str, folder: Path) -> Any:
+    if kind == "plain":
+        return tiny.llama()
+    if kind == "wide":  # small weights keep their states where they are
+        return tiny.llama(intermediate_size=1024)
+    if kind == "nf4":
+        return load_model(folder / "source", torch.float32, quantization="nf4")
+    return load_model(next((folder / "base").glob("*.gguf")), torch.float32)
+
+
+def train(objective: str, weights: str, folder: Path, place: Path, ranks: Mesh) -> dict[str, Any]:
+    """Losses, norms and the held-out loss of a run; the words of a refusal, and whether a step was made before it."""
+    kind, fields = WEIGHTS[weights]
+    fields = {**USUAL, **fields, "gradient_accumulation_steps": MICRO_BATCHES // ranks.count}
+    if objective == "distill":
+        fields["distill"] = {"teacher": str(folder / "teacher"), "teacher_precision": "fp32"}
+    place = place / f"rank{ranks.rank}"
+    config = runs.config(place, objective=objective, **{**fields, "cache_dir": folder / "tokens"})
+    try:
+        with patch.object(Mesh, "current", return_value=ranks):
+            trainer = ChronicalsTrainer(base(kind, folder), tiny.tokenizer(), config)
+        result = trainer.train(OBJECTIVES[objective](ROWS))
+    except ConfigurationError as refusal:
+        return {"refused": str(refusal), "begun": (place / "run" / "metrics.jsonl").exists()}
+    return {"steps": runs.trajectory(place) if ranks.writer else [], "held out": result.evaluation.loss}
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = Mesh.current()
+    for number, (objective, weights) in enumerate(json.loads((folder / "pairs.json").read_text())):
+        name = f"{objective} over {weights}"
+        turns = [("together", ranks, ranks.writer), ("alone", Mesh(), number % ranks.count == ranks.rank)]
+        for turn, mesh, tells in turns:
+            if mesh.count == 1 and not tells:
+                continue
+            try:
+                seen = train(objective, weights, folder, folder / name / turn, mesh)
+            except Exception:
+                seen = {"failed": traceback.format_exc()}
+            if tells:
+                (folder / f"{name}.{turn}.json").write_text(json.dumps(seen))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
+    os._exit(0)
