@@ -1,9 +1,10 @@
-"""Every family in several types of GGUF: how far llama.cpp's logits are from torch's with the very weights of the file.
+"""Every family in every kind of artefact: how far its own client's logits are from torch's with the very weights of the file.
 
     python benchmarks/export_matrix.py OUTPUT.json [--only llama,qwen3]
 
-Models are small and random (``tests/gguf_models.py``); the package llama-cpp-python is needed. What quantising costs a
-model cannot be told from random weights; that llama.cpp computes the model that is in the file can.
+Models are small and random (``tests/gguf_models.py``). The clients are transformers (with compressed-tensors and bitsandbytes)
+and llama.cpp by llama-cpp-python, which are needed. What quantising costs a model cannot be told from random weights; that a
+client computes the model that is in the file can. Merged models are compared with the trained one.
 """
 
 import argparse
@@ -18,31 +19,34 @@ import torch
 
 from chronicals.benchmark.record import current_commit, versions
 from chronicals.data.tokenizer_training import train_tokenizer
-from chronicals.export import NotProved, export, llama_cpp
-from chronicals.export.gguf import COMPARED
+from chronicals.export import ExportError, NotProved, export, llama_cpp
+from chronicals.models.gguf_families import NotExpressible
 
 sys.path[:0] = [str(Path(__file__).parent.parent / "tests"), str(Path(__file__).parent.parent / "tests" / "export")]
 import gguf_models  # noqa: E402
 
-KINDS = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k_m"]
-WIDE = {"hidden_size": 256, "intermediate_size": 512}
-OF_ONE = {"phi3, longrope": {"num_attention_heads": 16}}
-"""As many elements of a head as there are factors."""
+KINDS = [
+    "merged", "merged-fp16", "fp8", "int4", "nf4", "gguf-f32", "gguf-f16", "gguf-bf16", "gguf-q8_0", "gguf-q4_0", "gguf-q4_k_m",
+]  # fmt: skip
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 16}
+"""Rows of every projection are whole blocks of every type, and a head has as many elements as there are factors of LongRoPE."""
 
 
 def measured(name: str, kind: str) -> dict:
-    """The error and its bound, of a model that is proved or not."""
+    """The error and its bound, of a model that is proved or not; or why the format is refused."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         torch.manual_seed(0)
-        gguf_models.build(name, **WIDE, **OF_ONE.get(name, {})).save_pretrained(folder)
+        gguf_models.build(name, **WIDE).save_pretrained(folder)
         train_tokenizer(["what a model of this size may say, and its answers"] * 50, 300).save_pretrained(folder)
         try:
-            (exported,) = export(folder, f"gguf-{kind}")
+            (exported,) = export(folder, kind)
         except NotProved as error:
             return {"failed": str(error)}
-        (check,) = [check for check in exported.proof.checks if check.name == COMPARED]
-        return {"error": check.value, "bound": check.bound, "types": exported.proof.about["types"]}
+        except (ExportError, NotExpressible) as error:
+            return {"refused": str(error)}
+        (check,) = [one for one in exported.proof.checks if one.name.startswith("logits") and one.bound is not None]
+        return {"error": check.value, "bound": check.bound, "compared": check.name, "client": check.client}
 
 
 def main() -> None:
@@ -58,7 +62,7 @@ def main() -> None:
     }  # fmt: skip
     for name in names:
         result["models"][name] = {kind: measured(name, kind) for kind in KINDS}
-        print(name, {kind: found.get("error", "FAILED") for kind, found in result["models"][name].items()}, flush=True)
+        print(name, {kind: next(iter(found.items())) for kind, found in result["models"][name].items()}, flush=True)
         args.output.write_text(json.dumps(result, indent=1))
     failed = [name for name, kinds in result["models"].items() if any("failed" in found for found in kinds.values())]
     if failed:

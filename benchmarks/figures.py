@@ -509,21 +509,22 @@ def objectives() -> list[str]:
 
 
 def exports() -> list[str]:
-    """How far llama.cpp is from torch with the weights of the file, a row a family."""
+    """How far each artefact's client is from torch with the weights of the file, a row a family."""
     result = load("export-matrix.json")
     kinds = result["kinds"]
     lines = [
         "",
         f"llama-cpp-python {result['llama-cpp-python']}, gguf {result['gguf']}, `{result['commit']}`, "
-        "`benchmarks/export_matrix.py`: small random models, the largest relative error of logits of llama.cpp beside torch "
-        "with the weights of the file. Quantised files compute with activations in 8 bits, which Gemma 3's six layers with "
-        "random norms amplify; Gemma's GELU is a table in llama.cpp.",
+        "`benchmarks/export_matrix.py`: small random models, the largest relative error of logits of the artefact's client "
+        "(llama.cpp, else transformers) beside torch with the weights of the file; of merged models beside the trained one. "
+        "llama.cpp computes over quantised files with activations in 8 bits, which Gemma 3's six layers with random norms "
+        "amplify; Gemma's GELU is a table there.",
         "",
         f"| | {' | '.join(kinds)} |",
         f"|---|{'---|' * len(kinds)}",
     ]
     for name, found in result["models"].items():
-        errors = [format(found[kind]["error"], ".1e") for kind in kinds]
+        errors = ["refused" if "refused" in found[kind] else format(found[kind]["error"], ".1e") for kind in kinds]
         lines.append(f"| {name} | {' | '.join(errors)} |")
     return lines + exported_quickstart()
 

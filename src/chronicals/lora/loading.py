@@ -25,8 +25,8 @@ from chronicals.lora.starting_values import Start
 from chronicals.lora.targets import targeted_paths, targets_of
 from chronicals.lora.tokens import FILE_NAME, plan_tokens, trained_tokens
 from chronicals.models import SCORE, embedding_table, score_of
-from chronicals.models.classifier import why_no_language_model
 from chronicals.models.loading import DAMAGED
+from chronicals.models.reward_model import why_no_language_model
 
 NEEDED = ("r", "lora_alpha", "target_modules")
 """Fields without which an adapter cannot be read."""

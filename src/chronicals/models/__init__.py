@@ -3,7 +3,7 @@
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.model_shape import ModelShape
 from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
-from chronicals.models.classifier import SCORE, attach_score, is_reward_model, load_scored, saved_form, score_of
+from chronicals.models.classifier import SCORE, attach_score, load_scored, saved_form, score_of
 from chronicals.models.four_bits import QUANTISED_FROM, count_values, has_4bit_layers, has_packed_layers, quantise_layers
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import (
@@ -19,7 +19,9 @@ from chronicals.models.packability import Packability, prove_packability, why_ne
 from chronicals.models.packed_config import describe_packed
 from chronicals.models.peft_kinds import unfused_kind, within_adapters
 from chronicals.models.positions import check_positions, last_position
-from chronicals.models.presentation import PresentedModel, in_evaluation, present
+from chronicals.models.presentation import PresentedModel, in_evaluation
+from chronicals.models.presenting import present
+from chronicals.models.reward_model import is_reward_model
 from chronicals.models.router_loss import RouterLoss, asks_for_router_loss, in_trained_documents
 from chronicals.models.terms import Term, Terms
 from chronicals.models.towers import beside_text, is_within, read_processors, save_processors

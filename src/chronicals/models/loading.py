@@ -17,6 +17,7 @@ from chronicals.models.gguf_config import config_of
 from chronicals.models.gguf_loading import load_gguf
 from chronicals.models.gguf_reader import File, gguf_of
 from chronicals.models.gguf_tokenizer import tokenizer_of
+from chronicals.models.reward_model import is_reward_model, why_no_language_model
 from chronicals.models.towers import read_processors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
@@ -83,8 +84,6 @@ def load_model(
     Raises:
         ValueError: it cannot be loaded, or its checkpoint and its class do not fit, with the reason.
     """
-    from chronicals.models.classifier import is_reward_model, why_no_language_model
-
     if (file := gguf_of(name)) is not None:
         return _of_gguf(file, name, dtype, quantization)
     try:

@@ -7,7 +7,6 @@ its documents become padded rows with a mask: slower, the same result.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,12 +21,9 @@ from chronicals.attention import document_attention, gather_keys
 from chronicals.batch import Batch, SharedKeys
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Attention, Seam
-from chronicals.models.head import Head, UnknownHead, read_head
-from chronicals.models.peft_kinds import within_adapters
+from chronicals.models.head import Head, read_head
 from chronicals.models.router_loss import ROUTER_LOSS, SWITCH, RouterLoss
 from chronicals.models.terms import Terms
-
-logger = logging.getLogger(__name__)
 
 ATTENTION = "chronicals_documents"
 """Name of document attention in transformers' table, for modules whose forward is somebody else's; there is no mask function of
@@ -272,49 +268,3 @@ class PaddedRows:
         kept = ((columns >= before[:, None]) & (mask > 0)).flatten().nonzero().squeeze(1)
         ids = pad_sequence([batch.input_ids[row] for row in rows], batch_first=True)
         return cls({"input_ids": ids, "attention_mask": mask, "use_cache": False}, kept, torch.cat(own))
-
-
-def _attention_dropout(config: Any) -> str:
-    """That and how the model drops what it attends to, which our attention does not; else empty."""
-    shares = {name: share for name, share in vars(config).items() if name.startswith("att") and "drop" in name}
-    dropped = [f"{name}={share}" for name, share in shares.items() if isinstance(share, float) and share > 0]
-    return f"it has attention dropout ({', '.join(dropped)}; with 0 in its configuration it takes packs)" if dropped else ""
-
-
-def present(
-    model: Any, fused_head: bool = True, flash: bool = True, pack_width: int | None = None
-) -> PresentedModel:  # fmt: skip
-    """Decide how ``model`` takes Batches; what is not the fast way is logged once, by name.
-
-    Args:
-        model: a Hugging Face model, or PEFT's wrapping of one, which is looked through where every token is taken by itself.
-        fused_head: False always takes the model's own logits.
-        flash: False attends by no backend of FlashAttention.
-        pack_width: tokens of a pack, of which a Batch has several; None for Batches of one.
-
-    Raises:
-        ValueError: the model sees the tokens that it is to predict.
-    """
-    from chronicals.models.packability import prove_packability
-    from chronicals.models.router_proof import proved_router_loss
-
-    model = within_adapters(model)
-    proof = prove_packability(model)
-    if not proof.causal:
-        raise ValueError(
-            f"{type(model).__name__} sees the tokens that it is to predict: its states change with later ones; let it attend "
-            "to earlier ones alone (is_decoder=True in BERT's family, use_bidirectional_attention=False in Gemma 3's)"
-        )
-    head_is_read = False
-    if fused_head and proof.head_proved:
-        try:
-            head_is_read = read_head(model) is not None
-        except UnknownHead as error:
-            logger.warning("%s: the model's own logits are used, which takes more memory", error)
-    elif fused_head:
-        logger.warning("the head of %s could not be proved: its own logits are used", type(model).__name__)
-    reason = proof.reason or _attention_dropout(model.config.get_text_config())
-    if reason:
-        logger.warning("%s takes padded rows, not packs: %s", type(model).__name__, reason)
-    packed = not reason
-    return PresentedModel(model, packed, head_is_read, proved_router_loss(model, packed), flash, pack_width)
