@@ -7,6 +7,7 @@ token of some documents.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,8 @@ import json, sys
 from vllm import LLM, SamplingParams
 given = json.load(sys.stdin)
 llm = LLM(model=given["model"], enforce_eager=True, max_model_len=given["longest"], enable_lora=bool(given["adapter"]),
-          **({"max_lora_rank": given["rank"]} if given["adapter"] else {}))
-more = {}
+          **({"max_lora_rank": given["rank"], "max_num_seqs": 1} if given["adapter"] else {}))
+more = {}  # with an adapter, vLLM 0.32 cannot give the log-probabilities of several prompts at a time
 if given["adapter"]:
     from vllm.lora.request import LoRARequest
     more["lora_request"] = LoRARequest("adapter", 1, given["adapter"])
@@ -36,6 +37,9 @@ print("chronicals:" + json.dumps(found))
 """
 
 MARK = "chronicals:"
+
+CAUSE = re.compile(r"\b\w*Error: (?!Engine core initialization failed)")
+"""A line that says why; a process of vLLM's own that failed is only named by the one that waits for it."""
 
 TIME_LIMIT = 1800
 
@@ -74,7 +78,8 @@ def log_probabilities(
         raise NotRun(f"vllm_python={str(python)!r}: {error}") from error
     line = next((line for line in done.stdout.splitlines() if line.startswith(MARK)), None)
     if done.returncode or line is None:
-        words = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+        said = [*done.stdout.splitlines(), *done.stderr.splitlines()] or ["nothing"]
+        words = next((line for line in said if CAUSE.search(line)), said[-1])  # its processes go on to talk after the error
         raise NotRun(f"vllm_python={str(python)!r}: the program ended with {done.returncode} and said: {words}")
     found: list[list[float]] = json.loads(line.removeprefix(MARK))
     return found
