@@ -2,10 +2,7 @@
 
 import itertools
 import json
-import os
 import random
-import socket
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,14 +11,13 @@ import torch
 
 import gguf_files
 import tiny
+import two_processes
 
 sys.path.insert(0, str(Path(__file__).parent))
 import rank_matrix
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
 
-HERE = Path(__file__).parent
-PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, *(path for path in sys.path if path.endswith("src")))))
 PAIRS = list(itertools.product(rank_matrix.OBJECTIVES, rank_matrix.WEIGHTS))
 SAMPLED = 20
 CLOSE = {"all weights, states in 8 bits": 2e-3}
@@ -35,24 +31,8 @@ def outcomes(folder, pairs):
     gguf_files.write(folder, tiny.llama())
     tiny.llama(7).save_pretrained(folder / "teacher")
     tiny.tokenizer().save_pretrained(folder / "teacher")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
-    said = [folder / f"rank{rank}.log" for rank in (0, 1)]
-    started = [
-        subprocess.Popen(
-            [sys.executable, rank_matrix.__file__, str(folder)], stdout=subprocess.DEVNULL, stderr=words.open("w"),
-            env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank, words in enumerate(said)
-    ]  # fmt: skip
-    try:
-        codes = [process.wait(timeout=60 + 30 * len(pairs)) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert codes == [0, 0], [words.read_text()[-2000:] for words in said]
+    codes, words = two_processes.run(rank_matrix.__file__, folder, seconds=60 + 30 * len(pairs))
+    assert codes == [0, 0], [said[-2000:] for said in words]
     return {
         pair: [json.loads((folder / f"{' over '.join(pair)}.{turn}.json").read_text()) for turn in ("together", "alone")]
         for pair in pairs

@@ -1,10 +1,6 @@
 """Of processes that train together none waits for ever: all end within seconds and say which was the first, and why."""
 
 import json
-import os
-import socket
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -14,35 +10,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import two_processes
 from chronicals.distributed import RankWatch, watch
 from chronicals.training import TrainingError
 from chronicals.training.callbacks import read_metrics
 
 HERE = Path(__file__).parent
-PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, *(path for path in sys.path if path.endswith("src")))))
 
 
 def ended(folder, how):
     """Exit codes and last words of two processes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "stopping_ranks.py"), str(folder), how], stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        words = [process.communicate(timeout=200)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
+    codes, words = two_processes.run(str(HERE / "stopping_ranks.py"), folder, how, seconds=200)
     steps = [line for line in read_metrics(folder / "machine0" / "run" / "metrics.jsonl") if "loss" in line]
     assert [line["step"] for line in steps] in ([], [1])
-    return [process.returncode for process in started], words
+    return codes, words
 
 
 @pytest.mark.sample(3)

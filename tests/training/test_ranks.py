@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 
 import runs
 import tiny
+import two_processes
 from chronicals.config.config import laid_over
 from chronicals.distributed import Mesh
 from chronicals.training.callbacks import Callbacks
@@ -23,14 +23,12 @@ import two_ranks
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
 
-HERE = Path(__file__).parent
 SETTINGS = two_ranks.SETTINGS
 PROGRAM = """
 import pathlib, torch, test_ranks
 torch.set_num_threads(1)
 test_ranks.train(pathlib.Path({folder!r}), 2, **{changes})
 """
-PATHS = os.pathsep.join(map(str, (HERE, HERE.parent, *(path for path in sys.path if path.endswith("src")))))
 
 
 def train(folder, accumulation, resume=False, **changes):
@@ -44,8 +42,8 @@ def train_by_two(folder, _accumulation, **changes):
     started = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     program = PROGRAM.format(folder=str(folder), changes=changes)
     done = subprocess.run(
-        [*started, sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": PATHS}, capture_output=True, text=True,
-        timeout=300,
+        [*started, sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": two_processes.PATHS}, capture_output=True,
+        text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
 
@@ -74,26 +72,8 @@ def test_two_train_what_one_does(tmp_path, whole, first, then):
 def seen(tmp_path_factory):
     """What the first and the second of two processes saw, by promise; started as a job operator does, without torchrun."""
     folder = tmp_path_factory.mktemp("two")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
-    started = [
-        subprocess.Popen(
-            [sys.executable, two_ranks.__file__, str(folder)],
-            env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        words = [process.communicate(timeout=300)[1] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], words
+    codes, words = two_processes.run(two_ranks.__file__, folder)
+    assert codes == [0, 0], words
 
     def of(promise):
         return [json.loads((folder / f"{promise}.{rank}.json").read_text()) for rank in (0, 1)]

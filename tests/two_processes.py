@@ -1,0 +1,39 @@
+"""Two processes that train together, started as a job operator does, without torchrun."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+TRAINING = Path(__file__).parent / "training"
+PATHS = os.pathsep.join(map(str, (TRAINING, TRAINING.parent, *(path for path in sys.path if path.endswith("src")))))
+"""Where programs of ``tests/training`` find what they import."""
+
+
+def run(program: str, folder: Path, *arguments: str, seconds: float = 300) -> tuple[list[int], list[str]]:
+    """Exit codes of both ranks, and what each wrote to its stderr.
+
+    Args:
+        program: its path; it is given ``folder`` and ``arguments``.
+        folder: also for files of what they say, so that no pipe fills up.
+        seconds: after which both are killed.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
+    said = [folder / f"rank{rank}.log" for rank in (0, 1)]
+    started = [
+        subprocess.Popen(
+            [sys.executable, program, str(folder), *arguments], stdout=subprocess.DEVNULL, stderr=words.open("w"),
+            env={**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank, words in enumerate(said)
+    ]  # fmt: skip
+    try:
+        codes = [process.wait(timeout=seconds) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    return codes, [words.read_text() for words in said]
