@@ -26,7 +26,6 @@ def ended(folder, how):
     return codes, words
 
 
-@pytest.mark.sample(3)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="both would compute on one card")
 @pytest.mark.parametrize(
     ("how", "code", "said"),
