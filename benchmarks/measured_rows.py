@@ -134,8 +134,10 @@ def all_rows() -> list[Row]:
 
 
 def newest(*, in_4_bits: bool) -> list[Row]:
-    """The rows of the newest commit, of those over bases in 4 bits or in more."""
+    """Over bases in 4 bits, each row at its own newest commit; over others, the rows of the newest commit."""
     found = [row for row in rows() if row.in_4_bits == in_4_bits]
+    if in_4_bits:
+        return list({row.title: row for row in reversed(found)}.values())
     return [row for row in found if row.commit == found[0].commit]
 
 

@@ -59,6 +59,9 @@ IN_4_BITS = scouted(
 )
 """What is least beside a base in 4 bits: a layer's input on its way, a tile of an MLP, few rows of logits."""
 
+LEAN_IN_4_BITS = ["--memory", "recompute_layers", "--memory", "offload_activations", "--logits-chunk-size", "512"]
+"""Where Unsloth recomputes to have an 8B model below 9 GiB."""
+
 IN_FP8 = scouted(
     "use_fp8=true,memory=[offload_frozen_weights,recompute_layers]",
     "use_fp8=true,memory=[offload_frozen_weights,recompute_elementwise]",
@@ -95,6 +98,7 @@ ROWS = {
         *against("trl", "unsloth-compiled", "unsloth-padded", "unsloth"),
     ],
     "row-8b-qlora-fixed": [*LARGE, *QLORA, *variants("memory=[recompute_layers]"), *IN_4_BITS, *against("trl", "unsloth")],
+    "row-8b-qlora-lean-fixed": [*LARGE, *QLORA, *LEAN_IN_4_BITS, *against("unsloth-recompute")],
     "row-8b-lora-dora-fixed": [*LARGE, *LORA, *variants("use_dora=true")],
     "row-8b-full-8bit-fixed": [*LARGE, *BF16_STATES, *variants("use_8bit_optimizer=true,optimizer_state_dtype=fp32")],
     **PREFERENCE,

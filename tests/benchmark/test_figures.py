@@ -129,3 +129,13 @@ def test_rows_over_pairs_have_a_table_of_their_own(figures):
         "|  |  | trl | 1,500 | 2.00 | 5.0 | - | 10% | 7.000 → 6.000 | 3 |",
     ]
     assert "- 0.5b full dpo 50, trl: bf16" in lines
+
+
+def test_a_row_over_4_bits_is_shown_at_its_own_newest_commit(figures):
+    """Of two such rows at two commits both are; the row measured again is, once."""
+    measured = {"a-qlora-fixed-h100": "old", "b-qlora-fixed-h200": "mid", "a-qlora-fixed-h200": "new"}
+    for day, (name, commit) in enumerate(measured.items(), start=1):
+        made = result(f"2026-04-0{day}", commit, 3000.0, 1500.0, 2.0) | {"row": {"fields": {"quantization": "nf4"}}}
+        (figures.RESULTS / f"row-{name}.json").write_text(json.dumps(made))
+    found = figures.measured_rows.newest(in_4_bits=True)
+    assert sorted((row.title, row.commit) for row in found) == [("a qlora fixed", "new"), ("b qlora fixed", "mid")]
