@@ -59,7 +59,7 @@ IN_4_BITS = scouted(
 )
 """What is least beside a base in 4 bits: a layer's input on its way, a tile of an MLP, few rows of logits."""
 
-LEAN_IN_4_BITS = ["--memory", "recompute_layers", "--memory", "offload_activations", "--logits-chunk-size", "512"]
+LEAN_IN_4_BITS = ["--memory", "recompute_layers", "--memory", "offload_activations", "--logits-chunk-size", "512", *BF16_STATES]
 """Where Unsloth recomputes to have an 8B model below 9 GiB."""
 
 IN_FP8 = scouted(
