@@ -115,7 +115,8 @@ def summary() -> str:
         f"![tokens per second over peak memory]({address(plots.MEMORY)})",
         "",
         *memories(),
-        *(f"\n{in_4_bits(row)}" for row in measured_rows.with_peers(in_4_bits=True)),
+        "",
+        " ".join(in_4_bits(row) for row in measured_rows.with_peers(in_4_bits=True)),
     ]
     return "\n".join(lines) + "\n"
 

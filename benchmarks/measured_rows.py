@@ -133,14 +133,6 @@ def all_rows() -> list[Row]:
     return sorted(made, key=lambda row: (dates[row.commit], row.commit), reverse=True)
 
 
-def newest(*, in_4_bits: bool) -> list[Row]:
-    """Over bases in 4 bits, each row at its own newest commit; over others, the rows of the newest commit."""
-    found = [row for row in rows() if row.in_4_bits == in_4_bits]
-    if in_4_bits:
-        return list({row.title: row for row in reversed(found)}.values())
-    return [row for row in found if row.commit == found[0].commit]
-
-
 def row_of(title: str, results: list[dict]) -> Row:
     """Of its measurements, the newest last."""
     *others, newest = results
@@ -150,8 +142,11 @@ def row_of(title: str, results: list[dict]) -> Row:
 
 
 def with_peers(*, in_4_bits: bool = False) -> list[Row]:
-    """Those that compare ours with peers."""
-    return [row for row in newest(in_4_bits=in_4_bits) if row.peers and "ours" in row.arms]
+    """Those that compare ours with peers: over bases in 4 bits each at its own newest commit, others at the newest of them."""
+    found = [row for row in rows() if row.in_4_bits == in_4_bits and row.peers and "ours" in row.arms]
+    if in_4_bits:
+        return list({row.title: row for row in reversed(found)}.values())
+    return [row for row in found if row.commit == found[0].commit]
 
 
 def with_frontier() -> list[Row]:

@@ -137,5 +137,13 @@ def test_a_row_over_4_bits_is_shown_at_its_own_newest_commit(figures):
     for day, (name, commit) in enumerate(measured.items(), start=1):
         made = result(f"2026-04-0{day}", commit, 3000.0, 1500.0, 2.0) | {"row": {"fields": {"quantization": "nf4"}}}
         (figures.RESULTS / f"row-{name}.json").write_text(json.dumps(made))
-    found = figures.measured_rows.newest(in_4_bits=True)
+    found = figures.measured_rows.with_peers(in_4_bits=True)
     assert sorted((row.title, row.commit) for row in found) == [("a qlora fixed", "new"), ("b qlora fixed", "mid")]
+
+
+def test_a_newer_row_without_peers_leaves_the_table_of_those_with_them(figures):
+    before = figures.speeds()
+    made = result("2026-04-01", "new", 3000.0, 1500.0, 2.0)
+    made["arms"] = {"ours": made["arms"]["ours"], "ours use_dora=True": made["arms"]["liger"]}
+    (figures.RESULTS / "row-8b-lora-dora-fixed-h200.json").write_text(json.dumps(made | {"ratios": {}}))
+    assert figures.speeds() == before and "At `new`:" in figures.arms()

@@ -201,6 +201,18 @@ def test_nf4_is_what_bitsandbytes_reads(name, tmp_path):
     assert (share < 0.5) == bool(experts)
 
 
+def test_the_bound_on_nf4_follows_what_bf16_rounds_in_the_model(tmp_path):
+    """Gemma 3's norms with an offset amplify it: torch's own bf16 is further from its fp32 than the usual bound."""
+    for package in ("generic_bitsandbytes", "bitsandbytes"):
+        pytest.importorskip(package)
+    from chronicals.export import nf4
+
+    torch.manual_seed(0)
+    (exported,) = export(saved(tmp_path, "gemma3", hidden_size=256, intermediate_size=512, num_attention_heads=16), "nf4")
+    (check,) = [check for check in exported.proof.checks if check.name == "logits beside torch with the same weights"]
+    assert nf4.BOUND < check.bound < 0.3 and check.value < check.bound
+
+
 def test_codes_of_another_weight_are_found_in_nf4(tmp_path, monkeypatch):
     from chronicals.export import nf4
 
