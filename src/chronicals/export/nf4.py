@@ -28,7 +28,7 @@ ERROR = 0.13
 """Of a weight, relative; NF4 in blocks of 64 changes Gaussian numbers by 0.09."""
 
 BOUND, OF_ROUNDING = 3e-2, 2.0
-"""Of logits beside those of torch with the same weights, products in bf16; the same as a multiple of what bf16 does in torch."""
+"""Of logits beside torch with the same weights, products in bf16; the same as a multiple of what bf16 rounds in torch."""
 
 BITS = 4.127
 """A weight takes, its scales included."""
