@@ -1,4 +1,4 @@
-"""Two processes that train together, started as a job operator does, without torchrun."""
+"""Two or more processes that train together, started as a job operator does, without torchrun."""
 
 import os
 import socket
@@ -11,19 +11,19 @@ PATHS = os.pathsep.join(map(str, (TRAINING, TRAINING.parent, *(path for path in 
 """Where programs of ``tests/training`` find what they import."""
 
 
-def run(program: str, folder: Path, *arguments: str, seconds: float = 300) -> tuple[list[int], list[str]]:
-    """Exit codes of both ranks, and what each wrote to its stderr.
+def run(program: str, folder: Path, *arguments: str, seconds: float = 300, count: int = 2) -> tuple[list[int], list[str]]:
+    """Exit codes of all ranks, and what each wrote to its stderr.
 
     Args:
         program: its path; it is given ``folder`` and ``arguments``.
         folder: also for files of what they say, so that no pipe fills up.
-        seconds: after which both are killed.
+        seconds: after which all are killed.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    launch = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
-    said = [folder / f"rank{rank}.log" for rank in (0, 1)]
+    launch = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONPATH": PATHS}
+    said = [folder / f"rank{rank}.log" for rank in range(count)]
     started = [
         subprocess.Popen(
             [sys.executable, program, str(folder), *arguments], stdout=subprocess.DEVNULL, stderr=words.open("w"),

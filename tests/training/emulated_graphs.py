@@ -65,6 +65,6 @@ class EmulatedStep(GraphedStep):
 
     last = None
 
-    def __init__(self, parts, weights, parameters, optimizer):
-        super().__init__(parts, weights, parameters, optimizer, Recorder(parameters, optimizer))
+    def __init__(self, parts, weights, parameters, optimizer, with_update=True):
+        super().__init__(parts, weights, parameters, optimizer, Recorder(parameters, optimizer), with_update)
         EmulatedStep.last = self

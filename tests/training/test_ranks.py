@@ -68,6 +68,15 @@ def test_two_train_what_one_does(tmp_path, whole, first, then):
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
 
 
+def test_two_train_what_one_does_where_each_has_all_states(tmp_path, whole):
+    """And go on from where states were sharded."""
+    train_by_two(tmp_path, 4, max_steps=2)
+    train_by_two(tmp_path, 4, max_steps=4, sharding="none", resume=True)
+    train_by_two(tmp_path, 4, resume=True)
+    steps = torch.tensor(runs.trajectory(whole), dtype=torch.float64)
+    torch.testing.assert_close(torch.tensor(runs.trajectory(tmp_path), dtype=torch.float64), steps, rtol=1e-3, atol=0.0)
+
+
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """What the first and the second of two processes saw, by promise; started as a job operator does, without torchrun."""
@@ -95,11 +104,13 @@ def test_gradients_are_added_and_what_nobody_uses_stays(seen):
 
 
 def test_gradients_are_added_between_what_is_replayed(seen):
-    """Also where a rank has no gradient of a weight, which only the update of that rank is not replayed for."""
-    for usual, replayed in seen("replayed"):
-        assert replayed.keys() == usual.keys()
-        for name in usual:
-            assert replayed[name] == pytest.approx(usual[name], rel=1e-6), name
+    """Also where a rank has no gradient of a weight, which only the update of that rank is not replayed for; and where each
+    updates a share, which is never replayed."""
+    for usual, *others in seen("replayed"):
+        for found in others:
+            assert found.keys() == usual.keys()
+            for name in usual:
+                assert found[name] == pytest.approx(usual[name], rel=1e-6), name
         assert usual["shown"] == [number + 2.5 for number in range(6)]  # of all four batches of a step
 
 
@@ -125,6 +136,11 @@ def test_two_distil_as_one_does(seen, tmp_path):
 def test_each_draws_its_own_random_numbers(seen):
     first, second = seen("random_numbers")
     assert len(first) == 3 and first != second
+
+
+def test_the_audit_of_each_sees_the_gradients_of_all(seen):
+    for found in seen("audited"):
+        assert found["idle"] == [] and found["with gradient"] == found["asked"]
 
 
 def test_a_signal_to_one_stops_all_after_the_same_step(seen):

@@ -20,7 +20,7 @@ import runs
 import tiny
 from chronicals.batch import Batch
 from chronicals.config.config import laid_over
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, ShardedAdamW, Shards
 from chronicals.objectives import NextToken, Term
 from chronicals.optimizers import FusedAdamW
 from chronicals.training import Callback, CheckpointError, ChronicalsTrainer, Interrupted
@@ -66,34 +66,43 @@ def weights_used(ranks: Mesh, of_rank=lambda rank: [rank]) -> dict[str, list[flo
     return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "loss": [float(loss)]}
 
 
-def weights_replayed(ranks: Mesh, replays: bool) -> dict[str, list[float]]:
-    """Steps of two micro-batches over weights of which rank 0 never uses one."""
+def weights_replayed(ranks: Mesh, replays: bool, sharded: bool) -> dict[str, list[float]]:
+    """Steps of two micro-batches over weights of which rank 0 never uses one; where they are sharded, no update is replayed."""
     torch.manual_seed(0)
     weights = {name: torch.nn.Parameter(torch.randn(2, 3)) for name in ("both", "second")}
     parameters = list(weights.values())
-    optimizer = FusedAdamW(parameters, lr=0.1, weight_decay=0.5)
+    options = {"lr": 0.1, "weight_decay": 0.5}
+    if sharded:
+        optimizer = ShardedAdamW([{"params": parameters}], Shards(ranks, parameters), **options)
+        optimizer.weights_moved()
+    else:
+        optimizer = FusedAdamW(parameters, **options)
+    sums = optimizer.shards if sharded else ranks
 
     def objective(model, batch):
         used = [weights["both"], *([weights["second"]] if ranks.rank else [])]
         shown = Term(batch.targets[0].float(), coefficient=0.0)
         return {"sum": Term(sum((weight * batch.targets[0]).sin().sum() for weight in used)), "shown": shown}
 
-    parts = EagerStep(None, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, ranks.norm)
-    graphed = EmulatedStep(parts, parameters, parameters, optimizer)
+    parts = EagerStep(None, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, sums.norm)
+    graphed = EmulatedStep(parts, parameters, parameters, optimizer, with_update=not sharded)
     chosen, seen, shown = graphed if replays else parts, [], []
     for number in range(6):
         batches = [Batch(*[torch.tensor([number + 1 + ranks.rank + 2 * micro])] * 4, max_seqlen=1) for micro in (0, 1)]
         step = SimpleNamespace(batches=batches)
-        reduce = partial(ranks.reduce, parameters)
+        reduce = partial(sums.reduce, parameters)
         scalars = train_step(step, {"targets": 4}, chosen.micro, reduce, chosen.update)
         seen += [float(scalars["loss"]), float(scalars["grad_norm"])]
         shown.append(float(scalars["shown"]))
-    assert (graphed.of_update is not None) == (replays and ranks.rank == 1) and (graphed.recorder.replays > 0) == replays
+    assert (graphed.of_update is not None) == (replays and not sharded and ranks.rank == 1) and (
+        graphed.recorder.replays > 0
+    ) == replays
     return {**{name: weight.detach().flatten().tolist() for name, weight in weights.items()}, "seen": seen, "shown": shown}
 
 
 def replayed(rank: int, folder: Path):
-    return [weights_replayed(Mesh.current(), replays) for replays in (False, True)]
+    cases = ((False, False), (True, False), (False, True), (True, True))
+    return [weights_replayed(Mesh.current(), replays, sharded) for replays, sharded in cases]
 
 
 def gradients(rank: int, folder: Path):
@@ -172,6 +181,15 @@ def resumed(rank: int, folder: Path):
     return {"steps": result.steps, "weights": fingerprint(made.model.parameters()), "model": result.model_step}
 
 
+def audited(rank: int, folder: Path):
+    """Where the first has a gradient of zeros of a weight of which the other has not."""
+    made = trainer(folder / f"audited{rank}", max_steps=1)
+    if rank == 0:
+        made.model.model.layers[0].mlp.up_proj.weight.register_hook(torch.zeros_like)
+    result = made.train(tiny.chat_rows())
+    return {"asked": result.coverage.asked, "idle": result.coverage.idle, "with gradient": result.coverage.with_gradient}
+
+
 class Raises(Callback):
     """Raises ``event`` at that event."""
 
@@ -236,7 +254,7 @@ class Deaf(Mesh):
 
 
 PROMISES = (
-    gradients, replayed, weights, distilled, random_numbers, callbacks_fail, stop, resumed, refused, other_settings,
+    gradients, replayed, weights, distilled, random_numbers, audited, callbacks_fail, stop, resumed, refused, other_settings,
     other_data, other_weights,
 )  # fmt: skip
 

@@ -382,6 +382,10 @@ class ChronicalsConfig:
     output_dir: OwnPath = Field(default=Path("chronicals-output"), description="Where the run is written")
     cache_dir: OwnPath | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
+    sharding: Literal["none", "optimizer"] = Field(
+        default="optimizer",
+        description="Of several processes: what each has only a share of, gradients' sums and optimizer states, or none of it",
+    )
     rank_timeout: Annotated[float, Field(gt=0)] = Field(
         default=300.0, description="Of several processes: seconds a step may take before all end and say which one is behind"
     )

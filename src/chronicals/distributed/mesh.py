@@ -100,11 +100,8 @@ class Mesh:
         """
         if self.count == 1:
             return None
-        pattern = tuple(parameter.grad is not None for parameter in parameters)
-        if pattern not in self._patterns:
-            self._patterns.clear()
-            self._patterns[pattern] = torch.tensor(pattern, dtype=torch.float32, device=scalars[0].device)
-        beside = torch.cat([torch.stack([scalar.float() for scalar in scalars]), self._patterns[pattern]])
+        numbers = torch.stack([scalar.float() for scalar in scalars])
+        beside = torch.cat([numbers, self.has_gradient(parameters, numbers.device)])
         known = dist.all_reduce(beside, async_op=True)
         for parameter in parameters:
             if parameter.grad is None:
@@ -114,6 +111,14 @@ class Mesh:
         for scalar, total in zip(scalars, beside):
             scalar.copy_(total)
         return beside[len(scalars) :]
+
+    def has_gradient(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
+        """fp32 ``[len(parameters)]``, 1 for each that has a gradient here; kept, since it is the same in most steps."""
+        pattern = tuple(parameter.grad is not None for parameter in parameters)
+        if pattern not in self._patterns:
+            self._patterns.clear()
+            self._patterns[pattern] = torch.tensor(pattern, dtype=torch.float32, device=device)
+        return self._patterns[pattern]
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of all gradients together, an fp32 scalar on their device, without waiting for it.

@@ -23,7 +23,7 @@ class Adam8bit(FusedAdamW):
     """``FusedAdamW`` whose moments are in 8 bits.
 
     Args:
-        params: tensors or groups; ``"full_moments": True`` in a group keeps those of its weights in fp32.
+        params: tensors or groups; ``"full_moments"`` in a group says of all its weights whether theirs are in fp32.
         options: further arguments of ``FusedAdamW``.
     """
 
@@ -32,7 +32,7 @@ class Adam8bit(FusedAdamW):
 
     def _new_moments(self, parameter: Tensor) -> dict[str, Tensor]:
         """Codes of zeros, ``exp_avg`` and ``exp_avg_sq``, uint8, and their scales, fp32; or moments in fp32."""
-        if not _is_large(parameter) or self._group_of(parameter).get("full_moments"):
+        if self._group_of(parameter).get("full_moments", not _is_large(parameter)):
             return super()._new_moments(parameter)
         found: dict[str, Tensor] = {}
         for name, signed in (("exp_avg", True), ("exp_avg_sq", False)):
@@ -57,11 +57,14 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def keep_full_moments(model: nn.Module, groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``groups`` with the embeddings of ``model`` split off each, into a group whose moments ``Adam8bit`` keeps in fp32."""
-    tables, found = _embeddings(model), []
+    """``groups`` with the embeddings and the small weights of ``model`` split off each, into a group whose moments ``Adam8bit``
+    keeps in fp32."""
+    narrow, found = {id(p) for p in moments_in_8_bits(model)}, []
     for group in groups:
-        inside, others = ([p for p in group["params"] if (id(p) in tables) == embeds] for embeds in (True, False))
-        found += [{**group, "params": others}, {**group, "params": inside, "full_moments": True}]
+        for full in (False, True):
+            found.append(
+                {**group, "params": [p for p in group["params"] if (id(p) not in narrow) == full], "full_moments": full}
+            )
     return [group for group in found if group["params"]]
 
 

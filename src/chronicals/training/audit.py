@@ -87,7 +87,7 @@ class FirstStepAudit:
 
     def __init__(self, model: nn.Module, optimizer: FusedAdamW):
         self.model, self.optimizer = model, optimizer
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = {id(parameter) for parameter in optimizer.weights}
         self.asked = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.attached = {name: p for name, p in self.asked.items() if id(p) in held}
         self.before = {name: self._mark(p) for name, p in self.attached.items()}

@@ -108,9 +108,9 @@ class State:
         return replace(self, weights=weights, optimizer=optimizer)
 
 
-def state_of(model: Any, optimizer: FusedAdamW, random: Mapping[str, Tensor], facts: Mapping[str, Any]) -> State:
+def state_of(model: Any, optimizer: Mapping[str, Tensor], random: Mapping[str, Tensor], facts: Mapping[str, Any]) -> State:
     """The tensors themselves, not copied."""
-    return State(model.state_dict(keep_vars=True), optimizer_tensors(model, optimizer), random, facts)
+    return State(model.state_dict(keep_vars=True), optimizer, random, facts)
 
 
 @torch.no_grad()
@@ -162,18 +162,23 @@ def load_weights(folder: Path, model: Any) -> None:
 
 
 @torch.no_grad()
-def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> None:
+def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> dict[str, dict[str, Tensor]]:
     """Put the optimizer states of a checkpoint back, bit for bit; the weights must already be its own.
+
+    Returns:
+        Those states, by weight and name.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model.
     """
     with _belonging_to(folder):
         stored = read_optimizer(folder)
+        found = {}
         for name, parameter in trained(model):
             prefix = f"{name}:"
-            state = {key[len(prefix) :]: value for key, value in stored.items() if key.startswith(prefix)}
-            optimizer.load_state(parameter, state)
+            found[name] = {key[len(prefix) :]: value for key, value in stored.items() if key.startswith(prefix)}
+            optimizer.load_state(parameter, found[name])
+        return found
 
 
 @contextmanager
@@ -185,9 +190,11 @@ def _belonging_to(folder: Path) -> Iterator[None]:
 
 
 def optimizer_tensors(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor]:
-    """The optimizer's states, named ``weight:state``."""
+    """The optimizer's states, named ``weight:state``; of several ranks all must ask, and the first has them."""
     return {
-        f"{name}:{part}": tensor for name, parameter in trained(model) for part, tensor in optimizer.state_of(parameter).items()
+        f"{name}:{part}": tensor
+        for name, parameter in trained(model)
+        for part, tensor in optimizer.whole_states(parameter).items()
     }
 
 

@@ -48,6 +48,7 @@ PLAIN = {
     "use_cuda_graphs": "CUDA graphs",
     "use_fp8": "FP8",
     "use_8bit_optimizer": "8-bit AdamW",
+    "sharding": "sharding",
     "quantization": "packed base weights",
     "use_gradient_checkpointing": "activation recomputation",
     "activation_offload": "activation offload",
@@ -109,7 +110,9 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     fused = why_not is None
     in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
     whole = fused and plan_for(model).fuses_whole_layers  # beside a half that its class computes, nothing is counted as saved
-    sizes = _bytes(config, product_type, ranks, _states_on_device(config, model))
+    sharding = _sharding(config, ranks)
+    states = _states_on_device(config, model) / (ranks if sharding.runs else 1)
+    sizes = _bytes(config, product_type, ranks, states)
     needed = estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
     graphs, why_not_graphs = _graphs(config, presented, backend)
     possible: dict[str, tuple[bool, str]] = {
@@ -128,7 +131,12 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
     made += [_quantization(model), _fp8(config, why_not, device), _recomputation(config, needed, why_not, presented)]
     made += [_offload(config, on_card), _tiles(config, model), _frozen_weights(config)]
-    made += [_optimizer_in_backward(config, ranks), _8bit_optimizer(config, model), _host_states(config, model, on_card)]
+    made += [
+        sharding,
+        _optimizer_in_backward(config, ranks),
+        _8bit_optimizer(config, model),
+        _host_states(config, model, on_card),
+    ]
     return {decision.field: decision for decision in made}
 
 
@@ -313,6 +321,14 @@ def _8bit_optimizer(config: ChronicalsConfig, model: Any) -> Decision:
         )
     others = f"embeddings, vectors and matrices under {SMALLEST} elements in fp32"
     return Decision(field, True, f"as asked, the moments of {share:.1%} of the trained weights; {others}")
+
+
+def _sharding(config: ChronicalsConfig, ranks: int) -> Decision:
+    if ranks == 1:
+        return Decision("sharding", False, "one process")
+    if config.sharding == "none":
+        return Decision("sharding", False, "as asked, every process has all optimizer states", matters=True)
+    return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
 
 
 def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:

@@ -109,12 +109,14 @@ class GraphedStep:
         weights: all of the model's; graphs are captured anew when one lies elsewhere.
         parameters: those that are trained.
         recorder: captures; by default on the device of the parameters.
+        with_update: whether the update is captured, too.
     """
 
     def __init__(
         self, parts: StepParts, weights: Iterable[Tensor], parameters: list[Tensor], optimizer: FusedAdamW,
-        recorder: Recorder | None = None,
+        recorder: Recorder | None = None, with_update: bool = True,
     ):  # fmt: skip
+        self.with_update = with_update
         self.parts, self.weights, self.parameters, self.optimizer = parts, list(weights), parameters, optimizer
         self.device = parameters[0].device
         self.recorder = recorder or Recorder(self.device)
@@ -203,7 +205,7 @@ class GraphedStep:
 
     def update(self, holders: Tensor | None) -> dict[str, Tensor]:
         """Replay it, unless ``reduce`` gave a weight that has no gradient on this rank one of zeros."""
-        in_place = self.gradients is not None and (holders is None or not self._gradients_differ())
+        in_place = self.with_update and self.gradients is not None and (holders is None or not self._gradients_differ())
         if in_place and self.of_update is None and not self.failed:
             self.optimizer.looked_up(self.parameters)
             norm_tables(gradients_of(self.parameters))

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Steps
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, ShardedAdamW
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, text_files
 from chronicals.training import checkpoint
@@ -58,10 +59,11 @@ class RunCheckpoints:
         Raises:
             CheckpointError: it was another run: other data, another order of documents, another model.
         """
-        found = self.ranks.writer_does(lambda: self._load(folder, optimizer, steps), CheckpointError)
+        of_optimizer: dict[str, dict[str, Tensor]] = {}
+        found = self.ranks.writer_does(lambda: self._load(folder, optimizer, steps, of_optimizer), CheckpointError)
         state, random_states = found["state"], found["random_states"]
         self._send_weights()
-        self._send_optimizer(optimizer)
+        self._send_optimizer(optimizer, of_optimizer)
         states = {name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for name, text in random_states.items()}
         checkpoint.restore_random_states(states, self.ranks.rank, folder)
         precision.load_state(state["precision"])
@@ -73,12 +75,14 @@ class RunCheckpoints:
             run.total_steps = run.step + left
         logger.info("resumed from %s: %d of %d steps are done", folder, run.step, run.total_steps)
 
-    def _load(self, folder: Path, optimizer: FusedAdamW, steps: Steps) -> dict[str, Any]:
-        """Weights and optimizer states into this rank's; the rest is returned as JSON."""
+    def _load(
+        self, folder: Path, optimizer: FusedAdamW, steps: Steps, states: dict[str, dict[str, Tensor]]
+    ) -> dict[str, Any]:  # fmt: skip
+        """Weights and optimizer states into this rank's, and the latter into ``states``; the rest is returned as JSON."""
         state = checkpoint.load_state(folder)
         self._check_continuity(folder, state, steps)
         checkpoint.load_weights(folder, self.model)
-        checkpoint.load_optimizer(folder, self.model, optimizer)
+        states.update(checkpoint.load_optimizer(folder, self.model, optimizer))
         random_states = checkpoint.load_random_states(folder)
         return {
             "state": state,
@@ -126,15 +130,16 @@ class RunCheckpoints:
         trained = {p.device for p in self.model.parameters() if p.requires_grad}
         self.ranks.same_weights(tensor for tensor in (*self.model.parameters(), *buffers) if tensor.device in trained)
 
-    def _send_optimizer(self, optimizer: FusedAdamW) -> None:
+    def _send_optimizer(self, optimizer: FusedAdamW, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """The states that the first rank has read to all, a weight at a time."""
         if self.ranks.count == 1:
             return
-        for parameter in self.model.parameters():
-            if parameter.requires_grad:
-                held = optimizer.state_of(parameter)  # which may be in host memory
-                state = {name: tensor.to(parameter.device, copy=True) for name, tensor in held.items()}
-                self.ranks.same_weights(state.values())
-                optimizer.load_state(parameter, state)
+        for name, parameter in checkpoint.trained(self.model):
+            sent = optimizer.empty_states(parameter)
+            for part, tensor in states.get(name, {}).items():
+                sent[part].copy_(tensor)
+            self.ranks.same_weights(sent.values())
+            optimizer.load_state(parameter, sent)
 
     def prepare(self, run: Run, optimizer: FusedAdamW) -> None:
         """After each step: once, begin to allocate the memory for checkpoints that will be written before the run ends."""
@@ -143,7 +148,8 @@ class RunCheckpoints:
         self._prepared = True
         midway = self.keeps_best or (self.config.save_steps or run.total_steps) < run.total_steps
         if self.ranks.writer and midway:
-            state = checkpoint.state_of(self.model, optimizer, {}, {})
+            own = {} if isinstance(optimizer, ShardedAdamW) else checkpoint.optimizer_tensors(self.model, optimizer)
+            state = checkpoint.state_of(self.model, own, {}, {})
             if self._staging.fits(state.changing().values()):
                 self._staging.prepare(state.changing().values())
 
@@ -160,6 +166,7 @@ class RunCheckpoints:
         """
         self.finish()
         random = checkpoint.random_states(self.ranks)
+        states = checkpoint.optimizer_tensors(self.model, optimizer)
 
         def begin() -> None:
             facts = {
@@ -171,7 +178,7 @@ class RunCheckpoints:
                 "config": self.config.to_dict(),
                 "about": about,
             }
-            state = checkpoint.state_of(self.model, optimizer, random, facts)
+            state = checkpoint.state_of(self.model, states, random, facts)
             self._text_files = self._text_files or text_files(self.model, self.tokenizer)
             best = run.best_step if self.keeps_best else None
             step = run.step

@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.steps import Step
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, ShardedAdam8bit, ShardedAdamW, Shards
 from chronicals.lora import has_magnitudes
 from chronicals.memory import (
     CHEAP,
@@ -86,7 +87,7 @@ def prepare(
     decisions = _decide(presented, config, ranks)
     _patch(presented.model, config, decisions, whole_layers=why_not_fused(config, presented) is None)
     ranks.same_weights(model.parameters())
-    optimizer = build_optimizer(model, config)
+    optimizer = build_optimizer(model, config, ranks if decisions["sharding"].runs else None)
     precision = Precision(config.mixed_precision, input_device(model))
     precision.prepare(model, optimizer)
     fuse_weights(model)
@@ -161,9 +162,11 @@ class Session:
             if "optimizer_in_backward" in runs:
                 self._parts = around.enter_context(UpdatesInBackward(*given, self.ranks.norm))
             else:
-                self._parts = EagerStep(*given, config.max_grad_norm, self.ranks.norm)
+                self._parts = EagerStep(*given, config.max_grad_norm, self._sums.norm)
             if "use_cuda_graphs" in runs:
-                self._graphed = GraphedStep(self._parts, self.model.parameters(), self.parameters, self.optimizer)
+                self._graphed = GraphedStep(
+                    self._parts, self.model.parameters(), self.parameters, self.optimizer, with_update="sharding" not in runs
+                )  # fmt: skip
                 around.callback(self._drop_graphs)
             self._has_magnitudes = has_magnitudes(self.model)
             called = (self.presented, *self.objective.frozen.values())
@@ -190,7 +193,7 @@ class Session:
             with self._graphed.on_stream():
                 scalars = train_step(step, counts, self._graphed.micro, self._reduce, self._graphed.update)
         else:
-            self._parts.inspect = inspect
+            self._parts.inspect = None if inspect is None else partial(self._inspect, inspect)
             scalars = train_step(step, counts, self._parts.micro, self._reduce, self._parts.update)
             self._parts.inspect = None
         if self._has_magnitudes:
@@ -201,7 +204,18 @@ class Session:
         self.before_update()
         if self.ranks.count > 1:
             self._beside = {"told": torch.full((), float(self.told()), device=self.precision.device)}
-        return self.ranks.reduce(self.parameters, [*scalars, *self._beside.values()])
+        return self._sums.reduce(self.parameters, [*scalars, *self._beside.values()])
+
+    @property
+    def _sums(self) -> Mesh | Shards:
+        """What sums gradients over the ranks."""
+        return self.optimizer.shards if isinstance(self.optimizer, ShardedAdamW) else self.ranks
+
+    def _inspect(self, inspect: Callable[[], None]) -> None:
+        """With all sums, of which a rank may have a share."""
+        if isinstance(self.optimizer, ShardedAdamW):
+            self.optimizer.shards.bring_gradients()
+        inspect()
 
     def release_graphs(self) -> None:
         """Give back the memory of CUDA graphs between steps; later steps are captured anew."""
@@ -263,9 +277,12 @@ def _patch(model: Any, config: ChronicalsConfig, decisions: Mapping[str, Decisio
             layer.compile()  # the entries of the bounds become dynamic when they first change
 
 
-def build_optimizer(model: Any, config: ChronicalsConfig) -> FusedAdamW:
+def build_optimizer(model: Any, config: ChronicalsConfig, ranks: Mesh | None = None) -> FusedAdamW:
     """AdamW over what is trained: LoRA+ groups, or weight decay on matrices only; with 8-bit moments, or with states in
     host memory, where asked.
+
+    Args:
+        ranks: over which weights and states are sharded; None where they are not.
 
     Raises:
         ConfigurationError: nothing requires a gradient.
@@ -290,11 +307,16 @@ def build_optimizer(model: Any, config: ChronicalsConfig) -> FusedAdamW:
             {"params": [p for p in trained if p.ndim > 1]},
             {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
         ]
-    kind: type[FusedAdamW] = FusedAdamW
     if config.use_8bit_optimizer:
-        kind, groups = Adam8bit, keep_full_moments(model, groups)
+        groups = keep_full_moments(model, groups)
     groups = [group for group in groups if group["params"]]
-    optimizer = kind(groups, lr=config.learning_rate, weight_decay=config.weight_decay, **options)
+    options |= {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    optimizer: FusedAdamW
+    if ranks is not None:
+        sharded = ShardedAdam8bit if config.use_8bit_optimizer else ShardedAdamW
+        optimizer = sharded(groups, Shards(ranks, trained), **options)
+    else:
+        optimizer = (Adam8bit if config.use_8bit_optimizer else FusedAdamW)(groups, **options)
     for group in optimizer.param_groups:
         group["peak"] = group["lr"]
     return optimizer

@@ -1,0 +1,220 @@
+"""Trained weights of which every rank updates a share: gradients are reduce-scattered, updated shares are gathered.
+
+Rajbhandari et al., 2020 (ZeRO), section 5: every rank holds all weights, and of gradients' sums and optimizer states a share
+of 1 / W over W ranks. The rank r of W has of each weight, by itself, the r-th of W equal ranges of whole blocks of 256
+elements (``share_of``), so that a state in 8 bits has the same blocks on any number of ranks. Bytes of a step and rank, of N
+weights: 4 N (W − 1) / W of gradients in fp32, and the weights' own size times (W − 1) / W, where an all-reduce has 8 N.
+
+Weights are sent in buckets: small ones by one collective, the shares of a rank one behind the other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from chronicals.distributed.buckets import BUCKET, IN_FLIGHT
+from chronicals.distributed.mesh import Mesh
+from chronicals.kernels.adamw_8bit import SIZE
+from chronicals.kernels.gradient_norm import gradient_norm
+
+
+def share_of(elements: int, rank: int, count: int) -> tuple[int, int]:
+    """Begin and end of what a rank has of a weight with so many elements; equal where it has none."""
+    most = width_of(elements, count)
+    return min(rank * most, elements), min((rank + 1) * most, elements)
+
+
+def width_of(elements: int, count: int) -> int:
+    """Elements of a share, at most: that of the first rank."""
+    return -(-elements // (SIZE * count)) * SIZE
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Weights whose shares travel together.
+
+    Attributes:
+        weights: of one dtype.
+        widths: of the share of each.
+        own: ``[sum(widths)]``, this rank's shares one behind the other, in the weights' dtype.
+        gradients: the same of their gradients' sums, fp32.
+    """
+
+    weights: list[Tensor]
+    widths: list[int]
+    own: Tensor
+    gradients: Tensor
+
+
+class Shards:
+    """The shares of this rank, and how they come from all ranks and go to them.
+
+    Args:
+        weights: those that are trained, alike on all ranks and in the same order.
+        size: bytes of a bucket of gradients at most.
+
+    Attributes:
+        shares: by weight; a matrix's is ``[1, n]``, a vector's ``[n]``, n may be 0.
+    """
+
+    def __init__(self, ranks: Mesh, weights: Sequence[Tensor], size: int = BUCKET):
+        self.ranks, self.weights, self.size = ranks, list(weights), size
+        self.shares = {weight: _as(weight, self.own_part(weight)).clone() for weight in self.weights}
+        self.buckets: list[Bucket] = []
+        self._norm: Tensor | None = None
+        self._stamps: dict[Tensor, tuple[int, int]] = {}
+
+    def own_part(self, weight: Tensor, value: Tensor | None = None, unit: int = 1) -> Tensor:
+        """``[n]``, this rank's share of ``value``, of which an element goes with ``unit`` of the weight's; of the weight itself
+        where it is None."""
+        begin, end = share_of(weight.numel(), self.ranks.rank, self.ranks.count)
+        return (weight if value is None else value).detach().reshape(-1)[begin // unit : -(-end // unit)]
+
+    def shape_of(self, weight: Tensor, unit: int = 1) -> torch.Size:
+        """Of a whole tensor that goes with a weight, an element with ``unit`` of its own: the weight's, or ``[n]``."""
+        return weight.shape if unit == 1 else torch.Size([-(-weight.numel() // unit)])
+
+    def lay(self) -> None:
+        """Make buckets of the weights as they are now; shares keep their values, but are of their weight's dtype."""
+        for weight, share in self.shares.items():
+            if share.dtype != weight.dtype or share.device != weight.device:
+                share.data = _as(weight, self.own_part(weight)).clone()
+        self.buckets = [self._bucket(weights) for weights in self._together()]
+        self.remember()
+
+    def _together(self) -> list[list[Tensor]]:
+        """The weights in order, neighbours of one dtype in a bucket."""
+        found, room = list[list[Tensor]](), 0
+        for weight in self.weights:
+            needed = 4 * self.ranks.count * width_of(weight.numel(), self.ranks.count)
+            if not found or needed > room or weight.dtype != found[-1][0].dtype:
+                found.append([])
+                room = self.size
+            found[-1].append(weight)
+            room -= needed
+        return found
+
+    def _bucket(self, weights: list[Tensor]) -> Bucket:
+        widths = [width_of(weight.numel(), self.ranks.count) for weight in weights]
+        own = weights[0].new_zeros(sum(widths), requires_grad=False)
+        gradients = torch.zeros(len(own), dtype=torch.float32, device=own.device)
+        for weight, mine, gradient in zip(weights, own.split(widths), gradients.split(widths)):
+            share = self.shares[weight]
+            mine[: share.numel()].copy_(share.reshape(-1))
+            share.data = _as(weight, mine[: share.numel()])
+            share.grad_dtype = torch.float32
+            share.grad = _as(weight, gradient[: share.numel()]) if share.numel() else None
+        return Bucket(weights, widths, own, gradients)
+
+    @torch.no_grad()
+    def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
+        """As ``Mesh.reduce``, but the sums of gradients are those of this rank's shares alone, their ``grad``; what the weights
+        themselves have as gradients is left as it was."""
+        flying = deque[tuple[Any, Tensor]]()
+        for bucket in self.buckets:
+            if len(flying) == IN_FLIGHT:
+                flying.popleft()[0].wait()
+            flying.append(self._scatter(bucket))
+        for work, _ in flying:
+            work.wait()
+        square = gradient_norm([share.grad for share in self.shares.values() if share.grad is not None]).square()
+        numbers = torch.stack([*(scalar.float() for scalar in scalars), square.to(scalars[0].device)])
+        beside = torch.cat([numbers, self.ranks.has_gradient(parameters, numbers.device)])
+        dist.all_reduce(beside)
+        for scalar, total in zip(scalars, beside):
+            scalar.copy_(total)
+        self._norm = beside[len(scalars)].sqrt()
+        return beside[len(scalars) + 1 :]
+
+    def _scatter(self, bucket: Bucket) -> tuple[Any, Tensor]:
+        """Begin to sum a bucket's gradients; what is sent must live as long as the work."""
+        sent = torch.zeros(self.ranks.count, sum(bucket.widths), dtype=torch.float32, device=bucket.own.device)
+        places = [(place, weight.grad) for weight, place in zip(bucket.weights, sent.split(bucket.widths, dim=1))]
+        _copy_each([_spread(place, gradient) for place, gradient in places if gradient is not None])
+        return dist.reduce_scatter_tensor(bucket.gradients, sent.view(-1), async_op=True), sent
+
+    def norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """As ``Mesh.norm``, of the gradients that ``reduce`` summed last; it has found their norm."""
+        assert self._norm is not None, "reduce comes first"
+        return self._norm
+
+    @torch.no_grad()
+    def bring_gradients(self) -> None:
+        """Put all sums of the last ``reduce`` into the weights' own ``grad``; for whoever inspects them."""
+        for bucket in self.buckets:
+            for weight, sums in zip(bucket.weights, self._gathered(bucket, bucket.gradients)):
+                weight.grad = sums.view(weight.shape).to(weight.grad_dtype or weight.dtype)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Give all ranks the shares, which were updated."""
+        for bucket in self.buckets:
+            values = self._gathered(bucket, bucket.own)
+            torch._foreach_copy_(bucket.weights, [v.view(w.shape) for v, w in zip(values, bucket.weights)])
+        self.remember()
+
+    def _gathered(self, bucket: Bucket, own: Tensor) -> list[Tensor]:
+        """Of every weight of a bucket all that the ranks have in the place of ``own``."""
+        found = own.new_empty(self.ranks.count, len(own))
+        dist.all_gather_into_tensor(found.view(-1).view(torch.uint8), own.view(torch.uint8))  # not every type can be sent
+        places = zip(bucket.weights, found.split(bucket.widths, dim=1))
+        return [place.reshape(-1)[: weight.numel()] for weight, place in places]
+
+    def remember(self) -> None:
+        """The weights are what the shares are, as they stand now."""
+        self._stamps = {weight: _stamp(weight) for weight in self.weights}
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Take over weights that other code wrote since."""
+        for weight in self.weights:
+            if self._stamps.get(weight) != _stamp(weight):
+                self.take_over(weight)
+
+    @torch.no_grad()
+    def take_over(self, weight: Tensor) -> None:
+        """Make the share what the weight is."""
+        self.shares[weight].copy_(_as(weight, self.own_part(weight)))
+        self._stamps[weight] = _stamp(weight)
+
+    @torch.no_grad()
+    def whole(self, weight: Tensor, own: Tensor, unit: int = 1) -> Tensor:
+        """What all ranks have of a tensor that goes with a weight (``shape_of``); all must ask.
+
+        Args:
+            own: this rank's part, on a device from which it can be sent.
+        """
+        padded = own.new_zeros(width_of(weight.numel(), self.ranks.count) // unit)
+        padded[: own.numel()] = own.reshape(-1)
+        parts = torch.cat(self.ranks.gather(padded.view(torch.uint8))).view(own.dtype)
+        shape = self.shape_of(weight, unit)
+        return parts[: shape.numel()].view(shape)
+
+
+def _as(weight: Tensor, part: Tensor) -> Tensor:
+    """A share with as many dimensions as tells a matrix from a vector."""
+    return part.view(1, -1) if weight.ndim > 1 else part
+
+
+def _spread(place: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    """Where the shares of all ranks lie in a bucket, ``[ranks, width]``, and what is to be copied there."""
+    parts = gradient.detach().reshape(-1).split(place.shape[1])
+    return [row[: len(part)] for row, part in zip(place, parts)], list(parts)
+
+
+def _copy_each(pairs: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:
+    there, given = ([one for pair in pairs for one in pair[side]] for side in (0, 1))
+    if there:
+        torch._foreach_copy_(there, given)
+
+
+def _stamp(weight: Tensor) -> tuple[int, int]:
+    """Changes when a weight is written in place, or gets another storage."""
+    return weight._version, weight.data_ptr()
