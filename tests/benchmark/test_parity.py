@@ -68,3 +68,14 @@ def test_the_record_has_both_sides():
     found = comparison(measurement(losses=changed(REFERENCE.losses, 1, 1.01)), REFERENCE)
     assert found["loss"]["largest_deviation"] == pytest.approx(0.01)
     assert found["grad_norm"]["measured"] == found["grad_norm"]["reference"] == REFERENCE.grad_norms
+
+
+def test_a_loss_that_bf16_itself_changes_may_deviate_three_times_as_much():
+    """In any of the compared steps, and norms no more than before."""
+    rounded = measurement(rounded_losses=changed(REFERENCE.losses, 1, 1.02))
+    assert refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.05)), rounded, Tolerance()) is None
+    assert "step 4: loss" in refusal(measurement(losses=changed(REFERENCE.losses, 3, 1.07)), rounded, Tolerance())
+    assert "step 3: gradient norm" in refusal(
+        measurement(grad_norms=changed(REFERENCE.grad_norms, 2, 0.8)), rounded, Tolerance()
+    )
+    assert comparison(measurement(), rounded)["loss"]["reference_in_bf16"] == rounded.rounded_losses[:5]

@@ -47,6 +47,18 @@ def test_ours_trains_as_the_formula_does(row):
         assert ("stored" if work.mode == "full" else "adapters off") in found.settings
 
 
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_in_bf16_the_reference_has_the_weights_that_arms_have(mode, tmp_path):
+    """Updates of 1e-6 do not show in weights that begin as bf16 numbers: an fp32 model would go elsewhere than every arm."""
+    work = planned(tmp_path, mode, objective="dpo", mixed_precision="bf16", learning_rate={"full": 1e-6, "lora": 1e-3}[mode])
+    exact = planned(tmp_path / "exact", mode, objective="dpo", learning_rate={"full": 1e-6, "lora": 1e-3}[mode])
+    reference = measured(pair_reference.reference, work, tmp_path)
+    found = measured(ours.ours, work, tmp_path)
+    assert refusal(found, reference, Tolerance()) is None
+    noise = [abs(a - b) for a, b in zip(reference.rounded_losses, reference.losses)]
+    assert 0 < max(noise) < 0.01 and measured(pair_reference.reference, exact, tmp_path).rounded_losses is None
+
+
 def test_trl_trains_as_the_formula_does_on_its_own_steps(row):
     pytest.importorskip("trl")
     pytest.importorskip("datasets")

@@ -42,6 +42,7 @@ class Measurement:
         first: whether these are the process's first steps, which have a reference.
         held_gib: device memory that the process keeps while it waits for another round.
         computed: of each step's tokens those that are computed, where answers share prompts; None: all.
+        rounded_losses: of a reference, the loss of each step by the same formula and weights in plain bf16; None: not asked.
     """
 
     settings: str
@@ -60,6 +61,7 @@ class Measurement:
     first: bool = True
     held_gib: float = 0.0
     computed: list[int] | None = None
+    rounded_losses: list[float] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +15,16 @@ class Tolerance:
     """Relative deviations allowed in the first steps; half as much in the very first, before any update.
 
     Attributes:
-        loss: of the loss.
+        loss: of the loss; where it is a difference of large sums, as DPO's, ``OF_ROUNDING`` times what bf16 alone changes.
         grad_norm: of the norm of all gradients before clipping; doubled under dropout, whose noise is in it.
     """
 
     loss: float = 0.01
     grad_norm: float = 0.10
+
+
+OF_ROUNDING = 3.0
+"""Deviation of a loss as a multiple of what the reference's own bf16 changes."""
 
 
 def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tolerance, dropout: bool = False) -> str | None:
@@ -45,15 +50,16 @@ def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tol
     if reference is None:
         return "there is no reference to set its losses beside"
     factor = 2.0 if dropout else 1.0
-    for name, own, exact, allowed in (
-        ("loss", measured.losses, reference.losses, tolerance.loss),
-        ("gradient norm", measured.grad_norms, reference.grad_norms, tolerance.grad_norm * factor),
+    rounding = OF_ROUNDING * _largest_deviation(reference.rounded_losses or [], reference.losses)
+    for name, own, exact, allowed, least in (
+        ("loss", measured.losses, reference.losses, tolerance.loss, rounding),
+        ("gradient norm", measured.grad_norms, reference.grad_norms, tolerance.grad_norm * factor, 0.0),
     ):
         pairs = [(step, a, b) for step, (a, b) in enumerate(zip(own, exact[:COMPARED]), 1) if a is not None and b is not None]
         if not pairs:
             return f"it reports no {name} of the first {len(exact[:COMPARED])} steps, which the reference has"
         for step, a, b in pairs:
-            limit = allowed / 2 if step == 1 else allowed
+            limit = max(allowed / 2 if step == 1 else allowed, least)
             if not abs(a - b) <= limit * abs(b):  # also true where the reference is NaN
                 return f"step {step}: {name} {a:.4f} where the fp32 reference has {b:.4f} (more than {limit:.1%} apart)"
     return None
@@ -64,13 +70,19 @@ def comparison(measured: Measurement, reference: Measurement | None) -> dict[str
     if reference is None:
         return {}
     pairs = {"loss": (measured.losses, reference.losses), "grad_norm": (measured.grad_norms, reference.grad_norms)}
-    return {
+    found: dict[str, Any] = {
         name: {
             "measured": list(own[:COMPARED]),
             "reference": list(exact[:COMPARED]),
-            "largest_deviation": max(
-                (abs(a - b) / abs(b) for a, b in zip(own, exact[:COMPARED]) if a is not None and b), default=None
-            ),
+            "largest_deviation": _largest_deviation(own, exact),
         }
         for name, (own, exact) in pairs.items()
     }
+    if reference.rounded_losses is not None:
+        found["loss"]["reference_in_bf16"] = reference.rounded_losses[:COMPARED]
+    return found
+
+
+def _largest_deviation(own: Sequence[float | None], exact: Sequence[float | None]) -> float:
+    """Relative, of the compared steps; 0 where there are none."""
+    return max((abs(a - b) / abs(b) for a, b in zip(own, exact[:COMPARED]) if a is not None and b), default=0.0)

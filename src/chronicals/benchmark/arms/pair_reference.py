@@ -7,6 +7,10 @@ With log π(y|x) the sum over an answer's tokens and |y| their number, of a micr
 
 A step is the mean over its micro-batches: one, or those of a peer's trainer. π_ref is the model before the first step. TRL has
 the prompt's tokens in the first term of ORPO, too.
+
+Where arms train weights in bf16, forward passes have weights rounded to it, as theirs do, and updates are made of fp32 ones:
+from weights that are bf16 numbers, updates of 5e-8 do not show for many steps. Each loss is also computed in plain bf16, since
+that of DPO is a difference of sums over hundreds of tokens, in which rounding shows.
 """
 
 from __future__ import annotations
@@ -15,7 +19,8 @@ import json
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,32 +59,36 @@ def reference(work: PairWork, plan: ArmPlan) -> None:
 
 def train(model: Any, work: PairWork, plan: ArmPlan, held: Held, at_once: int) -> None:
     """Train the steps of ``held``, at most those of the plan, and hand them in."""
-    steps, config = held.steps[: plan.in_all], work.config()
+    held = replace(held, steps=held.steps[: plan.in_all])
+    steps, config = held.steps, work.config()
     model.train()
-    references = iter(start_scores(model, steps, at_once) if work.objective == "dpo" else [])
     parameters = [p for p in model.parameters() if p.requires_grad]
+    rounds = config.mixed_precision == "bf16"
+    losses_of, rounded_of = Losses(model, work, held, at_once), None
+    if rounds:
+        with in_bf16(model):
+            rounded_of = Losses(model, work, held, at_once)
+    masters = Masters(parameters if rounds and not work.adapts else [])
     optimizer = torch.optim.AdamW(
         parameters, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
         weight_decay=config.weight_decay, fused=device().type == "cuda",
     )  # fmt: skip
-    losses, norms, movement, clock = list[float](), list[float](), Movement(model), Clock()
+    losses, rounded, norms, movement, clock = list[float](), list[float](), list[float](), Movement(model), Clock()
     loaded = time.perf_counter() - plan.began
     reset_peak()
     clock.mark()
-    for step in steps:
+    for number in range(len(steps)):
+        if rounded_of is not None:
+            with in_bf16(model), torch.no_grad():
+                rounded.append(sum(float(loss) for loss in rounded_of(number)))
         total = 0.0
-        for part in step:
-            for group in groups(part, at_once):
-                scores = scores_of(model, group, held.prompt_is_trained)
-                if work.objective == "dpo":
-                    loss = dpo_loss(work, part, scores, next(references)) / len(step)
-                else:
-                    loss = orpo_loss(work, part, scores, held.prompt_is_trained) / len(step)
-                loss.backward()
-                total += float(loss.detach())
+        for loss in losses_of(number):
+            loss.backward()
+            total += float(loss.detach())
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf)))
         if len(steps) > 1:  # states of a single step may not fit
-            optimizer.step()
+            with masters.exact():
+                optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         losses.append(total)
         clock.mark()
@@ -88,20 +97,77 @@ def train(model: Any, work: PairWork, plan: ArmPlan, held: Held, at_once: int) -
         Measurement(
             settings="fp32, sdpa, AdamW", tokens=tokens, slots=tokens, seconds=clock.seconds(), losses=[*losses],
             grad_norms=[*norms], warm_up=0, peak_gib=peak_gib(), trained_share=movement.trained_share,
-            moved_share=movement.moved_share(), load_seconds=loaded,
+            moved_share=movement.moved_share(), load_seconds=loaded, rounded_losses=rounded if rounds else None,
         )
     )  # fmt: skip
+
+
+class Losses:
+    """Of each group of pairs what it adds to its step's loss, as the model is when it is asked.
+
+    Args:
+        at_once: pairs of a group. Of DPO the model as it is now is the reference.
+    """
+
+    def __init__(self, model: Any, work: PairWork, held: Held, at_once: int):
+        self.model, self.work, self.held, self.at_once = model, work, held, at_once
+        self.start = [list(self._scores(step)) for step in held.steps] if work.objective == "dpo" else []
+
+    @torch.no_grad()
+    def _scores(self, step: Sequence[Sequence[Pair]]) -> list[Scores]:
+        return [scores_of(self.model, group) for part in step for group in groups(part, self.at_once)]
+
+    def __call__(self, number: int) -> Iterator[Tensor]:
+        """Of step ``number``, one group after the other."""
+        step, trained = self.held.steps[number], self.held.prompt_is_trained
+        parts = [(part, group) for part in step for group in groups(part, self.at_once)]
+        for place, (part, group) in enumerate(parts):
+            scores = scores_of(self.model, group, trained)
+            if self.work.objective == "dpo":
+                yield dpo_loss(self.work, part, scores, self.start[number][place]) / len(step)
+            else:
+                yield orpo_loss(self.work, part, scores, trained) / len(step)
+
+
+class Masters:
+    """Weights that are fp32 while they are updated, and rounded to bf16, in fp32, at all other times."""
+
+    def __init__(self, weights: Sequence[Tensor]):
+        self.exactly = {weight: weight.detach().clone() for weight in weights}
+        self._round()
+
+    @contextmanager
+    def exact(self) -> Iterator[None]:
+        """Within: weights have all of their digits, and may be updated."""
+        for weight, value in self.exactly.items():
+            weight.data.copy_(value)
+        yield
+        for weight, value in self.exactly.items():
+            value.copy_(weight.data)
+        self._round()
+
+    def _round(self) -> None:
+        for weight in self.exactly:
+            weight.data.copy_(weight.data.bfloat16())
+
+
+@contextmanager
+def in_bf16(model: Any) -> Iterator[None]:
+    """Within: weights are in bf16, all but adapters."""
+    adapted = any(not p.requires_grad for p in model.parameters())
+    kept = [(p, p.data) for p in model.parameters() if not (adapted and p.requires_grad)]
+    for parameter, value in kept:
+        parameter.data = value.bfloat16()
+    try:
+        yield
+    finally:
+        for parameter, value in kept:
+            parameter.data = value
 
 
 def groups(pairs: Sequence[Pair], size: int) -> Iterator[Sequence[Pair]]:
     """``size`` of them at a time."""
     return (pairs[start : start + size] for start in range(0, len(pairs), size))
-
-
-@torch.no_grad()
-def start_scores(model: Any, steps: Sequence[Sequence[Sequence[Pair]]], at_once: int) -> list[Scores]:
-    """The scores of every group before the first step, in the order in which they are trained."""
-    return [scores_of(model, group) for step in steps for part in step for group in groups(part, at_once)]
 
 
 def scores_of(model: Any, pairs: Sequence[Pair], prompt_is_trained: bool = False) -> Scores:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from chronicals.benchmark.arms.preference import train_pairs
 from chronicals.benchmark.arms.unsloth import load, states
 from chronicals.benchmark.measurement import ArmPlan, device
@@ -26,6 +28,8 @@ def _unsloth(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
     model, _ = load(work, recompute)
     how = "its recomputation" if recompute else "no recomputation"
     words = [f"its {work.objective.upper()}Trainer", how, states(work)]
-    train_pairs(
-        model, work, plan, words, bf16=True, gradient_checkpointing=recompute, use_cpu=device().type == "cpu",
-    )  # fmt: skip
+    in_bf16 = work.config().mixed_precision == "bf16" and not work.adapts
+    with torch.autocast(device().type, torch.bfloat16, enabled=in_bf16):  # TRL computes the stored reference without one
+        train_pairs(
+            model, work, plan, words, bf16=True, gradient_checkpointing=recompute, use_cpu=device().type == "cpu",
+        )  # fmt: skip
