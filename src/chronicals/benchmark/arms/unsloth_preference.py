@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 
 from chronicals.benchmark.arms.preference import train_pairs
@@ -29,7 +31,7 @@ def _unsloth(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
     how = "its recomputation" if recompute else "no recomputation"
     words = [f"its {work.objective.upper()}Trainer", how, states(work)]
     in_bf16 = work.config().mixed_precision == "bf16" and not work.adapts
-    with torch.autocast(device().type, torch.bfloat16, enabled=in_bf16):  # TRL computes the stored reference without one
+    with torch.autocast(device().type, torch.bfloat16) if in_bf16 else nullcontext():  # TRL stores the reference without one
         train_pairs(
             model, work, plan, words, bf16=True, gradient_checkpointing=recompute, use_cpu=device().type == "cpu",
         )  # fmt: skip
