@@ -86,8 +86,22 @@ def train(
         holders = sums.reduce(parameters, [torch.ones(())])
         norms.append(update(parameters, optimizer, precision, clipped, sums.norm, holders)["grad_norm"])
         optimizer.zero_grad()
-    states = {f"{name}:{part}": x for name, w in weights.items() for part, x in optimizer.whole_states(w).items()}
+    states = {f"{name}:{part}": x for name, w in weights.items() for part, x in whole_states(optimizer, w).items()}
     return {**{name: w.detach().clone().contiguous() for name, w in weights.items()}, **states, "norms": torch.stack(norms)}
+
+
+def whole_states(optimizer: FusedAdamW, weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As one process has them, put together from the pieces of all."""
+    if not isinstance(optimizer, ShardedAdamW):
+        return optimizer.state_of(weight)
+    told = [None] * dist.get_world_size()
+    dist.all_gather_object(told, optimizer.pieces(weight))
+    found = {}
+    for pieces in told:
+        for part, piece in pieces.items():
+            whole = found.setdefault(part, torch.empty(piece.shape, dtype=piece.tensor.dtype))
+            whole.view(-1)[piece.begin : piece.begin + len(piece.tensor)] = piece.tensor
+    return found
 
 
 def handed_over(weights, optimizer, kind, ranks, size) -> FusedAdamW:
@@ -95,7 +109,7 @@ def handed_over(weights, optimizer, kind, ranks, size) -> FusedAdamW:
     states = {}
     for name, weight in weights.items():
         states[name] = optimizer.empty_states(weight)
-        for part, tensor in optimizer.whole_states(weight).items():
+        for part, tensor in whole_states(optimizer, weight).items():
             states[name][part].copy_(tensor)
         ranks.same_weights(states[name].values())
     other = optimizer_of(weights, kind, ranks, size)

@@ -97,9 +97,10 @@ def test_a_process_that_is_not_heard_of_is_gone(watched, monkeypatch):
     assert store.get("chronicals/watch/0/error") == json.dumps([0, left[0]]).encode()
 
 
-def test_only_a_step_is_limited(watched):
+def test_only_a_step_is_limited(watched, monkeypatch):
     """Loading, evaluating and writing may take as long as they take."""
     make, _, left = watched
+    monkeypatch.setattr(watch, "GRACE", 0.2)
     with make(patience=0.3) as made:
         time.sleep(0.6)
         with made.step(1):
@@ -122,6 +123,25 @@ def test_the_first_error_is_the_one_that_is_told(watched):
     with pytest.raises(KeyError), make(rank=1):
         raise KeyError("an error of its own stays")
     assert store.get("chronicals/watch/0/error") == b'[0, "ValueError: mine"]' and not left
+
+
+def test_the_first_leaves_last(watched):
+    """Its store ends with it, of which the others may still ask something."""
+    make, _, _ = watched
+    parted = []
+
+    def second(own):
+        with own:
+            time.sleep(0.5)
+            parted.append("second")
+
+    first = make()
+    with first:
+        thread = threading.Thread(target=second, args=(make(rank=1),))
+        thread.start()
+    parted.append("first")
+    thread.join()
+    assert parted == ["second", "first"]
 
 
 def test_one_process_is_not_watched():

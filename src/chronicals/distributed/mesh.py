@@ -166,7 +166,7 @@ class Mesh:
         key = f"chronicals/{next(_announcements)}"
         store = dist.distributed_c10d._get_default_store()
         if not self.writer:
-            result, words = json.loads(_awaited(store, key))
+            result, words = json.loads(awaited(store, key))
             if words is not None:
                 raise error(f"rank 0 stopped: {words}")
             return result
@@ -184,8 +184,8 @@ class Mesh:
         return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
 
 
-def _awaited(store: dist.Store, key: str) -> bytes:
-    """What the first rank has set, asked for more and more rarely."""
+def awaited(store: dist.Store, key: str) -> bytes:
+    """What another rank sets, asked for more and more rarely; other threads may use the store meanwhile."""
     pause = 0.001
     while not store.check([key]):
         time.sleep(pause)

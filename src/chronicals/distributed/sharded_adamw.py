@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.distributed.shards import Shards
+from chronicals.distributed.shards import Shards, share_of
 from chronicals.kernels.adamw_8bit import SIZE
 from chronicals.kernels.master import split_master
 from chronicals.optimizers import Adam8bit, FusedAdamW
+from chronicals.saving import Piece
 
 
 class ShardedAdamW(FusedAdamW):
@@ -64,13 +65,18 @@ class ShardedAdamW(FusedAdamW):
         """Of this rank's share."""
         return super().state_of(self.shards.shares.get(parameter, parameter))
 
-    def whole_states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """In host memory, for as long as the next is gathered on the device."""
+    def pieces(self, parameter: Tensor) -> dict[str, Piece]:
+        """This rank's states of a weight, as parts of whole ones; how often it was updated is the first rank's to say."""
+        own, ranks = self.state_of(parameter), self.shards.ranks
+        begin, _ = share_of(parameter.numel(), ranks.rank, ranks.count)
         found = {
-            name: state if name == "step" else self.shards.whole(parameter, state.to(parameter.device), _unit(name))
-            for name, state in self.state_of(parameter).items()
+            name: Piece(state.reshape(-1), begin // _unit(name), self.shards.shape_of(parameter, _unit(name)))
+            for name, state in own.items()
+            if name != "step"
         }
-        return {name: state.cpu() for name, state in found.items()} if self.shards.ranks.writer else {}
+        if ranks.writer:
+            found["step"] = Piece(own["step"].reshape(-1), 0, own["step"].shape)
+        return found
 
     def empty_states(self, parameter: Tensor) -> dict[str, Tensor]:
         found = {}

@@ -184,19 +184,6 @@ class Shards:
         self.shares[weight].copy_(_as(weight, self.own_part(weight)))
         self._stamps[weight] = _stamp(weight)
 
-    @torch.no_grad()
-    def whole(self, weight: Tensor, own: Tensor, unit: int = 1) -> Tensor:
-        """What all ranks have of a tensor that goes with a weight (``shape_of``); all must ask.
-
-        Args:
-            own: this rank's part, on a device from which it can be sent.
-        """
-        padded = own.new_zeros(width_of(weight.numel(), self.ranks.count) // unit)
-        padded[: own.numel()] = own.reshape(-1)
-        parts = torch.cat(self.ranks.gather(padded.view(torch.uint8))).view(own.dtype)
-        shape = self.shape_of(weight, unit)
-        return parts[: shape.numel()].view(shape)
-
 
 def _as(weight: Tensor, part: Tensor) -> Tensor:
     """A share with as many dimensions as tells a matrix from a vector."""

@@ -70,7 +70,20 @@ class RankWatch:
             if _is_of_a_collective(error):
                 raise self.error(self._reason(error)) from error
             self._announce(f"{kind.__name__ if kind else ''}: {error}")
+        elif kind is None:
+            self._part()
         return False
+
+    def _part(self) -> None:
+        """Leave together: the store ends with the first process, and the others may still be asking for its last word."""
+        try:
+            self._store.set(f"{self._key}/parted/{self.ranks.rank}", "yes")
+            ends = time.monotonic() + GRACE
+            keys = [f"{self._key}/parted/{rank}" for rank in range(self.ranks.count)]
+            while self.ranks.rank == 0 and not self._store.check(keys) and time.monotonic() < ends:
+                time.sleep(0.02)
+        except RuntimeError as failure:
+            logger.debug("the other processes had gone: %s", failure)
 
     def _reason(self, failure: Exception) -> str:
         """Why a collective failed: what another process ended with, or where all stand."""

@@ -205,12 +205,8 @@ class FusedAdamW(torch.optim.Optimizer):
         """All that are trained."""
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def whole_states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """The states of a weight as a checkpoint has them; of several ranks all must ask, and the first has them."""
-        return self.state_of(parameter)
-
     def empty_states(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Tensors like those, where the weight is, for ``load_state``."""
+        """Tensors like the states of a weight, where the weight is, for ``load_state``."""
         return {name: torch.empty_like(state, device=parameter.device) for name, state in self.state_of(parameter).items()}
 
     def state_of(self, parameter: Tensor) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ from chronicals.saving.background import Background
 from chronicals.saving.errors import CheckpointError
 from chronicals.saving.folders import MANIFEST, check_folder, describe, hash_file, remove, write_folder
 from chronicals.saving.model_files import load_weights, save_model, text_files, trained
-from chronicals.saving.optimizer_states import optimizer_files, read_optimizer, write_optimizer
+from chronicals.saving.optimizer_states import Piece, optimizer_files, read_optimizer, write_optimizer, write_pieces
 from chronicals.saving.saved_model import SavedModel
 from chronicals.saving.staging import Staging
 
@@ -12,6 +12,7 @@ __all__ = [
     "MANIFEST",
     "Background",
     "CheckpointError",
+    "Piece",
     "SavedModel",
     "Staging",
     "check_folder",
@@ -26,4 +27,5 @@ __all__ = [
     "trained",
     "write_folder",
     "write_optimizer",
+    "write_pieces",
 ]

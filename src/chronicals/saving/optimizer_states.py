@@ -1,12 +1,20 @@
-"""Optimizer states in safetensors files of bounded size, so that files can be synced and hashed beside each other."""
+"""Optimizer states in safetensors files of bounded size, so that files can be synced and hashed beside each other.
+
+Of several ranks each writes the pieces that it has: tensors of one dimension, with where each begins in the header, in the form
+that torch's distributed checkpoints read (``DCP_SHARDING_INFO``), and the shape of the whole.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 LARGEST = 1 << 29
@@ -21,15 +29,53 @@ def optimizer_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("optimizer*.safetensors"))
 
 
+PIECES, SHAPES = "DCP_SHARDING_INFO", "shapes"
+"""In a header: where pieces begin (torch.distributed.checkpoint, hf_storage.py), and of what shape the whole is."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of a state.
+
+    Attributes:
+        tensor: ``[n]``.
+        begin: the first of its elements among those of the whole.
+        shape: of the whole.
+    """
+
+    tensor: Tensor
+    begin: int
+    shape: torch.Size
+
+
+def write_pieces(pieces: Mapping[str, Piece], folder: Path, rank: int, count: int) -> None:
+    """Write ``optimizer-rank-00002-of-00004.safetensors`` of the second of four ranks, perhaps in several files."""
+    stem = f"optimizer-rank-{rank + 1:05d}-of-{count:05d}"
+    given = {name: piece for name, piece in pieces.items() if piece.tensor.numel()}
+
+    def header(names: list[str]) -> dict[str, str]:
+        begins = {name: {"saved_offsets": [given[name].begin]} for name in names}
+        return {PIECES: json.dumps(begins), SHAPES: json.dumps({name: list(given[name].shape) for name in names})}
+
+    _write({name: piece.tensor for name, piece in given.items()}, folder, stem, header)
+
+
 def write_optimizer(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write ``optimizer.safetensors``; what is too large for one file becomes ``optimizer-00001-of-00008.safetensors`` …"""
+    _write(tensors, folder, "optimizer", lambda names: None)
+
+
+def _write(
+    tensors: Mapping[str, Tensor], folder: Path, stem: str, header: Callable[[list[str]], dict[str, str] | None]
+) -> None:  # fmt: skip
+    """In files called after ``stem``, each with the header that ``header`` gives for the tensors in it."""
     parts = _in_parts(tensors)
-    names = ["optimizer"] if len(parts) == 1 else [f"optimizer-{n:05d}-of-{len(parts):05d}" for n in range(1, len(parts) + 1)]
+    names = [stem] if len(parts) == 1 else [f"{stem}-{n:05d}-of-{len(parts):05d}" for n in range(1, len(parts) + 1)]
     on_card = any(tensor.is_cuda for tensor in tensors.values())
     stage = torch.empty(STAGED, dtype=torch.uint8, pin_memory=True) if on_card else None
     for part, name in zip(parts, names, strict=True):
         found = {key: _in_host_memory(tensors[key], stage if tensors[key].is_cuda else None) for key in part}
-        save_file(found, folder / f"{name}.safetensors")
+        save_file(found, folder / f"{name}.safetensors", header(part))
 
 
 def _in_host_memory(tensor: Tensor, stage: Tensor | None) -> Tensor:
@@ -48,15 +94,34 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
-    """All states, in host memory.
+    """All states, whole, in host memory.
 
     Raises:
         FileNotFoundError: the folder holds none.
+        ValueError: a piece of a state is missing.
     """
     files = optimizer_files(folder)
     if not files:
         raise FileNotFoundError(f"{folder} holds no optimizer states")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    found: dict[str, Tensor] = {}
+    held: Counter[str] = Counter()
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            header = opened.metadata() or {}
+            begins, shapes = (json.loads(header.get(key, "{}")) for key in (PIECES, SHAPES))
+            for name in opened.keys():  # noqa: SIM118  no mapping
+                tensor = opened.get_tensor(name)
+                if name not in begins:
+                    found[name] = tensor
+                    continue
+                whole = found.setdefault(name, torch.empty(shapes[name], dtype=tensor.dtype))
+                (begin,) = begins[name]["saved_offsets"]
+                whole.view(-1)[begin : begin + len(tensor)] = tensor
+                held[name] += len(tensor)
+    for name, elements in held.items():
+        if elements != found[name].numel():
+            raise ValueError(f"optimizer state {name!r}: {elements} of {found[name].numel()} elements are there")
+    return found
 
 
 def _in_parts(tensors: Mapping[str, Tensor]) -> list[list[str]]:

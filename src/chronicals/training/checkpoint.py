@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,10 +22,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from chronicals import saving
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, ShardedAdamW
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import (
     CheckpointError,
+    Piece,
     Staging,
     check_folder,
     optimizer_files,
@@ -35,6 +36,7 @@ from chronicals.saving import (
     trained,
     write_folder,
     write_optimizer,
+    write_pieces,
 )
 from chronicals.saving import hash_file as _hash
 from chronicals.standard_json import to_json
@@ -76,14 +78,14 @@ class State:
     """What a checkpoint keeps, as it was after one step.
 
     Attributes:
-        weights: by the names of ``model.state_dict()``.
-        optimizer: by the names of ``optimizer_tensors``.
+        weights: by the names of ``model.state_dict()``; none on ranks but the first.
+        optimizer: by the names of ``optimizer_states``, whole, or this rank's pieces.
         random: of ``random_states``.
         facts: everything else, as JSON.
     """
 
     weights: Mapping[str, Any]
-    optimizer: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor | Piece]
     random: Mapping[str, Tensor]
     facts: Mapping[str, Any]
 
@@ -95,27 +97,36 @@ class State:
                 for name, tensor in self.weights.items()
                 if isinstance(tensor, Tensor) and (tensor.requires_grad or not isinstance(tensor, Parameter))
             },
-            **{("optimizer", name): tensor for name, tensor in self.optimizer.items()},
+            **{("optimizer", name): _tensor(state) for name, state in self.optimizer.items()},
         }
 
     def staged(self, staging: Staging) -> State:
         """With copies in host memory in the place of all that changes, valid within ``staging.reading``."""
         copies = staging.copy(self.changing())
-        weights, optimizer = (
-            {name: copies.get((place, name), tensor) for name, tensor in tensors.items()}
-            for place, tensors in (("weights", self.weights), ("optimizer", self.optimizer))
-        )
+        weights = {name: copies.get(("weights", name), tensor) for name, tensor in self.weights.items()}
+        optimizer = {
+            name: replace(state, tensor=copies["optimizer", name]) if isinstance(state, Piece) else copies["optimizer", name]
+            for name, state in self.optimizer.items()
+        }
         return replace(self, weights=weights, optimizer=optimizer)
 
+    def write_optimizer(self, folder: Path, ranks: Mesh) -> None:
+        """This rank's states, or all."""
+        pieces = {name: state for name, state in self.optimizer.items() if isinstance(state, Piece)}
+        if pieces:
+            write_pieces(pieces, folder, ranks.rank, ranks.count)
+        else:
+            write_optimizer({name: _tensor(state) for name, state in self.optimizer.items()}, folder)
 
-def state_of(model: Any, optimizer: Mapping[str, Tensor], random: Mapping[str, Tensor], facts: Mapping[str, Any]) -> State:
-    """The tensors themselves, not copied."""
-    return State(model.state_dict(keep_vars=True), optimizer, random, facts)
+
+def _tensor(state: Tensor | Piece) -> Tensor:
+    return state.tensor if isinstance(state, Piece) else state
 
 
 @torch.no_grad()
 def save_checkpoint(
-    output_dir: Path, step: int, model: Any, text_files: Mapping[str, bytes], state: State, keep: int, best: int | None = None
+    output_dir: Path, step: int, model: Any, text_files: Mapping[str, bytes], state: State, keep: int, best: int | None = None,
+    ranks: Mesh | None = None, beside: Callable[[Path], None] = lambda aside: None,
 ) -> Path:  # fmt: skip
     """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of step ``best`` stays, also
     where ``keep`` is 1, and beside it the newest.
@@ -124,14 +135,16 @@ def save_checkpoint(
 
     Args:
         text_files: of ``saving.text_files``.
+        beside: called with the folder while it is written; other ranks' files come by it.
     """
     folder = output_dir / CHECKPOINTS / name_of(step)
 
     def fill(aside: Path) -> None:
         save_model(aside / MODEL, model, text_files, state.facts.get("about", {}), state.weights)
-        write_optimizer(state.optimizer, aside)
+        state.write_optimizer(aside, ranks or Mesh())
         save_file(dict(state.random), aside / RNG)
         (aside / STATE).write_text(to_json(state.facts, indent=1))
+        beside(aside)
 
     write_folder(folder, fill)
     earlier = [other for other in checkpoints(output_dir) if other.name < folder.name]
@@ -189,12 +202,14 @@ def _belonging_to(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: does not belong to this model: {error}") from error
 
 
-def optimizer_tensors(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor]:
-    """The optimizer's states, named ``weight:state``; of several ranks all must ask, and the first has them."""
+def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Piece]:
+    """The optimizer's states, named ``weight:state``: this rank's pieces where they are sharded."""
     return {
-        f"{name}:{part}": tensor
+        f"{name}:{part}": state
         for name, parameter in trained(model)
-        for part, tensor in optimizer.whole_states(parameter).items()
+        for part, state in (
+            optimizer.pieces(parameter) if isinstance(optimizer, ShardedAdamW) else optimizer.state_of(parameter)
+        ).items()
     }
 
 

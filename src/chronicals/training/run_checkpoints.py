@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Steps
-from chronicals.distributed import Mesh, ShardedAdamW
+from chronicals.distributed import Mesh, RankFiles, ShardedAdamW
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, text_files
 from chronicals.training import checkpoint
@@ -147,58 +147,85 @@ class RunCheckpoints:
             return
         self._prepared = True
         midway = self.keeps_best or (self.config.save_steps or run.total_steps) < run.total_steps
-        if self.ranks.writer and midway:
-            own = {} if isinstance(optimizer, ShardedAdamW) else checkpoint.optimizer_tensors(self.model, optimizer)
-            state = checkpoint.state_of(self.model, own, {}, {})
+        if midway and self._writes(optimizer):
+            state = self._state(optimizer, {}, {})
             if self._staging.fits(state.changing().values()):
                 self._staging.prepare(state.changing().values())
+
+    def _writes(self, optimizer: FusedAdamW) -> bool:
+        """Whether this rank writes something of a checkpoint: the first does, and all where states are sharded."""
+        return self.ranks.writer or isinstance(optimizer, ShardedAdamW)
+
+    def _state(self, optimizer: FusedAdamW, random: Mapping[str, Tensor], facts: Mapping[str, Any]) -> checkpoint.State:
+        """What this rank writes, the tensors themselves."""
+        weights = self.model.state_dict(keep_vars=True) if self.ranks.writer else {}
+        states = checkpoint.optimizer_states(self.model, optimizer) if self._writes(optimizer) else {}
+        return checkpoint.State(weights, states, random, facts)
 
     def save(
         self, run: Run, optimizer: FusedAdamW, precision: Precision, steps: Steps, about: Mapping[str, Any]
     ) -> None:  # fmt: skip
         """Begin the checkpoint of this step, whose metrics have arrived; all ranks must ask.
 
-        Its tensors are copied while the next forward and backward pass run, and written by a thread; those of the last step are
-        written at once. The checkpoint before it is finished first.
+        Its tensors are copied while the next forward and backward pass run, and written by a thread; training waits for the
+        last one, and where host memory is too small for a copy. The checkpoint before it is finished first.
 
         Raises:
             CheckpointError: this one or the one before it cannot be written.
         """
         self.finish()
         random = checkpoint.random_states(self.ranks)
-        states = checkpoint.optimizer_tensors(self.model, optimizer)
+        facts = {
+            **run.state(),
+            "data": steps.data,
+            "order": steps.fingerprint,
+            "precision": precision.state(),
+            "model": self.model.config._name_or_path,
+            "config": self.config.to_dict(),
+            "about": about,
+        }
+        state = self._state(optimizer, random, facts)
+        waits = self._must_wait(state, run)
+        files = RankFiles(self.ranks, CheckpointError) if isinstance(optimizer, ShardedAdamW) else None
 
         def begin() -> None:
-            facts = {
-                **run.state(),
-                "data": steps.data,
-                "order": steps.fingerprint,
-                "precision": precision.state(),
-                "model": self.model.config._name_or_path,
-                "config": self.config.to_dict(),
-                "about": about,
-            }
-            state = checkpoint.state_of(self.model, states, random, facts)
             self._text_files = self._text_files or text_files(self.model, self.tokenizer)
-            best = run.best_step if self.keeps_best else None
-            step = run.step
-
-            def write(state: checkpoint.State) -> None:
-                folder = checkpoint.save_checkpoint(
-                    self.config.output_dir, step, self.model, self._text_files, state, self.config.save_total_limit, best
-                )
-                self.written.append((step, folder))
-
-            if step == run.total_steps:  # nothing goes on beside it that would be worth a copy
-                write(state)
-            elif self._staging.fits(state.changing().values()):
-                state = state.staged(self._staging)
-                self._background.start(partial(self._write_staged, write, state))
-            else:
-                logger.warning("host memory is too small for a copy of the state: training waits while checkpoints are written")
-                write(state)
+            self._start(state, waits, partial(self._write, run.step, run.best_step if self.keeps_best else None, files))
 
         self.ranks.writer_does(begin, CheckpointError)
+        if files is not None and not self.ranks.writer:
+            self._start(state, waits, lambda state: files.deliver(lambda folder: state.write_optimizer(folder, self.ranks)))
+        if waits:
+            self.finish()
+
+    def _must_wait(self, state: checkpoint.State, run: Run) -> bool:
+        """Whether training waits until the checkpoint is written, since a copy does not fit or would be worth nothing."""
+        fits = self._staging.fits(state.changing().values())
+        if not fits and run.step != run.total_steps:
+            logger.warning("host memory is too small for a copy of the state: training waits while checkpoints are written")
+        return run.step == run.total_steps or not all(self.ranks.gather_values(fits))
+
+    def _start(self, state: checkpoint.State, waits: bool, write: Callable[[checkpoint.State], None]) -> None:
+        """Begin to write a state, of copies if training does not wait."""
+        if waits:
+            if self._staging.device.type == "cuda":
+                torch.cuda.synchronize(self._staging.device)
+            self._background.start(partial(write, state))
+        else:
+            self._background.start(partial(self._write_staged, write, state.staged(self._staging)))
+
+    def _write(self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State) -> None:
+        """On the first rank: the checkpoint of a step, with the files of the others."""
+        try:
+            folder = checkpoint.save_checkpoint(
+                self.config.output_dir, step, self.model, self._text_files, state, self.config.save_total_limit, best,
+                self.ranks, files.collect if files else lambda aside: None,
+            )  # fmt: skip
+        except BaseException:
+            if files is not None:
+                files.give_up()
+            raise
+        self.written.append((step, folder))
 
     def _write_staged(self, write: Callable[[checkpoint.State], object], state: checkpoint.State) -> None:
         with self._staging.reading():
@@ -211,6 +238,7 @@ class RunCheckpoints:
             CheckpointError: it could not be written.
         """
         self.ranks.writer_does(self._background.wait, CheckpointError)
+        self._background.wait()
 
     def hold_update(self) -> None:
         """Called between the backward pass and the update, which must not change what is still being copied."""

@@ -1,0 +1,105 @@
+"""Files of several ranks in a folder that one writes, also from machines that do not see it; ranks are threads here."""
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from chronicals.distributed import Mesh, RankFiles, rank_files
+from chronicals.saving import CheckpointError
+
+COUNT = 3
+
+
+@pytest.fixture
+def store(monkeypatch):
+    found = dist.HashStore()
+    monkeypatch.setattr(RankFiles, "_store", found)
+    return found
+
+
+def of_all(count=COUNT):
+    """As the ranks make them, in the same order."""
+    number = next(rank_files._folders)
+    made = [RankFiles(Mesh(rank, count), CheckpointError) for rank in range(count)]
+    for files in made:
+        files._key = f"files/{number}"
+    return made
+
+
+def delivering(files, write):
+    """Threads of all but the first, and what each raised."""
+    raised = {}
+
+    def run(own):
+        try:
+            own.deliver(lambda folder: write(own.ranks.rank, folder))
+        except Exception as error:
+            raised[own.ranks.rank] = error
+
+    threads = [threading.Thread(target=run, args=(own,), daemon=True) for own in files[1:]]
+    for thread in threads:
+        thread.start()
+    return threads, raised
+
+
+def written(rank: int, folder: Path):
+    (folder / f"small-{rank}").write_bytes(bytes([rank]) * 5)
+    (folder / f"large-{rank}").write_bytes(bytes(range(256)) * (20 * rank + 1))
+    (folder / f"empty-{rank}").write_bytes(b"")
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["one disk", "disks of their own"])
+def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, monkeypatch):
+    monkeypatch.setattr(rank_files, "PIECE", 1000)
+    files, aside, places = of_all(), tmp_path / "aside", []
+    aside.mkdir()
+    if not seen:
+        monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
+    threads, raised = delivering(files, lambda rank, folder: (places.append(folder), written(rank, folder)))
+    files[0].collect(aside)
+    for thread in threads:
+        thread.join(10)
+    for rank in range(1, COUNT):
+        written(rank, tmp_path)
+        for kind in ("small", "large", "empty"):
+            assert (aside / f"{kind}-{rank}").read_bytes() == (tmp_path / f"{kind}-{rank}").read_bytes()
+    assert not raised and len(list(aside.iterdir())) == 3 * (COUNT - 1)
+    assert (set(places) == {aside}) == seen and all(place == aside or not place.exists() for place in places)
+
+
+@pytest.mark.parametrize("seen", [True, False], ids=["one disk", "disks of their own"])
+def test_a_rank_that_cannot_write_is_named_and_nobody_waits(seen, store, tmp_path, monkeypatch):
+    files = of_all()
+    if not seen:
+        monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
+
+    def write(rank, folder):
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        written(rank, folder)
+
+    threads, raised = delivering(files, write)
+    with pytest.raises(CheckpointError, match="rank 1 could not write its part: OSError: .*No space left"):
+        files[0].collect(tmp_path)
+    files[0].give_up()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert isinstance(raised[1], OSError) and (seen or "given this folder up" in str(raised[2]))
+
+
+def test_where_the_first_fails_before_the_others_heard_of_a_folder_they_do_nothing(store):
+    files = of_all()
+    threads, raised = delivering(files, lambda rank, folder: pytest.fail("was called"))
+    files[0].give_up()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not raised
+
+
+def test_a_folder_of_the_same_name_on_another_machine_is_not_taken_for_it(tmp_path):
+    (tmp_path / "other").touch()
+    assert not rank_files.is_seen(tmp_path, ".token") and rank_files.is_seen(tmp_path, "other")
