@@ -65,10 +65,10 @@ def test_a_file_that_is_missing_or_changed_is_named(tmp_path, small_files):
 def test_a_full_disk_under_one_of_the_files_leaves_nothing(tmp_path, small_files, monkeypatch):
     inner = optimizer_states.save_file
 
-    def save_file(tensors, path):
+    def save_file(tensors, path, header=None):
         if "optimizer-00002" in path.name:
             raise OSError(28, "No space left on device", str(path))
-        inner(tensors, path)
+        inner(tensors, path, header)
 
     monkeypatch.setattr(optimizer_states, "save_file", save_file)
     with pytest.raises(CheckpointError, match="disk is full"):
