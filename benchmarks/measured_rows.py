@@ -16,7 +16,10 @@ FIELD = re.compile(r"(\w+)=(\[[^\]]*\]|\S+)")
 WITH_FRONTIER = ("0.5b full fixed", "0.5b lora fixed", "8b lora fixed")
 """Rows with a frontier of memory and speed."""
 
-SPELT = {"lora": "LoRA", "qlora": "QLoRA", "dora": "DoRA", "fp8": "FP8", "8bit": "8-bit states", "dpo": "DPO", "orpo": "ORPO"}
+SPELT = {
+    "lora": "LoRA", "qlora": "QLoRA", "dora": "DoRA", "fp8": "FP8", "8bit": "8-bit states", "dpo": "DPO", "orpo": "ORPO",
+    "distill": "distilled",
+}  # fmt: skip
 
 UNLIKE_PEERS = ("use_fp8", "max_grad_norm")
 """Fields of a variant of ours that no peer has: peers multiply in 16 bit and clip."""
@@ -64,6 +67,11 @@ class Row:
     def paired(self) -> bool:
         """Whether it is over pairs of answers."""
         return "pairs_a_step" in self.result.get("row", {})
+
+    @property
+    def taught(self) -> bool:
+        """Whether it has a teacher."""
+        return "teacher" in self.result.get("row", {})
 
     @property
     def in_4_bits(self) -> bool:
@@ -143,7 +151,7 @@ def row_of(title: str, results: list[dict]) -> Row:
 
 def with_peers(*, in_4_bits: bool = False) -> list[Row]:
     """Those that compare ours with peers: over bases in 4 bits each at its own newest commit, others at the newest of them."""
-    found = [row for row in rows() if row.in_4_bits == in_4_bits and row.peers and "ours" in row.arms]
+    found = [row for row in rows() if row.in_4_bits == in_4_bits and row.peers and "ours" in row.arms and not row.taught]
     if in_4_bits:
         return list({row.title: row for row in reversed(found)}.values())
     return [row for row in found if row.commit == found[0].commit]

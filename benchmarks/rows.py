@@ -101,6 +101,7 @@ ROWS = {
     "row-8b-qlora-lean-fixed": [*LARGE, *QLORA, *LEAN_IN_4_BITS, *against("unsloth-recompute")],
     "row-8b-lora-dora-fixed": [*LARGE, *LORA, *variants("use_dora=true")],
     "row-8b-full-8bit-fixed": [*LARGE, *BF16_STATES, *variants("use_8bit_optimizer=true,optimizer_state_dtype=fp32")],
+    "row-0.5b-full-distill-fixed": [*SMALL, "--objective", "distill", "--distill.teacher", "qwen3-8b", *against("liger")],
     **PREFERENCE,
 }  # fmt: skip
 

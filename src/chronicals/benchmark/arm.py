@@ -41,6 +41,16 @@ PAIR_ARMS = {
 }
 """Arms over pairs of answers."""
 
+TAUGHT_ARMS = {
+    "ours": "ours:ours",
+    "transformers": "distilled:transformers",
+    "liger": "distilled:liger",
+    "reference": "distilled:reference",
+}
+"""Arms over documents with a teacher."""
+
+ARMS_OF = {"documents": ARMS, "pairs": PAIR_ARMS, "taught": TAUGHT_ARMS}
+
 
 def main(arguments: list[str] | None = None) -> None:
     began = time.perf_counter()
@@ -71,7 +81,7 @@ def main(arguments: list[str] | None = None) -> None:
     else:
         from chronicals.benchmark.measurement import ArmPlan, asked_for_a_round
 
-        module, function = (PAIR_ARMS if work.kind == "pairs" else ARMS)[given.name].split(":")
+        module, function = ARMS_OF[work.kind][given.name].split(":")
         run = getattr(importlib.import_module(f"chronicals.benchmark.arms.{module}"), function)
         ready = time.perf_counter()
         if not asked_for_a_round():
@@ -85,7 +95,7 @@ def _rates(work: Work) -> dict[str, Any]:
     """The rates, or what kept them from being measured: a row without a reference step is still a row."""
     from chronicals.benchmark.rates import machine, measure_rates
 
-    if work.kind == "pairs":
+    if work.kind != "documents":
         return {"machine": machine()}
     try:
         return measure_rates(work)

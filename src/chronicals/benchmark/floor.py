@@ -97,6 +97,7 @@ class Job:
             forward pass and before one of the backward pass; 0 where it is held so.
         uneven: adapters differ between layers, or have lengths (DoRA), which is not counted.
         pairs: it trains on pairs of answers, whose shared prompts and reference policy are not counted.
+        taught: it has a teacher, which is not counted.
     """
 
     shape: DecoderShape
@@ -109,11 +110,12 @@ class Job:
     dequantised_bytes: float = 0.0
     uneven: bool = False
     pairs: bool = False
+    taught: bool = False
 
     @property
     def counted(self) -> bool:
         """Whether all of its FLOPs are."""
-        return not self.shape.routed and not self.uneven and not self.pairs
+        return not self.shape.routed and not self.uneven and not self.pairs and not self.taught
 
     @property
     def adapter_parameters(self) -> int:

@@ -38,6 +38,9 @@ PEERS: dict[str, tuple[str, ...]] = {
 PAIR_PEERS = ("trl", "trl-recompute", "unsloth", "unsloth-recompute")
 """Those that train on pairs of answers."""
 
+TAUGHT_PEERS = ("transformers", "liger")
+"""Those that train beside a teacher."""
+
 REFERENCE = "reference"
 
 OURS = "ours"

@@ -142,6 +142,8 @@ def measure(
             "no MFU and no reference step: prompts that answers share, and a reference policy, are not counted here; tokens "
             "are those of prompt and answer of both sides, in every arm"
         )
+    elif row.job.taught:
+        row.notes.append("no MFU and no reference step: the products of a teacher are not counted here")
     elif row.job.uneven:
         row.notes.append(
             "no MFU and no reference step: adapters differ between layers or have lengths, and their products are not counted"

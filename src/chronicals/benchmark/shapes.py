@@ -48,6 +48,15 @@ SHAPES = {
         },
         batch_size=4, max_seq_length=2048, steps=8,
     ),
+    "qwen3-8b": BuiltIn(
+        "Qwen3Config",
+        {
+            "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+            "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+            "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        batch_size=4, max_seq_length=2048, steps=8,
+    ),
     "tiny": BuiltIn(
         "Qwen2Config",
         {

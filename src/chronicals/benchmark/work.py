@@ -9,7 +9,7 @@
     FOLDER/caches/               what compilers keep between processes
 
 The order of documents is that of ``BatchStream``: step t holds the same documents in every arm that takes them as they come.
-Pairs of answers are a ``Work`` of their own (``pairs.py``).
+Pairs of answers are a ``Work`` of their own (``pairs.py``), and so are documents with a teacher (``taught.py``).
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Work:
         documents: file with the documents.
         fields: of the configuration of our arm.
         steps, warm_up: sampled steps of a round, and steps before them that are not sampled.
-        kind: what a step holds: ``documents`` or ``pairs``.
+        kind: what a step holds: ``documents`` or ``pairs``; ``taught``: documents, with a teacher.
         built_in: names of data that are made here.
     """
 
@@ -160,6 +160,11 @@ class Work:
     def tokenizer(self) -> str:
         """Folder or hub name of the tokenizer."""
         return self.model
+
+    @property
+    def models(self) -> dict[str, str]:
+        """Built-in shapes, and where their weights lie."""
+        return {self.name: self.model} if self.name in SHAPES else {}
 
     def write_tokenizer(self) -> None:
         """Write the tokenizer where it is not the model's."""
@@ -239,6 +244,19 @@ class Work:
         return {**sizes, "gradient_accumulation_steps": 1, **MODES[mode]}
 
     @classmethod
+    def placed(cls, folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
+        """The fields with the places of further models."""
+        return fields
+
+    @staticmethod
+    def place_of(folder: Path, model: str) -> str:
+        """The absolute path of the weights, for arms run in another folder; a hub name is returned unchanged."""
+        if model in SHAPES:
+            return str((folder / "weights" / model).absolute())
+        path = Path(os.path.expanduser(model))
+        return str(path.absolute()) if path.exists() else model
+
+    @classmethod
     def check(cls, data: str, fields: dict[str, Any]) -> None:
         """Raises ConfigurationError where the built-in data are of another kind."""
         from chronicals.benchmark.pairs import PAIRED, SHARES
@@ -266,8 +284,10 @@ class Work:
 def kind_of(fields: dict[str, Any]) -> type[Work]:
     """The class of the work whose configuration has these fields."""
     from chronicals.benchmark.pairs import PAIRED, PairWork
+    from chronicals.benchmark.taught import TAUGHT, TaughtWork
 
-    return PairWork if fields.get("objective") in PAIRED else Work
+    kinds = {**dict.fromkeys(PAIRED, PairWork), TAUGHT: TaughtWork}
+    return kinds.get(fields.get("objective", ""), Work)
 
 
 def _adapted(wanted: list[str] | str | None) -> tuple[str, ...]:
@@ -320,14 +340,14 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
     shape, kind = SHAPES.get(model), kind_of(fields)
     kind.check(data, fields)
     chosen = {**kind.usual_fields(shape, mode, fields), **fields}
-    chosen = {name: value for name, value in chosen.items() if name not in OWN}
-    about = [chosen["objective"]] if kind.kind == "pairs" else []
+    chosen = kind.placed(folder, {name: value for name, value in chosen.items() if name not in OWN})
+    about = [chosen["objective"]] if kind is not Work else []
     row = folder / "-".join([Path(model).name, mode, *about, Path(data).stem])
     row.mkdir(parents=True, exist_ok=True)
     built_in = data in kind.built_in
     work = kind(
         folder=row.absolute(),
-        model=_place(folder, model),
+        model=kind.place_of(folder, model),
         name=model,
         mode=mode,
         data=data,
@@ -341,14 +361,6 @@ def plan_work(folder: Path, model: str, data: str, mode: str, fields: dict[str, 
         work.write_documents(shape.sizes["vocab_size"] if shape else _vocabulary(model))
     work.write()
     return work
-
-
-def _place(folder: Path, model: str) -> str:
-    """The absolute path of the weights, for arms run in another folder; a hub name is returned unchanged."""
-    if model in SHAPES:
-        return str((folder / "weights" / model).absolute())
-    path = Path(os.path.expanduser(model))
-    return str(path.absolute()) if path.exists() else model
 
 
 def _vocabulary(model: str) -> int:
@@ -367,8 +379,9 @@ def prepare(work: Work) -> None:
 
     from chronicals.benchmark.shapes import build_model
 
-    if work.name in SHAPES and not (Path(work.model) / "tokenizer.json").exists():
-        build_model(work.name, Path(work.model), "cuda" if torch.cuda.is_available() else "cpu")
+    for name, place in work.models.items():
+        if not (Path(place) / "tokenizer.json").exists():
+            build_model(name, Path(place), "cuda" if torch.cuda.is_available() else "cpu")
     work.write_tokenizer()
     work.stream()
     if work.adapts:

@@ -67,7 +67,6 @@ def benchmark(
     from rich.console import Console
     from rich.markup import escape
 
-    from chronicals.benchmark.pairs import PAIRED
     from chronicals.benchmark.parity import Tolerance
     from chronicals.benchmark.record import draw, to_dict, write
     from chronicals.benchmark.rounds import Options, Row, measure
@@ -83,9 +82,9 @@ def benchmark(
     name, data, fields, does = _recipe(recipe, flags)
     mode = mode or does
     trace = output.with_suffix(".trace.json").absolute() if profile and output else None
-    paired = fields.get("objective") in PAIRED
+    objective = fields.get("objective")
     options = Options(
-        against=_peers(against, data, mode != "full", paired), variants=[_changes(text) for text in variant or []],
+        against=_peers(against, data, mode != "full", objective), variants=[_changes(text) for text in variant or []],
         scouted=[_changes(text) for text in scouted_variant or []], rounds=rounds, time_limit=time_limit,
         arm_timeout=arm_timeout, tolerance=Tolerance(loss_tolerance, norm_tolerance), trace=trace,
     )  # fmt: skip
@@ -155,29 +154,32 @@ def _recipe(recipe: Path | None, flags: dict[str, Any]) -> tuple[str, str, dict[
     return plan.model, plan.data, fields, "qlora" if config.quantization else "lora" if config.use_lora else "full"
 
 
-def _peers(against: str, data: str, lora: bool, paired: bool = False) -> list[str]:
+def _peers(against: str, data: str, lora: bool, objective: str | None = None) -> list[str]:
     """Peers by name. ``unsloth`` stands for several arms: without and with recomputation, where lengths differ also with padded
     rows and, under LoRA, through its compiled modules. Beside another ``unsloth-…`` it is the first of these alone.
 
     Args:
         lora: whether adapters are trained.
-        paired: whether it is on pairs of answers, for which not all have a trainer.
+        objective: of pairs of answers or of a teacher, for which not all have a trainer.
     """
-    from chronicals.benchmark.processes import PAIR_PEERS, PEERS
+    from chronicals.benchmark.pairs import PAIRED
+    from chronicals.benchmark.processes import PAIR_PEERS, PEERS, TAUGHT_PEERS
+    from chronicals.benchmark.taught import TAUGHT
     from chronicals.config import ConfigurationError
+
+    able = TAUGHT_PEERS if objective == TAUGHT else PAIR_PEERS if objective in PAIRED else tuple(PEERS)
+    over = "documents with a teacher" if objective == TAUGHT else "pairs of answers"
 
     asked = [name.strip() for name in against.split(",") if name.strip()]
     for name in asked:
         if name not in PEERS:
             raise ConfigurationError(f"against={name!r}: no such peer; there are {', '.join(PEERS)}")
-        if paired and name not in PAIR_PEERS:
-            raise ConfigurationError(
-                f"against={name!r}: has no trainer for pairs of answers; these have: {', '.join(PAIR_PEERS)}"
-            )
+        if name not in able:
+            raise ConfigurationError(f"against={name!r}: has no trainer for {over}; these have: {', '.join(able)}")
     if any(name.startswith("unsloth-") for name in asked):
         return list(dict.fromkeys(asked))
     where_lengths_differ = ["unsloth-padded", *(["unsloth-compiled"] if lora else [])]
-    ways = ["unsloth-recompute", *(where_lengths_differ if data != "fixed" and not paired else []), "unsloth"]
+    ways = ["unsloth-recompute", *(where_lengths_differ if data != "fixed" and objective not in PAIRED else []), "unsloth"]
     return list(dict.fromkeys(peer for name in asked for peer in (ways if name == "unsloth" else [name])))
 
 
