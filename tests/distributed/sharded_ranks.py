@@ -14,8 +14,10 @@ from chronicals.optimizers import Adam8bit, FusedAdamW
 from chronicals.training.precision import Precision
 from chronicals.training.step import update
 
-SHAPES = {"matrix": (96, 70), "large": (130, 513), "vector": (300,), "small": (7,), "idle": (40, 40)}
-"""No rank count divides them all, and some ranks have nothing of the small ones; nobody has a gradient of the last."""
+SHAPES = {"matrix": (96, 70), "large": (130, 513), "vector": (300,), "small": (7,), "odd": (20, 30),
+          "idle": (40, 40)}  # fmt: skip
+"""No rank count divides them all, and some ranks have nothing of the small ones, the fourth nothing of the odd one; nobody has a
+gradient of the last."""
 
 STEPS = 4
 KINDS = {

@@ -45,3 +45,11 @@ def test_the_others_stop_with_its_error(store):
         Mesh(0, 2).writer_does(lambda: {}["b"], OSError)
     thread.join(20)
     assert seen == ["rank 0 stopped: KeyError: 'b'"]
+
+
+def test_long_texts_pass_through_torchs_own_store():
+    """Which refuses values of more than 8 MiB."""
+    store, text = mesh.dist.TCPStore("127.0.0.1", 0, 1, is_master=True), "0123456789" * 1_000_000
+    mesh._say(store, "long", text)
+    mesh._say(store, "empty", "")
+    assert mesh._heard(store, "long") == text and mesh._heard(store, "empty") == ""

@@ -58,7 +58,8 @@ def test_all_files_are_there_and_nothing_else(seen, store, tmp_path, monkeypatch
     if not seen:
         monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
     threads, raised = delivering(files, lambda rank, folder: (places.append(folder), written(rank, folder)))
-    files[0].collect(aside)
+    with files[0].collecting(aside):
+        pass
     for thread in threads:
         thread.join(10)
     for rank in range(1, COUNT):
@@ -81,8 +82,9 @@ def test_a_rank_that_cannot_write_is_named_and_nobody_waits(seen, store, tmp_pat
         written(rank, folder)
 
     threads, raised = delivering(files, write)
-    with pytest.raises(CheckpointError, match="rank 1 could not write its part: OSError: .*No space left"):
-        files[0].collect(tmp_path)
+    said = "rank 1 could not write its part: OSError: .*No space left"
+    with pytest.raises(CheckpointError, match=said), files[0].collecting(tmp_path):
+        pass
     files[0].give_up()
     for thread in threads:
         thread.join(10)
@@ -103,3 +105,17 @@ def test_where_the_first_fails_before_the_others_heard_of_a_folder_they_do_nothi
 def test_a_folder_of_the_same_name_on_another_machine_is_not_taken_for_it(tmp_path):
     (tmp_path / "other").touch()
     assert not rank_files.is_seen(tmp_path, ".token") and rank_files.is_seen(tmp_path, "other")
+
+
+def test_torchs_own_store_takes_large_files(tmp_path, monkeypatch):
+    """It refuses values of more than 8 MiB; and keeps none of what was fetched."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    monkeypatch.setattr(RankFiles, "_store", store)
+    monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: False)
+    files, content = of_all(2), bytes(range(256)) * 40_000
+    threads, raised = delivering(files, lambda rank, folder: (folder / "large").write_bytes(content))
+    before = store.num_keys()
+    with files[0].collecting(tmp_path):
+        pass
+    threads[0].join(10)
+    assert (tmp_path / "large").read_bytes() == content and not raised and store.num_keys() <= before + 1

@@ -100,6 +100,7 @@ def test_copies_take_half_of_what_is_available_at_most(monkeypatch):
     for available, fits in ((200, True), (199, False), (None, True)):
         monkeypatch.setattr(staging, "available_memory", lambda available=available: available)
         assert Staging(CPU).fits(tensors) is fits
+        assert Staging(CPU).fits(tensors, 1 << 60) is (available is None)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("max", 8192 * 1024), ("5000", 5000 - 3000 + 1000), (None, 8192 * 1024)])

@@ -41,7 +41,7 @@ def main(folder: Path, resume: bool, killed: int, kill_at: int) -> None:
     NextToken.__call__ = counted(NextToken.__call__)
     os.fsync, os.rename = counted(os.fsync), counted(os.rename)
     checkpoint.write_pieces = counted(checkpoint.write_pieces)
-    RankFiles.collect, RankFiles.deliver = counted(RankFiles.collect), counted(RankFiles.deliver)
+    RankFiles.collecting, RankFiles.deliver = counted(RankFiles.collecting), counted(RankFiles.deliver)
     RankFiles._say = counted(RankFiles._say)
     runs.train(folder, rows=tiny.chat_rows(40), resume=resume, **SETTINGS)
     (folder / f"events.{rank}").write_text(str(events))

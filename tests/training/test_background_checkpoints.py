@@ -150,7 +150,7 @@ def test_without_room_for_copies_training_waits(tmp_path, monkeypatch, caplog):
         return write()
 
     writing(monkeypatch, slowly)
-    monkeypatch.setattr(run_checkpoints.Staging, "fits", lambda self, tensors: False)
+    monkeypatch.setattr(run_checkpoints.Staging, "fits", lambda self, tensors, beside: False)
     runs.train(tmp_path, **OPTIONS)
     assert "host memory is too small" in caplog.text
     assert len(checkpoints(tmp_path / "run")) == 3

@@ -26,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+PART = 1 << 22
+"""Characters, of one byte each in JSON, that are sent at a time."""
+
 _announcements = itertools.count()
 """Numbers of what the first rank has done, the same on all ranks, which take part in the same order."""
 
@@ -166,22 +169,34 @@ class Mesh:
         key = f"chronicals/{next(_announcements)}"
         store = dist.distributed_c10d._get_default_store()
         if not self.writer:
-            result, words = json.loads(awaited(store, key))
+            result, words = json.loads(_heard(store, key))
             if words is not None:
                 raise error(f"rank 0 stopped: {words}")
             return result
         try:
             result = work()
         except Exception as failure:
-            store.set(key, json.dumps([None, f"{type(failure).__name__}: {failure}"]))
+            _say(store, key, json.dumps([None, f"{type(failure).__name__}: {failure}"]))
             raise
-        store.set(key, json.dumps([result, None]))
+        _say(store, key, json.dumps([result, None]))
         return result
 
     @property
     def _device_sent_from(self) -> torch.device:
         """Where tensors must be to be sent; gloo sends from host memory, also where there are cards."""
         return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _say(store: dist.Store, key: str, text: str) -> None:
+    """Set a text for whoever asks by ``_heard``; a long one in parts, for the store refuses values of more than 8 MiB."""
+    parts = [text[begin : begin + PART] for begin in range(0, len(text), PART)]
+    for number, part in enumerate(parts):
+        store.set(f"{key}/{number}", part)
+    store.set(key, str(len(parts)))
+
+
+def _heard(store: dist.Store, key: str) -> str:
+    return "".join(store.get(f"{key}/{number}").decode() for number in range(int(awaited(store, key))))
 
 
 def awaited(store: dist.Store, key: str) -> bytes:

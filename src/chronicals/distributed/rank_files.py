@@ -13,16 +13,17 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch.distributed as dist
 
 from chronicals.distributed.mesh import Mesh, awaited
 
-PIECE = 1 << 24
-"""Bytes that are sent at a time."""
+PIECE = 1 << 22
+"""Bytes that are sent at a time; torch's store refuses values of more than 8 MiB, and the connection with them."""
 
-PAUSE = 0.05
+PAUSE = 0.005
 """Seconds between two looks whether a piece was fetched."""
 
 _folders = itertools.count()
@@ -46,8 +47,9 @@ class RankFiles:
     def _store(self) -> dist.Store:
         return dist.distributed_c10d._get_default_store()
 
-    def collect(self, folder: Path) -> None:
-        """On the first rank, while it writes ``folder``: have the others' files there.
+    @contextmanager
+    def collecting(self, folder: Path) -> Iterator[None]:
+        """On the first rank, which within writes its own files into ``folder``: have the others' there, too.
 
         Raises:
             Exception: ``error``, with the words of a rank that could not write its own.
@@ -55,6 +57,7 @@ class RankFiles:
         token = folder / self._token
         token.touch()
         self._store.set(f"{self._key}/place", json.dumps([str(folder.resolve()), self._token]))
+        yield
         for rank in range(1, self.ranks.count):
             self._receive(rank, folder)
         token.unlink()
@@ -110,7 +113,10 @@ class RankFiles:
         key = f"{self._key}/{rank}"
         while True:
             said = json.loads(awaited(self._store, key))
-            content = self._store.get(f"{key}/content") if "file" in said else b""
+            content = b""
+            if "file" in said:
+                content = self._store.get(f"{key}/content")
+                self._store.delete_key(f"{key}/content")
             self._store.delete_key(key)
             yield said, content
 

@@ -75,7 +75,7 @@ class Shards:
         """``[n]``, this rank's share of ``value``, of which an element goes with ``unit`` of the weight's; of the weight itself
         where it is None."""
         begin, end = share_of(weight.numel(), self.ranks.rank, self.ranks.count)
-        return (weight if value is None else value).detach().reshape(-1)[begin // unit : -(-end // unit)]
+        return (weight if value is None else value).detach().reshape(-1)[-(-begin // unit) : -(-end // unit)]
 
     def shape_of(self, weight: Tensor, unit: int = 1) -> torch.Size:
         """Of a whole tensor that goes with a weight, an element with ``unit`` of its own: the weight's, or ``[n]``."""

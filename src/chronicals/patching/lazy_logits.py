@@ -213,7 +213,8 @@ def _keep_what_is_held(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     """Before an optimizer's step: keep what logits that somebody still holds are made of, where it changes that."""
     if not _open:
         return
-    changed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    changed = {id(p) for p in getattr(optimizer, "weights", own)}  # ours may hold shares of weights
     copies: dict[int, Tensor] = {}
 
     def copy(x: Tensor) -> Tensor:

@@ -5,15 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
+
 
 class Background:
     """At most one piece of work is under way. The process may end without waiting for it.
+
+    Args:
+        device: a card is the thread's current one; else each would have the first.
 
     Attributes:
         error: what the last piece of work raised, until ``wait`` raises it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device
         self.error: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -23,6 +29,8 @@ class Background:
 
         def run() -> None:
             try:
+                if self.device is not None and self.device.type == "cuda":
+                    torch.cuda.set_device(self.device)
                 work()
             except BaseException as error:
                 self.error = error

@@ -40,11 +40,17 @@ class Staging:
         self._holds = False
         self._sources: list[Tensor] = []
 
-    def fits(self, tensors: Iterable[Tensor]) -> bool:
-        """Whether the copies take no more than half of the host memory that is available, or have their memory already."""
+    def needed(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes that are still to be allocated for the copies."""
         self._finish_allocating()
-        size, available = _size(tensors), available_memory()
-        return size <= self._memory.size or available is None or size <= available // 2
+        size = _size(tensors)
+        return 0 if size <= self._memory.size else size
+
+    def fits(self, tensors: Iterable[Tensor], beside: int = 0) -> bool:
+        """Whether the copies, and as many bytes ``beside`` them, take no more than half of the host memory that is available,
+        or have their memory already."""
+        size, available = self.needed(tensors) + beside, available_memory()
+        return not size or available is None or size <= available // 2
 
     def prepare(self, tensors: Iterable[Tensor]) -> None:
         """Allocate the memory for copies of these in a thread, so that the first copies need not wait for it."""
@@ -52,8 +58,12 @@ class Staging:
         if self._stream is None or size <= self._memory.size:
             return
         logger.info("checkpoints are staged in %.2f GiB of pinned host memory", size / 2**30)
-        self._allocating = threading.Thread(target=self._memory.allocate, args=(size,), daemon=True)
+        self._allocating = threading.Thread(target=self._allocate, args=(size,), daemon=True)
         self._allocating.start()
+
+    def _allocate(self, size: int) -> None:
+        torch.cuda.set_device(self.device)  # of this thread; else the first card would be
+        self._memory.allocate(size)
 
     def copy(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Dense copies, on a card valid within ``reading`` and until the next call; a tensor given twice is copied once."""

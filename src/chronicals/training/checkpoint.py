@@ -11,7 +11,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,7 @@ def _tensor(state: Tensor | Piece) -> Tensor:
 @torch.no_grad()
 def save_checkpoint(
     output_dir: Path, step: int, model: Any, text_files: Mapping[str, bytes], state: State, keep: int, best: int | None = None,
-    ranks: Mesh | None = None, beside: Callable[[Path], None] = lambda aside: None,
+    ranks: Mesh | None = None, beside: Callable[[Path], AbstractContextManager[Any]] = nullcontext,
 ) -> Path:  # fmt: skip
     """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of step ``best`` stays, also
     where ``keep`` is 1, and beside it the newest.
@@ -135,16 +135,16 @@ def save_checkpoint(
 
     Args:
         text_files: of ``saving.text_files``.
-        beside: called with the folder while it is written; other ranks' files come by it.
+        beside: called with the folder, which is written within; other ranks' files come by it.
     """
     folder = output_dir / CHECKPOINTS / name_of(step)
 
     def fill(aside: Path) -> None:
-        save_model(aside / MODEL, model, text_files, state.facts.get("about", {}), state.weights)
-        state.write_optimizer(aside, ranks or Mesh())
-        save_file(dict(state.random), aside / RNG)
-        (aside / STATE).write_text(to_json(state.facts, indent=1))
-        beside(aside)
+        with beside(aside):
+            save_model(aside / MODEL, model, text_files, state.facts.get("about", {}), state.weights)
+            state.write_optimizer(aside, ranks or Mesh())
+            save_file(dict(state.random), aside / RNG)
+            (aside / STATE).write_text(to_json(state.facts, indent=1))
 
     write_folder(folder, fill)
     earlier = [other for other in checkpoints(output_dir) if other.name < folder.name]

@@ -111,7 +111,9 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
     whole = fused and plan_for(model).fuses_whole_layers  # beside a half that its class computes, nothing is counted as saved
     sharding = _sharding(config, ranks)
-    states = _states_on_device(config, model) / (ranks if sharding.runs else 1)
+    states = _states_on_device(config, model)
+    if sharding.runs:  # beside the states of a share, the share itself and the sums of its gradients
+        states = (states + (2 if _splits(config) else 4) + 4) / ranks
     sizes = _bytes(config, product_type, ranks, states)
     needed = estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
     graphs, why_not_graphs = _graphs(config, presented, backend)

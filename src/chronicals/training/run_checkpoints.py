@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,7 @@ class RunCheckpoints:
         self.keeps_best = keeps_best
         self._staging = Staging(next(parameter.device for parameter in model.parameters() if parameter.requires_grad))
         self._prepared = False
-        self._background = Background()
+        self._background = Background(self._staging.device)
         self._text_files: dict[str, bytes] = {}
         self.written = deque[tuple[int, Path]]()
 
@@ -147,9 +149,9 @@ class RunCheckpoints:
             return
         self._prepared = True
         midway = self.keeps_best or (self.config.save_steps or run.total_steps) < run.total_steps
-        if midway and self._writes(optimizer):
+        if midway and (self._writes(optimizer) or self.ranks.count > 1):
             state = self._state(optimizer, {}, {})
-            if self._staging.fits(state.changing().values()):
+            if self._fits(state):
                 self._staging.prepare(state.changing().values())
 
     def _writes(self, optimizer: FusedAdamW) -> bool:
@@ -200,10 +202,17 @@ class RunCheckpoints:
 
     def _must_wait(self, state: checkpoint.State, run: Run) -> bool:
         """Whether training waits until the checkpoint is written, since a copy does not fit or would be worth nothing."""
-        fits = self._staging.fits(state.changing().values())
+        fits = self._fits(state)
         if not fits and run.step != run.total_steps:
             logger.warning("host memory is too small for a copy of the state: training waits while checkpoints are written")
-        return run.step == run.total_steps or not all(self.ranks.gather_values(fits))
+        return run.step == run.total_steps or not fits
+
+    def _fits(self, state: checkpoint.State) -> bool:
+        """Whether host memory holds the copies of all ranks, those of a machine together; all must ask."""
+        here, needed = socket.gethostname(), self._staging.needed(state.changing().values())
+        told = self.ranks.gather_values([here, needed])
+        others = sum(size for host, size in told if host == here) - needed
+        return all(self.ranks.gather_values(self._staging.fits(state.changing().values(), others)))
 
     def _start(self, state: checkpoint.State, waits: bool, write: Callable[[checkpoint.State], None]) -> None:
         """Begin to write a state, of copies if training does not wait."""
@@ -219,7 +228,7 @@ class RunCheckpoints:
         try:
             folder = checkpoint.save_checkpoint(
                 self.config.output_dir, step, self.model, self._text_files, state, self.config.save_total_limit, best,
-                self.ranks, files.collect if files else lambda aside: None,
+                self.ranks, nullcontext if files is None else files.collecting,
             )  # fmt: skip
         except BaseException:
             if files is not None:
