@@ -16,7 +16,7 @@ from chronicals.training.step import update
 
 SHAPES = {"matrix": (96, 70), "large": (130, 513), "vector": (300,), "small": (7,), "odd": (20, 30),
           "idle": (40, 40)}  # fmt: skip
-"""No rank count divides them all, and some ranks have nothing of the small ones, the fourth nothing of the odd one; nobody has a
+"""No rank count divides them all, some ranks have nothing of the small ones, the fourth nothing of the odd one; nobody has a
 gradient of the last."""
 
 STEPS = 4
