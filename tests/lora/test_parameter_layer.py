@@ -166,7 +166,7 @@ def test_merged_it_is_a_plain_model(tmp_path, name, case):
     merged.save_pretrained(tmp_path / "whole")
     again = kind.from_pretrained(tmp_path / "whole").eval()
     assert all(torch.equal(weight, merged.state_dict()[key]) for key, weight in again.state_dict().items())
-    assert close(logits(again, ids), logits(merged, ids))  # products may round otherwise where weights lie elsewhere
+    assert torch.equal(logits(again, ids), logits(merged, ids))
 
 
 def test_merging_rounds_once():
