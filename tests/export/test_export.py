@@ -4,6 +4,7 @@ import importlib
 import json
 import shutil
 import sys
+import weakref
 from collections import namedtuple
 from dataclasses import replace
 
@@ -18,7 +19,19 @@ import gguf_models
 import runs
 import tiny
 from chronicals.cli.app import app
-from chronicals.export import ExportError, NotExpressible, NotProved, Proof, export, ollama, source, weight_files, whole
+from chronicals.export import (
+    ExportError,
+    NotExpressible,
+    NotProved,
+    Proof,
+    export,
+    gguf,
+    nf4,
+    ollama,
+    source,
+    weight_files,
+    whole,
+)
 from chronicals.export.card import card
 from chronicals.export.compatible import make_compatible, older_names
 from chronicals.export.hub import UploadError
@@ -280,28 +293,34 @@ def test_a_full_disk_is_said_before_anything_is_written(run, tmp_path, monkeypat
     assert list((tmp_path / "full").iterdir()) == []
 
 
-def test_memory_is_one_tensor(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["gguf", "nf4"])
+def test_memory_is_one_tensor(kind, tmp_path, monkeypatch):
     """No more than one tensor of the file is read at a time, however many there are."""
     model = gguf_models.build("llama", num_hidden_layers=6)
     model.save_pretrained(tmp_path)
     tiny.tokenizer().save_pretrained(tmp_path)
     alive, most = set(), []
-    right = weight_files.StoredTensor.read
+    right, packed = weight_files.StoredTensor.read, nf4.stored_tensors
+
+    def watched(name, tensor):
+        alive.add(name)
+        weakref.finalize(tensor.untyped_storage(), alive.discard, name)
 
     def read(self):
-        import weakref
-
         tensor = right(self)
-        alive.add(self.name)
-        weakref.finalize(tensor.untyped_storage(), alive.discard, self.name)
+        watched(self.name, tensor)
         most.append(len(alive))
         return tensor
 
-    monkeypatch.setattr(weight_files.StoredTensor, "read", read)
-    given = source.Source(SavedModel.find(tmp_path), tmp_path)
-    from chronicals.export import gguf
+    def stored_tensors(name, weight):
+        tensors = packed(name, weight)
+        watched(f"{name} in 4 bits", tensors[name])
+        return tensors
 
-    gguf.write(given, tmp_path / "x.gguf", "q8_0")
+    monkeypatch.setattr(weight_files.StoredTensor, "read", read)
+    monkeypatch.setattr(nf4, "stored_tensors", stored_tensors)
+    given = source.Source(SavedModel.find(tmp_path), tmp_path)
+    gguf.write(given, tmp_path / "x.gguf", "q8_0") if kind == "gguf" else nf4.write(given, tmp_path / "x")
     assert len(most) == len(given.tensors) and max(most) <= 2
 
 

@@ -12,6 +12,7 @@ import gguf_models
 import tiny
 from chronicals.export import NotExpressible, NotProved, compressed_tensors, export, source, weight_files
 from chronicals.export.compressed_tensors import FP8, INT4, LAYOUTS
+from chronicals.models import describe_packed, load_model
 from chronicals.saving import SavedModel
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
@@ -216,15 +217,39 @@ def test_the_bound_on_nf4_follows_what_bf16_rounds_in_the_model(tmp_path):
 def test_codes_of_another_weight_are_found_in_nf4(tmp_path, monkeypatch):
     from chronicals.export import nf4
 
-    right = nf4.load_model
+    right = nf4.stored_tensors
 
-    def load(place, dtype, quantization=None):
-        model = right(place, dtype, quantization=quantization)
-        if quantization == "nf4":
-            layer = model.model.layers[0].mlp.up_proj
-            layer.weight.data = layer.weight.data.flip(0)
-        return model
+    def stored_tensors(name, packed):
+        found = right(name, packed)
+        return {**found, name: found[name].flip(0)} if "layers.0.mlp.up_proj" in name else found
 
-    monkeypatch.setattr(nf4, "load_model", load)
+    monkeypatch.setattr(nf4, "stored_tensors", stored_tensors)
     with pytest.raises(NotProved, match="quantised weights, bitsandbytes: FAILED"):
         export(saved(tmp_path), "nf4")
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
+def test_tensors_in_nf4_are_those_of_the_model_in_4_bits(name, tmp_path):
+    """To the byte, but for blanks after the JSON."""
+    from chronicals.export import nf4
+
+    given = source.Source(SavedModel.find(saved(tmp_path / "whole", name)), tmp_path / "whole")
+    nf4.write(given, tmp_path / "ours")
+    model = load_model(tmp_path / "whole", torch.bfloat16, quantization="nf4")
+    describe_packed(model)
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / folder / "model.safetensors") for folder in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and sum(tensor.nbytes for tensor in ours.values()) == nf4.size(given)
+    for key, tensor in theirs.items():
+        found = ours[key]
+        if "quant_state" in key:
+            assert bytes(found[len(tensor) :].tolist()).strip() == b"" and len(found) == nf4.DESCRIPTION
+        assert torch.equal(found[: len(tensor)], tensor), key
+    configs = [json.loads((tmp_path / folder / "config.json").read_text()) for folder in ("ours", "theirs")]
+    assert configs[0]["quantization_config"] == configs[1]["quantization_config"]
+
+
+def test_what_is_quantised_already_is_not_written_in_nf4(tmp_path):
+    export(saved(tmp_path / "whole"), "nf4", tmp_path / "out", name="x")
+    with pytest.raises(NotExpressible, match=r"nf4: its weights are quantised already \(bitsandbytes\)"):
+        export(tmp_path / "out" / "x-nf4", "nf4")

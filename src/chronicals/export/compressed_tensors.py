@@ -10,7 +10,6 @@ vLLM computes with them as with linear layers.
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
 from chronicals.export.weight_files import NewTensor, StoredTensor, tensors_in
-from chronicals.export.whole import CLIENT, prove_beside, write_beside, write_files
+from chronicals.export.whole import CLIENT, in_dtype, name_dtype, prove_beside, write_beside, write_files
 from chronicals.models import load_model
 from chronicals.models.experts import Expert, stack_named, watch_experts
 from chronicals.models.four_bits import ROUTERS
@@ -182,19 +181,15 @@ def write(source: Source, aside: Path, layout: Layout) -> None:
     """
     names = _quantised(source, layout)
     aside.mkdir(parents=True)
-    write_files(source, aside, lambda stored: layout.written(stored) if stored.name in names else [_in_bf16(stored)])
+    write_files(source, aside, lambda stored: layout.written(stored) if stored.name in names else [in_dtype(stored, "BF16")])
     write_beside(source, aside)
-    file = aside / "config.json"
-    described = _described(source, layout, names)
-    file.write_text(
-        json.dumps({**json.loads(file.read_text()), "dtype": "bfloat16", "quantization_config": described}, indent=2)
-    )
+    name_dtype(aside, "bf16", quantization_config=_described(source, layout, names))
 
 
 def size(source: Source, layout: Layout) -> int:
     """Bytes of the tensors."""
     names = _quantised(source, layout)
-    new = [layout.written(stored) if name in names else [_in_bf16(stored)] for name, stored in source.tensors.items()]
+    new = [layout.written(stored) if name in names else [in_dtype(stored, "BF16")] for name, stored in source.tensors.items()]
     return sum(tensor.bytes for tensors in new for tensor in tensors)
 
 
@@ -217,10 +212,6 @@ def _quantised(source: Source, layout: Layout) -> dict[str, str]:
         if reason := layout.why_not(source.tensors[name]):
             raise NotExpressible(f"{layout.name}: {name}: {reason}; export it in FP8 (--to fp8) or merged (--to merged)")
     return names
-
-
-def _in_bf16(stored: StoredTensor) -> NewTensor:
-    return NewTensor(stored.name, "BF16", stored.shape, stored.read)
 
 
 def _described(source: Source, layout: Layout, names: Mapping[str, str]) -> dict[str, Any]:
@@ -248,7 +239,7 @@ def prove(source: Source, aside: Path, layout: Layout, proof: Proof) -> None:
     new = [
         tensor.name
         for name, stored in source.tensors.items()
-        for tensor in (layout.written(stored) if name in names else [_in_bf16(stored)])
+        for tensor in (layout.written(stored) if name in names else [in_dtype(stored, "BF16")])
     ]
     proof.equal("every weight is there", "safetensors", sorted(new), sorted(found))
     errors = {name: relative_error(layout.read(found, name), source.tensors[name].read()) for name in names}

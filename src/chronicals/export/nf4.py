@@ -1,26 +1,31 @@
 """Linear layers in NF4, in the files that bitsandbytes writes: to go on with QLoRA in transformers.
 
-The whole model is in host memory in 4 bits while it is written. Stacked experts, which transformers quantises with bitsandbytes
-neither, stay in bf16.
+Stacked experts, which transformers quantises with bitsandbytes neither, stay in bf16.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from chronicals.export.compatible import make_compatible
 from chronicals.export.part_names import StoredNames
 from chronicals.export.proof import Proof, largest_error, relative_error
 from chronicals.export.source import Source, logits_of, on_device
-from chronicals.export.whole import CLIENT, prove_beside, write_beside
-from chronicals.models import describe_packed, load_model
+from chronicals.export.weight_files import NewTensor, StoredTensor
+from chronicals.export.whole import CLIENT, in_dtype, name_dtype, prove_beside, write_beside, write_files
+from chronicals.kernels.nf4 import SCALE_BLOCK
+from chronicals.models import load_model
 from chronicals.models.gguf_families import NotExpressible
-from chronicals.models.loading import quantised_names
-from chronicals.quantization import Linear4bit
+from chronicals.models.loading import load_without_weights, quantised_names
+from chronicals.models.packed_config import packed_description
+from chronicals.quantization import Linear4bit, Packed
+from chronicals.quantization.bitsandbytes_format import STATE, stored_tensors
+from chronicals.quantization.nf4 import BLOCK
 
 PACKAGE = "bitsandbytes"
 
@@ -30,32 +35,86 @@ ERROR = 0.13
 BOUND, OF_ROUNDING = 3e-2, 2.0
 """Of logits beside torch with the same weights, products in bf16; the same as a multiple of what bf16 rounds in torch."""
 
-BITS = 4.127
-"""A weight takes, its scales included."""
+DESCRIPTION = 256
+"""Bytes of the JSON beside a weight, blanks at its end included: the header of a file comes before what the JSON says."""
 
 
 def write(source: Source, aside: Path) -> None:
-    """Write the folder.
+    """Write the folder, a tensor at a time.
 
     Raises:
         NotExpressible: the model is quantised already, or has no decoder layers with linear layers.
     """
-    try:
-        model = load_model(source.folder, torch.bfloat16, quantization="nf4")
-    except ValueError as error:
-        raise NotExpressible(f"nf4: {error}") from error
+    names = _quantised_names(source)
     aside.mkdir(parents=True)
+    write_files(source, aside, lambda stored: _written(stored, names))
     write_beside(source, aside)
-    describe_packed(model)
-    model.save_pretrained(aside)
-    make_compatible(aside, source.stops)
+    packed = {name.removesuffix(".weight") for name in names.values()}
+    described = packed_description(load_without_weights(source.folder), packed, torch.bfloat16)
+    name_dtype(aside, "bf16", quantization_config=described)
+
+
+def _quantised_names(source: Source) -> dict[str, str]:
+    """The weights that are quantised: their names in the files, and what the loaded model calls them."""
+    if described := getattr(source.config, "quantization_config", None):
+        method = (described if isinstance(described, dict) else described.to_dict()).get("quant_method")
+        raise NotExpressible(f"nf4: its weights are quantised already ({method}); export the model that they were made of")
+    stored = StoredNames(source.tensors)
+    names = {name: stored.find(name) for name in sorted(quantised_names(source.folder))}
+    if not names:
+        raise NotExpressible(
+            f"nf4: {type(source.config).__name__} is of a model that has no list of decoder layers with plain linear layers; "
+            "nothing would be quantised, so export it merged (--to merged)"
+        )
+    if missing := [name for name, found in names.items() if found is None]:
+        raise NotExpressible(
+            f"nf4: {missing[0]} is made of other tensors of the files as they are read, so that it cannot be stored in 4 bits; "
+            "export it merged (--to merged)"
+        )
+    return {found: name for name, found in names.items() if found is not None}
+
+
+def _written(stored: StoredTensor, names: dict[str, str]) -> list[NewTensor]:
+    """What takes the place of a tensor."""
+    return _in_4_bits(stored) if stored.name in names else [in_dtype(stored, "BF16")]
+
+
+def _in_4_bits(stored: StoredTensor) -> list[NewTensor]:
+    """What bitsandbytes stores of a weight, which is quantised when the first of it is written, and let go with the last."""
+    name, (rows, columns) = stored.name, stored.shape
+    made: dict[str, Tensor] = {}
+    blocks = -(-rows * columns // BLOCK)
+    like = {
+        name: ("U8", (-(-rows * columns // 2), 1)),
+        f"{name}.absmax": ("U8", (blocks,)),
+        f"{name}.quant_map": ("F32", (16,)),
+        f"{name}.nested_absmax": ("F32", (-(-blocks // SCALE_BLOCK),)),
+        f"{name}.nested_quant_map": ("F32", (256,)),
+        f"{name}.{STATE}nf4": ("U8", (DESCRIPTION,)),
+    }
+
+    def part(own: str) -> Tensor:
+        if not made:
+            made.update(_quantised_tensors(stored))
+        return made.pop(own)
+
+    return [NewTensor(own, dtype, shape, partial(part, own)) for own, (dtype, shape) in like.items()]
+
+
+def _quantised_tensors(stored: StoredTensor) -> dict[str, Tensor]:
+    """The tensors of a weight by name, in host memory; on a card where there is one it is quantised there."""
+    weight = stored.read().bfloat16()
+    packed = Packed.of(weight.to("cuda") if torch.cuda.is_available() else weight)
+    tensors = {name: tensor.cpu() for name, tensor in stored_tensors(stored.name, packed).items()}
+    described = tensors[f"{stored.name}.{STATE}nf4"]
+    blanks = torch.full((DESCRIPTION - len(described),), ord(" "), dtype=torch.uint8)
+    return {**tensors, f"{stored.name}.{STATE}nf4": torch.cat([described, blanks])}
 
 
 def size(source: Source) -> int:
-    stored = StoredNames(source.tensors)
-    names = {stored.find(name) for name in quantised_names(source.folder)}
-    bits = sum(torch.Size(s.shape).numel() * (BITS if s.name in names else 16) for s in source.tensors.values())
-    return int(bits / 8)
+    """Bytes of the tensors."""
+    names = _quantised_names(source)
+    return sum(tensor.bytes for stored in source.tensors.values() for tensor in _written(stored, names))
 
 
 def prove(source: Source, aside: Path, proof: Proof) -> None:

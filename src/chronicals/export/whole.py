@@ -35,12 +35,13 @@ def write(source: Source, aside: Path, kind: str) -> None:
         ValueError: a weight is too large for float16.
     """
     aside.mkdir(parents=True)
-    write_files(source, aside, lambda stored: [_cast(stored, KINDS[kind])])
+    write_files(source, aside, lambda stored: [in_dtype(stored, KINDS[kind])])
     write_beside(source, aside)
-    _name_dtype(aside, kind)
+    name_dtype(aside, kind)
 
 
-def _cast(stored: StoredTensor, dtype: str) -> NewTensor:
+def in_dtype(stored: StoredTensor, dtype: str) -> NewTensor:
+    """A tensor as it is written in another dtype, by the name of safetensors; integers stay what they are."""
     kept = stored.dtype == dtype or stored.dtype not in DTYPES
     return NewTensor(stored.name, stored.dtype if kept else dtype, stored.shape, lambda: stored if kept else stored.read())
 
@@ -69,7 +70,8 @@ def write_beside(source: Source, aside: Path) -> None:
     make_compatible(aside, source.stops)
 
 
-def _name_dtype(folder: Path, kind: str) -> None:
+def name_dtype(folder: Path, kind: str, **more: Any) -> None:
+    """Say in a folder's configuration which dtype its weights have, and what else is given."""
     file = folder / "config.json"
     named = str(DTYPES[KINDS[kind]]).removeprefix("torch.")
     config = json.loads(file.read_text())
@@ -77,7 +79,7 @@ def _name_dtype(folder: Path, kind: str) -> None:
         for name in ("dtype", "torch_dtype"):
             if name in part:
                 part[name] = named
-    file.write_text(json.dumps({**config, "dtype": named}, indent=2))
+    file.write_text(json.dumps({**config, "dtype": named, **more}, indent=2))
 
 
 def prove(source: Source, aside: Path, kind: str, proof: Proof) -> None:

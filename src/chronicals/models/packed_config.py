@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+import torch
 from torch import nn
 
 from chronicals.quantization import Linear4bit, LinearGGUF
@@ -27,7 +29,8 @@ def describe_packed(model: Any) -> None:
     there = getattr(model.config, "quantization_config", None)
     layers = [layer for layer in model.modules() if isinstance(layer, Linear4bit)]
     if layers and there is None:
-        model.config.quantization_config = _described(model, layers)
+        first, packed = layers[0], {path for path, layer in model.named_modules() if isinstance(layer, Linear4bit)}
+        model.config.quantization_config = packed_description(model, packed, first.dtype, first.code, first.absmax2 is not None)
     elif isinstance(there, dict) and there.get("load_in_4bit") and not layers and not _holds_theirs(model):
         del model.config.quantization_config
         vars(model).pop("is_quantized", None)
@@ -37,18 +40,29 @@ def _holds_theirs(model: Any) -> bool:
     return any(is_of_bitsandbytes(layer) for layer in model.modules())
 
 
-def _described(model: Any, layers: list[Linear4bit]) -> dict[str, Any]:
+def packed_description(
+    model: Any, packed: Collection[str], dtype: torch.dtype, code: str = "nf4", nested: bool = True
+) -> dict[str, Any]:
+    """``quantization_config`` of a model of which some linear layers are stored in 4 bits.
+
+    Args:
+        model: may be on the meta device, and the layers plain.
+        packed: paths of the layers.
+        dtype: of what they are dequantised to.
+        code: "nf4" or "fp4".
+        nested: whether their scales are quantised themselves.
+    """
     head = model.get_output_embeddings()
-    kept = [path for path, layer in model.named_modules() if layer is head or _is_linear(layer)]
+    others = {path: layer for path, layer in model.named_modules() if path not in packed}
     return {
         "quant_method": "bitsandbytes",
         "load_in_4bit": True,
         "load_in_8bit": False,
-        "bnb_4bit_quant_type": layers[0].code,
-        "bnb_4bit_use_double_quant": layers[0].absmax2 is not None,
-        "bnb_4bit_compute_dtype": str(layers[0].dtype).removeprefix("torch."),
+        "bnb_4bit_quant_type": code,
+        "bnb_4bit_use_double_quant": nested,
+        "bnb_4bit_compute_dtype": str(dtype).removeprefix("torch."),
         "bnb_4bit_quant_storage": "uint8",
-        "llm_int8_skip_modules": kept,
+        "llm_int8_skip_modules": [path for path, layer in others.items() if layer is head or _is_linear(layer)],
     }
 
 
