@@ -164,7 +164,7 @@ def test_merged_it_is_a_plain_model(tmp_path, name, case):
     assert close(logits(merged, ids), expected) and not close(expected, logits(bare, ids), 1e-3)
     assert type(merged) is kind and merged.state_dict().keys() == bare.state_dict().keys()
     merged.save_pretrained(tmp_path / "whole")
-    again = kind.from_pretrained(tmp_path / "whole").eval()
+    again = kind.from_pretrained(tmp_path / "whole", experts_implementation=merged.config._experts_implementation).eval()
     assert all(torch.equal(weight, merged.state_dict()[key]) for key, weight in again.state_dict().items())
     assert torch.equal(logits(again, ids), logits(merged, ids))
 
