@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+from kernel_rates import sample
 from torch import Tensor
 
 from chronicals.kernels import fused_qk_rope
 from chronicals.kernels.qk_rope import qk_rope_reference
-from kernels import sample
 
 SAMPLES, WARM_UP = 15, 3
 
