@@ -75,10 +75,14 @@ def on_pairs(objective: str, share: int) -> list[str]:
 
 
 PREFERENCE = {
-    f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *against(*trl, "unsloth")]
-    for share, trl in ((50, ("trl", "trl-recompute")), (30, ("trl",)), (70, ("trl",)))
+    f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *against(*peers, "unsloth-recompute")]
+    for share in (50, 30, 70)
     for objective in ("dpo", "orpo")
-    for kind, options in (("0.5b-full", SMALL), ("8b-lora", [*LARGE, *LORA]), ("8b-qlora", [*LARGE, *QLORA]))
+    for kind, options, peers in (
+        ("0.5b-full", SMALL, ("trl", "unsloth")),
+        ("8b-lora", [*LARGE, *LORA], ("trl", "trl-recompute", "unsloth")),
+        ("8b-qlora", [*LARGE, *QLORA], ("trl", "trl-recompute", "unsloth")),
+    )
 }
 
 ROWS = {
