@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,20 @@ class SharedKeys:
 
 
 @dataclass(frozen=True)
+class Context:
+    """Ranks that share each Batch: every one has a part of its tokens, and attends with a part of the heads.
+
+    Attributes:
+        rank, count: the place of this rank among them.
+        group: of ``torch.distributed``.
+    """
+
+    rank: int
+    count: int
+    group: Any
+
+
+@dataclass(frozen=True)
 class Batch:
     """Documents laid end to end in ``batch_size`` packs of ``max_seq_length`` tokens, T tokens in all.
 
@@ -54,6 +69,8 @@ class Batch:
         tokens: further columns of the tokens by name, ``[T, ...]`` each, zero where there is no target: what was stored of a
             teacher's predictions.
         keys: what documents attend to, where that is more than their own tokens. ``position_ids`` go on from the prompt's then.
+        context: the ranks that share it, where they do. The columns of tokens are this rank's part then, ``[T / count]``;
+            bounds and columns of documents are those of the whole Batch.
     """
 
     input_ids: Tensor
@@ -66,9 +83,28 @@ class Batch:
     segments: Mapping[str, Tensor] = field(default_factory=dict)
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     keys: SharedKeys | None = None
+    context: Context | None = None
 
     def __len__(self) -> int:
         return self.input_ids.numel()
+
+    def part(self, context: Context) -> Batch:
+        """This rank's part of a Batch that several ranks share; views of it. T is a multiple of their number."""
+        if len(self) % context.count or self.keys is not None:
+            kept = "prompts that answers share" if self.keys is not None else f"{len(self)} tokens"
+            raise ValueError(f"{kept} cannot be divided among {context.count} ranks")
+        size = len(self) // context.count
+        own = slice(context.rank * size, (context.rank + 1) * size)
+        return replace(
+            self,
+            input_ids=self.input_ids[own],
+            targets=self.targets[own],
+            position_ids=self.position_ids[own],
+            trained=None if self.trained is None else min(self.trained, size),
+            weights=None if self.weights is None else self.weights[own],
+            tokens={name: column[own] for name, column in self.tokens.items()},
+            context=context,
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

@@ -79,3 +79,14 @@ def test_a_loss_that_bf16_itself_changes_may_deviate_three_times_as_much():
         measurement(grad_norms=changed(REFERENCE.grad_norms, 2, 0.8)), rounded, Tolerance()
     )
     assert comparison(measurement(), rounded)["loss"]["reference_in_bf16"] == rounded.rounded_losses[:5]
+
+
+def test_so_may_a_norm_that_bf16_itself_changes():
+    """Losses no more than before."""
+    rounded = measurement(rounded_norms=changed(REFERENCE.grad_norms, 1, 1.04))
+    assert refusal(measurement(grad_norms=changed(REFERENCE.grad_norms, 0, 0.89)), rounded, Tolerance()) is None
+    assert "step 1: gradient norm" in refusal(
+        measurement(grad_norms=changed(REFERENCE.grad_norms, 0, 0.87)), rounded, Tolerance()
+    )
+    assert "step 3: loss" in refusal(measurement(losses=changed(REFERENCE.losses, 2, 1.02)), rounded, Tolerance())
+    assert comparison(measurement(), rounded)["grad_norm"]["reference_in_bf16"] == rounded.rounded_norms[:5]

@@ -90,5 +90,6 @@ def test_there_is_a_preference_row_of_every_kind():
     options = rows.ROWS["row-8b-qlora-orpo-30"]
     given = dict(zip(options[::2], options[1::2]))
     assert given == {
-        "--model": "llama-3.1-8b", "--mode": "qlora", "--objective": "orpo", "--data": "pairs-30", "--against": "trl,unsloth",
+        "--model": "llama-3.1-8b", "--mode": "qlora", "--objective": "orpo", "--data": "pairs-30",
+        "--against": "trl,trl-recompute,unsloth,unsloth-recompute",
     }  # fmt: skip

@@ -42,7 +42,8 @@ class Measurement:
         first: whether these are the process's first steps, which have a reference.
         held_gib: device memory that the process keeps while it waits for another round.
         computed: of each step's tokens those that are computed, where answers share prompts; None: all.
-        rounded_losses: of a reference, the loss of each step by the same formula and weights in plain bf16; None: not asked.
+        rounded_losses, rounded_norms: of a reference, the loss of each step, and the norm of its gradients, by the same formula
+            and weights in plain bf16; None: not asked.
     """
 
     settings: str
@@ -62,6 +63,7 @@ class Measurement:
     held_gib: float = 0.0
     computed: list[int] | None = None
     rounded_losses: list[float] | None = None
+    rounded_norms: list[float] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
     @property

@@ -15,8 +15,10 @@ class Tolerance:
     """Relative deviations allowed in the first steps; half as much in the very first, before any update.
 
     Attributes:
-        loss: of the loss; where it is a difference of large sums, as DPO's, ``OF_ROUNDING`` times what bf16 alone changes.
+        loss: of the loss.
         grad_norm: of the norm of all gradients before clipping; doubled under dropout, whose noise is in it.
+
+    Where a loss is a difference of large sums, as DPO's, either may deviate by ``OF_ROUNDING`` times what bf16 alone changes.
     """
 
     loss: float = 0.01
@@ -24,7 +26,7 @@ class Tolerance:
 
 
 OF_ROUNDING = 3.0
-"""Deviation of a loss as a multiple of what the reference's own bf16 changes."""
+"""Deviation as a multiple of what the reference's own bf16 changes."""
 
 
 def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tolerance, dropout: bool = False) -> str | None:
@@ -50,11 +52,11 @@ def refusal(measured: Measurement, reference: Measurement | None, tolerance: Tol
     if reference is None:
         return "there is no reference to set its losses beside"
     factor = 2.0 if dropout else 1.0
-    rounding = OF_ROUNDING * _largest_deviation(reference.rounded_losses or [], reference.losses)
-    for name, own, exact, allowed, least in (
-        ("loss", measured.losses, reference.losses, tolerance.loss, rounding),
-        ("gradient norm", measured.grad_norms, reference.grad_norms, tolerance.grad_norm * factor, 0.0),
+    for name, own, exact, allowed, rounded in (
+        ("loss", measured.losses, reference.losses, tolerance.loss, reference.rounded_losses),
+        ("gradient norm", measured.grad_norms, reference.grad_norms, tolerance.grad_norm * factor, reference.rounded_norms),
     ):
+        least = OF_ROUNDING * _largest_deviation(rounded or [], exact)
         pairs = [(step, a, b) for step, (a, b) in enumerate(zip(own, exact[:COMPARED]), 1) if a is not None and b is not None]
         if not pairs:
             return f"it reports no {name} of the first {len(exact[:COMPARED])} steps, which the reference has"
@@ -78,8 +80,9 @@ def comparison(measured: Measurement, reference: Measurement | None) -> dict[str
         }
         for name, (own, exact) in pairs.items()
     }
-    if reference.rounded_losses is not None:
-        found["loss"]["reference_in_bf16"] = reference.rounded_losses[:COMPARED]
+    for name, rounded in (("loss", reference.rounded_losses), ("grad_norm", reference.rounded_norms)):
+        if rounded is not None:
+            found[name]["reference_in_bf16"] = rounded[:COMPARED]
     return found
 
 

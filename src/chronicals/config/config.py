@@ -386,6 +386,10 @@ class ChronicalsConfig:
         default="optimizer",
         description="Of several processes: what each has only a share of, gradients' sums and optimizer states, or none of it",
     )
+    context_parallel: Positive = Field(
+        default=1,
+        description="Of several processes: how many share each pack, a part of its tokens each; for what one card cannot hold",
+    )
     rank_timeout: Annotated[float, Field(gt=0)] = Field(
         default=300.0, description="Of several processes: seconds a step may take before all end and say which one is behind"
     )

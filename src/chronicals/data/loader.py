@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chronicals.batch import IGNORED, Batch
+from chronicals.batch import IGNORED, Batch, Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data.assembly import (
     BUCKETS,
@@ -96,6 +96,7 @@ class BatchStream:
         shuffle: False keeps the plan's order (evaluation).
         pin: build into pinned memory, for copies that do not wait.
         plan: ``plan_of(store, config)`` where it was made before.
+        context: the ranks that share each Batch; ``rank`` is then the same of all of them.
     """
 
     def __init__(
@@ -109,8 +110,9 @@ class BatchStream:
         shuffle: bool = True,
         pin: bool = False,
         plan: PackPlan | None = None,
+        context: Context | None = None,
     ):
-        self.store, self.epochs, self.shuffle, self.pin = store, epochs, shuffle, pin
+        self.store, self.epochs, self.shuffle, self.pin, self.context = store, epochs, shuffle, pin, context
         self.width, self.batch_size = config.max_seq_length, config.batch_size
         self.accumulation, self.rank, self.ranks = config.gradient_accumulation_steps, rank, ranks
         self.seed = config.seed
@@ -222,9 +224,13 @@ class BatchStream:
         def run() -> tuple[Iterator[Step], int]:
             built, unreadable = memory.assemble(mine, self._documents)
             ends = [self._consumed(position + self.packs_a_step) for position in positions]
-            return map(Step, memory.batches(built), counts, positions, ends), unreadable
+            return map(Step, map(self._shared, memory.batches(built)), counts, positions, ends), unreadable
 
         return run
+
+    def _shared(self, batches: list[Batch]) -> list[Batch]:
+        """What this rank has of them."""
+        return batches if self.context is None else [batch.part(self.context) for batch in batches]
 
     def _consumed(self, position: int) -> int:
         return position if self.epochs is None else min(position, len(self.plan) * self.epochs)

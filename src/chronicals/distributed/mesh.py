@@ -1,6 +1,7 @@
 """The processes that train together, by what each has of the work.
 
-Today there is one axis, data: every rank holds the model and takes other packs, and gradients are summed once a step.
+Every rank holds the model, and gradients are summed over all once a step. There are two axes: ranks that are next to each other
+on the context axis have parts of the same packs; along the data axis packs differ.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from chronicals.batch import Context
+from chronicals.config import ConfigurationError
 from chronicals.distributed.buckets import sum_over_ranks
 from chronicals.distributed.launch import Launch
 from chronicals.kernels.gradient_norm import gradient_norm
@@ -38,13 +41,15 @@ class Mesh:
     """This process among those that train together.
 
     Attributes:
-        rank, count: the place of this process on the data axis, and how many take different packs.
+        rank, count: the place of this process among all, and their number.
         local_rank: this process on its machine, and so its card.
+        context: of those that share its packs; None where it has packs of its own.
     """
 
     rank: int = 0
     count: int = 1
     local_rank: int = 0
+    context: Context | None = None
     _patterns: dict[tuple[bool, ...], Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
@@ -71,6 +76,32 @@ class Mesh:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(backend, rank=launch.rank, world_size=launch.count)
         return cls(dist.get_rank(), dist.get_world_size(), local_rank)
+
+    def sharing_packs(self, number: int) -> Mesh:
+        """The same, of which so many neighbours share each pack. All ranks call it alike.
+
+        Raises:
+            ConfigurationError: they cannot be divided so.
+        """
+        if number == 1:
+            return self
+        if self.count % number:
+            raise ConfigurationError(
+                f"context_parallel={number}: {self.count} processes cannot share packs {number} by {number}; start "
+                f"a multiple of {number} (--nproc {number}), or take a divisor"
+            )
+        groups = [dist.new_group(list(range(first, first + number))) for first in range(0, self.count, number)]
+        return replace(self, context=Context(self.rank % number, number, groups[self.rank // number]))
+
+    @property
+    def data_rank(self) -> int:
+        """The place on the data axis: ranks with the same have the same packs."""
+        return self.rank // (self.context.count if self.context else 1)
+
+    @property
+    def data_count(self) -> int:
+        """How many take different packs."""
+        return self.count // (self.context.count if self.context else 1)
 
     @property
     def writer(self) -> bool:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_utils import AttentionInterface
 
-from chronicals.attention import document_attention, gather_keys
-from chronicals.batch import Batch, SharedKeys
+from chronicals.attention import attend_in_context, document_attention, gather_keys
+from chronicals.batch import Batch, Context, SharedKeys
 from chronicals.models import attention_seam
 from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.head import Head, read_head
@@ -50,6 +50,7 @@ def _documents_only(
     max_length_k: int | None = None,
     flash: bool = True,
     shared_keys: SharedKeys | None = None,
+    shared_by: Context | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: ``[1, H, Q, D]`` and ``[1, K, T, D]`` in, ``[1, Q, H, D]`` out."""
@@ -66,21 +67,17 @@ def _documents_only(
     q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
     if shared_keys is not None:
         k_TKD, v_TKD = gather_keys(k_TKD, shared_keys), gather_keys(v_TKD, shared_keys)
-    out = document_attention(
-        q_THD,
-        k_TKD,
-        v_TKD,
-        cu_seq_lens_q,
-        max_length_q,
-        cu_seq_lens_k,
-        max_length_k,
-        scale=scaling,
-        window=sliding_window,
-        softcap=softcap,
-        sinks=s_aux,
-        flash=flash,
-    )
-    return out[None], None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+        return document_attention(
+            q, k, v, cu_seq_lens_q, max_length_q, cu_seq_lens_k, max_length_k,
+            scale=scaling, window=sliding_window, softcap=softcap, sinks=sinks, flash=flash,
+        )  # fmt: skip
+
+    of_heads = () if s_aux is None else (s_aux,)
+    if shared_by is not None:
+        return attend_in_context(attend, q_THD, k_TKD, v_TKD, shared_by, *of_heads)[None], None
+    return attend(q_THD, k_TKD, v_TKD, *of_heads)[None], None
 
 
 AttentionInterface.register(ATTENTION, _documents_only)
@@ -157,6 +154,8 @@ class PresentedModel:
 
     def _run(self, batch: Batch, module: Any, name: str, routers: bool = False) -> tuple[Tensor, list[Tensor]]:
         """The output of ``module`` of that name, and the router logits if asked for: a row a token."""
+        if batch.context is not None and not self.packed:
+            raise ValueError(f"{type(self.model).__name__} takes padded rows, which ranks cannot share (context_parallel)")
         padded = None if self.packed else PaddedRows.of(batch)
         inputs = packed_arguments(batch) if padded is None else padded.inputs
         if self.packed and not self.flash:
@@ -235,6 +234,8 @@ def packed_arguments(batch: Batch) -> dict[str, Any]:
         "max_length_k": batch.max_seqlen if keys is None else keys.max_seqlen,
         "use_cache": False,
     }
+    if batch.context is not None:
+        found["shared_by"] = batch.context
     return found if keys is None else {**found, "shared_keys": keys}
 
 

@@ -62,6 +62,8 @@ Log = Tensor
 class Distill(Objective):
     """A divergence from a frozen teacher, which sees the same Batch, and a share of cross-entropy."""
 
+    of_tokens = True
+
     @settings
     class Settings:
         teacher: Annotated[str, AfterValidator(os.path.expanduser)] = Field(

@@ -30,6 +30,8 @@ class NextToken(Objective):
     What tells ``sft`` from ``pretraining`` is which tokens the data marks as trained.
     """
 
+    of_tokens = True
+
     def __call__(self, model: PresentedModel, batch: Batch) -> Terms:
         head = model.head
         states, auxiliary = model(batch)

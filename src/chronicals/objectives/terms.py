@@ -69,6 +69,8 @@ class Objective(ABC):
         Settings: dataclass of its settings, the section of its name in a configuration.
         row_kinds: the kinds of row that it takes; of a ``preference`` it gets items of two documents, of an ``unpaired
             preference`` the answer and the answer of another row to the same prompt.
+        of_tokens: whether its terms are sums over tokens, each of which counts by itself: then a Batch may hold parts of
+            documents (``context_parallel``).
         generates: whether the model that is trained is a language model still, which answers prompts.
         full_learning_rate, adapter_learning_rate: the default of ``learning_rate``, where all weights or adapters are trained.
         frozen: the models of ``bring``, presented, in evaluation mode and without gradients, while a run goes on; empty before
@@ -77,6 +79,7 @@ class Objective(ABC):
 
     Settings: ClassVar[type] = NoSettings
     row_kinds: ClassVar[tuple[str, ...]] = TRAINED
+    of_tokens: ClassVar[bool] = False
     generates: ClassVar[bool] = True
     full_learning_rate: ClassVar[float] = 2e-4
     adapter_learning_rate: ClassVar[float] = 2e-4

@@ -89,17 +89,18 @@ def summary(decisions: Iterable[Decision]) -> list[str]:
     return lines + [f"without {PLAIN[d.field]}: {d.reason}" for d in decisions if not d.runs and d.matters]
 
 
-def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) -> dict[str, Decision]:
+def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, context: int = 1) -> dict[str, Decision]:
     """For every ``use_*`` switch and memory policy whether it runs.
 
     Args:
         ranks: how many processes train together.
+        context: how many of them share each pack.
 
     Raises:
         ConfigurationError: a switch that was set cannot be honoured.
     """
     model, device = presented.model, input_device(presented.model)
-    tokens = config.batch_size * config.max_seq_length
+    tokens = config.batch_size * config.max_seq_length // context
     product_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
     head_dim = ModelShape.of(model.config).head_dim or 128  # where there is no single one
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
@@ -116,7 +117,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
         states = (states + (2 if _splits(config) else 4) + 4) / ranks
     sizes = _bytes(config, product_type, ranks, states)
     needed = estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
-    graphs, why_not_graphs = _graphs(config, presented, backend)
+    graphs, why_not_graphs = _graphs(config, presented, backend, context)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (
@@ -125,13 +126,15 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
         "use_sequence_packing": (
             presented.packed, "documents do not affect each other" if presented.packed else "documents become padded rows"
         ),
-        "use_torch_compile": _compilation(model, on_card and presented.packed, fused, presented.router_loss is not None),
+        "use_torch_compile": _compilation(
+            model, on_card and presented.packed, fused, presented.router_loss is not None, context
+        ),
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
     made = [_decide(config, field, *can) for field, can in possible.items()]
     shown = ("use_sequence_packing", "use_fused_kernels")
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
-    made += [_quantization(model), _fp8(config, why_not, device), _recomputation(config, needed, why_not, presented)]
+    made += [_quantization(model), _fp8(config, why_not, device, tokens), _recomputation(config, needed, why_not, presented)]
     made += [_offload(config, on_card), _tiles(config, model), _frozen_weights(config)]
     made += [
         sharding,
@@ -142,8 +145,12 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1) 
     return {decision.field: decision for decision in made}
 
 
-def _compilation(model: Any, on_card: bool, fused: bool, router_loss: bool) -> tuple[bool, str]:
+SHARED = "processes that share packs exchange heads within each layer"
+
+
+def _compilation(model: Any, on_card: bool, fused: bool, router_loss: bool, context: int) -> tuple[bool, str]:
     obstacles = {
+        SHARED: context > 1,
         "decoder layers run fused": fused,
         "only packs on a card are compiled for": not on_card,
         f"{type(model).__name__} has no list of layers": not decoder_layers(model),
@@ -198,8 +205,9 @@ def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | 
     return next((reason for reason, there in obstacles.items() if there()), None)
 
 
-def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str) -> tuple[bool, str]:
+def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str, context: int) -> tuple[bool, str]:
     obstacles = {
+        SHARED: context > 1,
         "not on a card": input_device(presented.model).type != "cuda",
         "documents become padded rows": not presented.packed,
         "the model's own logits are used": not presented.head_is_read,
@@ -226,14 +234,14 @@ def _quantization(model: Any) -> Decision:
     return Decision("quantization", bool(layers), said if layers else "not asked for")
 
 
-def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device) -> Decision:
-    field, tokens = "use_fp8", config.batch_size * config.max_seq_length
+def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device, tokens: int) -> Decision:
+    field = "use_fp8"
     if not config.use_fp8:
         return Decision(field, False, "not asked for")
     obstacles = {
         lacks_fp8(device): bool(lacks_fp8(device)),
         f"only fused decoder layers have FP8 products, and none run ({why_not})": why_not is not None,
-        f"batch_size * max_seq_length={tokens} is no multiple of {MULTIPLE}": bool(tokens % MULTIPLE),
+        f"{tokens} tokens, batch_size * max_seq_length of a process, are no multiple of {MULTIPLE}": bool(tokens % MULTIPLE),
     }
     for reason, there in obstacles.items():
         if there:

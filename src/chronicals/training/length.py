@@ -101,16 +101,16 @@ def fit_batch(config: ChronicalsConfig, plan: PackPlan, ranks: Mesh, resumed: Pa
     batch = {name: getattr(config, name) for name in SHRUNK}
     for name in SHRUNK:
         if name not in config.explicit:
-            rest = ranks.count * batch["batch_size"] * batch["gradient_accumulation_steps"] // batch[name]
+            rest = ranks.data_count * batch["batch_size"] * batch["gradient_accumulation_steps"] // batch[name]
             enough = (size for size in range(batch[name], 0, -1) if _steps(len(plan), size * rest) >= STEPS_AN_EPOCH)
             batch[name] = before.get(name) or next(enough, 1)
     agreed = ranks.gather(torch.tensor([batch[name] for name in SHRUNK]))[0].tolist()
     shrunk = {name: size for name, size in zip(SHRUNK, agreed) if size != getattr(config, name)}
     fitted = config.fitted(**length_before, **shrunk)
-    length = Length.of(fitted, plan, ranks.count)
+    length = Length.of(fitted, plan, ranks.data_count)
     if ranks.writer:
         if not before:
-            _say_shrunk(config, fitted, Length.of(config, plan, ranks.count), length)
+            _say_shrunk(config, fitted, Length.of(config, plan, ranks.data_count), length)
         _warn_of_few_steps(config, fitted, length)
         logger.info("%s", length.words(fitted))
     return fitted

@@ -46,6 +46,7 @@ from chronicals.patching.fp8_layers import LEAST
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.checkpoint import MODEL
 from chronicals.training.compilation import compile_micro_step, compiles_beforehand
+from chronicals.training.context import check_context, prove_context
 from chronicals.training.decisions import Decision, decide, summary, why_not_fused
 from chronicals.training.frozen import bring_frozen, frozen_attending, release_frozen
 from chronicals.training.graphs import GraphedStep
@@ -84,6 +85,7 @@ def prepare(
     objective.prepare(model, tokenizer, config)
     attach_adapters(model, config, None if resumed is None else resumed / MODEL)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
+    check_context(presented, objective, config, ranks)
     decisions = _decide(presented, config, ranks)
     _patch(presented.model, config, decisions, whole_layers=why_not_fused(config, presented) is None)
     ranks.same_weights(model.parameters())
@@ -157,6 +159,8 @@ class Session:
             around.callback(_leave, self.model)
             around.enter_context(self.presented.attending_documents())
             around.enter_context(frozen_attending(self.objective))
+            for presented in (self.presented, *self.objective.frozen.values()):
+                prove_context(presented, self.ranks.context)
             if "activation_offload" in runs:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
             if "optimizer_in_backward" in runs:
@@ -170,7 +174,8 @@ class Session:
                 around.callback(self._drop_graphs)
             self._has_magnitudes = has_magnitudes(self.model)
             called = (self.presented, *self.objective.frozen.values())
-            self._compiles = all(compiles_beforehand(config, model, "optimizer_in_backward" in runs) for model in called)
+            in_backward = "optimizer_in_backward" in runs
+            self._compiles = self.ranks.context is None and all(compiles_beforehand(config, m, in_backward) for m in called)
             self.model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
             yield
 
@@ -244,7 +249,7 @@ def _decide(presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh) ->
     forget_policies(model)
     if vars(model.get_decoder()).pop(CHECKPOINTED, False):
         disable_gradient_checkpointing(model)
-    decisions = decide(config, presented, ranks.count)
+    decisions = decide(config, presented, ranks.count, ranks.count // ranks.data_count)
     for decision in decisions.values():
         logger.debug("%s", decision)
     for line in summary(decisions.values()):

@@ -66,7 +66,7 @@ class ChronicalsTrainer:
 
     def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig | None = None, callbacks: Sequence[Callback] = ()):
         self.model, self.tokenizer, self.config = model, tokenizer, config or ChronicalsConfig()
-        self.ranks = Mesh.current()
+        self.ranks = Mesh.current().sharing_packs(self.config.context_parallel)
         self.output_dir = self.config.output_dir
         check_class(model)
         self.device = one_device(model, self.ranks)
@@ -174,7 +174,7 @@ class ChronicalsTrainer:
         train_store = reference.beside(train_store)
         eval_store = None if eval_store is None else reference.beside(eval_store)
         stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)
-        run = Run(Length.of(config, plan, self.ranks.count).steps, self.output_dir)
+        run = Run(Length.of(config, plan, self.ranks.data_count).steps, self.output_dir)
         if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:
             raise ConfigurationError(
                 f"warmup_steps={config.warmup_steps} exceeds the {run.total_steps} steps of the run: the peak would never be "
@@ -208,7 +208,8 @@ class ChronicalsTrainer:
     def _stream(self, store: TokenStore, epochs: int | None, shuffle: bool, plan: PackPlan | None = None) -> BatchStream:
         return BatchStream(
             store, self.config, filler_token(self.tokenizer, embedding_table(self.model).shape[0]), epochs=epochs,
-            rank=self.ranks.rank, ranks=self.ranks.count, shuffle=shuffle, pin=self.device.type == "cuda", plan=plan,
+            rank=self.ranks.data_rank, ranks=self.ranks.data_count, shuffle=shuffle, pin=self.device.type == "cuda", plan=plan,
+            context=self.ranks.context,
         )  # fmt: skip
 
     def _prove_that_ranks_are_alike(self, run: Run, stream: BatchStream, eval_store: TokenStore | None) -> None:

@@ -9,8 +9,8 @@ A step is the mean over its micro-batches: one, or those of a peer's trainer. π
 the prompt's tokens in the first term of ORPO, too.
 
 Where arms train weights in bf16, forward passes have weights rounded to it, as theirs do, and updates are made of fp32 ones:
-from weights that are bf16 numbers, updates of 5e-8 do not show for many steps. Each loss is also computed in plain bf16, since
-that of DPO is a difference of sums over hundreds of tokens, in which rounding shows.
+from weights that are bf16 numbers, updates of 5e-8 do not show for many steps. Each loss, and for adapters the gradients' norm,
+is computed in plain bf16, too: DPO's is a difference of sums over hundreds of tokens, in which rounding shows.
 """
 
 from __future__ import annotations
@@ -73,33 +73,41 @@ def train(model: Any, work: PairWork, plan: ArmPlan, held: Held, at_once: int) -
         parameters, lr=config.learning_rate, betas=(config.adam_beta1, config.adam_beta2), eps=config.adam_epsilon,
         weight_decay=config.weight_decay, fused=device().type == "cuda",
     )  # fmt: skip
-    losses, rounded, norms, movement, clock = list[float](), list[float](), list[float](), Movement(model), Clock()
+    losses, norms, movement, clock = list[float](), list[float](), Movement(model), Clock()
+    rounded, rounded_norms = list[float](), list[float]()
     loaded = time.perf_counter() - plan.began
     reset_peak()
     clock.mark()
     for number in range(len(steps)):
         if rounded_of is not None:
-            with in_bf16(model), torch.no_grad():
-                rounded.append(sum(float(loss) for loss in rounded_of(number)))
-        total = 0.0
-        for loss in losses_of(number):
-            loss.backward()
-            total += float(loss.detach())
+            with in_bf16(model), torch.set_grad_enabled(work.adapts):
+                rounded.append(sum(_added(loss) for loss in rounded_of(number)))
+            if work.adapts:
+                rounded_norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, math.inf)))
+                optimizer.zero_grad(set_to_none=True)
+        losses.append(sum(_added(loss) for loss in losses_of(number)))
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, config.max_grad_norm or math.inf)))
         if len(steps) > 1:  # states of a single step may not fit
             with masters.exact():
                 optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(total)
         clock.mark()
     tokens = [sum(pair.tokens for part in step for pair in part) for step in steps]
     plan.hand_in(
         Measurement(
             settings="fp32, sdpa, AdamW", tokens=tokens, slots=tokens, seconds=clock.seconds(), losses=[*losses],
             grad_norms=[*norms], warm_up=0, peak_gib=peak_gib(), trained_share=movement.trained_share,
-            moved_share=movement.moved_share(), load_seconds=loaded, rounded_losses=rounded if rounds else None,
+            moved_share=movement.moved_share(), load_seconds=loaded, rounded_losses=rounded or None,
+            rounded_norms=rounded_norms or None,
         )
     )  # fmt: skip
+
+
+def _added(loss: Tensor) -> float:
+    """The value of a group's loss, whose gradients are added where they are computed."""
+    if loss.requires_grad:
+        loss.backward()
+    return float(loss.detach())
 
 
 class Losses:

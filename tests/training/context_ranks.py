@@ -1,0 +1,151 @@
+"""One of several processes that share packs, or train alone what they train together: the program of ``test_context.py``.
+
+``python context_ranks.py FOLDER CASE …``: the first rank writes what each case returns to ``CASE.pt``.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+
+import families
+import preferences
+import runs
+import tiny
+from chronicals.attention import attend_in_context, document_attention
+from chronicals.config import ConfigurationError
+from chronicals.distributed import Mesh
+from chronicals.models import PresentedModel
+from chronicals.patching import patch_parts
+from chronicals.training import ChronicalsTrainer
+
+FIELDS = {
+    "batch_size": 1, "gradient_accumulation_steps": 2, "max_seq_length": 96, "max_steps": 3, "validation_split": 0.2,
+    "eval_steps": 3, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [],
+}  # fmt: skip
+LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
+RUNS: dict[str, tuple[Any, dict]] = {
+    "all weights": (tiny.llama, {}),
+    "LoRA": (tiny.llama, LORA),
+    "one key head": (lambda: tiny.llama(num_key_value_heads=1), {}),
+    "pretraining": (tiny.llama, {"objective": "pretraining"}),
+    "recomputing": (tiny.llama, {"memory": ["recompute_layers"]}),
+    "states on every rank": (tiny.llama, {"sharding": "none"}),
+    "windows": (lambda: families.build("gemma2", vocab_size=300), {}),
+    "distill": (tiny.llama, {"objective": "distill"}),
+}
+"""What makes the model of a run, and its fields."""
+
+REFUSED: dict[str, tuple[Any, dict]] = {
+    "dpo": (tiny.llama, {"objective": "dpo"}),
+    "heads": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {}),
+    "padded rows": (lambda: families.build("mamba", vocab_size=300), {}),
+    "router loss": (lambda: families.mixture("mixtral", vocab_size=300, output_router_logits=True).train(), {}),
+    "odd tokens": (tiny.llama, {"max_seq_length": 97}),
+}
+
+
+def train(made: Any, fields: dict, folder: Path, ranks: Mesh) -> dict[str, Any]:
+    """Losses, norms, the held-out loss and the weights of a run of as many packs as two data ranks take."""
+    torch.manual_seed(0)
+    shares = dist.get_world_size() if ranks.count > 1 else 1
+    data_ranks = max(shares // 2, 1)
+    fields = {**FIELDS, "gradient_accumulation_steps": 4 // data_ranks, **fields, "context_parallel": min(shares, 2)}
+    if fields.get("objective") == "distill":
+        fields["distill"] = {"teacher": str(folder / "teacher"), "teacher_precision": "fp32"}
+    place = folder / f"rank{ranks.rank}-{'together' if ranks.count > 1 else 'alone'}"
+    config = runs.config(place, **{**fields, "cache_dir": folder / "tokens"})
+    with patch.object(Mesh, "current", return_value=ranks):
+        trainer = ChronicalsTrainer(made(), tiny.tokenizer(), config)
+    result = trainer.train(preferences.rows(30) if fields.get("objective") == "dpo" else tiny.chat_rows(30))
+    if not ranks.writer:
+        return {}
+    steps = torch.tensor(runs.trajectory(place), dtype=torch.float64)
+    return {"steps": steps, "held out": result.evaluation.loss, "weights": runs.weights(place)}
+
+
+def refusal(made: Any, fields: dict, folder: Path, ranks: Mesh) -> str:
+    try:
+        train(made, fields, folder, ranks)
+    except (ConfigurationError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+OPTIONS: dict[str, tuple[tuple[int, int], dict]] = {
+    "plain": ((4, 2), {}), "all heads": ((4, 4), {}), "one key head": ((4, 1), {}), "window": ((4, 2), {"window": 5}),
+    "softcap": ((8, 4), {"softcap": 3.0}), "sinks": ((4, 2), {"sinks": True}), "narrow values": ((4, 4), {"narrow": 8}),
+}  # fmt: skip
+"""Query and key heads, and what attention is asked for."""
+
+
+def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, list[torch.Tensor]]:
+    """This rank's part of outputs and gradients in fp64, and what they are of the whole; sinks' gradients are summed."""
+    torch.manual_seed(3)
+    options, tokens, width, context = dict(options), 48, 16, ranks.context
+    sinks = [torch.randn(heads[0], dtype=torch.float64)] if options.pop("sinks", False) else []
+    widths = width, width, options.pop("narrow", width)
+    inputs = [torch.randn(tokens, n, w, dtype=torch.float64) for n, w in zip((heads[0], heads[1], heads[1]), widths)]
+    dy = torch.randn(tokens, heads[0], widths[2], dtype=torch.float64)
+    bounds = torch.tensor([0, 7, 8, 40, 48], dtype=torch.int32)
+
+    def attend(q, k, v, *sinks):
+        return document_attention(q, k, v, bounds, 32, sinks=sinks[0] if sinks else None, backend="per-document", **options)
+
+    whole = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
+    expected = attend(*whole)
+    grads = torch.autograd.grad(expected, whole, dy)
+    parts = [x.chunk(context.count)[context.rank].clone().requires_grad_() for x in inputs]
+    own_sinks = [x.clone().requires_grad_() for x in sinks]
+    out = attend_in_context(attend, *parts, context, *own_sinks)
+    found = [out, *torch.autograd.grad(out, [*parts, *own_sinks], dy.chunk(context.count)[context.rank])]
+    for gradient in found[1 + len(inputs) :]:
+        dist.all_reduce(gradient, group=context.group)
+    same = [x.chunk(context.count)[context.rank] for x in (expected, *grads[: len(inputs)])] + list(grads[len(inputs) :])
+    return {"found": [x.detach() for x in found], "expected": [x.detach() for x in same]}
+
+
+def fused(ranks: Mesh) -> dict[str, list[torch.Tensor]]:
+    """Gradients of layers that run fused, summed over the parts, and those of the whole."""
+    torch.manual_seed(0)
+    model, batch, sums = families.build("llama"), families.documents_batch((7, 1, 12, 4)), []
+    assert patch_parts(model, whole_layers=True).counts()
+    for given in (batch, batch.part(ranks.context)):
+        with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
+            presented.hidden_states(given).sin().sum().backward()
+        sums.append([p.grad.clone() for p in model.get_decoder().parameters()])
+        model.zero_grad()
+    for gradient in sums[1]:
+        dist.all_reduce(gradient, group=ranks.context.group)
+    return {"found": sums[1], "expected": sums[0]}
+
+
+def main(folder: Path, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    ranks = Mesh.current()
+    shared = ranks.sharing_packs(min(ranks.count, 2))
+    for case in cases:
+        kind, name = case.split(": ")
+        place = folder / case.replace(": ", "-")
+        if kind == "run":
+            found = train(*RUNS[name], place if name != "distill" else folder, ranks)
+            if ranks.writer:
+                found = {"together": found, "alone": train(*RUNS[name], place if name != "distill" else folder, Mesh())}
+        elif kind == "refused":
+            found = refusal(*REFUSED[name], place, ranks)
+        elif kind == "attention":
+            found = attention(*OPTIONS[name], shared)
+        else:
+            found = fused(shared)
+        if ranks.writer:
+            torch.save(found, folder / f"{case}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
+    os._exit(0)

@@ -1,0 +1,107 @@
+"""Processes that share packs, each a part of their tokens, train what one process trains."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import families
+import tiny
+import two_processes
+from chronicals.batch import Batch, Context
+from chronicals.config import ConfigurationError
+from chronicals.distributed import Mesh
+
+sys.path.insert(0, str(Path(__file__).parent))
+import context_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards, one process on the CPU")
+
+CASES = [
+    *(f"run: {name}" for name in context_ranks.RUNS),
+    *(f"refused: {name}" for name in context_ranks.REFUSED),
+    *(f"attention: {name}" for name in context_ranks.OPTIONS),
+    "fused: layers",
+]
+
+
+def launched(folder, count, cases):
+    teacher = folder / "teacher"
+    tiny.llama(1).save_pretrained(teacher)
+    tiny.tokenizer().save_pretrained(teacher)
+    codes, words = two_processes.run(context_ranks.__file__, folder, *cases, count=count)
+    assert codes == [0] * count, words
+    return folder
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return launched(tmp_path_factory.mktemp("two"), 2, CASES)
+
+
+def agree(found, expected, tolerance=1e-5):
+    torch.testing.assert_close(found["steps"], expected["steps"], rtol=tolerance, atol=0.0)
+    assert found["held out"] == pytest.approx(expected["held out"], rel=tolerance)
+    assert found["weights"].keys() == expected["weights"].keys()
+    distances = {name: families.distance(found["weights"][name], own) for name, own in expected["weights"].items()}
+    assert max(distances.values()) < 1e-4, distances
+
+
+@pytest.mark.parametrize("name", context_ranks.RUNS)
+def test_two_that_share_packs_train_what_one_trains(name, two):
+    seen = torch.load(two / f"run: {name}.pt")
+    agree(seen["together"], seen["alone"])
+    losses = seen["alone"]["steps"][:, 1]
+    assert losses[0] != losses[-1]
+
+
+def test_four_of_which_two_share_each_pack(tmp_path):
+    launched(tmp_path, 4, ["run: all weights"])
+    seen = torch.load(tmp_path / "run: all weights.pt")
+    agree(seen["together"], seen["alone"])
+
+
+@pytest.mark.parametrize("name", context_ranks.OPTIONS)
+def test_attention_of_parts_is_that_of_the_whole(name, two):
+    seen = torch.load(two / f"attention: {name}.pt")
+    for found, expected in zip(seen["found"], seen["expected"], strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_fused_layers_take_parts(two):
+    seen = torch.load(two / "fused: layers.pt")
+    for found, expected in zip(seen["found"], seen["expected"], strict=True):
+        assert families.distance(found, expected) < 1e-5
+
+
+WORDS = {
+    "dpo": "context_parallel=2: objective='dpo' compares whole documents",
+    "heads": "context_parallel=2: 3 query and 3 key heads cannot be divided among 2 ranks; leave it out",
+    "padded rows": "context_parallel=2: MambaForCausalLM takes documents as padded rows",
+    "router loss": "context_parallel=2: the router loss of MixtralForCausalLM is one of whole packs",
+    "odd tokens": "context_parallel=2: batch_size * max_seq_length = 97 tokens cannot be divided by 2",
+}
+
+
+@pytest.mark.parametrize("name", WORDS)
+def test_what_cannot_be_shared_is_refused(name, two):
+    assert torch.load(two / f"refused: {name}.pt").startswith(WORDS[name])
+
+
+def test_processes_that_are_no_multiple():
+    with pytest.raises(ConfigurationError, match=r"context_parallel=2: 1 processes cannot share packs 2 by 2; .*--nproc 2"):
+        Mesh().sharing_packs(2)
+
+
+def test_parts_are_the_batch():
+    tokens, bounds = torch.arange(12), torch.tensor([0, 5, 12], dtype=torch.int32)
+    columns = {"top": torch.randn(12, 3)}
+    batch = Batch(tokens, tokens + 1, tokens % 5, bounds, 7, trained=9, weights=torch.rand(12), tokens=columns)
+    parts = [batch.part(Context(rank, 3, None)) for rank in range(3)]
+    for name in ("input_ids", "targets", "position_ids", "weights"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
+    assert torch.equal(torch.cat([part.tokens["top"] for part in parts]), columns["top"])
+    assert all(part.cu_seqlens is bounds and part.trained == 4 and len(part) == 4 for part in parts)
+    with pytest.raises(ValueError, match="12 tokens cannot be divided among 5 ranks"):
+        batch.part(Context(0, 5, None))
