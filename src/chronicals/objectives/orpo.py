@@ -29,7 +29,7 @@ def log_one_minus_exp(x: Tensor) -> Tensor:
     """log(1 − eˣ) of x below 0, without cancellation (Mächler, 2012, equation 7); 0 counts as the next smaller number."""
     x = x.clamp(max=-torch.finfo(x.dtype).eps)
     near = x > -0.6931471805599453
-    return torch.where(near, (-torch.expm1(x.where(near, x.new_tensor(-0.5)))).log(), torch.log1p(-x.exp()))
+    return torch.where(near, (-torch.expm1(x.where(near, -0.5))).log(), torch.log1p(-x.exp()))
 
 
 @register("orpo")

@@ -232,7 +232,7 @@ def fastest_way(build: Builder, step: Sequence[Pair], attentions: Sequence[str])
 
 
 def _timed(build: Builder, trainer: Any, way: PairWay) -> float:
-    """Seconds of a step forward and backward, the fastest of ``TIMED`` after a first one: kernels may still compile in another."""
+    """Seconds of a step forward and backward, the fastest of ``TIMED`` after a first: kernels may still compile in others."""
     model, args = build.model, trainer.args
     if way.attention:
         model.set_attn_implementation(way.attention)
