@@ -98,7 +98,7 @@ TrainOn = Literal["answers", "all"]
 Overlong = Literal["cut", "split", "drop"]
 MemoryPolicy = Literal[
     "recompute_elementwise", "recompute_layers", "offload_activations", "offload_frozen_weights", "offload_optimizer_states",
-    "tiled_mlp", "optimizer_in_backward",
+    "tiled_mlp", "optimizer_in_backward", "reduce_in_backward",
 ]  # fmt: skip
 RECOMPUTE = frozenset[MemoryPolicy]({"recompute_elementwise", "recompute_layers"})
 ALIASES: dict[str, MemoryPolicy] = {

@@ -135,7 +135,8 @@ class Mesh:
         if self.count == 1:
             return None
         numbers = torch.stack([scalar.float() for scalar in scalars])
-        beside = torch.cat([numbers, self.has_gradient(parameters, numbers.device)])
+        held = tuple(parameter.grad is not None for parameter in parameters)
+        beside = torch.cat([numbers, self.held_by(held, numbers.device)])
         known = dist.all_reduce(beside, async_op=True)
         for parameter in parameters:
             if parameter.grad is None:
@@ -146,9 +147,8 @@ class Mesh:
             scalar.copy_(total)
         return beside[len(scalars) :]
 
-    def has_gradient(self, parameters: Sequence[Tensor], device: torch.device) -> Tensor:
-        """fp32 ``[len(parameters)]``, 1 for each that has a gradient here; kept, since it is the same in most steps."""
-        pattern = tuple(parameter.grad is not None for parameter in parameters)
+    def held_by(self, pattern: tuple[bool, ...], device: torch.device) -> Tensor:
+        """fp32, 1 for each parameter that has a gradient here; kept, since it is the same in most steps."""
         if pattern not in self._patterns:
             self._patterns.clear()
             self._patterns[pattern] = torch.tensor(pattern, dtype=torch.float32, device=device)

@@ -11,7 +11,7 @@ Weights are sent in buckets: small ones by one collective, the shares of a rank 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ class Shards:
         self.ranks, self.weights, self.size = ranks, list(weights), size
         self.shares = {weight: _as(weight, self.own_part(weight)).clone() for weight in self.weights}
         self.buckets: list[Bucket] = []
+        self._flying = deque[tuple[Any, Tensor, Tensor, Bucket]]()
         self._norm: Tensor | None = None
         self._stamps: dict[Tensor, tuple[int, int]] = {}
 
@@ -117,28 +118,49 @@ class Shards:
     def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
         """As ``Mesh.reduce``, but the sums of gradients are those of this rank's shares alone, their ``grad``; what the weights
         themselves have as gradients is left as it was."""
-        flying = deque[tuple[Any, Tensor]]()
         for bucket in self.buckets:
-            if len(flying) == IN_FLIGHT:
-                flying.popleft()[0].wait()
-            flying.append(self._scatter(bucket))
-        for work, _ in flying:
-            work.wait()
+            self.scatter(bucket)
+        return self.finish(parameters, scalars, {parameter for parameter in parameters if parameter.grad is not None})
+
+    @torch.no_grad()
+    def finish(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor], held: Collection[Tensor]) -> Tensor:
+        """``reduce`` from where all buckets are on their way.
+
+        Args:
+            held: the parameters that had a gradient on this rank.
+        """
+        self._land(0)
         square = gradient_norm([share.grad for share in self.shares.values() if share.grad is not None]).square()
         numbers = torch.stack([*(scalar.float() for scalar in scalars), square.to(scalars[0].device)])
-        beside = torch.cat([numbers, self.ranks.has_gradient(parameters, numbers.device)])
+        pattern = tuple(parameter in held for parameter in parameters)
+        beside = torch.cat([numbers, self.ranks.held_by(pattern, numbers.device)])
         dist.all_reduce(beside)
         for scalar, total in zip(scalars, beside):
             scalar.copy_(total)
         self._norm = beside[len(scalars)].sqrt()
         return beside[len(scalars) + 1 :]
 
-    def _scatter(self, bucket: Bucket) -> tuple[Any, Tensor]:
-        """Begin to sum a bucket's gradients; what is sent must live as long as the work."""
+    @torch.no_grad()
+    def scatter(self, bucket: Bucket, add: bool = False) -> None:
+        """Begin to sum a bucket's gradients over the ranks; all ranks take the buckets in one order.
+
+        Args:
+            add: to the sums that the bucket has of earlier micro-batches.
+        """
+        self._land(IN_FLIGHT - 1)
         sent = torch.zeros(self.ranks.count, sum(bucket.widths), dtype=torch.float32, device=bucket.own.device)
         places = [(place, weight.grad) for weight, place in zip(bucket.weights, sent.split(bucket.widths, dim=1))]
         _copy_each([_spread(place, gradient) for place, gradient in places if gradient is not None])
-        return dist.reduce_scatter_tensor(bucket.gradients, sent.view(-1), async_op=True), sent
+        sums = torch.empty_like(bucket.gradients) if add else bucket.gradients
+        self._flying.append((dist.reduce_scatter_tensor(sums, sent.view(-1), async_op=True), sent, sums, bucket))
+
+    def _land(self, left: int) -> None:
+        """Wait, in the order of the device's work, until no more than so many buckets are on their way."""
+        while len(self._flying) > left:
+            work, _, sums, bucket = self._flying.popleft()
+            work.wait()
+            if sums is not bucket.gradients:
+                bucket.gradients.add_(sums)
 
     def norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """As ``Mesh.norm``, of the gradients that ``reduce`` summed last; it has found their norm."""

@@ -56,6 +56,7 @@ PLAIN = {
     "offload_frozen_weights": "frozen weights in host memory",
     "offload_optimizer_states": "optimizer states in host memory",
     "optimizer_in_backward": "optimizer in the backward pass",
+    "reduce_in_backward": "gradients summed in the backward pass",
 }
 """What each decision is about, in a practitioner's words."""
 
@@ -138,6 +139,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     made += [_offload(config, on_card), _tiles(config, model), _frozen_weights(config)]
     made += [
         sharding,
+        _reduce_in_backward(config, sharding, graphs and config.use_cuda_graphs),
         _optimizer_in_backward(config, ranks),
         _8bit_optimizer(config, model),
         _host_states(config, model, on_card),
@@ -187,7 +189,8 @@ def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int, stat
     """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient and ``states``."""
     narrow, split = product_type.itemsize, _splits(config)
     sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or _has_tiles(config)
-    gradient = 0 if "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
+    freed = {"optimizer_in_backward", *(["reduce_in_backward"] if ranks > 1 else [])} & config.memory_policies
+    gradient = 0 if freed else 4 if sums else 2
     frozen = FP8InHost if _leaves(config) else FP8 if config.use_fp8 else Dense
     return narrow, frozen.bytes_a_value(narrow), (2 if split else 4) + gradient + states
 
@@ -208,6 +211,7 @@ def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | 
 def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str, context: int) -> tuple[bool, str]:
     obstacles = {
         SHARED: context > 1,
+        "gradients are summed in the backward pass": "reduce_in_backward" in config.memory_policies,
         "not on a card": input_device(presented.model).type != "cuda",
         "documents become padded rows": not presented.packed,
         "the model's own logits are used": not presented.head_is_read,
@@ -339,6 +343,19 @@ def _sharding(config: ChronicalsConfig, ranks: int) -> Decision:
     if config.sharding == "none":
         return Decision("sharding", False, "as asked, every process has all optimizer states", matters=True)
     return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
+
+
+def _reduce_in_backward(config: ChronicalsConfig, sharding: Decision, graphs: bool) -> Decision:
+    field, asked = "reduce_in_backward", "reduce_in_backward" in config.memory_policies
+    if not sharding.runs:
+        if asked and config.sharding == "none":
+            raise ConfigurationError(f"memory=['{field}']: every process updates a share, and sharding='none'; leave one out")
+        return Decision(field, False, sharding.reason, matters=asked)
+    if graphs:
+        return Decision(field, False, "micro-steps are CUDA graphs, whose gradients are summed afterwards")
+    if not asked and config.memory is not None:
+        return Decision(field, False, "not among memory")
+    return Decision(field, True, "as asked" if asked else "beside its products, for no micro-step is a CUDA graph")
 
 
 def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:

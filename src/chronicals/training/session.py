@@ -52,6 +52,7 @@ from chronicals.training.frozen import bring_frozen, frozen_attending, release_f
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
+from chronicals.training.scattered import ScatteredStep
 from chronicals.training.step import EagerStep, StepParts, counts_of, known_before, train_step
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class Session:
     _beside: dict[str, Tensor] = field(init=False, default_factory=dict)
     _parts: StepParts = field(init=False)
     _graphed: GraphedStep | None = field(init=False, default=None)
+    _summing: ScatteredStep | None = field(init=False, default=None)
     _compiles: bool = field(init=False, default=False)
     _has_magnitudes: bool = field(init=False, default=False)
 
@@ -165,6 +167,10 @@ class Session:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
             if "optimizer_in_backward" in runs:
                 self._parts = around.enter_context(UpdatesInBackward(*given, self.ranks.norm))
+            elif "reduce_in_backward" in runs and isinstance(self.optimizer, ShardedAdamW):
+                shards = self.optimizer.shards
+                scattered = ScatteredStep(*given, config.max_grad_norm, shards.norm, shards=shards)
+                self._parts = self._summing = around.enter_context(scattered)
             else:
                 self._parts = EagerStep(*given, config.max_grad_norm, self._sums.norm)
             if "use_cuda_graphs" in runs:
@@ -209,11 +215,11 @@ class Session:
         self.before_update()
         if self.ranks.count > 1:
             self._beside = {"told": torch.full((), float(self.told()), device=self.precision.device)}
-        return self._sums.reduce(self.parameters, [*scalars, *self._beside.values()])
+        return (self._summing or self._sums).reduce(self.parameters, [*scalars, *self._beside.values()])
 
     @property
     def _sums(self) -> Mesh | Shards:
-        """What sums gradients over the ranks."""
+        """What sums gradients over the ranks after the backward pass."""
         return self.optimizer.shards if isinstance(self.optimizer, ShardedAdamW) else self.ranks
 
     def _inspect(self, inspect: Callable[[], None]) -> None:

@@ -1,0 +1,87 @@
+"""Gradients that are summed over the ranks while the backward pass goes on, and freed (Rajbhandari et al., 2020, section 5.2).
+
+A bucket of 64 MiB is sent as soon as all its weights have gradients, so that the link works beside the products, and gradients
+never exist all at once. Every micro-batch is sent by itself. All ranks send the buckets in one order, that in which a backward
+pass usually completes them, the last weights first; one that lacks gradients is sent at the end, and holds up those behind it.
+So after the first step buckets with a weight that some rank had no gradient of come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.distributed.shards import Bucket, Shards
+from chronicals.objectives import Count
+from chronicals.training.step import EagerStep
+
+
+class ScatteredStep(EagerStep):
+    """An ``EagerStep`` whose gradients are on their way when ``micro`` returns; within ``with``.
+
+    Args:
+        given: those of ``EagerStep``.
+        shards: of the optimizer.
+    """
+
+    def __init__(self, *given: Any, shards: Shards):
+        super().__init__(*given)
+        self.shards = shards
+        self.held = set[Tensor]()
+        self._settled = False
+        self._put_in_order(shards.buckets[::-1])
+        self._missing: list[int] = []
+        self._next, self._adds = len(self._order), False
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._arrived) for weight in self._place]
+
+    def _put_in_order(self, buckets: list[Bucket]) -> None:
+        self._order = buckets
+        self._place = {weight: place for place, bucket in enumerate(buckets) for weight in bucket.weights}
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        self._missing = [len(bucket.weights) for bucket in self._order]
+        self._next, self._adds = 0, not first
+        if first:
+            self.held.clear()
+        scalars = super().micro(batch, counts, first)
+        while self._next < len(self._order):
+            self._send()
+        return scalars
+
+    def reduce(self, parameters: Sequence[Tensor], scalars: Sequence[Tensor]) -> Tensor:
+        """As ``Shards.reduce``, of gradients that were sent. Waits for the device in the first step alone."""
+        holders = self.shards.finish(parameters, scalars, self.held)
+        if not self._settled:
+            everywhere = {p for p, ranks in zip(parameters, holders.tolist()) if ranks == self.shards.ranks.count}
+            self._put_in_order(sorted(self._order, key=lambda bucket: not everywhere.issuperset(bucket.weights)))
+            self._settled = True
+        return holders
+
+    def _arrived(self, weight: Tensor) -> None:
+        place = self._place[weight]
+        if place < self._next:
+            raise RuntimeError(
+                "a gradient was added to after it was summed over the processes: leave out memory=['reduce_in_backward'], or "
+                "set memory=[] where nothing is set"
+            )
+        self.held.add(weight)
+        self._missing[place] -= 1
+        while self._next < len(self._order) and not self._missing[self._next]:
+            self._send()
+
+    def _send(self) -> None:
+        bucket = self._order[self._next]
+        self._next += 1
+        self.shards.scatter(bucket, self._adds)
+        for weight in bucket.weights:
+            weight.grad = None
+
+    def __enter__(self) -> ScatteredStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()

@@ -1,0 +1,70 @@
+"""Gradients that are summed over the ranks within the backward pass are those that are summed after it."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import runs
+import two_processes
+from chronicals.config import ConfigurationError
+from chronicals.training.decisions import Decision, _reduce_in_backward
+
+sys.path.insert(0, str(Path(__file__).parent))
+import scattered_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks would compute on cards")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(count, marks=pytest.mark.sample(1)) for count in (2, 3)])
+def seen(request, tmp_path_factory):
+    """What every rank returned, by case."""
+    folder, count = tmp_path_factory.mktemp("ranks"), request.param
+    codes, words = two_processes.run(scattered_ranks.__file__, folder, *scattered_ranks.CASES, count=count)
+    assert codes == [0] * count, words
+    return lambda case: [torch.load(folder / f"{case}.{rank}.pt") for rank in range(count)]
+
+
+def agree(found, expected, **tolerance):
+    for part in ("weights", "states"):
+        assert found[part].keys() == expected[part].keys()
+        for name, value in expected[part].items():
+            torch.testing.assert_close(found[part][name], value, **tolerance)
+    torch.testing.assert_close(found["norms"], expected["norms"], **tolerance)
+    assert torch.equal(found["holders"], expected["holders"])
+
+
+def test_one_micro_batch_to_the_bit(seen):
+    for rank in seen("one micro-batch"):
+        agree(rank[True], rank[False], rtol=0.0, atol=0.0)
+
+
+def test_several_micro_batches_but_for_the_order_of_sums(seen):
+    for rank in seen("two micro-batches"):
+        agree(rank[True], rank[False], rtol=1e-4, atol=1e-6)
+        assert rank[True]["holders"][0][-1] == 0 < rank[True]["holders"][0][0]
+
+
+def test_gradients_are_never_there_all_at_once(seen):
+    for rank in seen("one micro-batch"):
+        assert rank[True]["buckets"] > 2
+        assert rank[True]["alive"] < rank[False]["alive"]
+    assert min(rank[True]["alive"] for rank in seen("one micro-batch")) <= 2
+
+
+def test_a_gradient_that_grows_after_it_was_sent_is_refused(seen):
+    assert all("memory=['reduce_in_backward']" in rank["words"] for rank in seen("twice"))
+
+
+def test_where_it_runs(tmp_path):
+    def decided(graphs=False, sharded=True, **fields):
+        sharding = Decision("sharding", sharded, "why")
+        return _reduce_in_backward(runs.config(tmp_path, **fields), sharding, graphs)
+
+    asked = {"memory": ["reduce_in_backward"]}
+    assert decided().runs and decided(**asked).runs and not decided(memory=[]).runs
+    assert not decided(graphs=True).runs and not decided(sharded=False).runs
+    assert decided(sharded=False, **asked).matters
+    with pytest.raises(ConfigurationError, match=r"memory=\['reduce_in_backward'\]: .* sharding='none'; leave one out"):
+        decided(sharded=False, sharding="none", **asked)
