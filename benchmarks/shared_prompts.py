@@ -1,6 +1,6 @@
 """Attention of answers that share their prompt: gathered keys beside a tree mask.
 
-    python benchmarks/shared_prompts.py OUTPUT.json [--commit HASH] [--tokens 16384]
+    python benchmarks/shared_prompts.py OUTPUT.json [--commit HASH] [--tokens 16384] [--shares 0.5]
 
 A pack of pairs, each prompt in it once, forward and backward of one layer's attention. Gathered keys are what chronicals runs:
 each answer's keys and values are put behind its prompt's, and an attention of documents follows. A tree mask (FlexAttention;
@@ -88,7 +88,7 @@ def tree_mask(pack: Pack) -> BlockMask:
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (item[key] == item[query]) & ((side[key] < 0) | (side[key] == side[query]))
 
-    return create_block_mask(seen, None, None, len(item), len(item), device=item.device, _compile=item.is_cuda)
+    return create_block_mask(seen, None, None, len(item), len(item), device=item.device)
 
 
 compiled = torch.compile(flex_attention, dynamic=False)
@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.5, 0.7], help="of prompts among the tokens of rows")
     given = parser.parse_args()
     torch.manual_seed(0)
     device = torch.device("cuda")
@@ -141,7 +142,7 @@ def main() -> None:
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
     }  # fmt: skip
     for heads, groups, width in ((14, 2, 64), (32, 8, 128)):
-        for share in (0.3, 0.5, 0.7):
+        for share in given.shares:
             row = measure(heads, groups, width, given.tokens, share, device)
             name = f"{heads}/{groups} heads of {width}, prompts of {share:.0%}"
             results["rows"][name] = row
