@@ -1,15 +1,20 @@
 """Gradients that are summed over the ranks within the backward pass are those that are summed after it."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import runs
+import tiny
 import two_processes
 from chronicals.config import ConfigurationError
-from chronicals.training.decisions import Decision, _reduce_in_backward
+from chronicals.memory.recompute import RESERVE
+from chronicals.models import present
+from chronicals.training import decisions
+from chronicals.training.decisions import Decision, _reduce_in_backward, decide
 
 sys.path.insert(0, str(Path(__file__).parent))
 import scattered_ranks
@@ -60,11 +65,34 @@ def test_a_gradient_that_grows_after_it_was_sent_is_refused(seen):
 def test_where_it_runs(tmp_path):
     def decided(graphs=False, sharded=True, **fields):
         sharding = Decision("sharding", sharded, "why")
-        return _reduce_in_backward(runs.config(tmp_path, **fields), sharding, graphs)
+        return _reduce_in_backward(runs.config(tmp_path, **fields), sharding, graphs, frees="memory" in fields)
 
     asked = {"memory": ["reduce_in_backward"]}
-    assert decided().runs and decided(**asked).runs and not decided(memory=[]).runs
+    assert decided().runs and decided(**asked).runs
     assert not decided(graphs=True).runs and not decided(sharded=False).runs
     assert decided(sharded=False, **asked).matters
     with pytest.raises(ConfigurationError, match=r"memory=\['reduce_in_backward'\]: .* sharding='none'; leave one out"):
         decided(sharded=False, sharding="none", **asked)
+
+
+@pytest.mark.parametrize(("room", "memory", "runs_in_backward"), [(1.0, None, False), (0.6, None, True), (0.6, [], False)])
+def test_a_card_without_room_for_all_gradients_decides_for_it(room, memory, runs_in_backward, tmp_path, monkeypatch):
+    """``room`` of what two ranks take with all gradients; ``memory`` leaves nothing to decide."""
+    model, estimates = tiny.llama(), []
+
+    def estimate(*given):
+        found = own(*given)
+        estimates.append(found)
+        return replace(found, total=int(room * estimates[0].needed(*estimates[0].choice()) / RESERVE) + 1)
+
+    own = decisions.estimate
+    monkeypatch.setattr(decisions, "estimate", estimate)
+    monkeypatch.setattr(decisions, "_graphs", lambda *given: (not given[-1], "as told"))
+    config = runs.config(tmp_path, batch_size=1, max_seq_length=8, logits_chunk_size=8, memory=memory)
+    made = decide(config, present(model, True, True, pack_width=8), ranks=2)
+    assert made["reduce_in_backward"].runs == runs_in_backward == (not made["use_cuda_graphs"].runs)
+    assert len(estimates) == (2 if runs_in_backward else 1)
+    weights = sum(p.numel() for p in model.parameters())
+    if runs_in_backward:
+        assert estimates[0].fixed - estimates[1].fixed == pytest.approx(4 * weights, rel=0.01)
+        assert "would not fit" in made["reduce_in_backward"].reason

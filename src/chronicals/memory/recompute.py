@@ -59,6 +59,11 @@ class Estimate:
         leanest = min(plans, key=lambda plan: self.needed(*plan))
         return next((plan for plan in plans if self.needed(*plan) <= RESERVE * self.total), leanest)
 
+    @property
+    def fits(self) -> bool:
+        """Whether there is a plan with which it fits; True without a card."""
+        return not self.total or self.needed(*self.choice()) <= RESERVE * self.total
+
     def words(self) -> str:
         if not self.total:
             return "not on a card"

@@ -116,9 +116,17 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     states = _states_on_device(config, model)
     if sharding.runs:  # beside the states of a share, the share itself and the sums of its gradients
         states = (states + (2 if _splits(config) else 4) + 4) / ranks
-    sizes = _bytes(config, product_type, ranks, states)
-    needed = estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
-    graphs, why_not_graphs = _graphs(config, presented, backend, context)
+
+    def estimated(frees: bool) -> Estimate:
+        sizes = _bytes(config, product_type, ranks, states, frees)
+        return estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
+
+    frees = "reduce_in_backward" in config.memory_policies and sharding.runs
+    needed = estimated(frees)
+    wants_graphs = config.use_cuda_graphs and "use_cuda_graphs" in config.explicit
+    if sharding.runs and config.memory is None and not wants_graphs and not needed.fits:
+        frees, needed = True, estimated(True)
+    graphs, why_not_graphs = _graphs(config, presented, backend, context, frees)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (
@@ -139,7 +147,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     made += [_offload(config, on_card), _tiles(config, model), _frozen_weights(config)]
     made += [
         sharding,
-        _reduce_in_backward(config, sharding, graphs and config.use_cuda_graphs),
+        _reduce_in_backward(config, sharding, graphs and config.use_cuda_graphs, frees),
         _optimizer_in_backward(config, ranks),
         _8bit_optimizer(config, model),
         _host_states(config, model, on_card),
@@ -185,12 +193,17 @@ def _splits(config: ChronicalsConfig) -> bool:
     return config.mixed_precision == "bf16" and not config.use_lora
 
 
-def _bytes(config: ChronicalsConfig, product_type: torch.dtype, ranks: int, states: float) -> tuple[int, float, float]:
-    """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient and ``states``."""
+def _bytes(
+    config: ChronicalsConfig, product_type: torch.dtype, ranks: int, states: float, frees: bool
+) -> tuple[int, float, float]:  # fmt: skip
+    """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient and ``states``.
+
+    Args:
+        frees: gradients are summed over the ranks in the backward pass, and freed.
+    """
     narrow, split = product_type.itemsize, _splits(config)
     sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or _has_tiles(config)
-    freed = {"optimizer_in_backward", *(["reduce_in_backward"] if ranks > 1 else [])} & config.memory_policies
-    gradient = 0 if freed else 4 if sums else 2
+    gradient = 0 if frees or "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
     frozen = FP8InHost if _leaves(config) else FP8 if config.use_fp8 else Dense
     return narrow, frozen.bytes_a_value(narrow), (2 if split else 4) + gradient + states
 
@@ -208,10 +221,17 @@ def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | 
     return next((reason for reason, there in obstacles.items() if there()), None)
 
 
-def _graphs(config: ChronicalsConfig, presented: PresentedModel, backend: str, context: int) -> tuple[bool, str]:
+def _graphs(
+    config: ChronicalsConfig, presented: PresentedModel, backend: str, context: int, frees: bool
+) -> tuple[bool, str]:  # fmt: skip
+    """Whether steps can be CUDA graphs.
+
+    Args:
+        frees: gradients are summed in the backward pass, for there is no memory for all, or as asked.
+    """
     obstacles = {
         SHARED: context > 1,
-        "gradients are summed in the backward pass": "reduce_in_backward" in config.memory_policies,
+        "gradients are summed in the backward pass": frees,
         "not on a card": input_device(presented.model).type != "cuda",
         "documents become padded rows": not presented.packed,
         "the model's own logits are used": not presented.head_is_read,
@@ -345,7 +365,7 @@ def _sharding(config: ChronicalsConfig, ranks: int) -> Decision:
     return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
 
 
-def _reduce_in_backward(config: ChronicalsConfig, sharding: Decision, graphs: bool) -> Decision:
+def _reduce_in_backward(config: ChronicalsConfig, sharding: Decision, graphs: bool, frees: bool) -> Decision:
     field, asked = "reduce_in_backward", "reduce_in_backward" in config.memory_policies
     if not sharding.runs:
         if asked and config.sharding == "none":
@@ -355,7 +375,9 @@ def _reduce_in_backward(config: ChronicalsConfig, sharding: Decision, graphs: bo
         return Decision(field, False, "micro-steps are CUDA graphs, whose gradients are summed afterwards")
     if not asked and config.memory is not None:
         return Decision(field, False, "not among memory")
-    return Decision(field, True, "as asked" if asked else "beside its products, for no micro-step is a CUDA graph")
+    if frees:
+        return Decision(field, True, "as asked" if asked else "the gradients of all weights would not fit beside the rest")
+    return Decision(field, True, "beside its products, for no micro-step is a CUDA graph")
 
 
 def _optimizer_in_backward(config: ChronicalsConfig, ranks: int) -> Decision:
