@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import two_processes
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, shards
 from chronicals.distributed.shards import share_of, width_of
 from chronicals.kernels.master import join_master
 
@@ -27,6 +27,19 @@ def test_shares_are_the_whole(elements, count):
     assert shares[0] == (0, min(width_of(elements, count), elements)) and shares[-1][1] == elements
     for (begin, end), (follows, _) in zip(shares, [*shares[1:], (elements, None)]):
         assert follows == end >= begin and (begin % 256 == 0 or begin == elements) and end - begin <= width_of(elements, count)
+
+
+@pytest.mark.parametrize("count", [2, 3, 20])
+@pytest.mark.parametrize("elements", [1, 256, 1000, 5120, 66690])
+def test_gradients_are_spread_alike_by_rows_and_at_once(elements, count, monkeypatch):
+    gradient, found = torch.randn(elements), []
+    for rows in (0, 100):
+        monkeypatch.setattr(shards, "ROWS", rows)
+        place = torch.zeros(count, width_of(elements, count) + 7)[:, :-7]
+        shards._copy_each([shards._spread(place, gradient)])
+        found.append(place.reshape(-1))
+    assert torch.equal(found[0][:elements], gradient) and not found[0][elements:].any()
+    assert torch.equal(found[0], found[1])
 
 
 @pytest.fixture(scope="module", params=[pytest.param(count, marks=pytest.mark.sample(1)) for count in COUNTS])

@@ -46,7 +46,25 @@ REFUSED: dict[str, tuple[Any, dict]] = {
     "padded rows": (lambda: families.build("mamba", vocab_size=300), {}),
     "router loss": (lambda: families.mixture("mixtral", vocab_size=300, output_router_logits=True).train(), {}),
     "odd tokens": (tiny.llama, {"max_seq_length": 97}),
+    "layers skipped": (lambda: opt(), {}),
+    "in the backward pass": (tiny.llama, {"memory": ["reduce_in_backward"]}),
+    "tokens mixed": (lambda: mixing(), {}),
 }
+
+
+def opt() -> Any:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    return OPTForCausalLM(OPTConfig(vocab_size=300, dropout=0.0, layerdrop=0.5, **sizes))
+
+
+def mixing() -> Any:
+    """A model whose MLPs see the token before, which the first rank's part does not show."""
+    model = tiny.llama()
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(lambda module, given, out: out + out.roll(1, dims=-2))
+    return model
 
 
 def train(made: Any, fields: dict, folder: Path, ranks: Mesh) -> dict[str, Any]:

@@ -80,6 +80,9 @@ WORDS = {
     "heads": "context_parallel=2: 3 query and 3 key heads cannot be divided among 2 ranks; leave it out",
     "padded rows": "context_parallel=2: MambaForCausalLM takes documents as padded rows",
     "router loss": "context_parallel=2: the router loss of MixtralForCausalLM is one of whole packs",
+    "layers skipped": "context_parallel=2: OPTForCausalLM skips layers at random",
+    "in the backward pass": "memory=['reduce_in_backward']: sums wait for processes that wait for heads",
+    "tokens mixed": "context_parallel=2: LlamaForCausalLM computes something else of a part of a document than of the whole",
     "odd tokens": "context_parallel=2: batch_size * max_seq_length = 97 tokens cannot be divided by 2",
 }
 

@@ -26,7 +26,7 @@ def plan(packs: int) -> PackPlan:
 
 def fitted(packs: int, ranks: int = 1, **fields) -> tuple[int, int, int]:
     """batch_size, gradient_accumulation_steps, steps of an epoch."""
-    several = SimpleNamespace(count=ranks, writer=True, gather=lambda tensor: [tensor])
+    several = SimpleNamespace(count=ranks, data_count=ranks, writer=True, gather=lambda tensor: [tensor])
     config = fit_batch(ChronicalsConfig(**fields), plan(packs), several)
     length = Length.of(config, plan(packs), ranks)
     return config.batch_size, config.gradient_accumulation_steps, length.steps_an_epoch
@@ -62,7 +62,7 @@ def test_ranks_share_the_packs():
 
 
 def test_every_rank_takes_the_batch_of_the_first():
-    first = SimpleNamespace(count=2, writer=False, gather=lambda tensor: [torch.tensor([3, 2]), tensor])
+    first = SimpleNamespace(count=2, data_count=2, writer=False, gather=lambda tensor: [torch.tensor([3, 2]), tensor])
     config = fit_batch(ChronicalsConfig(), plan(6), first)
     assert (config.gradient_accumulation_steps, config.batch_size) == (3, 2)
 

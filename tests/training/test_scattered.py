@@ -63,13 +63,15 @@ def test_a_gradient_that_grows_after_it_was_sent_is_refused(seen):
 
 
 def test_where_it_runs(tmp_path):
-    def decided(graphs=False, sharded=True, **fields):
+    def decided(graphs=False, sharded=True, context=1, **fields):
         sharding = Decision("sharding", sharded, "why")
-        return _reduce_in_backward(runs.config(tmp_path, **fields), sharding, graphs, frees="memory" in fields)
+        return _reduce_in_backward(runs.config(tmp_path, **fields), sharding, graphs, "memory" in fields, context)
 
     asked = {"memory": ["reduce_in_backward"]}
     assert decided().runs and decided(**asked).runs
-    assert not decided(graphs=True).runs and not decided(sharded=False).runs
+    assert not decided(graphs=True).runs and not decided(sharded=False).runs and not decided(context=2).runs
+    with pytest.raises(ConfigurationError, match="wait for heads, with context_parallel=2; leave one out"):
+        decided(context=2, **asked)
     assert decided(sharded=False, **asked).matters
     with pytest.raises(ConfigurationError, match=r"memory=\['reduce_in_backward'\]: .* sharding='none'; leave one out"):
         decided(sharded=False, sharding="none", **asked)

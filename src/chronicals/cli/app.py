@@ -21,6 +21,7 @@ from chronicals.cli.export import export
 from chronicals.cli.generate import generate
 from chronicals.cli.merge import merge
 from chronicals.cli.options import Command
+from chronicals.cli.plan import plan
 from chronicals.cli.quickstart import quickstart
 from chronicals.cli.train import train
 from chronicals.cli.verify import verify
@@ -60,7 +61,7 @@ def begin(
 for registered in data.registered_commands:
     registered.cls = Command
 app.add_typer(data)
-for command in (quickstart, train, evaluate, generate, merge, export, benchmark, verify, doctor):
+for command in (quickstart, train, evaluate, generate, merge, export, benchmark, plan, verify, doctor):
     app.command(cls=Command)(command)
 
 

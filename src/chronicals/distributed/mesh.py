@@ -83,8 +83,10 @@ class Mesh:
         Raises:
             ConfigurationError: they cannot be divided so.
         """
-        if number == 1:
+        if number == (self.context.count if self.context else 1):
             return self
+        if number == 1:
+            return replace(self, context=None)
         if self.count % number:
             raise ConfigurationError(
                 f"context_parallel={number}: {self.count} processes cannot share packs {number} by {number}; start "

@@ -11,7 +11,7 @@ Weights are sent in buckets: small ones by one collective, the shares of a rank 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ from chronicals.distributed.buckets import BUCKET, IN_FLIGHT
 from chronicals.distributed.mesh import Mesh
 from chronicals.kernels.adamw_8bit import SIZE
 from chronicals.kernels.gradient_norm import gradient_norm
+
+ROWS = 16
+"""Shares of a weight that are copied one by one."""
 
 
 def share_of(elements: int, rank: int, count: int) -> tuple[int, int]:
@@ -168,11 +171,15 @@ class Shards:
         return self._norm
 
     @torch.no_grad()
-    def bring_gradients(self) -> None:
-        """Put all sums of the last ``reduce`` into the weights' own ``grad``; for whoever inspects them."""
+    def bring_gradients(self) -> Iterator[None]:
+        """Put the sums of the last ``reduce`` into the weights' own ``grad``, a bucket after the other, for whoever inspects
+        them: there may be no room for all."""
         for bucket in self.buckets:
             for weight, sums in zip(bucket.weights, self._gathered(bucket, bucket.gradients)):
                 weight.grad = sums.view(weight.shape).to(weight.grad_dtype or weight.dtype)
+            yield
+            for weight in bucket.weights:
+                weight.grad = None
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -213,9 +220,18 @@ def _as(weight: Tensor, part: Tensor) -> Tensor:
 
 
 def _spread(place: Tensor, gradient: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-    """Where the shares of all ranks lie in a bucket, ``[ranks, width]``, and what is to be copied there."""
-    parts = gradient.detach().reshape(-1).split(place.shape[1])
-    return [row[: len(part)] for row, part in zip(place, parts)], list(parts)
+    """Where the shares of all ranks lie in a bucket, ``[ranks, width]``, and what is to be copied there: a row at a time, which
+    one launch does for many weights, or, of many rows, all that are whole at once."""
+    flat, width = gradient.detach().reshape(-1), place.shape[1]
+    if len(place) <= ROWS:
+        parts = flat.split(width)
+        return [row[: len(part)] for row, part in zip(place, parts)], list(parts)
+    whole, rest = divmod(len(flat), width)
+    there, given = [place[:whole]], [flat[: whole * width].view(whole, width)]
+    if rest:
+        there.append(place[whole, :rest])
+        given.append(flat[whole * width :])
+    return there, given
 
 
 def _copy_each(pairs: Sequence[tuple[list[Tensor], list[Tensor]]]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -102,7 +102,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     """
     model, device = presented.model, input_device(presented.model)
     tokens = config.batch_size * config.max_seq_length // context
-    product_type = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[config.mixed_precision]
+    product_type = PRODUCTS[config.mixed_precision]
     head_dim = ModelShape.of(model.config).head_dim or 128  # where there is no single one
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
     backend = choose_backend(device, product_type, head_dim, softcap=softcap, flash=config.use_flash_attention)
@@ -113,19 +113,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
     whole = fused and plan_for(model).fuses_whole_layers  # beside a half that its class computes, nothing is counted as saved
     sharding = _sharding(config, ranks)
-    states = _states_on_device(config, model)
-    if sharding.runs:  # beside the states of a share, the share itself and the sums of its gradients
-        states = (states + (2 if _splits(config) else 4) + 4) / ranks
-
-    def estimated(frees: bool) -> Estimate:
-        sizes = _bytes(config, product_type, ranks, states, frees)
-        return estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
-
-    frees = "reduce_in_backward" in config.memory_policies and sharding.runs
-    needed = estimated(frees)
-    wants_graphs = config.use_cuda_graphs and "use_cuda_graphs" in config.explicit
-    if sharding.runs and config.memory is None and not wants_graphs and not needed.fits:
-        frees, needed = True, estimated(True)
+    frees, needed = expected_memory(config, model, ranks, context, whole, in_fp8)
     graphs, why_not_graphs = _graphs(config, presented, backend, context, frees)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
@@ -144,10 +132,10 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     shown = ("use_sequence_packing", "use_fused_kernels")
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
     made += [_quantization(model), _fp8(config, why_not, device, tokens), _recomputation(config, needed, why_not, presented)]
-    made += [_offload(config, on_card), _tiles(config, model), _frozen_weights(config)]
+    made += [_offload(config, on_card), _tiles(config, model, context), _frozen_weights(config)]
     made += [
         sharding,
-        _reduce_in_backward(config, sharding, graphs and config.use_cuda_graphs, frees),
+        _reduce_in_backward(config, sharding, graphs and config.use_cuda_graphs, frees, context),
         _optimizer_in_backward(config, ranks),
         _8bit_optimizer(config, model),
         _host_states(config, model, on_card),
@@ -155,7 +143,41 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     return {decision.field: decision for decision in made}
 
 
+PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtype of products and activations, by ``mixed_precision``."""
+
 SHARED = "processes that share packs exchange heads within each layer"
+
+
+def expected_memory(
+    config: ChronicalsConfig, model: Any, ranks: int, context: int, whole: bool,
+    in_fp8: Callable[[int, int], bool] | None = None, total: int | None = None,
+) -> tuple[bool, Estimate]:  # fmt: skip
+    """What each of so many processes holds, and whether it sums gradients in the backward pass to free them: as asked, or where
+    all of them would not fit.
+
+    Args:
+        model: with adapters, if any; may be on the meta device.
+        whole: whether decoder layers run fused.
+        in_fp8: as for ``estimate``.
+        total: bytes of a card; by default those of the model's device.
+    """
+    sharded, tokens = _sharding(config, ranks).runs, config.batch_size * config.max_seq_length // context
+    states = _states_on_device(config, model)
+    if sharded:  # beside the states of a share, the share itself and the sums of its gradients
+        states = (states + (2 if _splits(config) else 4) + 4) / ranks
+
+    def estimated(frees: bool) -> Estimate:
+        sizes = _bytes(config, PRODUCTS[config.mixed_precision], ranks, states, frees)
+        found = estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
+        return found if total is None else replace(found, total=total)
+
+    frees = "reduce_in_backward" in config.memory_policies and sharded and context == 1
+    needed = estimated(frees)
+    wants_graphs = config.use_cuda_graphs and "use_cuda_graphs" in config.explicit
+    if sharded and context == 1 and config.memory is None and not wants_graphs and not needed.fits:
+        return True, estimated(True)
+    return frees, needed
 
 
 def _compilation(model: Any, on_card: bool, fused: bool, router_loss: bool, context: int) -> tuple[bool, str]:
@@ -318,18 +340,18 @@ def _offload(config: ChronicalsConfig, on_card: bool) -> Decision:
     return Decision(field, True, "as asked, beside the computation")
 
 
-def _tiles(config: ChronicalsConfig, model: Any) -> Decision:
+def _tiles(config: ChronicalsConfig, model: Any, context: int) -> Decision:
     if "tiled_mlp" not in config.memory_policies:
         return Decision("tiled_mlp", False, "not asked for")
     if not has_gated_mlps(model):
         raise ConfigurationError(f"memory=['tiled_mlp']: needs gated MLPs, {type(model).__name__} has none; leave it out")
-    if not _has_tiles(config):
+    if not _has_tiles(config, context):
         return Decision("tiled_mlp", False, "a batch has no more rows than a tile")
     return Decision("tiled_mlp", True, "as asked")
 
 
-def _has_tiles(config: ChronicalsConfig) -> bool:
-    return "tiled_mlp" in config.memory_policies and makes_tiles(config.batch_size * config.max_seq_length)
+def _has_tiles(config: ChronicalsConfig, context: int = 1) -> bool:
+    return "tiled_mlp" in config.memory_policies and makes_tiles(config.batch_size * config.max_seq_length // context)
 
 
 def _leaves(config: ChronicalsConfig) -> bool:
@@ -365,8 +387,17 @@ def _sharding(config: ChronicalsConfig, ranks: int) -> Decision:
     return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
 
 
-def _reduce_in_backward(config: ChronicalsConfig, sharding: Decision, graphs: bool, frees: bool) -> Decision:
+def _reduce_in_backward(
+    config: ChronicalsConfig, sharding: Decision, graphs: bool, frees: bool, context: int
+) -> Decision:  # fmt: skip
     field, asked = "reduce_in_backward", "reduce_in_backward" in config.memory_policies
+    if context > 1:  # ranks that exchange heads in a backward pass must not wait in it for sums
+        if asked:
+            raise ConfigurationError(
+                f"memory=['{field}']: sums wait for processes that wait for heads, with context_parallel={context}; leave one "
+                "out"
+            )
+        return Decision(field, False, SHARED)
     if not sharding.runs:
         if asked and config.sharding == "none":
             raise ConfigurationError(f"memory=['{field}']: every process updates a share, and sharding='none'; leave one out")

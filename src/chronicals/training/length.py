@@ -62,11 +62,12 @@ class Length:
     def words(self, config: ChronicalsConfig) -> str:
         epochs = self.epochs(config)
         batch = f"batch_size {config.batch_size} x gradient_accumulation_steps {config.gradient_accumulation_steps}"
+        who = "processes" if config.context_parallel == 1 else f"groups of {config.context_parallel} processes"
         ranks = self.packs_a_step // (config.batch_size * config.gradient_accumulation_steps)
         return (
             f"training: {_counted(self.steps, 'step')}, {_counted(epochs, 'epoch')}, {round(epochs * self.tokens):,} tokens; "
             f"an epoch is {_counted(self.packs, 'pack')} of up to {config.max_seq_length:,} tokens, a step takes "
-            f"{self.packs_a_step} ({batch}{f' x {ranks} processes' if ranks > 1 else ''})"
+            f"{self.packs_a_step} ({batch}{f' x {ranks} {who}' if ranks > 1 else ''})"
         )
 
 

@@ -17,17 +17,21 @@ FEW_LOGITS = 1024
 
 
 @contextmanager
-def saying_what_helps(config: ChronicalsConfig, device: torch.device) -> Iterator[None]:
+def saying_what_helps(config: ChronicalsConfig, device: torch.device, ranks: int = 1) -> Iterator[None]:
     """Raises TrainingError where the card's memory runs out within: how much there is, who holds it, what takes less."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        ways = "; or ".join(_words(fields, price) for fields, price in what_helps(config))
+        ways = "; or ".join(_words(fields, price) for fields, price in what_helps(config, ranks))
         raise TrainingError(f"out of memory on {device}{_held(device)}. Less is taken by {ways}") from error
 
 
-def what_helps(config: ChronicalsConfig) -> Iterator[tuple[dict[str, Any], str]]:
-    """Fields that make a run take less memory than ``config`` does, and their price: first those that take nothing but time."""
+def what_helps(config: ChronicalsConfig, ranks: int = 1) -> Iterator[tuple[dict[str, Any], str]]:
+    """Fields that make a run take less memory than ``config`` does, and their price: first those that take nothing but time.
+
+    Args:
+        ranks: how many processes train together.
+    """
     policies = config.memory_policies
     in_backward = "optimizer_in_backward" in policies
     halved = {"batch_size": config.batch_size // 2}
@@ -36,6 +40,8 @@ def what_helps(config: ChronicalsConfig) -> Iterator[tuple[dict[str, Any], str]]
     if config.logits_chunk_size > FEW_LOGITS:
         yield {"logits_chunk_size": FEW_LOGITS}, ""
     leanest = policies - {"recompute_elementwise"} | {"recompute_layers", "offload_activations"}
+    if ranks > 1 and config.sharding == "optimizer" and config.context_parallel == 1:
+        leanest |= {"reduce_in_backward"}
     aliases = dict.fromkeys(sorted(ALIASES.keys() & config.explicit), True)
     if policies != leanest:
         yield {"memory": sorted(leanest), **aliases}, ""

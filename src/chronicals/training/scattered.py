@@ -34,7 +34,7 @@ class ScatteredStep(EagerStep):
         self._settled = False
         self._put_in_order(shards.buckets[::-1])
         self._missing: list[int] = []
-        self._next, self._adds = len(self._order), False
+        self._next, self._adds, self._sends = 0, False, False
         self._hooks = [weight.register_post_accumulate_grad_hook(self._arrived) for weight in self._place]
 
     def _put_in_order(self, buckets: list[Bucket]) -> None:
@@ -43,10 +43,13 @@ class ScatteredStep(EagerStep):
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
         self._missing = [len(bucket.weights) for bucket in self._order]
-        self._next, self._adds = 0, not first
+        self._next, self._adds, self._sends = 0, not first, True
         if first:
             self.held.clear()
-        scalars = super().micro(batch, counts, first)
+        try:
+            scalars = super().micro(batch, counts, first)
+        finally:
+            self._sends = False
         while self._next < len(self._order):
             self._send()
         return scalars
@@ -61,6 +64,8 @@ class ScatteredStep(EagerStep):
         return holders
 
     def _arrived(self, weight: Tensor) -> None:
+        if not self._sends:  # a backward pass of somebody else's
+            return
         place = self._place[weight]
         if place < self._next:
             raise RuntimeError(

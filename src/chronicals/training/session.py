@@ -44,6 +44,7 @@ from chronicals.patching import (
 )
 from chronicals.patching.fp8_layers import LEAST
 from chronicals.training.adapters import attach_adapters
+from chronicals.training.alike import prove_alike
 from chronicals.training.checkpoint import MODEL
 from chronicals.training.compilation import compile_micro_step, compiles_beforehand
 from chronicals.training.context import check_context, prove_context
@@ -162,7 +163,7 @@ class Session:
             around.enter_context(self.presented.attending_documents())
             around.enter_context(frozen_attending(self.objective))
             for presented in (self.presented, *self.objective.frozen.values()):
-                prove_context(presented, self.ranks.context)
+                prove_context(presented, self.ranks)
             if "activation_offload" in runs:
                 around.enter_context(ActivationOffload(self.model.get_decoder()))
             if "optimizer_in_backward" in runs:
@@ -189,7 +190,8 @@ class Session:
         """One optimizer step, within ``stepping``.
 
         Args:
-            inspect: called while gradients exist, before they are used; the step then runs without graphs.
+            inspect: called while gradients exist, before they are used, of all or of some at a time; the step then runs without
+            graphs.
 
         Returns:
             As ``train_step``.
@@ -223,10 +225,12 @@ class Session:
         return self.optimizer.shards if isinstance(self.optimizer, ShardedAdamW) else self.ranks
 
     def _inspect(self, inspect: Callable[[], None]) -> None:
-        """With all sums, of which a rank may have a share."""
-        if isinstance(self.optimizer, ShardedAdamW):
-            self.optimizer.shards.bring_gradients()
-        inspect()
+        """With all sums; where a rank has a share of them, once for each bucket of weights."""
+        if not isinstance(self.optimizer, ShardedAdamW):
+            inspect()
+            return
+        for _ in self.optimizer.shards.bring_gradients():
+            inspect()
 
     def release_graphs(self) -> None:
         """Give back the memory of CUDA graphs between steps; later steps are captured anew."""
@@ -256,6 +260,7 @@ def _decide(presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh) ->
     if vars(model.get_decoder()).pop(CHECKPOINTED, False):
         disable_gradient_checkpointing(model)
     decisions = decide(config, presented, ranks.count, ranks.count // ranks.data_count)
+    prove_alike(ranks, {field: [made.runs, made.how, made.layers] for field, made in decisions.items()})  # as collectives are
     for decision in decisions.values():
         logger.debug("%s", decision)
     for line in summary(decisions.values()):

@@ -66,7 +66,7 @@ class ChronicalsTrainer:
 
     def __init__(self, model: Any, tokenizer: Any, config: ChronicalsConfig | None = None, callbacks: Sequence[Callback] = ()):
         self.model, self.tokenizer, self.config = model, tokenizer, config or ChronicalsConfig()
-        self.ranks = Mesh.current().sharing_packs(self.config.context_parallel)
+        self.ranks = Mesh.current()
         self.output_dir = self.config.output_dir
         check_class(model)
         self.device = one_device(model, self.ranks)
@@ -114,6 +114,7 @@ class ChronicalsTrainer:
         """
         self._stop = Stop()
         prove_alike(self.ranks, shared_settings(self.config))
+        self.ranks = self.ranks.sharing_packs(self.config.context_parallel)
         try:
             watched = RankWatch(self.ranks, self.config.rank_timeout, TrainingError)
             with heard(self.ranks.writer), claimed(self.output_dir, self.ranks), watched as self._watch:
@@ -138,7 +139,7 @@ class ChronicalsTrainer:
         longest = max(store.longest for store in (train_store, eval_store) if store is not None)
         check_positions(model, longest)
         plan = plan_of(train_store, self.config)
-        with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device):
+        with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device, self.ranks.count):
             objective, given = self.objective, [store for store in (train_store, eval_store) if store is not None]
             train_store, *held = with_predictions(given, objective, model, self.tokenizer, config, self.ranks)
             eval_store = held[0] if held else None

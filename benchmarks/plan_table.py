@@ -1,0 +1,97 @@
+"""Writes docs/planning.md: what an 8B and a 70B take on 8 to 1,024 cards, by `chronicals plan`.
+
+``python benchmarks/plan_table.py [--out docs/planning.md]``; some minutes on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from chronicals.config import ChronicalsConfig
+from chronicals.models import quantise_layers
+from chronicals.planning import Machines, Plan, plan
+from chronicals.training.adapters import attach_adapters
+
+ROOT = Path(__file__).parent.parent
+CARDS = (8, 64, 256, 1024)
+GIGA = 1e9
+SIZES = {
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+USUAL = {"batch_size": 4, "max_seq_length": 2048, "gradient_accumulation_steps": 1}
+WORKS = {
+    "8B full, states in bf16": ("8B", {"use_lora": False, "optimizer_state_dtype": "bf16"}, CARDS),
+    "the same, 16 micro-batches": (
+        "8B", {"use_lora": False, "optimizer_state_dtype": "bf16", "gradient_accumulation_steps": 16}, CARDS,
+    ),
+    "8B LoRA, rank 32": ("8B", {"use_lora": True, "lora_rank": 32}, CARDS),
+    "8B LoRA, packs of 131,072 on 8 cards each": (
+        "8B", {"use_lora": True, "lora_rank": 32, "batch_size": 1, "max_seq_length": 131072, "context_parallel": 8}, CARDS,
+    ),
+    "70B QLoRA, rank 32": ("70B", {"quantization": "nf4", "lora_rank": 32}, CARDS),
+    "70B full, states in bf16": ("70B", {"use_lora": False, "optimizer_state_dtype": "bf16"}, CARDS[:1]),
+}  # fmt: skip
+
+INTRODUCTION = """\
+# What a run takes on several cards
+
+```
+chronicals plan --model MODEL --gpus 2,8,64                  # and any field of train: --use-lora, --batch-size, recipe.yaml
+chronicals plan --model MODEL --gpus 8 --gpu-memory 24 --link 20
+```
+
+No card is needed, data are not read, and of the model its configuration alone. For each number of cards it prints:
+
+- **What a card holds at most**, by the estimate from which a run decides what it recomputes, and how many layers are computed
+  again.
+- **What a card sends** in an optimizer step. The sums and updates of training run in one process that plays the first of many,
+  on tensors without memory, and the bytes of every collective are added up. They are within 1 % of the formulas, which are
+  4 N (W - 1) / W for gradients and 2 N (W - 1) / W for bf16 weights, of N weights on W cards.
+- **Time**: FLOPs over the rate that a card reaches (`--tflops`), and what is sent over the link (`--link` within a machine,
+  `--network` between machines, GB/s a card). A sum within the backward pass is hidden beside it as far as that is long enough;
+  what comes after it is not.
+
+`--json` gives all figures. The table is such plans, for cards of 80 GB, 8 a machine, 370 GB/s within and 46 between machines,
+600 TFLOP/s reached (about what an 8B reaches on one H200, [measured](measured.md)), 4 packs of 2048 tokens a micro-batch, and
+documents as long as packs. Nothing of it was measured on several cards. Weights are on every card, so a 70B in 16 bits does not
+fit; between machines one adapter a card is slow for full fine-tuning, and more micro-batches a step make up for it.
+
+This page is written by `python benchmarks/plan_table.py`.
+
+| work | cards | GB held | layers again | GB sent a step | computing | waiting | efficiency | tokens/s |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def planned(size: str, fields: dict, gpus: int) -> Plan:
+    config = ChronicalsConfig(**{**USUAL, **fields})
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**SIZES[size], num_key_value_heads=8, vocab_size=128256))
+    if config.quantization:
+        quantise_layers(model)
+    attach_adapters(model, config, None)
+    return plan(model, config, gpus, Machines())
+
+
+def row(work: str, one: Plan) -> str:
+    held = f"{one.held / GIGA:.0f}" + ("" if one.fits else ", too much")
+    rest = (f"{one.computing:.2f} s", f"{one.exposed:.2f} s", f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}")
+    cells = (work, f"{one.gpus:,}", held, one.recomputed or "-", f"{one.sent.total / GIGA:.1f}")
+    return f"| {' | '.join(map(str, (*cells, *(rest if one.fits else ('-',) * 4))))} |\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, default=ROOT / "docs" / "planning.md")
+    given = parser.parse_args()
+    rows = [row(work, planned(size, fields, gpus)) for work, (size, fields, cards) in WORKS.items() for gpus in cards]
+    given.out.write_text(INTRODUCTION + "".join(rows))
+
+
+if __name__ == "__main__":
+    main()

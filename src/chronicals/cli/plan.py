@@ -1,0 +1,91 @@
+"""``chronicals plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from chronicals.cli.options import with_recipe_flags
+from chronicals.standard_json import to_json
+
+if TYPE_CHECKING:
+    from chronicals.planning import Machines, Plan
+
+GIGA = 1e9
+
+WIDE = 100
+"""Columns that the table needs."""
+
+
+@with_recipe_flags
+def plan(
+    recipe: Annotated[Path | None, typer.Argument(help="YAML file with any of the fields below, as for train")] = None,
+    gpus: Annotated[str, typer.Option(help="Numbers of cards, with commas between several")] = "1,2,4,8",
+    gpu_memory: Annotated[float, typer.Option(min=0.001, help="GB of a card")] = 80.0,
+    cards: Annotated[int, typer.Option(min=1, help="Cards of a machine")] = 8,
+    link: Annotated[float, typer.Option(min=0.001, help="GB/s that a card sends within its machine")] = 370.0,
+    network: Annotated[float, typer.Option(min=0.001, help="GB/s that a card sends between machines")] = 46.0,
+    tflops: Annotated[float, typer.Option(min=0.001, help="TFLOP/s that a card reaches in training")] = 600.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON")] = False,
+    preset: Annotated[str | None, typer.Option(help="Start from a preset: fast, memory-lean, long-context")] = None,
+    **flags: Any,
+) -> None:
+    """What a run takes on several cards, without any.
+
+    `chronicals plan --model MODEL --gpus 8,64,1024` takes what `train` takes; data are not read, and of the model its
+    configuration alone. For each number of cards it prints what a card holds at most, and whether that fits; the bytes that it
+    sends in an optimizer step, counted by running the sums and updates of training among processes that are not there; and
+    the time that this adds to the computation.
+    """
+    from chronicals.config import Recipe
+    from chronicals.models import quantise_layers
+    from chronicals.models.loading import load_without_weights
+    from chronicals.planning import Machines
+    from chronicals.planning import plan as planned
+    from chronicals.training.adapters import attach_adapters
+
+    given = Recipe.given(preset, recipe, **{"data": ["not read"], **flags})
+    config = given.config()
+    machines = Machines(int(gpu_memory * GIGA), cards, link * GIGA, network * GIGA, tflops * 1e12)
+    model = load_without_weights(given.model, given.trust_remote_code)
+    if config.quantization == "nf4":
+        quantise_layers(model)
+    attach_adapters(model, config, None)
+    found = [planned(model, config, count, machines) for count in _counts(gpus)]
+    if as_json:
+        print(to_json([one.to_dict() for one in found], indent=2))  # noqa: T201
+    else:
+        _show(found, machines)
+
+
+def _counts(text: str) -> list[int]:
+    from chronicals.config import ConfigurationError
+
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ConfigurationError(f"gpus={text!r}: give numbers of cards, with commas between several, as 8,64")
+    return [int(part) for part in parts]
+
+
+def _show(found: list[Plan], machines: Machines) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=max(Console().width, WIDE))
+    names = "cards", "GB held", "layers again", "GB sent", "computing", "waiting", "efficiency", "tokens/s"
+    table = Table(*names, box=box.SIMPLE)
+    for one in found:
+        table.add_row(
+            f"{one.gpus:,}", f"{one.held / GIGA:.1f}" + ("" if one.fits else " [bold red]too much[/]"),
+            f"{one.recomputed}" if one.recomputed else "-", f"{one.sent.total / GIGA:.2f}", f"{one.computing:.3f} s",
+            f"{one.exposed:.3f} s", f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}",
+        )  # fmt: skip
+    console.print(table)
+    console.print(
+        f"Cards of {machines.memory / GIGA:g} GB, {machines.cards} a machine, {machines.link / GIGA:g} GB/s within one and "
+        f"{machines.network / GIGA:g} between machines, {machines.flops / 1e12:g} TFLOP/s reached; weights are on every card.",
+        soft_wrap=True,
+    )

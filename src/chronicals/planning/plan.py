@@ -1,0 +1,141 @@
+"""A run on some number of cards: what each holds, what it sends, and how much of its time it computes.
+
+    efficiency = compute / (compute + exposed)
+    exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + all-to-all
+
+in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation, is hidden beside it, one
+after it is not. Computation is FLOPs over the rate that a card reaches: 2 N a token forward and as many for each of the two
+gradients, of N weights that are multiplied by, and 2 · heads · width · length for the causal attention to a document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
+from chronicals.model_shape import ModelShape
+from chronicals.planning.traffic import Traffic, traffic
+from chronicals.quantization import PackedLinear
+from chronicals.training.decisions import expected_memory
+
+BACKWARD = 2 / 3
+"""Of a step's computation."""
+
+
+@dataclass(frozen=True)
+class Machines:
+    """What a plan assumes; the defaults are an H100 with NVLink, and one 400 Gb/s adapter a card between machines.
+
+    Attributes:
+        memory: bytes of a card.
+        cards: of a machine.
+        link, network: bytes a second that a card sends within its machine, and between machines.
+        flops: FLOPs a second that a card reaches in training.
+    """
+
+    memory: int = 80 * 10**9
+    cards: int = 8
+    link: float = 370e9
+    network: float = 46e9
+    flops: float = 6e14
+
+    def rate(self, ranks: int) -> float:
+        """Bytes a second of a collective over so many ranks: that of its slowest link."""
+        return self.link if ranks <= self.cards else self.network
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run on ``gpus`` cards.
+
+    Attributes:
+        held: bytes that a card holds at most, recomputing as the trainer would choose.
+        fits: whether that is within its memory.
+        recomputed: layers that are recomputed.
+        in_backward: whether gradients are summed in the backward pass.
+        sent: bytes a card sends in a step.
+        tokens: of a step, on all cards.
+        computing, exposed: seconds of a step.
+    """
+
+    gpus: int
+    held: int
+    fits: bool
+    recomputed: int
+    in_backward: bool
+    sent: Traffic
+    tokens: int
+    computing: float
+    exposed: float
+
+    @property
+    def efficiency(self) -> float:
+        """Tokens a second and card beside those of a card that waits for nobody."""
+        return self.computing / (self.computing + self.exposed)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / (self.computing + self.exposed)
+
+    def to_dict(self) -> dict[str, Any]:
+        derived = {"efficiency": self.efficiency, "tokens_per_second": self.tokens_per_second}
+        return {**vars(self), "sent": {**vars(self.sent), "total": self.sent.total}, **derived}
+
+
+def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) -> Plan:
+    """Plan a run.
+
+    Args:
+        model: with adapters and in 4 bits where it is trained so; may be on the meta device.
+
+    Raises:
+        ConfigurationError: the cards cannot share packs as the configuration says.
+    """
+    context = config.context_parallel
+    if gpus % context:
+        raise ConfigurationError(f"context_parallel={context}: {gpus} cards cannot share packs {context} by {context}")
+    frees, needed = expected_memory(config, model, gpus, context, whole=True, total=machines.memory)
+    policy, again = _recomputed(config, needed)
+    held = needed.needed(policy, again)
+    again = needed.layers if policy == LAYERS else again
+    sent = traffic(model, config, gpus, frees, again)
+    tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
+    computing = tokens // context * _flops_a_token(model, config, again / max(needed.layers, 1)) / machines.flops
+    seconds = {name: size / machines.rate(gpus) for name, size in vars(sent).items()}
+    seconds["all_to_all"] = sent.all_to_all / machines.rate(context)
+    hidden = min(seconds["reduce_scatter"], BACKWARD * computing) if frees else 0.0
+    return Plan(
+        gpus, held, held <= machines.memory, again, frees, sent, tokens * gpus // context, computing,
+        sum(seconds.values()) - hidden,
+    )  # fmt: skip
+
+
+def _recomputed(config: ChronicalsConfig, needed: Estimate) -> tuple[str, int]:
+    """As asked, else as the trainer chooses: what every layer recomputes, and how many of the first are recomputed whole."""
+    asked = config.memory_policies
+    if "recompute_layers" in asked:
+        return LAYERS, 0
+    if "recompute_elementwise" in asked:
+        return CHEAP, 0
+    chooses = config.memory is None and config.use_gradient_checkpointing
+    return needed.choice() if chooses else (NOTHING, 0)
+
+
+def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
+    """Forward and backward; of a frozen weight no gradient is computed.
+
+    Args:
+        again: ratio of the layers that are computed twice.
+    """
+    shape = ModelShape.of(model.config)
+    packed = sum(m.out_features * m.in_features for m in model.modules() if isinstance(m, PackedLinear))
+    modules = [m for m in model.modules() if not isinstance(m, (nn.Embedding, PackedLinear))]
+    dense = {id(p): p for m in (*modules, model.get_output_embeddings()) for p in m.parameters(recurse=False) if p.ndim > 1}
+    trained = sum(p.numel() for p in dense.values() if p.requires_grad)
+    multiplied = packed + sum(p.numel() for p in dense.values())
+    attention = 2 * shape.layers * shape.heads * shape.head_dim * config.max_seq_length
+    return (2 + again) * 2 * multiplied + 2 * trained + (3.5 + again) * attention

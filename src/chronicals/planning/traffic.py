@@ -1,0 +1,154 @@
+"""Bytes that a rank sends in an optimizer step, counted by running what the trainer runs, among ranks that are not there.
+
+torch's ``fake`` process group answers every collective at once, and its fake tensors have shapes and no memory, so that one
+process plays a rank of a thousand. A collective over W ranks sends, as rings do (Thakur et al., 2005, section 4):
+
+    reduce-scatter of n bytes   n (W − 1) / W           all-gather to n bytes   n (W − 1) / W
+    all-reduce of n bytes       2 n (W − 1) / W         all-to-all of n bytes   n (W − 1) / W
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from chronicals.attention import attend_in_context
+from chronicals.batch import Context
+from chronicals.config import ChronicalsConfig
+from chronicals.distributed import Mesh, Shards
+from chronicals.model_shape import ModelShape
+
+NAMES = {
+    "_reduce_scatter_base_": "reduce_scatter", "_allgather_base_": "all_gather", "allreduce_": "all_reduce",
+    "alltoall_base_": "all_to_all",
+}  # fmt: skip
+"""By torch's operator, what it is called here."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank sends in a step.
+
+    Attributes:
+        reduce_scatter: of gradients, to whoever updates them.
+        all_gather: of updated weights.
+        all_reduce: of scalars, or of gradients where every rank updates all.
+        all_to_all: of heads, among ranks that share packs.
+    """
+
+    reduce_scatter: float = 0.0
+    all_gather: float = 0.0
+    all_reduce: float = 0.0
+    all_to_all: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.reduce_scatter + self.all_gather + self.all_reduce + self.all_to_all
+
+
+def traffic(model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool, recomputed: int = 0) -> Traffic:
+    """Of the first rank of so many, which has the largest shares.
+
+    Args:
+        model: with adapters, if any; its shapes are read, so it may be on the meta device.
+        in_backward: gradients are summed in the backward pass, of each micro-batch.
+        recomputed: layers that are computed twice.
+    """
+    if ranks == 1:
+        return Traffic()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    micro_batches, context = config.gradient_accumulation_steps, config.context_parallel
+    with counted_among(ranks) as sent:
+        _sum_and_update(weights, config, ranks, micro_batches if in_backward else 1)
+    found = dict(sent)
+    if context > 1:
+        with counted_among(context) as sent:
+            _exchange(model, config, context)
+        shape = ModelShape.of(model.config)
+        passes = micro_batches * (2 * shape.layers + recomputed)  # forward, backward, and forward again
+        found["all_to_all"] = sent["all_to_all"] * passes
+    return Traffic(**found)
+
+
+def _sum_and_update(weights: Sequence[Tensor], config: ChronicalsConfig, ranks: int, times: int) -> None:
+    """Sum gradients so often, and give the updated weights to all."""
+    dtype = torch.bfloat16 if config.mixed_precision == "bf16" and not config.use_lora else torch.float32
+    mesh = Mesh(0, ranks)
+    own = [torch.nn.Parameter(torch.empty(weight.shape, dtype=dtype)) for weight in weights]
+    for weight in own:
+        weight.grad_dtype = torch.float32
+        weight.grad = torch.empty(weight.shape, dtype=torch.float32)
+    if config.sharding == "none":
+        mesh.reduce(own, [torch.ones(())])
+        return
+    shards = Shards(mesh, own)
+    shards.lay()
+    for time in range(times):
+        for bucket in shards.buckets:
+            shards.scatter(bucket, add=time > 0)
+    shards.finish(own, [torch.ones(())], set(own))
+    shards.publish()
+
+
+def _exchange(model: Any, config: ChronicalsConfig, context: int) -> None:
+    """The attention of one layer and micro-batch, forward."""
+    shape, tokens = ModelShape.of(model.config), config.batch_size * config.max_seq_length // context
+    dtype = torch.float32 if config.mixed_precision == "fp32" else torch.bfloat16
+    q, k, v = (torch.empty(tokens, n, shape.head_dim, dtype=dtype) for n in (shape.heads, shape.kv_heads, shape.kv_heads))
+    attend_in_context(lambda q, k, v: q, q, k, v, Context(0, context, dist.group.WORLD))
+
+
+@contextmanager
+def counted_among(ranks: int) -> Iterator[dict[str, float]]:
+    """Within: this process is the first of so many that are not there, tensors have no memory, and what it would send is added
+    up.
+
+    Raises:
+        RuntimeError: it belongs to a process group already.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process trains with others; plan in a process of its own")
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        with warnings.catch_warnings(), FakeTensorMode(), _Counted(ranks) as counting:
+            warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # which has new names for two collectives
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by which others' writes are noticed
+            yield counting.sent
+    finally:
+        dist.destroy_process_group()
+
+
+class _Counted(TorchDispatchMode):
+    """Attributes:
+    sent: bytes by collective.
+    """
+
+    def __init__(self, ranks: int):
+        super().__init__()
+        self.share, self.sent = (ranks - 1) / ranks, dict.fromkeys(NAMES.values(), 0.0)
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        if function.namespace == "c10d":
+            name = NAMES[function.overloadpacket.__name__]
+            sizes = [x.nbytes for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
+            self.sent[name] += self.share * BYTES[name](sizes)
+        return function(*args, **(kwargs or {}))
+
+
+BYTES: dict[str, Callable[[list[int]], int]] = {
+    "reduce_scatter": max, "all_gather": max, "all_to_all": max, "all_reduce": lambda sizes: 2 * sum(sizes),
+}  # fmt: skip
+"""By collective, of the sizes of its tensors: its input or its output, the larger, and of a sum on all ranks both ways."""

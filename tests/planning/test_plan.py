@@ -1,0 +1,157 @@
+"""Plans for cards that are not there: bytes as the formulas say, memory as the trainer expects it."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+import runs
+import tiny
+from chronicals.cli.app import app
+from chronicals.config import ConfigurationError
+from chronicals.lora import apply_lora
+from chronicals.lora.config import LoRAConfig
+from chronicals.models import present, quantise_layers
+from chronicals.planning import Machines, plan, traffic
+from chronicals.planning.plan import _flops_a_token
+from chronicals.training import decisions
+
+GB = 10**9
+SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "num_attention_heads": 16,
+         "num_key_value_heads": 4, "vocab_size": 32000}  # fmt: skip
+ALL = {"mixed_precision": "bf16", "use_lora": False, "gradient_accumulation_steps": 1}
+
+
+def large(**changes):
+    with torch.device("meta"):
+        return tiny.llama(**{**SIZES, **changes})
+
+
+def trained(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_bytes_are_those_of_the_formulas(ranks, tmp_path):
+    """Within 1 %: fp32 gradients reduce-scattered, bf16 weights gathered."""
+    model, share = large(), (ranks - 1) / ranks
+    sent = traffic(model, runs.config(tmp_path, **ALL), ranks, in_backward=False)
+    count = trained(model)
+    assert sent.reduce_scatter == pytest.approx(4 * count * share, rel=0.01)
+    assert sent.all_gather == pytest.approx(2 * count * share, rel=0.01)
+    assert 0 < sent.all_reduce < 4096 and sent.all_to_all == 0
+    assert not dist.is_initialized()
+
+
+def test_each_micro_batch_is_sent_where_the_backward_pass_sums(tmp_path):
+    config = runs.config(tmp_path, **{**ALL, "gradient_accumulation_steps": 3})
+    once, often = (traffic(large(), config, 4, in_backward) for in_backward in (False, True))
+    assert often.reduce_scatter == 3 * once.reduce_scatter and often.all_gather == once.all_gather
+
+
+def test_adapters_send_their_own_bytes(tmp_path):
+    model = apply_lora(large(), LoRAConfig(rank=64))
+    sent = traffic(model, runs.config(tmp_path, use_lora=True, lora_rank=64), 2, in_backward=False)
+    count = trained(model)
+    assert 0 < count < 0.1 * sum(p.numel() for p in model.parameters())
+    assert sent.reduce_scatter == sent.all_gather == pytest.approx(4 * count / 2, rel=0.01)
+
+
+def test_without_shares_gradients_are_reduced_everywhere(tmp_path):
+    model = large()
+    sent = traffic(model, runs.config(tmp_path, **ALL, sharding="none"), 8, in_backward=False)
+    assert sent.all_reduce == pytest.approx(8 * trained(model) * 7 / 8, rel=0.01)
+    assert sent.reduce_scatter == sent.all_gather == 0
+
+
+@pytest.mark.parametrize(("context", "recomputed"), [(2, 0), (4, 3)])
+def test_ranks_that_share_packs_exchange_heads(context, recomputed, tmp_path):
+    """(2 H + 2 K) · D values a token of each rank, (c − 1) / c of them sent, forward, backward and forward again."""
+    config = runs.config(tmp_path, **ALL, batch_size=2, max_seq_length=1024, context_parallel=context)
+    sent = traffic(large(), config, 8, False, recomputed)
+    tokens, values = 2 * 1024 // context, (2 * 16 + 2 * 4) * 128
+    assert sent.all_to_all == 2 * tokens * values * (context - 1) / context * (2 * 4 + recomputed)
+
+
+def test_a_process_that_trains_with_others_does_not_plan(tmp_path):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="plan in a process of its own"):
+            traffic(large(), runs.config(tmp_path, **ALL), 2, False)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("kind", ["all weights", "LoRA", "LoRA over NF4"])
+def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):
+    fields = {**ALL, "use_lora": kind != "all weights", "max_seq_length": 512, "memory": []}
+    config, own, found = runs.config(tmp_path, **fields), decisions.estimate, []
+    models = [tiny.llama(**SIZES) if kind == "all weights" else tiny.llama(), None]
+    models[1] = large() if kind == "all weights" else large(**{name: getattr(models[0].config, name) for name in SIZES})
+    for model in models:
+        if "NF4" in kind:
+            quantise_layers(model)
+        if kind != "all weights":
+            apply_lora(model, LoRAConfig(rank=8))
+    monkeypatch.setattr(decisions, "estimate", lambda *given: (found.append(own(*given)), found[-1])[1])
+    decisions.decide(config, present(models[0], True, True, pack_width=512), ranks=ranks)
+    made = plan(models[1], config, ranks, Machines(memory=10**15))
+    assert made.fits and made.recomputed == 0 and found[1].fixed == found[0].fixed > 0
+    assert made.held == found[1].fixed + found[1].layers * found[1].kept["nothing"]
+
+
+@pytest.mark.parametrize(
+    ("memory", "again", "kept"),
+    [([], 0, "nothing"), (["recompute_layers"], 4, "layers"), (["recompute_elementwise"], 0, "norms and gated units")],
+)
+def test_what_is_asked_for_is_recomputed(memory, again, kept, tmp_path):
+    """Whether it fits or not."""
+    config = runs.config(tmp_path, **ALL, memory=memory)
+    made = plan(large(), config, 1, Machines(memory=GB))
+    _, needed = decisions.expected_memory(config, large(), 1, 1, True, total=GB)
+    assert made.recomputed == again and not made.fits
+    assert made.held == needed.fixed + 4 * needed.kept[kept]
+
+
+def test_what_does_not_fit_is_said(tmp_path):
+    config = runs.config(tmp_path, **ALL)
+    assert not plan(large(), config, 1, Machines(memory=GB)).fits
+    tight = plan(large(), config, 2, Machines(memory=5 * GB))
+    assert tight.in_backward and not plan(large(), config, 2, Machines(memory=100 * GB)).in_backward
+
+
+def test_time_is_computation_and_what_nothing_hides(tmp_path):
+    model, config = large(), runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=["reduce_in_backward"])
+    machines = Machines(memory=100 * GB, cards=4, link=1e11, network=1e10, flops=1e12)
+    near, far = (plan(model, config, gpus, machines) for gpus in (4, 8))
+    products = trained(model) - model.model.embed_tokens.weight.numel()
+    attention = 3.5 * 2 * 4 * 16 * 128 * 512
+    assert _flops_a_token(model, config, 0.0) == pytest.approx(6 * products + attention, rel=1e-3)
+    assert near.computing == far.computing == pytest.approx(512 * (6 * products + attention) / 1e12, rel=1e-3)
+    assert near.exposed == pytest.approx((near.sent.all_gather + near.sent.all_reduce) / 1e11)
+    after = plan(model, runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=512, memory=[]), 4, machines)
+    assert after.exposed == pytest.approx(after.sent.total / 1e11) and not after.in_backward
+    assert far.exposed > 10 * near.exposed and far.efficiency < near.efficiency < 1
+    assert near.tokens_per_second == pytest.approx(4 * 512 / (near.computing + near.exposed))
+
+
+def test_cards_that_cannot_share_packs_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="context_parallel=4: 6 cards cannot share packs 4 by 4"):
+        plan(large(), runs.config(tmp_path, **ALL, context_parallel=4), 6, Machines())
+
+
+def test_the_command(tmp_path):
+    tiny.llama().save_pretrained(tmp_path)
+    given = ["plan", "--model", str(tmp_path), "--gpus", "1,2", "--no-use-lora"]
+    shown = CliRunner().invoke(app, [*given, "--gpu-memory", "0.001"])
+    assert shown.exit_code == 0, shown.output
+    assert "too much" in shown.output and "Cards of 0.001 GB, 8 a machine" in shown.output
+    told = CliRunner().invoke(app, [*given, "--json"])
+    one, two = json.loads(told.stdout)
+    assert (one["gpus"], two["gpus"]) == (1, 2) and one["sent"]["total"] == 0 < two["sent"]["total"]
+    assert two["efficiency"] < one["efficiency"] == 1 and two["fits"]
+    wrong = CliRunner().invoke(app, [*given[:3], "--gpus", "two"])
+    assert isinstance(wrong.exception, ConfigurationError) and "gpus='two': give numbers" in str(wrong.exception)
