@@ -64,6 +64,8 @@ def train(within: bool, micro_batches: int, ranks: Mesh, twice: bool = False) ->
     given = None, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, shards.norm
     parts = ScatteredStep(*given, shards=shards) if within else EagerStep(*given)
     norms, holders, alive = [], [], []
+    torch.stack([weight.sum() for weight in parameters]).sum().backward()  # as what compiles kernels beforehand does
+    optimizer.zero_grad()
     for weight in parameters:
         weight.register_post_accumulate_grad_hook(lambda _: alive.append(sum(w.grad is not None for w in parameters)))
     for step in range(STEPS):
