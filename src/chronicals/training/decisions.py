@@ -101,7 +101,6 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
         ConfigurationError: a switch that was set cannot be honoured.
     """
     model, device = presented.model, input_device(presented.model)
-    tokens = config.batch_size * config.max_seq_length // context
     product_type = PRODUCTS[config.mixed_precision]
     head_dim = ModelShape.of(model.config).head_dim or 128  # where there is no single one
     softcap = getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is not None
@@ -131,7 +130,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     made = [_decide(config, field, *can) for field, can in possible.items()]
     shown = ("use_sequence_packing", "use_fused_kernels")
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
-    made += [_quantization(model), _fp8(config, why_not, device, tokens), _recomputation(config, needed, why_not, presented)]
+    made += [_quantization(model), _fp8(config, why_not, device, context), _recomputation(config, needed, why_not, presented)]
     made += [_offload(config, on_card), _tiles(config, model, context), _frozen_weights(config)]
     made += [
         sharding,
@@ -280,14 +279,15 @@ def _quantization(model: Any) -> Decision:
     return Decision("quantization", bool(layers), said if layers else "not asked for")
 
 
-def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device, tokens: int) -> Decision:
-    field = "use_fp8"
+def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device, context: int) -> Decision:
+    field, tokens = "use_fp8", config.batch_size * config.max_seq_length // context
+    shared = " / context_parallel" if context > 1 else ""
     if not config.use_fp8:
         return Decision(field, False, "not asked for")
     obstacles = {
         lacks_fp8(device): bool(lacks_fp8(device)),
         f"only fused decoder layers have FP8 products, and none run ({why_not})": why_not is not None,
-        f"{tokens} tokens, batch_size * max_seq_length of a process, are no multiple of {MULTIPLE}": bool(tokens % MULTIPLE),
+        f"batch_size * max_seq_length{shared}={tokens} is no multiple of {MULTIPLE}": bool(tokens % MULTIPLE),
     }
     for reason, there in obstacles.items():
         if there:

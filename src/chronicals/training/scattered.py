@@ -70,7 +70,7 @@ class ScatteredStep(EagerStep):
         if place < self._next:
             raise RuntimeError(
                 "a gradient was added to after it was summed over the processes: leave out memory=['reduce_in_backward'], or "
-                "set memory=[] where nothing is set"
+                "set sharding='none' where it is not set"
             )
         self.held.add(weight)
         self._missing[place] -= 1
