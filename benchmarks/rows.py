@@ -75,13 +75,13 @@ def on_pairs(objective: str, share: int) -> list[str]:
 
 
 PREFERENCE = {
-    f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *against(*peers, "unsloth-recompute")]
+    f"row-{kind}-{objective}-{share}": [*options, *on_pairs(objective, share), *against(*peers)]
     for share in (50, 30, 70)
     for objective in ("dpo", "orpo")
     for kind, options, peers in (
-        ("0.5b-full", SMALL, ("trl", "unsloth")),
-        ("8b-lora", [*LARGE, *LORA], ("trl", "trl-recompute", "unsloth")),
-        ("8b-qlora", [*LARGE, *QLORA], ("trl", "trl-recompute", "unsloth")),
+        ("0.5b-full", SMALL, ("trl", "unsloth", "unsloth-recompute")),
+        ("8b-lora", [*LARGE, *LORA], ("trl", "unsloth")),
+        ("8b-qlora", [*LARGE, *QLORA], ("trl", "unsloth")),
     )
 }
 

@@ -95,7 +95,7 @@ def test_states_are_gone_on_with_bit_by_bit(tmp_path, precision):
     left, right = (states(tmp_path / name, 6) for name in ("whole", "part"))
     assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
     narrow = [name for name, tensor in left.items() if tensor.dtype == torch.uint8]
-    assert "model.layers.0.mlp.up_proj.weight:exp_avg" in narrow and f"{narrow[0]}_scale" in left
+    assert "model.layers.0.mlp.up_proj.weight:exp_avg" in narrow and f"{narrow[0]}_amax" in left
 
 
 def states(folder, step):

@@ -109,4 +109,4 @@ class ShardedAdam8bit(ShardedAdamW, Adam8bit):
 
 def _unit(state: str) -> int:
     """Elements of a weight that one of a state goes with."""
-    return SIZE if state.endswith("_scale") else 1
+    return SIZE if state.endswith("_amax") else 1

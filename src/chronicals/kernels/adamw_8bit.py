@@ -4,9 +4,14 @@
     w ← (1 − lr · λ) w − lr · (m / c₁) / (sqrt(v / c₂) + ε),   c = 1 − βᵗ
 
 The update takes m and v as they are in fp32; afterwards they are kept as codes and, for each block of 256 elements along the
-tensor, the largest magnitude in fp32. The code is dynamic: a decade for every exponent from 1e-6 to 1, divided into as many
-equal cells as a step up the decades doubles, whose means are its values, and 0 and 1; for m with a sign, for v without one,
-with twice as many cells. A cell is found by arithmetic, so nothing is searched.
+tensor, the largest magnitude in fp32. The code is dynamic (ibid., section 2.1), with powers of 8 where the paper has powers of
+10, so that both directions are arithmetic and nothing is looked up. A rank r stands for
+
+    P² (7 r − 6 P), P the greatest power of two that is at most r; 0 for 0
+
+times the largest magnitude over what the greatest rank stands for: between 8ᵈ and 8ᵈ⁺¹ there are 2ᵈ equal steps. A code of m
+is 127 and a rank with a sign, from −127 to 127, one of v a rank from 0 to 255. A magnitude has the nearest rank, but 1 already
+from an eighth of the least value on.
 Weights are fp32, or bf16 with or without the lower half of their fp32 master (``adamw.py``); those without are rounded
 stochastically. Bytes an element beside the gradient: 4 for bf16 weights, 8 with masters or for fp32, and 4.06 for both tensors.
 """
@@ -14,7 +19,6 @@ stochastically. Bytes an element beside the gradient: 4 for bf16 weights, 8 with
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,7 +34,7 @@ from chronicals.kernels.adamw import (
     count_step_,
     runs_here,
 )
-from chronicals.kernels.launch import tl, triton
+from chronicals.kernels.launch import INTERPRETED, tl, triton
 from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
 from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, table_of
@@ -38,7 +42,14 @@ from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, tabl
 SIZE = 256
 """Elements that share a scale."""
 
-DECADES = 7
+RANKS = {True: 127, False: 255}
+"""By whether a moment has a sign, the rank of a block's largest magnitude."""
+
+LARGEST = {True: 64**2 * (7 * 127 - 6 * 64), False: 128**2 * (7 * 255 - 6 * 128)}
+"""What that rank stands for before it is scaled; both are fp32 numbers."""
+
+LEAST = 1e-30
+"""A block whose largest magnitude is less counts as zeros."""
 
 
 @dataclass
@@ -53,83 +64,82 @@ class QuantizedTensors(Tensors):
     square_scales: list[Tensor] = field(default_factory=list)
 
 
-def ranked_values(signed: bool) -> Tensor:
-    """fp32, ascending from 0 to 1: what the code's magnitudes stand for. Signed 129, of which 1 has no negative; else 256."""
-    values = [torch.zeros(1)]
-    for exponent in range(DECADES):
-        edges = torch.linspace(0.1, 1.0, 2 ** (exponent + (not signed)) + 1)
-        values.append((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - DECADES + 1))
-    return torch.cat([*values, torch.ones(1)])
-
-
-@cache
-def _values(signed: bool, device: torch.device) -> Tensor:
-    """fp32 ``[256]``, what each code stands for; signed ones ascend from the least, so that 127 is 0."""
-    ranked = ranked_values(signed)
-    return (torch.cat([-ranked[1:-1].flip(0), ranked]) if signed else ranked).to(device)
-
-
-@cache
-def _limits(signed: bool, device: torch.device) -> Tensor:
-    """fp32 ``[8]``: the least magnitudes that belong to each decade, and to 1: midpoints to the value below."""
-    ranked, shift = ranked_values(signed), int(not signed)
-    firsts = [2 ** (exponent + shift) - shift for exponent in range(DECADES)] + [len(ranked) - 1]
-    return torch.stack([(ranked[first - 1] + ranked[first]) / 2 for first in firsts]).to(device)
-
-
-@cache
-def _tens(device: torch.device) -> Tensor:
-    """fp32 ``[7]``: what makes a magnitude of a decade one from 0.1 to 1."""
-    return torch.tensor([10.0 ** (DECADES - 1 - exponent) for exponent in range(DECADES)], device=device)
-
-
 def quantize_moment(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """Codes, uint8 and shaped like ``values``, and scales, fp32 ``[⌈elements / 256⌉]``; in plain torch."""
     flat = values.float().reshape(-1)
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % SIZE)).view(-1, SIZE)
     scales = blocks.abs().amax(1) if blocks.numel() else flat.new_empty(0)
-    ones = torch.where(scales > 0, 1.0 / scales, 0.0)
+    ones = torch.where(scales > LEAST, LARGEST[signed] / scales, 0.0)
     scaled = (blocks * ones.unsqueeze(1)).reshape(-1)[: flat.numel()]
-    magnitude, limits = scaled.abs(), _limits(signed, values.device)
-    decade = (magnitude.unsqueeze(1) >= limits[1:DECADES]).sum(1)
-    cells = 2 ** (decade + (not signed))
-    within = magnitude * _tens(values.device)[decade] - 0.1
-    cell = (within * (cells.float() * (1 / 0.9))).to(torch.int64).clamp(min=0).minimum(cells - 1)
-    rank = cells - int(not signed) + cell
-    rank = torch.where(magnitude >= limits[0], rank, 0)
-    if not signed:
-        return torch.where(magnitude >= limits[DECADES], 255, rank).to(torch.uint8).view(values.shape), scales
-    codes = torch.where(scaled < 0, 127 - rank, torch.where(magnitude >= limits[DECADES], 255, 127 + rank))
-    return codes.to(torch.uint8).view(values.shape), scales
+    magnitude = scaled.abs()
+    octave = torch.frexp(magnitude).exponent.clamp(min=-8) - 1
+    power = torch.ldexp(torch.ones_like(magnitude), octave.div(3, rounding_mode="floor"))
+    rank = ((magnitude / power.square() + 6 * power) / 7).round() * scaled.sign()
+    return (rank + (127 if signed else 0)).to(torch.uint8).view(values.shape), scales
 
 
 def dequantize_moment(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
     """fp32, shaped like ``codes``."""
-    each = scales.repeat_interleave(SIZE)[: codes.numel()].view(codes.shape)
-    return _values(signed, codes.device)[codes.int()] * each
+    each = scales.repeat_interleave(SIZE)[: codes.numel()].view(codes.shape) / LARGEST[signed]
+    rank = codes.float() - (127 if signed else 0)
+    power = torch.ldexp(torch.sign(rank), torch.frexp(rank).exponent - 1)
+    return (7 * rank - 6 * power) * power.square() * each
 
 
 @triton.jit
-def _code(value, scale, SIGNED: tl.constexpr):
-    """Codes, int32, of ``value`` ``[BLOCKS, SIZE]`` over ``scale`` ``[BLOCKS]``; those of ``quantize_moment``.
+def _sqrt(x):
+    """Approximate; 0 where ``x`` has no normal exponent."""
+    if INTERPRETED:
+        return tl.sqrt(x)
+    return tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
 
-    Over the magnitude, the number of a cell is a concave chain of lines, one a decade: the least of them holds, and the power
-    of two in it is the decade. The lower fifth of a decade's first cell is nearer to the value below. The first line runs so
-    that this makes 0 of what is nearer to 0, the last one adds the value 1. A product takes half the time of a comparison.
+
+@triton.jit
+def _reciprocal(x):
+    """Approximate, 1 ulp; of normal numbers."""
+    if INTERPRETED:
+        return 1.0 / x
+    return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _above_2_23(code):
+    """2²³ and a code, uint8, as fp32: the sum's lowest bits are those of the code."""
+    if INTERPRETED:
+        return (code.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
+    beside: tl.constexpr = """
+    prmt.b32 $0, $4, 0x4B000000, 0x7440;
+    prmt.b32 $1, $4, 0x4B000000, 0x7441;
+    prmt.b32 $2, $4, 0x4B000000, 0x7442;
+    prmt.b32 $3, $4, 0x4B000000, 0x7443;
     """
-    first: tl.constexpr = 1 if SIGNED else 2  # cells of the lowest decade
-    one = tl.where(scale > 0, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), 0.0)
-    scaled = value * one[:, None]
-    magnitude = tl.abs(scaled)
-    steepest: tl.constexpr = 0.8 / (0.05e-6 + 0.675e-6 / first)
-    cell = tl.fma(magnitude, steepest, first + 1 - steepest * (0.1e-6 + 0.9e-6 / first))
-    for decade in tl.static_range(1, 7):
-        cell = tl.minimum(cell, tl.fma(magnitude, first / 0.9e-6 * 0.2**decade, first * 2**decade * 8 / 9))
-    power = (cell.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    cell = tl.minimum(cell, tl.fma(cell, 1.25, tl.fma(power, -0.25, -0.25)))
-    cell = tl.maximum(cell, tl.fma(scaled - 1, 128 * first, 128 * first + 0.45))
-    rank = (cell + 8388607.5).to(tl.int32, bitcast=True) - (0x4B000000 + first - 1)  # above 2²³ nothing has a fraction
-    return tl.where(scaled < 0, 127 - rank, 127 + rank) if SIGNED else rank
+    return tl.inline_asm_elementwise(beside, "=r,=r,=r,=r,r", [code], dtype=tl.float32, is_pure=True, pack=4)
+
+
+@triton.jit
+def _value(code, SIGNED: tl.constexpr):
+    """What codes, uint8, stand for before it is scaled, over 7."""
+    rank = _above_2_23(code) - (8388608 + 127 if SIGNED else 8388608)
+    power = (rank.to(tl.int32, bitcast=True) & (-0x800000)).to(tl.float32, bitcast=True)
+    return tl.fma(power, -6 / 7, rank) * power * power
+
+
+@triton.jit
+def _code(value, scale, LARGEST: tl.constexpr, LEAST: tl.constexpr, SIGNED: tl.constexpr):
+    """Codes, int32, of ``value`` ``[BLOCKS, SIZE]`` whose largest magnitudes are ``scale`` ``[BLOCKS]``; of v no bits but the
+    lowest 8 count."""
+    one = tl.where(scale > LEAST, _reciprocal(scale) * LARGEST, 0.0)
+    magnitude = tl.abs(value) * one[:, None]
+    # A third of an exponent up to 24, rounded down, is 43/128 of it, rounded down.
+    third = (magnitude.to(tl.int32, bitcast=True) >> 23) * (43 << 16) + ((127 << 23) - 127 * (43 << 16))
+    power = third & 0x7F800000
+    inverse = (0x7F000000 - power).to(tl.float32, bitcast=True)
+    seven = tl.fma(magnitude * inverse, inverse, power.to(tl.float32, bitcast=True) * 6.0)
+    if SIGNED:
+        sign = value.to(tl.int32, bitcast=True) & (-0x80000000)
+        seven = ((seven.to(tl.int32, bitcast=True) & 0x7FFFFFFF) | sign).to(tl.float32, bitcast=True)
+    # Above 2²³ nothing has a fraction, so the sum is rounded to a whole number, which its lowest bits are.
+    return tl.fma(seven, 1 / 7, 8388608 + 127 if SIGNED else 8388608).to(tl.int32, bitcast=True)
 
 
 @triton.jit
@@ -144,11 +154,16 @@ def _base(table_ptr, tensor, KIND: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def _adamw_8bit_kernel(
     table_ptr, sizes_ptr, tensors_ptr, firsts_ptr, scales_ptr, corrections_ptr, lr_ptr, factor_ptr, apply_ptr, seed_ptr, count,
-    mean_values_ptr, square_values_ptr, weight_decay, beta1, rest1, beta2, rest2, eps,
+    weight_decay, beta1, rest1, beta2, over, under, eps,
     W: tl.constexpr, G: tl.constexpr, HAS_LOW: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_APPLY: tl.constexpr,
     APPLY_EACH: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, SIZE: tl.constexpr,
+    M_LARGEST: tl.constexpr, V_LARGEST: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """``table`` ``[5, count]``: addresses of weights, gradients, codes of m and v, lower halves; ``scales`` ``[2, count]``."""
+    """``table`` ``[5, count]``: addresses of weights, gradients, codes of m and v, lower halves; ``scales`` ``[2, count]``.
+
+    v is computed over ``over`` = (1 − β₂) / (1 − β₁)², so that what is added to it is the square of what is added to m;
+    ``under`` is the reciprocal.
+    """
     applies = True
     if APPLY_EACH:
         applies = tl.load(apply_ptr + tl.load(tensors_ptr + tl.program_id(0))).to(tl.int1)
@@ -160,7 +175,8 @@ def _adamw_8bit_kernel(
         if ALIGNED:
             size = tl.multiple_of(size, 8)
         lr = tl.load(lr_ptr).to(tl.float32)
-        rate, of_square = lr / tl.load(corrections_ptr + tensor), 1.0 / tl.load(corrections_ptr + count + tensor)
+        rate = lr / tl.load(corrections_ptr + tensor)
+        of_root = tl.rsqrt(tl.load(corrections_ptr + count + tensor) * under)
         decay = 1.0 - lr * weight_decay
         factor = 1.0
         if HAS_FACTOR:
@@ -180,15 +196,16 @@ def _adamw_8bit_kernel(
             inside = at < size
             scale_at, has_scale = (start + offset) // SIZE + blocks, start + offset + blocks * SIZE < size
             w = tl.load(w_ptr + at, mask=inside, other=0.0)
-            g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
-            m = tl.load(mean_values_ptr + tl.load(m_ptr + at, mask=inside, other=127).to(tl.int32))
-            v = tl.load(square_values_ptr + tl.load(v_ptr + at, mask=inside, other=0).to(tl.int32))
-            m = tl.fma(m, (tl.load(m_scale_ptr + scale_at, mask=has_scale, other=0.0) * beta1)[:, None], g * rest1)
-            v = tl.fma(v, (tl.load(v_scale_ptr + scale_at, mask=has_scale, other=0.0) * beta2)[:, None], g * g * rest2)
+            g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+            m = _value(tl.load(m_ptr + at, mask=inside, other=127), True)
+            v = _value(tl.load(v_ptr + at, mask=inside, other=0), False)
+            m_scale = tl.load(m_scale_ptr + scale_at, mask=has_scale, other=0.0) * (beta1 * (7 / M_LARGEST))
+            v_scale = tl.load(v_scale_ptr + scale_at, mask=has_scale, other=0.0) * (beta2 * under * (7 / V_LARGEST))
+            g *= factor * rest1
+            m, v = tl.fma(m, m_scale[:, None], g), tl.fma(v, v_scale[:, None], g * g)
             if HAS_LOW:
                 w = _joined(w, tl.load(low_ptr + at, mask=inside, other=0))
-            root = tl.rsqrt(tl.sqrt(v * of_square) + eps)  # whose square is a reciprocal without the cases of a division
-            w = tl.fma(w.to(tl.float32), decay, -rate * m * root * root)
+            w = tl.fma(w.to(tl.float32), decay, m * -rate * _reciprocal(tl.fma(_sqrt(v), of_root, eps)))
             if HAS_LOW:
                 w, low = _split(w)
                 tl.store(low_ptr + at, low, mask=inside)
@@ -198,9 +215,9 @@ def _adamw_8bit_kernel(
             tl.store(w_ptr + at, w, mask=inside)
             m_scale, v_scale = tl.max(tl.abs(m), axis=1), tl.max(v, axis=1)
             tl.store(m_scale_ptr + scale_at, m_scale, mask=has_scale)
-            tl.store(v_scale_ptr + scale_at, v_scale, mask=has_scale)
-            tl.store(m_ptr + at, _code(m, m_scale, True).to(tl.uint8), mask=inside)
-            tl.store(v_ptr + at, _code(v, v_scale, False).to(tl.uint8), mask=inside)
+            tl.store(v_scale_ptr + scale_at, v_scale * over, mask=has_scale)
+            tl.store(m_ptr + at, _code(m, m_scale, M_LARGEST, LEAST, True).to(tl.uint8), mask=inside)
+            tl.store(v_ptr + at, _code(v, v_scale, V_LARGEST, LEAST, False).to(tl.uint8), mask=inside)
 
 
 def adamw_8bit_(
@@ -247,13 +264,15 @@ def adamw_8bit_part_(
     table, scales = _table(tensors), _scales(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
+    over = (1 - betas[1]) / (1 - betas[0]) ** 2
     weight_dtype, gradient_dtype = (of_triton(dtype) for dtype in dtypes.pop())
     _adamw_8bit_kernel[(len(table.tensors),)](
         *table.on_device, scales.addresses, corrections, lr,
-        factor, apply, part.seed(), count, _values(True, device), _values(False, device),
-        weight_decay, betas[0], 1 - betas[0], betas[1], 1 - betas[1], eps,
+        factor, apply, part.seed(), count,
+        weight_decay, betas[0], 1 - betas[0], betas[1], over, 1 / over, eps,
         weight_dtype, gradient_dtype, bool(tensors.lows), factor is not None, apply is not None,
-        apply is not None and apply.ndim == 1, table.aligned, BLOCK, CHUNK, SIZE, num_warps=4,
+        apply is not None and apply.ndim == 1, table.aligned, BLOCK, CHUNK, SIZE,
+        LARGEST[True], LARGEST[False], LEAST, num_warps=4,
         enable_fp_fusion=False,  # else variants of the kernel round otherwise, and a part has not the bits of the whole
     )  # fmt: skip
     changed = (tensors.weights, tensors.lows, tensors.means, tensors.squares, tensors.mean_scales, tensors.square_scales)

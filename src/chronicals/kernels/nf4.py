@@ -42,9 +42,12 @@ SMALLEST = 1e-38
 """Blocks of zeros are divided by it."""
 
 ELEMENTS = 1024
-"""Of a tile: 8 a thread, 16 bytes in 16 bit and 4 bytes of codes, so that what is read lies where it is written."""
+"""That a program quantizes."""
 
-TILES = 4
+TILE = 2048
+"""Elements dequantized at a time: 16 a thread, 8 bytes of codes."""
+
+TILES = 2
 """That one program dequantizes, if blocks are no larger than a tile; what it computes once is shared by them."""
 
 
@@ -242,7 +245,7 @@ def _dequantize(
         out.copy_(dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code))
     elif rows * columns:
         nested, count = absmax2 is not None, rows * columns
-        blocks, tiles = max(1, ELEMENTS // block), TILES if block <= ELEMENTS else 1
+        blocks, tiles = max(1, TILE // block), TILES if block <= TILE else 1
         _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks * tiles),)](
             packed, absmax, *((absmax2, code2, offset) if nested else (absmax, absmax, absmax)), code_of(code, out.device), out,
             count, columns, out.stride(0), block2, nested, out.stride(0) == columns, columns % block == 0,

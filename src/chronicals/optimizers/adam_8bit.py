@@ -39,7 +39,7 @@ class Adam8bit(FusedAdamW):
             codes, _ = quantize_moment(torch.zeros(1), signed)
             scales = torch.empty(-(-parameter.numel() // SIZE), device="meta")
             found[name] = self._filled(parameter, parameter, int(codes), torch.uint8)
-            found[f"{name}_scale"] = self._filled(parameter, scales, 0)
+            found[f"{name}_amax"] = self._filled(parameter, scales, 0)
         return found
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:

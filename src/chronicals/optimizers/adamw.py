@@ -196,8 +196,8 @@ class FusedAdamW(torch.optim.Optimizer):
             if "low" in state:
                 tensors.lows.append(state["low"])
             if isinstance(tensors, QuantizedTensors):
-                tensors.mean_scales.append(state["exp_avg_scale"])
-                tensors.square_scales.append(state["exp_avg_sq_scale"])
+                tensors.mean_scales.append(state["exp_avg_amax"])
+                tensors.square_scales.append(state["exp_avg_sq_amax"])
         return found
 
     @property
