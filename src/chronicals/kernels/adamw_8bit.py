@@ -37,16 +37,16 @@ from chronicals.kernels.adamw import (
 from chronicals.kernels.launch import INTERPRETED, tl, triton
 from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
-from chronicals.kernels.tensor_lists import BLOCK, CHUNK, Table, of_triton, table_of
+from chronicals.kernels.tensor_lists import CHUNK, Table, of_triton, table_of
 
 SIZE = 256
 """Elements that share a scale."""
 
-RANKS = {True: 127, False: 255}
-"""By whether a moment has a sign, the rank of a block's largest magnitude."""
+BLOCK = 2048
+"""Elements that four warps hold at a time."""
 
 LARGEST = {True: 64**2 * (7 * 127 - 6 * 64), False: 128**2 * (7 * 255 - 6 * 128)}
-"""What that rank stands for before it is scaled; both are fp32 numbers."""
+"""By whether a moment has a sign, what the rank of a block's largest magnitude stands for; both are fp32 numbers."""
 
 LEAST = 1e-30
 """A block whose largest magnitude is less counts as zeros."""

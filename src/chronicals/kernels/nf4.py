@@ -44,11 +44,8 @@ SMALLEST = 1e-38
 ELEMENTS = 1024
 """That a program quantizes."""
 
-TILE = 2048
-"""Elements dequantized at a time: 16 a thread, 8 bytes of codes."""
-
-TILES = 2
-"""That one program dequantizes, if blocks are no larger than a tile; what it computes once is shared by them."""
+TILE = 4096
+"""That one dequantizes: 32 a thread, whose codes are one load of 16 bytes."""
 
 
 @dataclass(frozen=True)
@@ -244,12 +241,11 @@ def _dequantize(
         scales = Scales(absmax, absmax2, code2, offset, block2)
         out.copy_(dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code))
     elif rows * columns:
-        nested, count = absmax2 is not None, rows * columns
-        blocks, tiles = max(1, TILE // block), TILES if block <= TILE else 1
-        _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks * tiles),)](
+        nested, count, blocks = absmax2 is not None, rows * columns, TILE // block
+        _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
             packed, absmax, *((absmax2, code2, offset) if nested else (absmax, absmax, absmax)), code_of(code, out.device), out,
             count, columns, out.stride(0), block2, nested, out.stride(0) == columns, columns % block == 0,
-            count % (tiles * blocks * block) == 0, tiles, blocks, block,
+            count % TILE == 0, blocks, block,
             enable_fp_fusion=False,  # a product and a sum are rounded one after the other
         )  # fmt: skip
 
@@ -258,23 +254,12 @@ def _dequantize(
 def _dequantize_kernel(
     packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr, count, columns, stride,
     BLOCK2: tl.constexpr, NESTED: tl.constexpr, DENSE: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
-    TILES: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """``WHOLE``: no block is in two rows. ``FULL``: each program has all its tiles, and nothing is masked."""
-    for tile in tl.static_range(TILES):
-        _dequantize_tile(
-            tl.program_id(0) * TILES + tile, packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr,
-            count, columns, stride, BLOCK2, NESTED, DENSE, WHOLE, FULL, BLOCKS, SIZE,
-        )  # fmt: skip
-
-
-@triton.jit
-def _dequantize_tile(
-    tile, packed_ptr, absmax_ptr, absmax2_ptr, code2_ptr, offset_ptr, code_ptr, out_ptr, count, columns, stride,
-    BLOCK2: tl.constexpr, NESTED: tl.constexpr, DENSE: tl.constexpr, WHOLE: tl.constexpr, FULL: tl.constexpr,
     BLOCKS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Blocks are counted in 32 bits, and elements from the tile's first one."""
+    """``WHOLE``: no block is in two rows. ``FULL``: each program has all its blocks, and nothing is masked. Blocks are counted
+    in 32 bits, and elements from the program's first one.
+    """
+    tile = tl.program_id(0)
     block, within = tile * BLOCKS + tl.arange(0, BLOCKS), tl.arange(0, BLOCKS) * SIZE
     start = tile.to(tl.int64) * (BLOCKS * SIZE)
     left = tl.minimum(tl.maximum(count - start, 0), BLOCKS * SIZE).to(tl.int32)
