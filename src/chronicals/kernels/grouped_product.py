@@ -1,0 +1,358 @@
+"""Products of rows sorted by expert with the weight of their expert, and the gradient of those weights.
+
+    y_s = x_s W[e_s]ᵀ + u_s B[e_s]ᵀ + b[e_s]          (rows; u and B are an adapter's, b a bias)
+    dW[e] = Σ_{s of e} a_sᵀ b_s                       (weight gradient; zeros where an expert has no rows)
+
+Rows of x may be those of tokens: row s is then ``order[s] // k``, so the k copies of a token never exist. dx = dy W is the first
+product with ``W.transpose(1, 2)``. Sums are fp32, each in one order; no atomics, no host synchronisation, no capacity.
+
+Floor of the first at S rows: ``2 · S · N · K`` FLOP; bytes in 16 bit: ``2 · (S · K + E · N · K + S · N)``. Tiles of an expert
+follow each other, so that its rows and its weight stay in the L2 cache.
+
+Shapes: S pairs of token and expert, E experts, K inputs, N outputs, R rank of an adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.expert_dispatch import Dispatch
+from chronicals.kernels.launch import (
+    multiplied_in,
+    multiprocessors,
+    next_power_of_2,
+    runs_in_16_bit,
+    shared_memory,
+    tl,
+    triton,
+)
+
+
+@dataclass(frozen=True)
+class ProductLaunch:
+    """How one of the two kernels runs.
+
+    Attributes:
+        columns: of a tile of the result; its rows are the dispatch's, or of a weight gradient ``rows``.
+        depth: of a step of the sum.
+        group: tiles along the rows whose columns are taken together.
+        persistent: as many programs as run at once, each of which takes tile after tile.
+        boxes: tiles whose rows lie together come from Hopper's copy engine.
+    """
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    group: int = 8
+    persistent: bool = False
+    boxes: bool = False
+    rows: int = 128
+
+
+class Adapted(NamedTuple):
+    """What an adapter adds to a product: ``u_SR B[e]ᵀ``, B ``[E, N, R]``."""
+
+    u_SR: Tensor
+    up_ENR: Tensor
+
+
+@triton.jit
+def _tile_of(number, tiles, columns, GROUP: tl.constexpr):
+    """Row and column of a tile: GROUP rows of tiles at once, column after column."""
+    group = number // (GROUP * columns)
+    first = group * GROUP
+    height = tl.minimum(tiles - first, GROUP)
+    within = number - group * GROUP * columns
+    return first + within % height, within // height
+
+
+@triton.jit
+def _product_kernel(
+    x_ptr, x_box, w_ptr, w_box, y_ptr, bias_ptr, u_ptr, up_ptr, order_ptr, bounds_ptr, tiles_ptr, tiles, width, depth, each,
+    x_stride, w_stride_e, w_stride_n, w_stride_k, y_stride, bias_stride, u_stride, up_stride_e, up_stride_n, up_stride_r,
+    EXPERTS: tl.constexpr, GATHERS: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, HELD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
+    BOXES: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """BOXES: of ``_boxes``; those of x and of w come from the copy engine, the others through pointers."""
+    columns = tl.cdiv(width, COLUMNS)
+    for number in range(tl.program_id(0), tiles * columns, tl.num_programs(0)):
+        tile, block = _tile_of(number, tiles, columns, GROUP)
+        expert = tl.load(tiles_ptr + tile)
+        if expert < EXPERTS:
+            first = tl.load(tiles_ptr + tiles + tile)
+            end = tl.load(bounds_ptr + expert + 1)
+            row = first + tl.arange(0, ROWS)
+            taken = tl.minimum(row, end - 1)  # rows beyond the end repeat the last one and are not stored
+            source = tl.load(order_ptr + taken) // each if GATHERS else taken
+            column = block * COLUMNS + tl.arange(0, COLUMNS)
+            held = tl.minimum(column, width - 1)
+            k = tl.arange(0, DEPTH)
+            x_at = x_ptr + source.to(tl.int64)[:, None] * x_stride + k[None, :]
+            w_at = w_ptr + expert.to(tl.int64) * w_stride_e + held.to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
+            total = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for step in range(0, depth, DEPTH):
+                if BOXES % 2:
+                    x = x_box.load([first, step])
+                elif WHOLE:
+                    x = tl.load(x_at)
+                else:
+                    x = tl.load(x_at, mask=(step + k < depth)[None, :], other=0.0)
+                if BOXES // 2 == 1:
+                    w = w_box.load([expert, block * COLUMNS, step]).reshape(COLUMNS, DEPTH).T
+                elif BOXES // 2 == 2:
+                    w = w_box.load([expert, step, block * COLUMNS]).reshape(DEPTH, COLUMNS)
+                elif WHOLE:
+                    w = tl.load(w_at)
+                else:
+                    w = tl.load(w_at, mask=(step + k < depth)[:, None], other=0.0)
+                total = tl.dot(x.to(KIND), w.to(KIND), total, input_precision="ieee")
+                x_at += DEPTH
+                w_at += DEPTH * w_stride_k
+            if RANK:
+                r = tl.arange(0, HELD)
+                u_at = u_ptr + taken.to(tl.int64)[:, None] * u_stride + r[None, :]
+                u = tl.load(u_at, mask=(r < RANK)[None, :], other=0.0)
+                up_at = up_ptr + expert.to(tl.int64) * up_stride_e + held[None, :] * up_stride_n + r[:, None] * up_stride_r
+                up = tl.load(up_at, mask=(r < RANK)[:, None], other=0.0)
+                total = tl.dot(u.to(KIND), up.to(KIND), total, input_precision="ieee")
+            if HAS_BIAS:
+                bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_stride + held)
+                total += bias.to(tl.float32)[None, :]
+            y_at = y_ptr + row.to(tl.int64)[:, None] * y_stride + column[None, :]
+            tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=(row < end)[:, None] & (column < width)[None, :])
+
+
+@triton.jit
+def _weight_gradient_kernel(
+    a_ptr, a_box, b_ptr, b_box, out_ptr, order_ptr, bounds_ptr, high, wide, each, a_stride, b_stride, out_stride_e, out_stride,
+    factor, GATHERS_A: tl.constexpr, GATHERS_B: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, GROUP: tl.constexpr, BOX: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    """BOX: "a" or "b" comes from the copy engine, or neither. Beyond the expert's end it holds rows of the next one, times the
+    zeros of the other."""
+    tiles, columns = tl.cdiv(high, ROWS), tl.cdiv(wide, COLUMNS)
+    expert = tl.program_id(0) // (tiles * columns)
+    tile, block = _tile_of(tl.program_id(0) % (tiles * columns), tiles, columns, GROUP)
+    begin, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
+    row, column = tile * ROWS + tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
+    of_a, of_b = tl.minimum(row, high - 1), tl.minimum(column, wide - 1)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for step in range(begin, end, DEPTH):
+        s = step + tl.arange(0, DEPTH)
+        inside = s < end
+        pair = tl.load(order_ptr + s, mask=inside, other=0) // each if GATHERS_A or GATHERS_B else s
+        s_a, s_b = pair if GATHERS_A else s, pair if GATHERS_B else s
+        if BOX == "a":
+            a = a_box.load([step, tile * ROWS])
+        else:
+            a = tl.load(a_ptr + s_a.to(tl.int64)[:, None] * a_stride + of_a[None, :], mask=inside[:, None], other=0.0)
+        if BOX == "b":
+            b = b_box.load([step, block * COLUMNS])
+        else:
+            b = tl.load(b_ptr + s_b.to(tl.int64)[:, None] * b_stride + of_b[None, :], mask=inside[:, None], other=0.0)
+        total = tl.dot(tl.trans(a.to(KIND)), b.to(KIND), total, input_precision="ieee")
+    at = out_ptr + expert.to(tl.int64) * out_stride_e + row.to(tl.int64)[:, None] * out_stride + column[None, :]
+    tl.store(at, (total * factor).to(out_ptr.dtype.element_ty), mask=(row < high)[:, None] & (column < wide)[None, :])
+
+
+def product_launch(rows: int, width: int, on: torch.device) -> ProductLaunch:
+    """Of ``_product_kernel``: tiles of ``rows`` rows, a result of ``width`` columns."""
+    columns = min(256 if rows == 128 else 128, max(16, next_power_of_2(width)))
+    if not _fits(rows, columns, 3, on):
+        columns = min(columns, 128)
+    stages = next((stages for stages in (4, 3, 2) if _fits(rows, columns, stages, on)), 1)
+    return ProductLaunch(columns, 64, 8 if rows * columns >= 128 * 256 else 4, stages)
+
+
+def weight_gradient_launch(high: int, wide: int, on: torch.device) -> ProductLaunch:
+    """Of ``_weight_gradient_kernel``."""
+    rows, columns = (min(most, max(16, next_power_of_2(size))) for size, most in ((high, 128), (wide, 256)))
+    if not _fits(rows, columns, 3, on):
+        columns = min(columns, 128)
+    stages = next((stages for stages in (4, 3, 2) if _fits(rows, columns, stages, on)), 1)
+    return ProductLaunch(columns, 64, 8 if rows * columns >= 128 * 256 else 4, stages, rows=rows)
+
+
+def _fits(rows: int, columns: int, stages: int, on: torch.device) -> bool:
+    """In 16 bit, in steps of 64, with a little for barriers."""
+    return stages * (rows + columns) * 64 * 2 + 4096 <= shared_memory(on) if on.type == "cuda" else True
+
+
+def _boxes(x: Tensor, w: Tensor, gathers: bool, launch: ProductLaunch, rows: int) -> tuple[Any, Any, int]:
+    """Descriptors of x and of W where the copy engine can fetch their tiles, and which: 1 for x, and 2 for a W whose K is
+    dense, 4 for one whose N is."""
+    if not launch.boxes:
+        return None, None, 0
+    of_x = _box(x, (rows, launch.depth)) if not gathers else None
+    dense_k = w.stride(2) == 1
+    of_w = _box(w, (1, launch.columns, launch.depth)) if dense_k else _box(w.transpose(1, 2), (1, launch.depth, launch.columns))
+    return of_x, of_w, (of_x is not None) + (0 if of_w is None else 2 if dense_k else 4)
+
+
+def _box(x: Tensor, shape: tuple[int, ...]) -> Any:
+    """None where its rows do not begin at multiples of 16 bytes."""
+    size = x.element_size()
+    if x.stride(-1) != 1 or any(stride * size % 16 for stride in x.stride()[:-1]) or x.data_ptr() % 16:
+        return None
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(shape))
+
+
+@torch.library.custom_op("chronicals::grouped_product", mutates_args=())
+def _product(
+    x: Tensor, w: Tensor, order: Tensor, bounds: Tensor, tiles: Tensor, each: int, rows: int, gathers: bool,
+    bias: Tensor | None, u: Tensor | None, up: Tensor | None,
+) -> Tensor:  # fmt: skip
+    launch = product_launch(rows, w.shape[1], x.device)
+    return launch_product(launch, x, w, Dispatch(order, order, bounds, tiles, each, rows), gathers, bias, u, up)
+
+
+@_product.register_fake
+def _(
+    x: Tensor, w: Tensor, order: Tensor, bounds: Tensor, tiles: Tensor, each: int, rows: int, gathers: bool,
+    bias: Tensor | None, u: Tensor | None, up: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return x.new_empty(len(order), w.shape[1])
+
+
+def launch_product(
+    launch: ProductLaunch, x: Tensor, w: Tensor, to: Dispatch, gathers: bool, bias: Tensor | None = None,
+    u: Tensor | None = None, up: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The first product by a launch of one's own; arguments as of ``grouped_product``."""
+    width, depth = w.shape[1:]
+    y = x.new_empty(len(to.order_S), width)
+    x_box, w_box, boxes = _boxes(x, w, gathers, launch, to.rows)
+    most = to.tiles.shape[1]
+    blocks = most * triton.cdiv(width, launch.columns)
+    grid = min(blocks, multiprocessors(x.device)) if launch.persistent else blocks
+    rank = 0 if up is None else up.shape[2]
+    _product_kernel[(grid,)](
+        x, x_box, w, w_box, y, bias, u, up, to.order_S, to.bounds, to.tiles, most, width, depth, to.each, x.stride(0),
+        *w.stride(), y.stride(0), 0 if bias is None else bias.stride(0), 0 if u is None else u.stride(0),
+        *((0, 0, 0) if up is None else up.stride()), to.experts, gathers, bias is not None, rank,
+        max(16, next_power_of_2(rank)), to.rows, launch.columns, launch.depth, launch.group, depth % launch.depth == 0,
+        boxes, multiplied_in(x.dtype), num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return y
+
+
+@torch.library.custom_op("chronicals::grouped_weight_gradient", mutates_args=())
+def _weight_gradient(
+    a: Tensor, b: Tensor, order: Tensor, bounds: Tensor, each: int, gathers: int, factor: float, dtype: torch.dtype
+) -> Tensor:
+    launch = weight_gradient_launch(a.shape[1], b.shape[1], a.device)
+    return launch_weight_gradient(launch, a, b, Dispatch(order, order, bounds, bounds, each, 0), gathers, factor, dtype)
+
+
+@_weight_gradient.register_fake
+def _(
+    a: Tensor, b: Tensor, order: Tensor, bounds: Tensor, each: int, gathers: int, factor: float, dtype: torch.dtype
+) -> Tensor:
+    return a.new_empty(len(bounds) - 1, a.shape[1], b.shape[1], dtype=dtype)
+
+
+NEITHER, FIRST, SECOND = range(3)
+"""Which operand of a weight gradient has the rows of tokens."""
+
+
+def launch_weight_gradient(
+    launch: ProductLaunch, a: Tensor, b: Tensor, to: Dispatch, gathers: int, factor: float, dtype: torch.dtype
+) -> Tensor:
+    """The second product by a launch of one's own; arguments as of ``grouped_weight_gradient``."""
+    high, wide = a.shape[1], b.shape[1]
+    out = a.new_empty(to.experts, high, wide, dtype=dtype)
+    box = "" if not launch.boxes else "a" if gathers == SECOND else "b" if gathers == FIRST else ""
+    a_box = _box(a, (launch.depth, launch.rows)) if box == "a" else None
+    b_box = _box(b, (launch.depth, launch.columns)) if box == "b" else None
+    box = box if a_box is not None or b_box is not None else ""
+    grid = to.experts * triton.cdiv(high, launch.rows) * triton.cdiv(wide, launch.columns)
+    _weight_gradient_kernel[(grid,)](
+        a, a_box, b, b_box, out, to.order_S, to.bounds, high, wide, to.each, a.stride(0), b.stride(0), out.stride(0),
+        out.stride(1), factor, gathers == FIRST, gathers == SECOND, launch.rows, launch.columns, launch.depth, launch.group,
+        box, multiplied_in(a.dtype), num_warps=launch.warps, num_stages=launch.stages,
+    )  # fmt: skip
+    return out
+
+
+def grouped_product(
+    x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool = False, bias: Tensor | None = None, adapted: Adapted | None = None
+) -> Tensor:
+    """``[S, N]``: rows times the weight of their expert.
+
+    Args:
+        x: ``[S, K]`` sorted by expert; ``[T, K]`` where ``of_tokens``.
+        weight: ``[E, N, K]``, of any strides of which one of N and K is 1.
+        bias: ``[E, N]``.
+        adapted: added to it.
+    """
+    _check(x, weight, to, of_tokens)
+    u, up = (None, None) if adapted is None else adapted
+    given = [tensor for tensor in (bias, u) if tensor is not None]
+    dense = 1 in weight.stride()[1:] and (up is None or up.dtype == x.dtype) and weight.dtype == x.dtype
+    if len(to.order_S) and dense and runs_in_16_bit(x, *given):
+        return _product(x, weight, to.order_S, to.bounds, to.tiles, to.each, to.rows, of_tokens, bias, u, up)
+    return grouped_product_reference(x, weight, to, of_tokens, bias, adapted)
+
+
+def grouped_weight_gradient(
+    a: Tensor, b: Tensor, to: Dispatch, of_tokens: int = NEITHER, factor: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``factor · Σ_s a_sᵀ b_s`` over the rows of each expert, ``[E, A, B]``.
+
+    Args:
+        a, b: ``[S, A]`` and ``[S, B]`` sorted by expert; of one of them, by ``of_tokens``, ``[T, ·]``.
+        dtype: of the result; theirs by default.
+    """
+    dtype = dtype or a.dtype
+    if len(to.order_S) and runs_in_16_bit(a, b):
+        return _weight_gradient(a, b, to.order_S, to.bounds, to.each, of_tokens, factor, dtype)
+    return grouped_weight_gradient_reference(a, b, to, of_tokens, factor, dtype)
+
+
+def _check(x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool) -> None:
+    rows = len(to.order_S) // to.each if of_tokens else len(to.order_S)
+    if x.ndim != 2 or weight.ndim != 3 or x.shape != (rows, weight.shape[2]) or len(weight) != to.experts:
+        raise ValueError(
+            f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [{rows}, K] and [{to.experts}, N, K]"
+        )
+
+
+def _rows(x: Tensor, to: Dispatch, of_tokens: bool) -> Tensor:
+    return x[to.order_S.long() // to.each] if of_tokens else x
+
+
+def grouped_product_reference(
+    x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool = False, bias: Tensor | None = None, adapted: Adapted | None = None
+) -> Tensor:
+    """One product an expert, whose numbers of rows the host reads."""
+    bounds, rows = to.bounds.tolist(), _rows(x, to, of_tokens)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    y = x.new_empty(len(rows), weight.shape[1])
+    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+        if begin == end:
+            continue
+        total = rows[begin:end].to(wide) @ weight[expert].to(wide).t()
+        if adapted is not None:
+            total += adapted.u_SR[begin:end].to(wide) @ adapted.up_ENR[expert].to(wide).t()
+        y[begin:end] = total if bias is None else total + bias[expert]
+    return y
+
+
+def grouped_weight_gradient_reference(
+    a: Tensor, b: Tensor, to: Dispatch, of_tokens: int = NEITHER, factor: float = 1.0, dtype: torch.dtype | None = None
+) -> Tensor:
+    a, b, bounds = _rows(a, to, of_tokens == FIRST), _rows(b, to, of_tokens == SECOND), to.bounds.tolist()
+    wide = torch.promote_types(a.dtype, torch.float32)
+    out = a.new_zeros(to.experts, a.shape[1], b.shape[1], dtype=dtype or a.dtype)
+    for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
+        if begin < end:
+            out[expert] = factor * (a[begin:end].to(wide).t() @ b[begin:end].to(wide))
+    return out

@@ -1,0 +1,193 @@
+"""Grouped products and weight gradients against products expert by expert."""
+
+import pytest
+import torch
+
+from chronicals.kernels import grouped_product as module
+from chronicals.kernels.expert_dispatch import Dispatch, dispatch_reference, dispatch_to_experts
+from chronicals.kernels.grouped_product import (
+    FIRST,
+    NEITHER,
+    SECOND,
+    Adapted,
+    grouped_product_reference,
+    grouped_weight_gradient_reference,
+    launch_product,
+    launch_weight_gradient,
+    product_launch,
+    weight_gradient_launch,
+)
+from mutants import mutant
+from test_expert_dispatch import drawn
+
+CASES = [(1, 1, 1, 16, 16), (37, 2, 4, 40, 24), (67, 3, 8, 130, 70), (150, 2, 3, 72, 300), (20, 4, 16, 64, 128)]
+"""Tokens, experts of a token, experts, inputs, outputs."""
+
+
+def to_low_tiles(tokens, each, experts, device):
+    """So that an expert has several tiles."""
+    experts_Tk = drawn(tokens, each, experts, device)
+    return Dispatch(*dispatch_reference(experts_Tk.reshape(-1), experts, 16), each, 16)
+
+
+def compare(ours, plain, draw):
+    """The interpreter's sums are numpy's, in another order than torch's."""
+    inputs = draw()
+    exact = plain(*(x.double() for x in inputs))
+    got = ours(*inputs).double()
+    assert got.shape == exact.shape
+    eps = torch.finfo(inputs[0].dtype).eps
+    plain_error = (plain(*inputs).double() - exact).norm()
+    assert (got - exact).norm() <= max(1.5 * plain_error, 16 * torch.finfo(torch.float32).eps * exact.norm(), eps * exact.norm())
+
+
+def tensors(dtype, device, *shapes):
+    return lambda: [torch.randn(*shape, device=device).to(dtype) for shape in shapes]
+
+
+TYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("of_tokens", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_times_their_expert(case, of_tokens, dtype, device):
+    tokens, each, experts, inputs, outputs = case
+    to = to_low_tiles(tokens, each, experts, device)
+    rows = tokens if of_tokens else len(to.order_S)
+    for shape in ((experts, outputs, inputs), (experts, inputs, outputs)):  # stored as [out, in], and transposed
+
+        def by(function, shape=shape):
+            return lambda x, w, b: function(x, w if shape[1] == outputs and shape[2] == inputs else w.mT, to, of_tokens, b)
+
+        draw = tensors(dtype, device, (rows, inputs), shape, (experts, outputs))
+        compare(by(module.grouped_product), by(grouped_product_reference), draw)
+
+
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("rank", [1, 8, 16, 40])
+def test_what_an_adapter_adds(rank, dtype, device):
+    tokens, each, experts, inputs, outputs = CASES[2]
+    to = to_low_tiles(tokens, each, experts, device)
+
+    def by(function):
+        return lambda x, w, u, up: function(x, w, to, True, None, Adapted(u, up))
+
+    shapes = (tokens, inputs), (experts, outputs, inputs), (len(to.order_S), rank), (experts, outputs, rank)
+    compare(by(module.grouped_product), by(grouped_product_reference), tensors(dtype, device, *shapes))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("of_tokens", [NEITHER, FIRST, SECOND])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_weight_gradient(case, of_tokens, dtype, device):
+    tokens, each, experts, inputs, outputs = case
+    to = to_low_tiles(tokens, each, experts, device)
+    rows = [tokens if of_tokens == which else len(to.order_S) for which in (FIRST, SECOND)]
+
+    def by(function):
+        return lambda a, b: function(a, b, to, of_tokens, 0.5)
+
+    draw = tensors(dtype, device, (rows[0], outputs), (rows[1], inputs))
+    compare(by(module.grouped_weight_gradient), by(grouped_weight_gradient_reference), draw)
+
+
+def test_the_reference_is_a_sum_over_pairs():
+    tokens, each, experts, inputs, outputs = CASES[1]
+    experts_Tk = drawn(tokens, each, experts, "cpu")
+    to = dispatch_to_experts(experts_Tk, experts)
+    x, w = torch.randn(tokens, inputs).double(), torch.randn(experts, outputs, inputs).double()
+    expected = torch.einsum("tk,tjnk->tjn", x, w[experts_Tk]).flatten(0, 1)
+    got = grouped_product_reference(x, w, to, of_tokens=True)[to.places_S.long()]
+    torch.testing.assert_close(got, expected)
+    dy = torch.randn(tokens * each, outputs).double()
+    chosen = torch.nn.functional.one_hot(experts_Tk.flatten(), experts).double()
+    dw = torch.einsum("se,sn,sk->enk", chosen, dy, x.repeat_interleave(each, 0))
+    torch.testing.assert_close(grouped_weight_gradient_reference(dy[to.order_S.long()], x, to, SECOND), dw)
+
+
+def test_experts_without_rows_have_no_gradient(device):
+    to = dispatch_to_experts(torch.full((9, 1), 2, device=device), 4)
+    a, b = (torch.randn(9, 16, device=device).bfloat16() for _ in range(2))
+    got = module.grouped_weight_gradient(a, b, to)
+    assert not got[[0, 1, 3]].any() and got[2].any()
+
+
+def test_no_tokens(device):
+    to = dispatch_to_experts(torch.zeros(0, 2, dtype=torch.int64, device=device), 3)
+    x, w = torch.zeros(0, 8, device=device), torch.randn(3, 5, 8, device=device)
+    assert module.grouped_product(x, w, to, of_tokens=True).shape == (0, 5)
+    assert not module.grouped_weight_gradient(x, x, to).any()
+
+
+def test_strided_rows(device):
+    to = to_low_tiles(37, 2, 4, device)
+    wide, w = torch.randn(74, 50, device=device), torch.randn(4, 24, 40, device=device)
+    x = wide[:, 8:48]
+    torch.testing.assert_close(module.grouped_product(x, w, to), grouped_product_reference(x, w, to), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("boxes", [False, True])
+@pytest.mark.parametrize("persistent", [False, True])
+def test_every_launch_gives_the_same(persistent, boxes, device):
+    """Widths that fill no tile, in tiles of both kinds."""
+    kind = torch.float32 if device.type == "cpu" else torch.bfloat16
+    to = to_low_tiles(70, 2, 4, device)
+    x, u = (torch.randn(*shape, device=device).to(kind) for shape in ((140, 96), (140, 48)))
+    w = torch.randn(4, 48, 96, device=device).to(kind)
+    launch = module.ProductLaunch(32, 32, 4, 2, 2, persistent, boxes, 32)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if kind == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    for weight in (w, w.mT.contiguous().mT):
+        got = launch_product(launch, x, weight, to, False)
+        torch.testing.assert_close(got, grouped_product_reference(x, weight, to), **tolerance)
+    tokens = x[:70].contiguous()
+    for a, b, which in ((u, tokens, SECOND), (tokens, u, FIRST)):
+        got = launch_weight_gradient(launch, a, b, to, which, 1.0, kind)
+        torch.testing.assert_close(got, grouped_weight_gradient_reference(a, b, to, which), **tolerance)
+
+
+def test_launches_fit_the_card(monkeypatch):
+    monkeypatch.setattr(module, "shared_memory", lambda _: 99 << 10)
+    card = torch.device("cuda", 0)
+    for launch, rows in ((product_launch(128, 1536, card), 128), (weight_gradient_launch(1536, 2048, card), 128)):
+        assert launch.stages >= 2 and launch.stages * (rows + launch.columns) * launch.depth * 2 <= 99 << 10
+
+
+def test_other_shapes_are_refused():
+    to = dispatch_to_experts(torch.zeros(4, 2, dtype=torch.int64), 3)
+    with pytest.raises(ValueError, match=r"expected \[8, K\] and \[3, N, K\]"):
+        module.grouped_product(torch.randn(4, 8), torch.randn(3, 5, 8), to)
+
+
+MUTATIONS = {
+    "one weight for all": ("w_ptr + expert.to(tl.int64) * w_stride_e", "w_ptr + 0 * w_stride_e"),
+    "the adapter of the first expert": ("up_ptr + expert.to(tl.int64) * up_stride_e", "up_ptr + 0 * up_stride_e"),
+    "no factor": ("(total * factor)", "total"),
+    "bias of the first expert": ("bias_ptr + expert.to(tl.int64) * bias_stride", "bias_ptr + 0 * bias_stride"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_faults_are_found(name, device):
+    wrong = mutant(module, *MUTATIONS[name])
+    to = to_low_tiles(37, 2, 4, device)
+    kind = torch.float32 if device.type == "cpu" else torch.bfloat16
+    x, w, u, up, bias = (
+        torch.randn(*shape, device=device).to(kind) for shape in ((37, 40), (4, 24, 40), (74, 8), (4, 24, 8), (4, 24))
+    )
+    results = [
+        (of.grouped_product(x, w, to, True, bias, of.Adapted(u, up)), of.grouped_weight_gradient(u, x, to, SECOND, 0.5))
+        for of in (module, wrong)
+    ]
+    assert any(not torch.allclose(one, other, rtol=1e-2, atol=1e-2) for one, other in zip(*results))
+
+
+def test_rows_of_another_expert_do_not_count(device):
+    """What follows an expert's last row in the step of a weight gradient is not its own."""
+    wrong = mutant(module, "inside = s < end", "inside = s < s + 1")
+    to = to_low_tiles(37, 2, 4, device)
+    kind = torch.float32 if device.type == "cpu" else torch.bfloat16
+    u = torch.randn(200, 8, device=device).to(kind)[:74]
+    got = [of.grouped_weight_gradient(u, u, to) for of in (module, wrong)]
+    expected = grouped_weight_gradient_reference(u, u, to)
+    assert torch.allclose(got[0], expected, rtol=2e-2, atol=2e-2) and not torch.allclose(got[1], expected, rtol=2e-2, atol=2e-2)
