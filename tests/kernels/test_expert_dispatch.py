@@ -65,7 +65,7 @@ def test_planted_faults_are_found(name, device):
     if "blocks" in name:
         experts_Tk = experts_Tk.repeat(80, 1)  # more blocks than are summed at once
     got = wrong.dispatch_to_experts(experts_Tk, CASES[-1][2])
-    order, places, bounds, tiles = dispatch_reference(experts_Tk.reshape(-1), CASES[-1][2], got.rows)
+    _, places, _, tiles = dispatch_reference(experts_Tk.reshape(-1), CASES[-1][2], got.rows)
     used = tiles[0] < CASES[-1][2]
     same = torch.equal(got.places_S, places) and torch.equal(got.tiles[1][used], tiles[1][used])
     assert not same

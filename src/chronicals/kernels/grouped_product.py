@@ -1,10 +1,10 @@
 """Products of rows sorted by expert with the weight of their expert, and the gradient of those weights.
 
-    y_s = x_s W[e_s]ᵀ + u_s B[e_s]ᵀ + b[e_s]          (rows; u and B are an adapter's, b a bias)
-    dW[e] = Σ_{s of e} a_sᵀ b_s                       (weight gradient; zeros where an expert has no rows)
+    y_s = c · x_s W[e_s]ᵀ + u_s B[e_s]ᵀ + b[e_s]      (rows; u and B are an adapter's, b a bias, c a factor)
+    dW[e] = c · Σ_{s of e} a_sᵀ b_s                   (weight gradient; zeros where an expert has no rows)
 
-Rows of x may be those of tokens: row s is then ``order[s] // k``, so the k copies of a token never exist. dx = dy W is the first
-product with ``W.transpose(1, 2)``. Sums are fp32, each in one order; no atomics, no host synchronisation, no capacity.
+Rows of x may be those of tokens: row s is then ``order[s] // k``, so the k copies of a token never exist. dx = dy W is the
+first product with ``W.transpose(1, 2)``. Sums are fp32, each in one order; no atomics, no host synchronisation, no capacity.
 
 Floor of the first at S rows: ``2 · S · N · K`` FLOP; bytes in 16 bit: ``2 · (S · K + E · N · K + S · N)``. Tiles of an expert
 follow each other, so that its rows and its weight stay in the L2 cache.
@@ -75,31 +75,31 @@ def _tile_of(number, tiles, columns, GROUP: tl.constexpr):
 def _product_kernel(
     x_ptr, x_box, w_ptr, w_box, y_ptr, bias_ptr, u_ptr, up_ptr, order_ptr, bounds_ptr, tiles_ptr, tiles, width, depth, each,
     x_stride, w_stride_e, w_stride_n, w_stride_k, y_stride, bias_stride, u_stride, up_stride_e, up_stride_n, up_stride_r,
-    EXPERTS: tl.constexpr, GATHERS: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, HELD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE: tl.constexpr,
-    BOXES: tl.constexpr, KIND: tl.constexpr,
+    factor, experts, GATHERS: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, HELD: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE_DEPTH: tl.constexpr,
+    WHOLE_COLUMNS: tl.constexpr, BOXES: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """BOXES: of ``_boxes``; those of x and of w come from the copy engine, the others through pointers."""
     columns = tl.cdiv(width, COLUMNS)
     for number in range(tl.program_id(0), tiles * columns, tl.num_programs(0)):
         tile, block = _tile_of(number, tiles, columns, GROUP)
         expert = tl.load(tiles_ptr + tile)
-        if expert < EXPERTS:
+        if expert < experts:
             first = tl.load(tiles_ptr + tiles + tile)
             end = tl.load(bounds_ptr + expert + 1)
             row = first + tl.arange(0, ROWS)
             taken = tl.minimum(row, end - 1)  # rows beyond the end repeat the last one and are not stored
             source = tl.load(order_ptr + taken) // each if GATHERS else taken
             column = block * COLUMNS + tl.arange(0, COLUMNS)
-            held = tl.minimum(column, width - 1)
             k = tl.arange(0, DEPTH)
             x_at = x_ptr + source.to(tl.int64)[:, None] * x_stride + k[None, :]
-            w_at = w_ptr + expert.to(tl.int64) * w_stride_e + held.to(tl.int64)[None, :] * w_stride_n + k[:, None] * w_stride_k
+            w_at = w_ptr + expert.to(tl.int64) * w_stride_e + column.to(tl.int64)[None, :] * w_stride_n
+            w_at += k[:, None] * w_stride_k
             total = tl.zeros((ROWS, COLUMNS), tl.float32)
             for step in range(0, depth, DEPTH):
                 if BOXES % 2:
                     x = x_box.load([first, step])
-                elif WHOLE:
+                elif WHOLE_DEPTH:
                     x = tl.load(x_at)
                 else:
                     x = tl.load(x_at, mask=(step + k < depth)[None, :], other=0.0)
@@ -107,22 +107,23 @@ def _product_kernel(
                     w = w_box.load([expert, block * COLUMNS, step]).reshape(COLUMNS, DEPTH).T
                 elif BOXES // 2 == 2:
                     w = w_box.load([expert, step, block * COLUMNS]).reshape(DEPTH, COLUMNS)
-                elif WHOLE:
+                elif WHOLE_DEPTH and WHOLE_COLUMNS:
                     w = tl.load(w_at)
                 else:
-                    w = tl.load(w_at, mask=(step + k < depth)[:, None], other=0.0)
+                    w = tl.load(w_at, mask=(step + k < depth)[:, None] & (column < width)[None, :], other=0.0)
                 total = tl.dot(x.to(KIND), w.to(KIND), total, input_precision="ieee")
                 x_at += DEPTH
                 w_at += DEPTH * w_stride_k
+            total *= factor
             if RANK:
                 r = tl.arange(0, HELD)
                 u_at = u_ptr + taken.to(tl.int64)[:, None] * u_stride + r[None, :]
                 u = tl.load(u_at, mask=(r < RANK)[None, :], other=0.0)
-                up_at = up_ptr + expert.to(tl.int64) * up_stride_e + held[None, :] * up_stride_n + r[:, None] * up_stride_r
-                up = tl.load(up_at, mask=(r < RANK)[:, None], other=0.0)
+                up_at = up_ptr + expert.to(tl.int64) * up_stride_e + column[None, :] * up_stride_n + r[:, None] * up_stride_r
+                up = tl.load(up_at, mask=(r < RANK)[:, None] & (column < width)[None, :], other=0.0)
                 total = tl.dot(u.to(KIND), up.to(KIND), total, input_precision="ieee")
             if HAS_BIAS:
-                bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_stride + held)
+                bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_stride + column, mask=column < width, other=0.0)
                 total += bias.to(tl.float32)[None, :]
             y_at = y_ptr + row.to(tl.int64)[:, None] * y_stride + column[None, :]
             tl.store(y_at, total.to(y_ptr.dtype.element_ty), mask=(row < end)[:, None] & (column < width)[None, :])
@@ -141,21 +142,22 @@ def _weight_gradient_kernel(
     tile, block = _tile_of(tl.program_id(0) % (tiles * columns), tiles, columns, GROUP)
     begin, end = tl.load(bounds_ptr + expert), tl.load(bounds_ptr + expert + 1)
     row, column = tile * ROWS + tl.arange(0, ROWS), block * COLUMNS + tl.arange(0, COLUMNS)
-    of_a, of_b = tl.minimum(row, high - 1), tl.minimum(column, wide - 1)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for step in range(begin, end, DEPTH):
         s = step + tl.arange(0, DEPTH)
         inside = s < end
-        pair = tl.load(order_ptr + s, mask=inside, other=0) // each if GATHERS_A or GATHERS_B else s
-        s_a, s_b = pair if GATHERS_A else s, pair if GATHERS_B else s
+        token = tl.load(order_ptr + s, mask=inside, other=0) // each if GATHERS_A or GATHERS_B else s
+        s_a, s_b = token if GATHERS_A else s, token if GATHERS_B else s
         if BOX == "a":
             a = a_box.load([step, tile * ROWS])
         else:
-            a = tl.load(a_ptr + s_a.to(tl.int64)[:, None] * a_stride + of_a[None, :], mask=inside[:, None], other=0.0)
+            a_at = a_ptr + s_a.to(tl.int64)[:, None] * a_stride + row[None, :]
+            a = tl.load(a_at, mask=inside[:, None] & (row < high)[None, :], other=0.0)
         if BOX == "b":
             b = b_box.load([step, block * COLUMNS])
         else:
-            b = tl.load(b_ptr + s_b.to(tl.int64)[:, None] * b_stride + of_b[None, :], mask=inside[:, None], other=0.0)
+            b_at = b_ptr + s_b.to(tl.int64)[:, None] * b_stride + column[None, :]
+            b = tl.load(b_at, mask=inside[:, None] & (column < wide)[None, :], other=0.0)
         total = tl.dot(tl.trans(a.to(KIND)), b.to(KIND), total, input_precision="ieee")
     at = out_ptr + expert.to(tl.int64) * out_stride_e + row.to(tl.int64)[:, None] * out_stride + column[None, :]
     tl.store(at, (total * factor).to(out_ptr.dtype.element_ty), mask=(row < high)[:, None] & (column < wide)[None, :])
@@ -208,23 +210,23 @@ def _box(x: Tensor, shape: tuple[int, ...]) -> Any:
 @torch.library.custom_op("chronicals::grouped_product", mutates_args=())
 def _product(
     x: Tensor, w: Tensor, order: Tensor, bounds: Tensor, tiles: Tensor, each: int, rows: int, gathers: bool,
-    bias: Tensor | None, u: Tensor | None, up: Tensor | None,
+    bias: Tensor | None, u: Tensor | None, up: Tensor | None, factor: float,
 ) -> Tensor:  # fmt: skip
     launch = product_launch(rows, w.shape[1], x.device)
-    return launch_product(launch, x, w, Dispatch(order, order, bounds, tiles, each, rows), gathers, bias, u, up)
+    return launch_product(launch, x, w, Dispatch(order, order, bounds, tiles, each, rows), gathers, bias, u, up, factor)
 
 
 @_product.register_fake
 def _(
     x: Tensor, w: Tensor, order: Tensor, bounds: Tensor, tiles: Tensor, each: int, rows: int, gathers: bool,
-    bias: Tensor | None, u: Tensor | None, up: Tensor | None,
+    bias: Tensor | None, u: Tensor | None, up: Tensor | None, factor: float,
 ) -> Tensor:  # fmt: skip
     return x.new_empty(len(order), w.shape[1])
 
 
 def launch_product(
     launch: ProductLaunch, x: Tensor, w: Tensor, to: Dispatch, gathers: bool, bias: Tensor | None = None,
-    u: Tensor | None = None, up: Tensor | None = None,
+    u: Tensor | None = None, up: Tensor | None = None, factor: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """The first product by a launch of one's own; arguments as of ``grouped_product``."""
     width, depth = w.shape[1:]
@@ -237,9 +239,9 @@ def launch_product(
     _product_kernel[(grid,)](
         x, x_box, w, w_box, y, bias, u, up, to.order_S, to.bounds, to.tiles, most, width, depth, to.each, x.stride(0),
         *w.stride(), y.stride(0), 0 if bias is None else bias.stride(0), 0 if u is None else u.stride(0),
-        *((0, 0, 0) if up is None else up.stride()), to.experts, gathers, bias is not None, rank,
+        *((0, 0, 0) if up is None else up.stride()), factor, to.experts, gathers, bias is not None, rank,
         max(16, next_power_of_2(rank)), to.rows, launch.columns, launch.depth, launch.group, depth % launch.depth == 0,
-        boxes, multiplied_in(x.dtype), num_warps=launch.warps, num_stages=launch.stages,
+        width % launch.columns == 0, boxes, multiplied_in(x.dtype), num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return y
 
@@ -283,8 +285,9 @@ def launch_weight_gradient(
 
 
 def grouped_product(
-    x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool = False, bias: Tensor | None = None, adapted: Adapted | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool = False, bias: Tensor | None = None,
+    adapted: Adapted | None = None, factor: float = 1.0,
+) -> Tensor:  # fmt: skip
     """``[S, N]``: rows times the weight of their expert.
 
     Args:
@@ -292,14 +295,15 @@ def grouped_product(
         weight: ``[E, N, K]``, of any strides of which one of N and K is 1.
         bias: ``[E, N]``.
         adapted: added to it.
+        factor: of the product alone.
     """
     _check(x, weight, to, of_tokens)
     u, up = (None, None) if adapted is None else adapted
     given = [tensor for tensor in (bias, u) if tensor is not None]
     dense = 1 in weight.stride()[1:] and (up is None or up.dtype == x.dtype) and weight.dtype == x.dtype
     if len(to.order_S) and dense and runs_in_16_bit(x, *given):
-        return _product(x, weight, to.order_S, to.bounds, to.tiles, to.each, to.rows, of_tokens, bias, u, up)
-    return grouped_product_reference(x, weight, to, of_tokens, bias, adapted)
+        return _product(x, weight, to.order_S, to.bounds, to.tiles, to.each, to.rows, of_tokens, bias, u, up, factor)
+    return grouped_product_reference(x, weight, to, of_tokens, bias, adapted, factor)
 
 
 def grouped_weight_gradient(
@@ -320,9 +324,7 @@ def grouped_weight_gradient(
 def _check(x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool) -> None:
     rows = len(to.order_S) // to.each if of_tokens else len(to.order_S)
     if x.ndim != 2 or weight.ndim != 3 or x.shape != (rows, weight.shape[2]) or len(weight) != to.experts:
-        raise ValueError(
-            f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [{rows}, K] and [{to.experts}, N, K]"
-        )
+        raise ValueError(f"x is {tuple(x.shape)}, weight {tuple(weight.shape)}: expected [{rows}, K] and [{to.experts}, N, K]")
 
 
 def _rows(x: Tensor, to: Dispatch, of_tokens: bool) -> Tensor:
@@ -330,8 +332,9 @@ def _rows(x: Tensor, to: Dispatch, of_tokens: bool) -> Tensor:
 
 
 def grouped_product_reference(
-    x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool = False, bias: Tensor | None = None, adapted: Adapted | None = None
-) -> Tensor:
+    x: Tensor, weight: Tensor, to: Dispatch, of_tokens: bool = False, bias: Tensor | None = None,
+    adapted: Adapted | None = None, factor: float = 1.0,
+) -> Tensor:  # fmt: skip
     """One product an expert, whose numbers of rows the host reads."""
     bounds, rows = to.bounds.tolist(), _rows(x, to, of_tokens)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -339,7 +342,7 @@ def grouped_product_reference(
     for expert, (begin, end) in enumerate(zip(bounds, bounds[1:])):
         if begin == end:
             continue
-        total = rows[begin:end].to(wide) @ weight[expert].to(wide).t()
+        total = factor * (rows[begin:end].to(wide) @ weight[expert].to(wide).t())
         if adapted is not None:
             total += adapted.u_SR[begin:end].to(wide) @ adapted.up_ENR[expert].to(wide).t()
         y[begin:end] = total if bias is None else total + bias[expert]

@@ -1,0 +1,359 @@
+"""Products of experts on a card: errors, TFLOP/s of every launch, and a whole layer, beside transformers' ways.
+
+    python benchmarks/grouped_products.py OUTPUT.json [--commit HASH] [--shapes NAME ...] [--samples N]
+
+First the errors against fp64, expert by expert, of ours and of transformers' grouped_mm, on few tokens of each shape. Then for
+each of the six products of a layer the median of several calls, by launch, beside torch's grouped product; then the kernels
+between them as shares of the copy rate; then the whole layer, forward and backward, beside grouped_mm and the loop over
+experts. Routing is random and uneven. All samples in the file; tables last. A launch that does not run is a line of the table.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+from chronicals.kernels.compilation import can_compile_only, compiling_only
+from chronicals.kernels.expert_combine import expert_combine
+from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
+from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
+from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
+from chronicals.kernels.grouped_product import (
+    FIRST,
+    SECOND,
+    ProductLaunch,
+    launch_product,
+    launch_weight_gradient,
+    product_launch,
+    weight_gradient_launch,
+)
+
+SHAPES = {
+    "qwen3-30b-a3b": (32768, 128, 8, 2048, 768),
+    "olmoe-1b-7b": (8192, 64, 8, 2048, 1024),
+    "mixtral-8x7b": (8192, 8, 2, 4096, 14336),
+    "gpt-oss-20b": (16384, 32, 4, 2880, 2880),
+}
+"""Tokens, experts, experts of a token, model width, inner width."""
+
+FEW = 2048
+"""Tokens on which errors are found: enough for tiles of the height that many tokens have."""
+
+KIND = torch.bfloat16
+
+
+def products() -> dict[str, ProductLaunch]:
+    """Launches of a product that are tried: columns, depth, warps, stages, group, persistent, boxes."""
+    tried = [
+        (256, 64, 8, 3, 8, False, False), (256, 64, 8, 4, 8, False, False), (256, 64, 8, 3, 8, False, True),
+        (256, 64, 8, 4, 8, False, True), (256, 64, 8, 4, 8, True, True), (256, 64, 8, 4, 16, False, True),
+        (256, 64, 8, 4, 4, False, True), (128, 64, 4, 4, 8, False, False), (128, 64, 4, 3, 8, False, True),
+        (128, 64, 8, 4, 8, False, True), (128, 64, 8, 3, 8, False, False), (128, 128, 8, 3, 8, False, True),
+    ]  # fmt: skip
+    return {name(launch): launch for launch in (ProductLaunch(*given) for given in tried)}
+
+
+def gradients() -> dict[str, ProductLaunch]:
+    """Of a weight gradient: rows too."""
+    tried = [
+        (256, 64, 8, 3, 8, False, False, 128), (256, 64, 8, 4, 8, False, False, 128), (256, 64, 8, 5, 8, False, False, 128),
+        (256, 64, 8, 4, 8, False, True, 128), (256, 64, 8, 5, 8, False, True, 128), (128, 64, 8, 4, 8, False, True, 256),
+        (128, 64, 8, 4, 8, False, False, 256), (128, 64, 4, 4, 8, False, False, 128), (128, 64, 4, 5, 8, False, True, 128),
+        (128, 64, 8, 5, 8, False, False, 128), (128, 128, 8, 3, 8, False, False, 128), (256, 32, 8, 6, 8, False, True, 128),
+    ]  # fmt: skip
+    return {name(launch): launch for launch in (ProductLaunch(*given) for given in tried)}
+
+
+def name(of: ProductLaunch) -> str:
+    words = [f"{of.rows}x{of.columns}x{of.depth}", f"w{of.warps}", f"s{of.stages}", f"g{of.group}"]
+    return " ".join(words + ["persistent"] * of.persistent + ["boxes"] * of.boxes)
+
+
+def random(*shape: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(*shape, device="cuda", dtype=KIND) * scale).requires_grad_()
+
+
+def routed(tokens: int, experts: int, each: int) -> tuple[Tensor, Tensor]:
+    """Experts and shares ``[T, k]``; some experts are chosen three times as often as others."""
+    scores = torch.randn(tokens, experts, device="cuda") + 0.5 * torch.randn(experts, device="cuda")
+    shares, chosen = scores.softmax(1).topk(each, 1)
+    return chosen, (shares / shares.sum(1, keepdim=True)).to(KIND)
+
+
+def median(call: Callable[[], object], samples: int) -> list[float]:
+    """Milliseconds of each call; the device is busy before it."""
+    for _ in range(2):
+        call()
+    found = []
+    for _ in range(samples):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(2_000_000)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end))
+    return found
+
+
+def layer_of(shape: tuple[int, ...]) -> Qwen3MoeExperts:
+    _, experts, each, width, inner = shape
+    config = Qwen3MoeConfig(hidden_size=width, moe_intermediate_size=inner, num_experts=experts, num_experts_per_tok=each)
+    config._experts_implementation = "grouped_mm"
+    with torch.device("cuda"):
+        layer = Qwen3MoeExperts(config).to(KIND)
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=parameter.shape[2] ** -0.5)
+    return layer
+
+
+def ways(layer: Qwen3MoeExperts) -> dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+    """The layer as ours, as transformers' grouped_mm and as its loop over experts."""
+    first, second = ExpertWeights(layer.gate_up_proj), ExpertWeights(layer.down_proj)
+    return {
+        "ours": lambda x, chosen, shares: fused_experts(x, chosen, shares, first, second),
+        "grouped_mm": lambda x, chosen, shares: ALL_EXPERTS_FUNCTIONS["grouped_mm"](layer, x, chosen, shares),
+        "loop": lambda x, chosen, shares: type(layer).forward.__wrapped__(layer, x, chosen, shares),
+    }
+
+
+def both_ways(way: Callable, layer: Qwen3MoeExperts, x: Tensor, chosen: Tensor, shares: Tensor, dy: Tensor) -> list[Tensor]:
+    out = way(x, chosen, shares)
+    return [out, *torch.autograd.grad(out, [x, shares, *layer.parameters()], dy)]
+
+
+def errors(shape: tuple[int, ...]) -> dict[str, dict[str, float]]:
+    """Relative to fp64 on the card, by way and tensor."""
+    layer, x = layer_of(shape), random(FEW, shape[3])
+    chosen, shares = routed(FEW, shape[1], shape[2])
+    shares.requires_grad_()
+    dy = torch.randn_like(x)
+    exact = exactly(layer, x, chosen, shares, dy)
+    found = {}
+    for arm, way in ways(layer).items():
+        got = both_ways(way, layer, x, chosen, shares, dy)
+        named = zip(("y", "dx", "dp", "dW1", "dW2"), got, exact, strict=True)
+        found[arm] = {what: ((g.double() - e).norm() / e.norm()).item() for what, g, e in named}
+    return found
+
+
+def exactly(layer: Qwen3MoeExperts, x: Tensor, chosen: Tensor, shares: Tensor, dy: Tensor) -> list[Tensor]:
+    """In fp64, an expert's weights at a time."""
+    wide = torch.float64
+    x, shares, dy = (tensor.detach().to(wide) for tensor in (x, shares, dy))
+    y, d_x, d_shares = torch.zeros_like(x), torch.zeros_like(x), torch.zeros_like(shares)
+    grads: list[list[Tensor]] = [[], []]
+    for expert in range(layer.num_experts):
+        leaves = [weight[expert].detach().to(wide).requires_grad_() for weight in (layer.gate_up_proj, layer.down_proj)]
+        token, rank = torch.where(chosen == expert)
+        rows, share = x[token].requires_grad_(), shares[token, rank].requires_grad_()
+        gate, up = (rows @ leaves[0].t()).chunk(2, 1)
+        out = (F.silu(gate) * up) @ leaves[1].t() * share[:, None]
+        of_rows, of_share, *of_weights = torch.autograd.grad(out, [rows, share, *leaves], dy[token])
+        y.index_add_(0, token, out.detach())
+        d_x.index_add_(0, token, of_rows)
+        d_shares[token, rank] = of_share
+        for kept, weight in zip(grads, of_weights):
+            kept.append(weight.to(torch.float32))
+    return [y, d_x, d_shares, *(torch.stack(kept) for kept in grads)]
+
+
+def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[], object]]]]:
+    """By product its FLOP and what is timed: ours by launch, and torch's grouped product over rows sorted beforehand."""
+    tokens, experts, each, width, inner = shape
+    chosen, _ = routed(tokens, experts, each)
+    to = dispatch_to_experts(chosen, experts)
+    pairs = tokens * each
+    with torch.no_grad():
+        x, dy = random(tokens, width).detach(), random(tokens, width).detach()
+        h, unit = random(pairs, 2 * inner).detach(), random(pairs, inner).detach()
+        w1, w2 = (random(experts, *s, scale=0.02).detach() for s in ((2 * inner, width), (width, inner)))
+    sorted_x, sorted_dy = (rows[to.order_S.long() // each] for rows in (x, dy))
+    ends = to.bounds[1:].contiguous()
+
+    def of_rows(x: Tensor, w: Tensor, gathers: bool, peer: Tensor) -> dict[str, Callable[[], object]]:
+        found: dict[str, Callable[[], object]] = {
+            label: (lambda launch=launch: launch_product(launch, x, w, to, gathers)) for label, launch in products().items()
+        }
+        return found | {"torch": lambda: F.grouped_mm(peer, w.mT, offs=ends)}
+
+    def of_weight(a: Tensor, b: Tensor, gathers: int, peers: tuple[Tensor, Tensor]) -> dict[str, Callable[[], object]]:
+        found: dict[str, Callable[[], object]] = {
+            label: (lambda launch=launch: launch_weight_gradient(launch, a, b, to, gathers, 1.0, KIND))
+            for label, launch in gradients().items()
+        }
+        return found | {"torch": lambda: F.grouped_mm(peers[0].t(), peers[1], offs=ends)}
+
+    first, second = 4.0 * pairs * width * inner, 2.0 * pairs * width * inner
+    return {
+        "gate and up": (first, of_rows(x, w1, True, sorted_x)),
+        "down": (second, of_rows(unit, w2, False, unit)),
+        "gradient of the unit": (second, of_rows(dy, w2.mT, True, sorted_dy)),
+        "gradient of x": (first, of_rows(h, w1.mT, False, h)),
+        "dW of down": (second, of_weight(dy, unit, FIRST, (sorted_dy, unit))),
+        "dW of gate and up": (first, of_weight(h, x, SECOND, (h, sorted_x))),
+    }
+
+
+def between(shape: tuple[int, ...], rate: float, samples: int) -> dict[str, dict]:
+    """The kernels between the products: milliseconds, bytes and share of the copy rate."""
+    tokens, experts, each, width, inner = shape
+    chosen, shares = routed(tokens, experts, each)
+    to: Dispatch = dispatch_to_experts(chosen, experts)
+    pairs = tokens * each
+    h, g, z = (random(pairs, columns).detach() for columns in (2 * inner, inner, width))
+    flat = shares.reshape(-1)
+    timed = {
+        "expert_dispatch": (24 * pairs, lambda: dispatch_to_experts(chosen, experts)),
+        "expert_glu forward": (6 * inner * pairs, lambda: expert_glu(h, Gate())),
+        "expert_glu backward": (12 * inner * pairs, lambda: expert_glu_gradient(g, h, flat, to.order_S, Gate())),
+        "expert_combine": (2 * width * (pairs + tokens), lambda: expert_combine(z, to.places_S, each, flat)),
+    }
+    found = {}
+    for label, (size, call) in timed.items():
+        times = median(call, samples)
+        found[label] = {"milliseconds": times, "bytes": size, "share": size / rate / statistics.median(times) * 1e3}
+    return found
+
+
+def layers(shape: tuple[int, ...], samples: int) -> dict[str, dict[str, list[float]]]:
+    """Milliseconds of the whole layer by way: forward, forward and backward, and that with frozen weights."""
+    layer, x = layer_of(shape), random(shape[0], shape[3])
+    chosen, shares = routed(*shape[:3])
+    shares.requires_grad_()
+    dy = torch.randn_like(x)
+    found: dict[str, dict[str, list[float]]] = {}
+    for arm, way in ways(layer).items():
+        few = samples if arm != "loop" else 3
+        with torch.no_grad():
+            found[arm] = {"forward": median(lambda way=way: way(x, chosen, shares), few)}
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        found[arm]["both"] = median(lambda way=way: both_ways(way, layer, x, chosen, shares, dy), few)
+        found[arm]["extra_gib"] = [(torch.cuda.max_memory_allocated() - before) / 2**30]
+        layer.requires_grad_(False)
+        found[arm]["frozen"] = median(lambda way=way: torch.autograd.grad(way(x, chosen, shares), [x, shares], dy), few)
+        layer.requires_grad_(True)
+    return found
+
+
+def copy_rate() -> float:
+    """Bytes a second, read and written, of a device copy."""
+    a = torch.randint(0, 255, (2**30,), dtype=torch.uint8, device="cuda")
+    b = torch.empty_like(a)
+    return 2 * a.numel() / (statistics.median(median(lambda: b.copy_(a), 10)) * 1e-3)
+
+
+def cublas_rate() -> float:
+    """TFLOP/s of a dense product of 8192³."""
+    a, b = (random(8192, 8192).detach() for _ in range(2))
+    return 2 * 8192**3 / (statistics.median(median(lambda: a @ b, 10)) * 1e-3) / 1e12
+
+
+def measured(shape: tuple[int, ...], rate: float, samples: int) -> dict:
+    found: dict = {"shape": shape, "errors": errors(shape), "products": {}}
+    timed = calls(shape)
+    launches = [call for _, arms in timed.values() for arm, call in arms.items() if arm != "torch"]
+    attempted(partial(compile_all, launches))
+    for product, (flop, arms) in timed.items():
+        found["products"][product] = {"flop": flop, "milliseconds": {}, "failed": {}}
+        expected = arms["torch"]()
+        for arm, call in arms.items():
+            times = attempted(lambda call=call: checked(call, expected, samples))
+            where = "failed" if isinstance(times, str) else "milliseconds"
+            found["products"][product][where][arm] = times
+    del timed, launches, arms, call, expected
+    torch.cuda.empty_cache()
+    found["between"] = between(shape, rate, samples)
+    found["layer"] = layers(shape, samples)
+    torch.cuda.empty_cache()
+    return found
+
+
+def compile_all(launches: list[Callable[[], object]]) -> None:
+    """Beside each other, where this Triton can; one that does not compile is met again when it is timed."""
+    if can_compile_only():
+        with compiling_only():
+            for call in launches:
+                attempted(call)
+
+
+def checked(call: Callable[[], object], expected: Tensor, samples: int) -> list[float]:
+    """The times of a call whose result is the expected one."""
+    difference = ((call() - expected).norm() / expected.norm()).item()
+    if not difference <= 1e-2:
+        raise ValueError(f"the result differs by {difference:.1e}")
+    return median(call, samples)
+
+
+def attempted(call: Callable[[], object]) -> object:
+    """What it returns, or why it failed: a launch that a card has no room for is a result, too."""
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:200]
+
+
+def print_tables(results: dict) -> None:
+    print(f"{results['card']}: copy {results['copy_bytes_per_second'] / 1e12:.2f} TB/s, cuBLAS {results['cublas']:.0f} TFLOP/s")
+    for shape, found in results["shapes"].items():
+        print(f"\n{shape} (tokens, experts, each, width, inner) = {tuple(found['shape'])}")
+        for arm, by in found["errors"].items():
+            print(f"  error {arm:12} " + "  ".join(f"{what} {error:.1e}" for what, error in by.items()))
+        for product, row in found["products"].items():
+            rates = {arm: row["flop"] / statistics.median(times) / 1e9 for arm, times in row["milliseconds"].items()}
+            best = max((arm for arm in rates if arm != "torch"), key=rates.__getitem__, default="")
+            print(f"  {product}: best {best} {rates.get(best, 0):.0f} TFLOP/s, torch {rates.get('torch', 0):.0f}")
+            for arm, rate in sorted(rates.items(), key=lambda item: -item[1]):
+                print(f"      {rate:6.0f}  {arm}")
+            for arm, why in row["failed"].items():
+                print(f"      failed  {arm}: {why}")
+        for kernel, row in found["between"].items():
+            print(f"  {kernel:22} {statistics.median(row['milliseconds']):8.3f} ms  {row['share']:.0%} of copy")
+        for what in ("forward", "both", "frozen", "extra_gib"):
+            line = "  ".join(f"{arm} {statistics.median(by[what]):9.3f}" for arm, by in found["layer"].items())
+            print(f"  layer {what:10} {line}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--shapes", nargs="*", default=["qwen3-30b-a3b", "olmoe-1b-7b", "mixtral-8x7b"], choices=list(SHAPES))
+    parser.add_argument("--samples", type=int, default=9)
+    given = parser.parse_args()
+    torch.manual_seed(0)
+    rate = copy_rate()
+    results: dict = {
+        "card": torch.cuda.get_device_name(0),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__},
+        "commit": given.commit, "copy_bytes_per_second": rate, "cublas": cublas_rate(), "shapes": {},
+        "chosen": {
+            "product": name(product_launch(128, 1536, torch.device("cuda", 0))),
+            "weight_gradient": name(weight_gradient_launch(1536, 2048, torch.device("cuda", 0))),
+        },
+    }  # fmt: skip
+    for shape in given.shapes:
+        results["shapes"][shape] = measured(SHAPES[shape], rate, given.samples)
+        given.output.write_text(json.dumps(results))
+    print_tables(results)
+    for shape, found in results["shapes"].items():
+        ours, peer = found["errors"]["ours"], found["errors"]["grouped_mm"]
+        for what, error in ours.items():
+            if not error <= max(1.5 * peer[what], 1e-2):
+                raise SystemExit(f"{shape}: error of {what} {error:.2e} beside {peer[what]:.2e} of grouped_mm")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""The gated unit between the two products of an expert, and its backward pass with the gradient of the router's shares.
+
+    u = a(γ) · (υ + o),   γ = min(gate, l),   υ = min(max(up, −l), l),   a(γ) = γ · σ(α γ), or GELU (``glu.py``)
+    du = p · g,           dgate = du · (υ + o) · a′(γ) where gate ≤ l,   dup = du · a(γ) where |up| ≤ l,   dp = Σ_f g · u
+
+p is the share of the row's pair, g the gradient of ``y = p · W u`` by ``W u``, through W: so neither ``W u`` is kept nor a
+product of its size made for dp. ``p · u`` comes beside it, for the gradient of W. α, l and o are gpt-oss's (its reference
+implementation); 1, none and 0 give SwiGLU. Gate and up are side by side ``[S, 2F]``, or in turns.
+
+All in fp32, rounded once; u is computed again. Bytes a row in 16 bit: 6 · F forward, 12 · F backward.
+
+Shapes: S pairs sorted by expert, F inner width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from chronicals.kernels.glu import _activate, _sigmoid
+from chronicals.kernels.launch import runs_triton, tl, triton
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+ROWS, THREADS = 4, 4
+"""Rows of a program, and its warps: a row of an expert is short."""
+
+
+@dataclass(frozen=True)
+class Gate:
+    """How gate and up become the unit: ``activation`` of ``ACTIVATIONS``, and the numbers of the formula.
+
+    Attributes:
+        limit: l; None where there is none.
+        interleaved: gate and up take turns along the columns.
+    """
+
+    activation: str = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+    interleaved: bool = False
+
+
+@triton.jit
+def _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED: tl.constexpr):
+    if INTERLEAVED:
+        at = h_ptr + row * h_stride + 2 * column
+        return tl.load(at, mask=inside, other=0.0).to(tl.float32), tl.load(at + 1, mask=inside, other=0.0).to(tl.float32)
+    at = h_ptr + row * h_stride + column
+    return tl.load(at, mask=inside, other=0.0).to(tl.float32), tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _activated(g, alpha, ACTIVATION: tl.constexpr):
+    """a(g) and a′(g)."""
+    if ACTIVATION == "silu":
+        s = _sigmoid(alpha * g)
+        return g * s, s * (1.0 + alpha * g * (1.0 - s))
+    return _activate(g, ACTIVATION)
+
+
+@triton.jit
+def _expert_glu_forward_kernel(
+    h_ptr, u_ptr, rows, width, h_stride, u_stride, alpha, limit, offset, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    for first in range(0, width, BLOCK):
+        column = (first + tl.arange(0, BLOCK))[None, :]
+        inside = (row < rows) & (column < width)
+        gate, up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
+        if LIMITED:
+            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        activated, _ = _activated(gate, alpha, ACTIVATION)
+        u = activated * (up + offset)
+        tl.store(u_ptr + row * u_stride + column, u.to(u_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _expert_glu_backward_kernel(
+    g_ptr, h_ptr, shares_ptr, order_ptr, d_h_ptr, unit_ptr, d_shares_ptr, rows, width, g_stride, h_stride, d_h_stride,
+    unit_stride, alpha, limit, offset, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    pair = tl.load(order_ptr + number, mask=number < rows, other=0)
+    share = tl.load(shares_ptr + pair, mask=number < rows, other=0.0).to(tl.float32)[:, None]
+    row = number.to(tl.int64)[:, None]
+    d_share = tl.zeros((ROWS, BLOCK), tl.float32)
+    kind = d_h_ptr.dtype.element_ty
+    for first in range(0, width, BLOCK):
+        column = (first + tl.arange(0, BLOCK))[None, :]
+        inside = (row < rows) & (column < width)
+        raw_gate, raw_up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
+        gate, up = raw_gate, raw_up
+        if LIMITED:
+            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+        activated, slope = _activated(gate, alpha, ACTIVATION)
+        g = tl.load(g_ptr + row * g_stride + column, mask=inside, other=0.0).to(tl.float32)
+        u = activated * (up + offset)
+        d_share += g * u
+        d_u = share * g
+        d_gate, d_up = d_u * (up + offset) * slope, d_u * activated
+        if LIMITED:
+            d_gate = tl.where(raw_gate <= limit, d_gate, 0.0)
+            d_up = tl.where((raw_up <= limit) & (raw_up >= -limit), d_up, 0.0)
+        if INTERLEAVED:
+            at = d_h_ptr + row * d_h_stride + 2 * column
+            tl.store(at, d_gate.to(kind), mask=inside)
+            tl.store(at + 1, d_up.to(kind), mask=inside)
+        else:
+            at = d_h_ptr + row * d_h_stride + column
+            tl.store(at, d_gate.to(kind), mask=inside)
+            tl.store(at + width, d_up.to(kind), mask=inside)
+        if HAS_UNIT:
+            tl.store(unit_ptr + row * unit_stride + column, (share * u).to(kind), mask=inside)
+    tl.store(d_shares_ptr + pair, tl.sum(d_share, 1), mask=number < rows)
+
+
+def _block(width: int) -> int:
+    """The widest that divides the row; idle lanes cost as much as busy ones."""
+    return next((block for block in (1024, 512, 256) if width % block == 0), 256)
+
+
+@torch.library.custom_op("chronicals::expert_glu_forward", mutates_args=())
+def _forward(h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool) -> Tensor:
+    rows, width = len(h), h.shape[1] // 2
+    u = h.new_empty(rows, width)
+    _expert_glu_forward_kernel[(triton.cdiv(rows, ROWS),)](
+        h, u, rows, width, h.stride(0), u.stride(0), alpha, limit or 0.0, offset, activation, limit is not None, interleaved,
+        ROWS, _block(width), num_warps=THREADS,
+    )  # fmt: skip
+    return u
+
+
+@_forward.register_fake
+def _(h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool) -> Tensor:
+    return h.new_empty(len(h), h.shape[1] // 2)
+
+
+@torch.library.custom_op("chronicals::expert_glu_backward", mutates_args=())
+def _backward(
+    g: Tensor, h: Tensor, shares: Tensor, order: Tensor, activation: str, alpha: float, limit: float | None, offset: float,
+    interleaved: bool, has_unit: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rows, width = g.shape
+    d_h, unit, d_shares = _empty_gradients(h, shares, has_unit)
+    _expert_glu_backward_kernel[(triton.cdiv(rows, ROWS),)](
+        g, h, shares, order, d_h, unit if has_unit else None, d_shares, rows, width, g.stride(0), h.stride(0), d_h.stride(0),
+        width, alpha, limit or 0.0, offset, activation, limit is not None, interleaved, has_unit, ROWS, _block(width),
+        num_warps=THREADS,
+    )  # fmt: skip
+    return d_h, unit, d_shares
+
+
+@_backward.register_fake
+def _(
+    g: Tensor, h: Tensor, shares: Tensor, order: Tensor, activation: str, alpha: float, limit: float | None, offset: float,
+    interleaved: bool, has_unit: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    return _empty_gradients(h, shares, has_unit)
+
+
+def _empty_gradients(h: Tensor, shares: Tensor, has_unit: bool) -> tuple[Tensor, Tensor, Tensor]:
+    unit = h.new_empty((len(h), h.shape[1] // 2) if has_unit else 0)
+    return h.new_empty(h.shape), unit, shares.new_empty(shares.shape, dtype=torch.float32)
+
+
+def expert_glu(h: Tensor, gate: Gate) -> Tensor:
+    """The unit of ``[S, 2F]``, ``[S, F]``."""
+    if len(h) and h.stride(1) == 1 and runs_triton(h):
+        return _forward(h, gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved)
+    return expert_glu_reference(h, gate)
+
+
+def expert_glu_gradient(
+    g: Tensor, h: Tensor, shares: Tensor, order: Tensor, gate: Gate, has_unit: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Gradients of ``[S, 2F]`` and of the shares, and the unit times the shares.
+
+    Args:
+        g: ``[S, F]``, the gradient through the weight of the second product, without the shares.
+        shares: of the pairs, ``[S]`` in the order of pairs.
+        order: the pair of each row, int32.
+        has_unit: whether the unit is wanted.
+
+    Returns:
+        dh ``[S, 2F]``, p · u ``[S, F]`` or None, dp ``[S]`` in the order of pairs, fp32 (fp64 of fp64).
+    """
+    if len(h) and h.stride(1) == 1 and g.stride(1) == 1 and runs_triton(g, h, shares):
+        options = gate.activation, gate.alpha, gate.limit, gate.offset, gate.interleaved
+        d_h, unit, d_shares = _backward(g, h, shares, order, *options, has_unit)
+        return d_h, unit if has_unit else None, d_shares
+    return expert_glu_gradient_reference(g, h, shares, order, gate)
+
+
+def expert_glu_reference(h: Tensor, gate: Gate) -> Tensor:
+    activated, up = _parts(h.to(torch.promote_types(h.dtype, torch.float32)), gate)
+    return (activated * up).to(h.dtype)
+
+
+def _parts(h: Tensor, gate: Gate) -> tuple[Tensor, Tensor]:
+    """a(γ) and υ + o."""
+    of_gate, up = (h[:, ::2], h[:, 1::2]) if gate.interleaved else h.chunk(2, 1)
+    if gate.limit is not None:
+        of_gate, up = of_gate.clamp(max=gate.limit), up.clamp(-gate.limit, gate.limit)
+    if gate.activation == "silu":
+        return of_gate * torch.sigmoid(gate.alpha * of_gate), up + gate.offset
+    return F.gelu(of_gate, approximate="tanh" if gate.activation == "gelu_tanh" else "none"), up + gate.offset
+
+
+def expert_glu_gradient_reference(
+    g: Tensor, h: Tensor, shares: Tensor, order: Tensor, gate: Gate
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(h.dtype, torch.float32)
+    g, pairs = g.to(wide), order.long()
+    share = shares.to(wide)[pairs, None]
+    with torch.enable_grad():
+        leaf = h.detach().to(wide).requires_grad_()
+        activated, up = _parts(leaf, gate)
+        unit = activated * up
+    (d_h,) = torch.autograd.grad(unit, leaf, share * g)
+    d_shares = torch.empty_like(shares, dtype=wide)
+    d_shares[pairs] = (g * unit.detach()).sum(1)
+    return d_h.to(h.dtype), (share * unit.detach()).to(h.dtype), d_shares

@@ -1,0 +1,210 @@
+"""The experts of a layer as one function: dispatch, gate and up, gated unit, down, sum over the experts of a token.
+
+    y_t = Σ_j p_tj · down(unit(up(x_t))) of expert e_tj        up(x) = x W₁ᵀ + b₁ + s₁ (x A₁ᵀ) B₁ᵀ,   down likewise
+
+Kept for the backward pass: x, what goes into the unit ``[S, 2F]`` and the thin sides of adapters; the rows of x are not copied
+to their experts, and down's outputs are not kept (see ``expert_glu.py``). A frozen weight has no product for its gradient.
+Every shape is known beforehand and the host waits for nothing, so CUDA graphs capture it.
+
+FLOP: ``6 · S · D · F`` forward and twice that backward where both weights are trained.
+
+Shapes: T tokens, k experts of a token, S = T · k pairs, E experts, D model width, F inner width, R rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from chronicals.kernels.expert_combine import expert_combine
+from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
+from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient, expert_glu_reference
+from chronicals.kernels.grouped_product import (
+    FIRST,
+    NEITHER,
+    SECOND,
+    Adapted,
+    grouped_product,
+    grouped_weight_gradient,
+)
+from chronicals.kernels.launch import differentiable_once
+from chronicals.kernels.products import product
+
+COLUMNS_OF_ONES = 16
+"""The fewest that a product takes."""
+
+
+class ExpertWeights(NamedTuple):
+    """Of one of the two products of all experts.
+
+    Attributes:
+        weight: ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``.
+        bias: ``[E, N]``.
+        down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
+        scale: of the adapter.
+    """
+
+    weight: Tensor
+    transposed: bool = False
+    bias: Tensor | None = None
+    down: Tensor | None = None
+    up: Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def weight_ENK(self) -> Tensor:
+        return self.weight.mT if self.transposed else self.weight
+
+
+def _thin(x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
+    """``s · x Aᵀ``, ``[S, R]``."""
+    return None if of.down is None else grouped_product(x, of.down, to, of_tokens, factor=of.scale)
+
+
+def _through(x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: bool, thin: Tensor | None) -> Tensor:
+    adapted = None if thin is None or of.up is None else Adapted(thin, of.up)
+    return grouped_product(x, of.weight_ENK, to, of_tokens, of.bias, adapted)
+
+
+def _back(dy: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> tuple[Tensor, Tensor | None]:
+    """The gradient of the rows that went in, and ``s · dy B``."""
+    if of.down is None or of.up is None:
+        return grouped_product(dy, of.weight_ENK.mT, to, of_tokens), None
+    thin = grouped_product(dy, of.up.mT, to, of_tokens, factor=of.scale)
+    return grouped_product(dy, of.weight_ENK.mT, to, of_tokens, adapted=Adapted(thin, of.down.mT)), thin
+
+
+def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: int) -> Tensor:
+    """``dyᵀ x`` as the weight is stored; ``of_tokens`` says which of dy and x has the rows of tokens."""
+    if not of.transposed:
+        return grouped_weight_gradient(dy, x, to, of_tokens, dtype=of.weight.dtype)
+    other = {FIRST: SECOND, SECOND: FIRST, NEITHER: NEITHER}[of_tokens]
+    return grouped_weight_gradient(x, dy, to, other, dtype=of.weight.dtype)
+
+
+class _FusedExperts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shares: Tensor, w1: Tensor, b1: Tensor | None, a1: Tensor | None, u1: Tensor | None, w2: Tensor,
+        b2: Tensor | None, a2: Tensor | None, u2: Tensor | None, experts: Tensor, to: Dispatch,
+        options: tuple[Gate, tuple[bool, bool], tuple[float, float]],
+    ) -> Tensor:  # fmt: skip
+        gate, transposed, scales = options
+        first = ExpertWeights(w1, transposed[0], b1, a1, u1, scales[0])
+        second = ExpertWeights(w2, transposed[1], b2, a2, u2, scales[1])
+        thin = _thin(x, first, to, True)
+        h = _through(x, first, to, True, thin)
+        unit = expert_glu(h, gate)
+        z = _through(unit, second, to, False, _thin(unit, second, to, False))
+        ctx.options, ctx.sizes = options, (to.each, to.rows)
+        ctx.save_for_backward(x, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, experts, *to[:4])
+        return expert_combine(z, to.places_S, to.each, shares.reshape(-1))
+
+    @staticmethod
+    @differentiable_once
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, experts, *placed = ctx.saved_tensors
+        gate, transposed, scales = ctx.options
+        to = Dispatch(*placed, *ctx.sizes)
+        first = ExpertWeights(w1, transposed[0], b1, a1, u1, scales[0])
+        second = ExpertWeights(w2, transposed[1], b2, a2, u2, scales[1])
+        wanted = dict(zip(("x", "shares", "w1", "b1", "a1", "u1", "w2", "b2", "a2", "u2"), ctx.needs_input_grad))
+        dy = dy.contiguous()
+        g, thin_dy = _back(dy, second, to, True)
+        flat = shares.reshape(-1)
+        has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
+        d_h, unit, d_shares = expert_glu_gradient(g, h, flat, to.order_S, gate, has_unit)
+        found: dict[str, Tensor] = {}
+        if unit is not None and wanted["w2"]:
+            found["w2"] = _of_weight(dy, unit, second, to, FIRST)
+        if unit is not None and thin_dy is not None and a2 is not None:
+            found["a2"] = grouped_weight_gradient(thin_dy, unit, to, dtype=a2.dtype)
+            thin_unit = grouped_product(unit, a2, to, factor=second.scale)
+            found["u2"] = grouped_weight_gradient(dy, thin_unit, to, FIRST, dtype=a2.dtype)
+        del unit, g
+        if b2 is not None:
+            d_shares = d_shares.view_as(shares) + product(dy, b2.t(), d_shares.dtype).gather(1, experts)
+            if wanted["b2"]:
+                found["b2"] = product(_weights_of_tokens(shares, experts, len(b2), dy.dtype).t(), dy, b2.dtype)
+        found["shares"] = d_shares.view_as(shares).to(shares.dtype)
+        d_x, thin_dh = _back(d_h, first, to, False)
+        if wanted["w1"]:
+            found["w1"] = _of_weight(d_h, x, first, to, SECOND)
+        if thin_dh is not None and thin is not None:
+            found["a1"] = grouped_weight_gradient(thin_dh, x, to, SECOND, dtype=x.dtype)
+            found["u1"] = grouped_weight_gradient(d_h, thin, to, dtype=x.dtype)
+        if b1 is not None and wanted["b1"]:
+            ones = d_h.new_ones(len(d_h), COLUMNS_OF_ONES)
+            found["b1"] = grouped_weight_gradient(ones, d_h, to, dtype=b1.dtype)[:, 0]
+        if wanted["x"]:
+            found["x"] = expert_combine(d_x, to.places_S, to.each)
+        return tuple(found.get(name) if needed else None for name, needed in wanted.items())
+
+
+def _weights_of_tokens(shares: Tensor, experts: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """``[T, E]``, zero where an expert was not chosen."""
+    return shares.new_zeros(len(shares), count, dtype=dtype).scatter_add_(1, experts, shares.to(dtype))
+
+
+def fused_experts(
+    x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, second: ExpertWeights, gate: Gate | None = None
+) -> Tensor:
+    """``[T, D]``, in the dtype of x.
+
+    Args:
+        x: ``[T, D]``, in the dtype of the weights.
+        experts: int64 ``[T, k]``, below E.
+        shares: ``[T, k]``, by which the outputs of the experts are multiplied; any dtype.
+        first: gate and up, ``[E, 2F, D]``; a gradient for each tensor of it that requires one.
+        second: down, ``[E, D, F]``.
+        gate: SwiGLU by default.
+
+    Raises:
+        ValueError: shapes or dtypes do not belong together.
+    """
+    gate = gate or Gate()
+    _check(x, experts, shares, first, second)
+    to = dispatch_to_experts(experts, len(first.weight))
+    options = gate, (first.transposed, second.transposed), (first.scale, second.scale)
+    of_first = first.weight, first.bias, first.down, first.up
+    of_second = second.weight, second.bias, second.down, second.up
+    y: Tensor = _FusedExperts.apply(x.contiguous(), shares, *of_first, *of_second, experts, to, options)
+    return y
+
+
+def _check(x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, second: ExpertWeights) -> None:
+    count, inner, width = first.weight_ENK.shape
+    if x.ndim != 2 or x.shape[1] != width or experts.shape != shares.shape or len(experts) != len(x):
+        raise ValueError(
+            f"x is {tuple(x.shape)}, experts {tuple(experts.shape)}, shares {tuple(shares.shape)}: expected [T, {width}], "
+            "[T, k] and [T, k]"
+        )
+    if second.weight_ENK.shape != (count, width, inner // 2):
+        raise ValueError(
+            f"down is {tuple(second.weight_ENK.shape)}: gate and up are {tuple(first.weight_ENK.shape)}, so it must be "
+            f"{(count, width, inner // 2)}"
+        )
+    if not x.dtype == first.weight.dtype == second.weight.dtype:
+        raise ValueError(f"x is {x.dtype}, the weights {first.weight.dtype} and {second.weight.dtype}: they must be alike")
+
+
+def fused_experts_reference(
+    x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, second: ExpertWeights, gate: Gate | None = None
+) -> Tensor:
+    """Expert by expert, in plain torch; differentiated by torch."""
+
+    def through(rows: Tensor, of: ExpertWeights, expert: int) -> Tensor:
+        y = rows @ of.weight_ENK[expert].t()
+        if of.down is not None and of.up is not None:
+            y = y + of.scale * (rows @ of.down[expert].t() @ of.up[expert].t())
+        return y if of.bias is None else y + of.bias[expert]
+
+    y = x.new_zeros(*experts.shape, x.shape[1])
+    for expert in range(len(first.weight)):
+        token, rank = torch.where(experts == expert)
+        if len(token):
+            unit = expert_glu_reference(through(x[token], first, expert), gate or Gate())
+            y = y.index_put((token, rank), through(unit, second, expert) * shares[token, rank, None].to(x.dtype))
+    return y.sum(1)

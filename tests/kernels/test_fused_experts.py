@@ -1,0 +1,197 @@
+"""A layer of experts as one function, against expert by expert: the output and the gradients of all that is given."""
+
+import itertools
+
+import pytest
+import torch
+from test_expert_dispatch import drawn
+
+from chronicals.kernels import fused_experts as module
+from chronicals.kernels.expert_glu import Gate
+from chronicals.kernels.fused_experts import ExpertWeights, fused_experts, fused_experts_reference
+from comparison import assert_as_exact_as_plain
+from mutants import mutant
+
+GPT_OSS = Gate("silu", 1.702, 50.0, 1.0, True)
+"""A limit that no value reaches: what lies at it in fp64 may be beyond in 16 bit; see the unit's own tests."""
+
+CASES = [(9, 1, 1, 32, 32), (37, 2, 4, 24, 40), (67, 3, 8, 70, 33), (20, 4, 16, 64, 48)]
+"""Tokens, experts of a token, experts, model width, inner width."""
+
+
+def built(tensors, transposed=False, bias=False, rank=0, scale=0.5):
+    """x, shares and both products of tensors in the order in which ``shapes`` gives them."""
+    x, shares, *rest = tensors
+    products = []
+    for _ in range(2):
+        weight, *rest = rest
+        one, rest = (rest[0], rest[1:]) if bias else (None, rest)
+        down, up, rest = (*rest[:2], rest[2:]) if rank else (None, None, rest)
+        products.append(ExpertWeights(weight, transposed, one, down, up, scale))
+    return x, shares, *products
+
+
+def shapes(case, transposed=False, bias=False, rank=0):
+    tokens, each, experts, width, inner = case
+    found = [(tokens, width), (tokens, each)]
+    for out, into in ((2 * inner, width), (width, inner)):
+        found.append((experts, into, out) if transposed else (experts, out, into))
+        found += [(experts, out)] * bias
+        found += [(experts, rank, into), (experts, out, rank)] if rank else []
+    return found
+
+
+def compare(case, dtype, device, gate=None, of=module, **options):
+    experts = drawn(*case[:3], device)
+
+    def draw():
+        return [
+            (torch.randn(*shape, device=device) * (0.4 if n > 1 else 1)).to(dtype)
+            for n, shape in enumerate(shapes(case, **options))
+        ]
+
+    def by(function):
+        def run(*tensors):
+            x, shares, first, second = built(tensors, **options)
+            return function(x, experts.to(x.device), shares, first, second, gate)
+
+        return run
+
+    assert_as_exact_as_plain(by(of.fused_experts), by(fused_experts_reference), draw)
+
+
+OPTIONS = [
+    {"transposed": transposed, "bias": bias, "rank": rank}
+    for transposed, bias, rank in itertools.product((False, True), (False, True), (0, 4))
+]
+
+
+@pytest.mark.sample(5)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("gate", [None, GPT_OSS], ids=["swiglu", "gpt-oss"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_output_and_every_gradient(case, options, gate, dtype, device):
+    compare(case, dtype, device, gate, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_gradcheck_in_fp64(options):
+    """Of the references of the parts, which the kernels are compared with."""
+    case = 5, 2, 3, 6, 4
+    experts = drawn(*case[:3], "cpu")
+    tensors = [torch.randn(*shape).double().requires_grad_() for shape in shapes(case, **options)]
+
+    def run(*tensors):
+        x, shares, first, second = built(tensors, **options)
+        return fused_experts(x, experts, shares, first, second, GPT_OSS)
+
+    assert torch.autograd.gradcheck(run, tensors)
+
+
+def test_the_reference_is_the_definition_of_transformers():
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    config = Qwen3MoeConfig(hidden_size=12, moe_intermediate_size=10, num_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    layer = Qwen3MoeExperts(config).double()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter)
+    x, experts, shares = torch.randn(9, 12).double(), drawn(9, 2, 4, "cpu"), torch.rand(9, 2).double()
+    expected = layer(x, experts, shares)
+    got = fused_experts_reference(x, experts, shares, ExpertWeights(layer.gate_up_proj), ExpertWeights(layer.down_proj))
+    torch.testing.assert_close(got, expected)
+
+
+def test_a_frozen_layer_still_passes_gradients(device):
+    """With adapters alone, or a router alone, that learn."""
+    case = CASES[1]
+    tensors = [torch.randn(*shape, device=device).bfloat16() for shape in shapes(case, rank=4)]
+    wanted = [0, 1, 3, 4, 6, 7]
+    for n in wanted:
+        tensors[n].requires_grad_()
+    x, shares, first, second = built(tensors, rank=4)
+    experts = drawn(*case[:3], device)
+    got = torch.autograd.grad(fused_experts(x, experts, shares, first, second).sum(), [tensors[n] for n in wanted])
+    expected = torch.autograd.grad(
+        fused_experts_reference(x, experts, shares, first, second).sum(), [tensors[n] for n in wanted]
+    )
+    for one, other in zip(got, expected):
+        assert (one - other).norm() <= 2e-2 * other.norm()
+    alone = shares.detach().requires_grad_()
+    out = fused_experts(x.detach(), experts, alone, ExpertWeights(first.weight), ExpertWeights(second.weight))
+    assert torch.autograd.grad(out.sum(), alone)[0].abs().sum() > 0
+
+
+def test_twice_the_same_bits(device):
+    case = CASES[2]
+    tensors = [torch.randn(*shape, device=device).bfloat16().requires_grad_() for shape in shapes(case)]
+    x, shares, first, second = built(tensors)
+    experts = drawn(*case[:3], device)
+
+    def run():
+        out = fused_experts(x, experts, shares, first, second)
+        return out, *torch.autograd.grad(out.float().square().sum(), tensors)
+
+    assert all(torch.equal(one, other) for one, other in zip(run(), run()))
+
+
+def test_no_tokens(device):
+    tensors = [torch.randn(*shape, device=device).requires_grad_() for shape in shapes((0, 2, 3, 8, 4))]
+    x, shares, first, second = built(tensors)
+    out = fused_experts(x, torch.zeros(0, 2, dtype=torch.int64, device=device), shares, first, second)
+    gradients = torch.autograd.grad(out.sum(), tensors)
+    assert out.shape == (0, 8) and not gradients[2].any() and gradients[0].shape == (0, 8)
+
+
+def test_compiled(device):
+    """In one graph, and as exact."""
+    case = CASES[1]
+    experts = drawn(*case[:3], device)
+
+    def run(*tensors):
+        x, shares, first, second = built(tensors)
+        return fused_experts(x, experts.to(x.device), shares, first, second)
+
+    def draw():
+        return [torch.randn(*shape, device=device).bfloat16() for shape in shapes(case)]
+
+    def plain(*tensors):
+        x, shares, first, second = built(tensors)
+        return fused_experts_reference(x, experts.to(x.device), shares, first, second)
+
+    assert_as_exact_as_plain(torch.compile(run, backend="aot_eager", fullgraph=True), plain, draw)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(x=torch.zeros(3, 7)), r"expected \[T, 8\]"),
+        (lambda t: t.update(second=ExpertWeights(torch.zeros(3, 8, 5))), r"it must be \(3, 8, 4\)"),
+        (lambda t: t.update(x=torch.zeros(3, 8).bfloat16()), "they must be alike"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(change, message):
+    given = {
+        "x": torch.zeros(3, 8), "experts": torch.zeros(3, 2, dtype=torch.int64), "shares": torch.zeros(3, 2),
+        "first": ExpertWeights(torch.zeros(3, 8, 8)), "second": ExpertWeights(torch.zeros(3, 8, 4)),
+    }  # fmt: skip
+    change(given)
+    with pytest.raises(ValueError, match=message):
+        fused_experts(**given)
+
+
+MUTATIONS = {
+    "the adapter of down learns twice as much": ('["a2"] = grouped_weight', '["a2"] = 2 * grouped_weight'),
+    "the router does not learn of the bias": ("product(dy, b2.t(), d_shares.dtype).gather(1, experts)", "0"),
+    "the gradient of x without the adapter": ("of_tokens, adapted=Adapted(thin, of.down.mT)), thin", "of_tokens), thin"),
+    "a bias that learns without shares": ("scatter_add_(1, experts, shares.to", "scatter_add_(1, experts, 0.5 + shares.to"),
+}
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_planted_faults_are_found(name, device):
+    wrong = mutant(module, *MUTATIONS[name])
+    with pytest.raises(AssertionError):
+        compare(CASES[1], torch.bfloat16, device, of=wrong, bias=True, rank=4)
