@@ -270,7 +270,7 @@ def measured(shape: tuple[int, ...], rate: float, samples: int) -> dict:
         found["products"][product] = {"flop": flop, "milliseconds": {}, "failed": {}}
         expected = arms["torch"]()
         for arm, call in arms.items():
-            times = attempted(lambda call=call: checked(call, expected, samples))
+            times = attempted(partial(checked, call, expected, samples))
             where = "failed" if isinstance(times, str) else "milliseconds"
             found["products"][product][where][arm] = times
     del timed, launches, arms, call, expected
