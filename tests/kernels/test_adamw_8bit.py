@@ -8,6 +8,8 @@ import torch
 from chronicals.kernels import adamw_8bit as module
 from chronicals.kernels.adamw import Tensors, fused_adamw_reference_
 from chronicals.kernels.adamw_8bit import (
+    BLOCK,
+    CHUNK,
     SIZE,
     QuantizedTensors,
     adamw_8bit_,
@@ -16,7 +18,6 @@ from chronicals.kernels.adamw_8bit import (
     quantize_moment,
 )
 from chronicals.kernels.master import join_master, split_master
-from chronicals.kernels.tensor_lists import BLOCK, CHUNK
 from mutants import mutant
 
 SHAPES = [(17, 5), (), (1,), (CHUNK + 3,), (2, BLOCK), (3, 7, 11), (SIZE,)]

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from chronicals.kernels.adamw import Tensors, fused_adamw_
+from chronicals.kernels.adamw_8bit import CHUNK as CHUNK_IN_8_BITS
 from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_
 from chronicals.kernels.host_memory import PinnedTensors
 from chronicals.kernels.tensor_lists import CHUNK
@@ -105,7 +106,7 @@ def test_updates_are_bit_equal(kind, buffer, smallest, device):
 @pytest.mark.parametrize("kind", KINDS)
 def test_kernels_give_a_part_the_bits_of_the_whole(kind, buffer, device):
     """The random numbers of bf16 among them, which depend on the place in the launch."""
-    made = pair(kind, device, buffer, shapes=[(3 * CHUNK + 5,), (7,), (65, 130), (CHUNK, 3), (40, 50)])
+    made = pair(kind, device, buffer, shapes=[(3 * CHUNK_IN_8_BITS + 5,), (7,), (65, 130), (CHUNK, 3), (40, 50)])
     with kernels_run():
         update_both(*made, count=2)
     same(everything(*made[:2]), everything(*made[2:]))
@@ -249,10 +250,10 @@ def test_who_reads_states_waits_for_them_and_an_update_does_not(monkeypatch):
 def test_parts_are_cut_between_chunks_and_fit(room):
     sizes = [(n, bool(k % 3)) for k, n in enumerate([0, 5, CHUNK, 9 * CHUNK + 1, 3, 70 * CHUNK, 0, 2 * CHUNK - 1])]
     chunk, seen = 10 * CHUNK, [0] * len(sizes)
-    for part in _cut(sizes, chunk, room):
+    for part in _cut(sizes, CHUNK, chunk, room):
         numbers = [cut.number for cut in part]
         assert numbers == list(range(numbers[0], numbers[-1] + 1))
-        assert sum(cut.chunks * chunk + host_states.SLACK for cut in part if sizes[cut.number][1]) <= room
+        assert sum(cut.chunks(CHUNK) * chunk + host_states.SLACK for cut in part if sizes[cut.number][1]) <= room
         for cut in part:
             assert cut.begin == seen[cut.number] and cut.begin % CHUNK == 0
             seen[cut.number] = cut.end

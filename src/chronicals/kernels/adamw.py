@@ -156,8 +156,8 @@ class Part:
         steps: fp32 ``[count]``, how often each tensor of the launch was updated before.
         corrections: fp32 ``[2, count]``, 1 − βᵗ of the step to come.
         tensor: number of the first tensor.
-        begin: the first element of it that is here, a multiple of ``CHUNK``.
-        chunk: number of the first chunk, of ``CHUNK`` elements, counted over the launch.
+        begin: the first element of it that is here, a multiple of the kernel's ``CHUNK``.
+        chunk: number of the first chunk, of as many elements, counted over the launch.
     """
 
     steps: Tensor
@@ -253,8 +253,8 @@ def _rows(tensors: Tensors) -> list[list[Tensor]]:
     return [tensors.weights, tensors.gradients, tensors.means, tensors.squares, tensors.lows or tensors.weights]
 
 
-def _table(tensors: Tensors) -> Table:
-    return table_of(_rows(tensors))
+def _table(tensors: Tensors, chunk: int = CHUNK) -> Table:
+    return table_of(_rows(tensors), chunk)
 
 
 def looked_up(tensors: Tensors) -> list[Tensor]:

@@ -37,13 +37,13 @@ from chronicals.kernels.adamw import (
 from chronicals.kernels.launch import INTERPRETED, tl, triton
 from chronicals.kernels.lowbias32 import lowbias32
 from chronicals.kernels.master import join_master, split_master
-from chronicals.kernels.tensor_lists import CHUNK, Table, of_triton, table_of
+from chronicals.kernels.tensor_lists import Table, of_triton, table_of
 
 SIZE = 256
 """Elements that share a scale."""
 
-BLOCK = 2048
-"""Elements that four warps hold at a time."""
+BLOCK, CHUNK = 2048, 8192
+"""Elements that four warps hold at a time, and of a chunk, whose beginning takes as long as 200 instructions of each thread."""
 
 LARGEST = {True: 64**2 * (7 * 127 - 6 * 64), False: 128**2 * (7 * 255 - 6 * 128)}
 """By whether a moment has a sign, what the rank of a block's largest magnitude stands for; both are fp32 numbers."""
@@ -261,7 +261,7 @@ def adamw_8bit_part_(
     if not runs_here(tensors):
         _reference_part_(tensors, corrections, lr, betas, eps, weight_decay, factor, apply)
         return
-    table, scales = _table(tensors), _scales(tensors)
+    table, scales = _table(tensors, CHUNK), _scales(tensors)
     device = table.addresses.device
     lr = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=device)
     over = (1 - betas[1]) / (1 - betas[0]) ** 2
@@ -285,7 +285,7 @@ def _scales(tensors: QuantizedTensors) -> Table:
 
 def looked_up_in_8_bits(tensors: QuantizedTensors) -> list[Tensor]:
     """What a launch for ``tensors`` looks up, made now."""
-    return [*_table(tensors).on_device, *_scales(tensors).on_device]
+    return [*_table(tensors, CHUNK).on_device, *_scales(tensors).on_device]
 
 
 def adamw_8bit_reference_(

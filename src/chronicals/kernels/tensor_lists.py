@@ -13,9 +13,8 @@ from torch import Tensor
 from chronicals.kernels.launch import tl, triton
 from chronicals.kernels.two_streams import FIRST
 
-BLOCK, CHUNK = 1024, 4096
-"""Elements that four warps hold at a time, and of a chunk: AdamW on an H200 is 2 % faster with chunks of 2048 than of 8192,
-with moments in 8 bits 10 % faster on an H100 with chunks of 4096 than of 2048."""
+BLOCK, CHUNK = 1024, 2048
+"""Elements that four warps hold at a time, and of a chunk; AdamW on an H200 is 2 % faster with chunks of 2048 than of 8192."""
 
 KEPT = 64
 """Tables that are kept; an optimizer has a few for each of its groups and types, updates in the backward pass dozens
@@ -71,22 +70,22 @@ def tables_looked_up() -> Iterator[list[Tensor]]:
         _looked_up[:] = [other for other in _looked_up if other is not found]
 
 
-def table_of(rows: Sequence[Sequence[Tensor]]) -> Table:
-    """The table of dense tensors on one device; kept while they stay where they are.
+def table_of(rows: Sequence[Sequence[Tensor]], chunk: int = CHUNK) -> Table:
+    """The table of dense tensors on one device, in chunks of so many elements; kept while they stay where they are.
 
     Raises:
         ValueError: a row has tensors of other sizes than the first.
     """
     device, sizes = rows[0][0].device, tuple(x.numel() for x in rows[0])
     addresses = tuple(x.data_ptr() for row in rows for x in row)
-    key = addresses, sizes, device
+    key = addresses, sizes, device, chunk
     if key not in _tables:
         _check_sizes(rows, sizes)
         if len(_tables) >= KEPT:
             _tables.pop(next(iter(_tables)))
         aligned = all(address % 16 == 0 for address in addresses) and all(size % 8 == 0 for size in sizes)
         table = torch.tensor(addresses, dtype=torch.int64).view(len(rows), -1)
-        _tables[key] = Table(_brought(table, device), *_division(sizes, device), aligned)
+        _tables[key] = Table(_brought(table, device), *_division(sizes, device, chunk), aligned)
     for found in _looked_up:
         found += _tables[key].on_device
     return _tables[key]
@@ -100,16 +99,16 @@ def _check_sizes(rows: Sequence[Sequence[Tensor]], sizes: tuple[int, ...]) -> No
             raise ValueError(f"row {number} of the tensors has {own} elements, the first {sizes}: they must be alike")
 
 
-def _division(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _division(sizes: tuple[int, ...], device: torch.device, chunk: int) -> tuple[Tensor, Tensor, Tensor]:
     """Sizes, tensors of the chunks, first chunks: the same in every step, though gradients lie elsewhere each time."""
-    if (sizes, device) not in _divisions:
+    if (sizes, device, chunk) not in _divisions:
         if len(_divisions) >= KEPT:
             _divisions.pop(next(iter(_divisions)))
-        chunks = torch.tensor([-(-size // CHUNK) for size in sizes])
+        chunks = torch.tensor([-(-size // chunk) for size in sizes])
         tensors = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), chunks)
         found = torch.tensor(sizes), tensors, chunks.cumsum(0) - chunks
-        _divisions[sizes, device] = tuple(_brought(x, device) for x in found)  # type: ignore[assignment]
-    return _divisions[sizes, device]
+        _divisions[sizes, device, chunk] = tuple(_brought(x, device) for x in found)  # type: ignore[assignment]
+    return _divisions[sizes, device, chunk]
 
 
 def _brought(values: Tensor, device: torch.device) -> Tensor:

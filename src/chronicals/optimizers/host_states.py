@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.kernels.adamw import Part, Tensors, count_step_, fused_adamw_part_
+from chronicals.kernels.adamw_8bit import CHUNK as CHUNK_IN_8_BITS
 from chronicals.kernels.adamw_8bit import SIZE, QuantizedTensors, adamw_8bit_part_
 from chronicals.kernels.host_memory import PinnedTensors
 from chronicals.kernels.tensor_lists import CHUNK
@@ -52,7 +53,7 @@ ALIGNED = 256
 SLACK = len(ROWS) * ALIGNED
 """Bytes that this takes at most for each slice of a weight."""
 
-LEAST = 16 * CHUNK
+LEAST = 1 << 16
 """Bytes of the smallest buffer: a chunk of any states, and ``SLACK``, find room in it."""
 
 Move = tuple[Tensor, Tensor]
@@ -131,14 +132,15 @@ class HostStates:
     def _parts(self, tensors: Tensors, whole: Part) -> Iterator[tuple[Part, Tensors, list[Move]]]:
         """Parts of a launch: where each lies in it, its tensors, and what moves for it."""
         lane = self._lane(tensors.weights[0].device)
-        rows = {name: getattr(tensors, name)[0].element_size() * CHUNK // share for name, share in _rows(tensors)}
+        size = CHUNK_IN_8_BITS if isinstance(tensors, QuantizedTensors) else CHUNK
+        rows = {name: getattr(tensors, name)[0].element_size() * size // share for name, share in _rows(tensors)}
         lane.provide(self.buffer)
         chunk = 0
-        for cuts in _cut([(w.numel(), self.takes(w)) for w in tensors.weights], sum(rows.values()), lane.room):
+        for cuts in _cut([(w.numel(), self.takes(w)) for w in tensors.weights], size, sum(rows.values()), lane.room):
             part = replace(whole, tensor=cuts[0].number, begin=cuts[0].begin, chunk=chunk)
             slices, moves = self._slices(tensors, cuts, lane.next())
             yield part, slices, moves
-            chunk += sum(cut.chunks for cut in cuts)
+            chunk += sum(cut.chunks(size) for cut in cuts)
 
     def _slices(self, tensors: Tensors, cuts: Sequence[_Cut], buffer: Tensor) -> tuple[Tensors, list[Move]]:
         """Slices of the tensors, their states in ``buffer`` where they are here."""
@@ -242,23 +244,24 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 @dataclass(frozen=True)
 class _Cut:
-    """Some elements of tensor ``number`` of a launch; ``begin`` is a multiple of ``CHUNK``, and ``end`` is one or the last."""
+    """Some elements of tensor ``number`` of a launch; ``begin`` is a multiple of a chunk, and ``end`` is one or the last."""
 
     number: int
     begin: int
     end: int
 
-    @property
-    def chunks(self) -> int:
-        return -(-(self.end - self.begin) // CHUNK)
+    def chunks(self, size: int) -> int:
+        """Of so many elements."""
+        return -(-(self.end - self.begin) // size)
 
 
-def _cut(sizes: Sequence[tuple[int, bool]], chunk: int, room: int) -> Iterator[list[_Cut]]:
+def _cut(sizes: Sequence[tuple[int, bool]], elements: int, chunk: int, room: int) -> Iterator[list[_Cut]]:
     """Consecutive tensors in parts, each tensor at most once in a part.
 
     Args:
         sizes: elements of each tensor, and whether its states take room.
-        chunk: bytes of the states of ``CHUNK`` elements.
+        elements: of a chunk.
+        chunk: bytes of its states.
         room: bytes for a part.
     """
     part, left = list[_Cut](), room
@@ -268,9 +271,9 @@ def _cut(sizes: Sequence[tuple[int, bool]], chunk: int, room: int) -> Iterator[l
             if moves and left < chunk + SLACK:
                 yield part
                 part, left = [], room
-            end = min(size, begin + (left - SLACK) // chunk * CHUNK) if moves else size
+            end = min(size, begin + (left - SLACK) // chunk * elements) if moves else size
             part.append(_Cut(number, begin, end))
-            left -= (part[-1].chunks * chunk + SLACK) * moves
+            left -= (part[-1].chunks(elements) * chunk + SLACK) * moves
             begin = end
     if part:
         yield part
