@@ -22,7 +22,7 @@ import runs
 import tiny
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
-from chronicals.models import load_model
+from chronicals.models import load_model, quantise_layers
 from chronicals.training import ChronicalsTrainer
 
 OBJECTIVES = {
@@ -43,6 +43,9 @@ WEIGHTS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA over NF4": ("nf4", LORA),
     "DoRA over NF4": ("nf4", {**LORA, "use_dora": True}),
     "LoRA over GGUF": ("gguf", LORA),
+    "all weights, divided": ("plain", {"sharding": "weights"}),
+    "LoRA over divided weights": ("plain", {**LORA, "sharding": "weights"}),
+    "LoRA over divided NF4": ("divisible nf4", {**LORA, "sharding": "weights"}),
 }
 """The base, and fields of the configuration."""
 
@@ -62,6 +65,10 @@ def base(kind: str, folder: Path) -> Any:
         return tiny.llama(intermediate_size=1024)
     if kind == "nf4":
         return load_model(folder / "source", torch.float32, quantization="nf4")
+    if kind == "divisible nf4":  # in rows of whole blocks of scales, for two processes
+        model = tiny.llama(hidden_size=256, intermediate_size=512)
+        quantise_layers(model)
+        return model
     return load_model(next((folder / "base").glob("*.gguf")), torch.float32)
 
 

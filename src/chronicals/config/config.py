@@ -382,9 +382,15 @@ class ChronicalsConfig:
     output_dir: OwnPath = Field(default=Path("chronicals-output"), description="Where the run is written")
     cache_dir: OwnPath | None = Field(default=None, description="Where token stores are kept (default: ~/.cache/chronicals)")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=42, description="Seed of order, adapters and dropout")
-    sharding: Literal["none", "optimizer"] = Field(
+    sharding: Literal["none", "optimizer", "weights"] = Field(
         default="optimizer",
-        description="Of several processes: what each has only a share of, gradients' sums and optimizer states, or none of it",
+        description="Of several processes: what each has only a share of: nothing; gradients' sums and optimizer states; the "
+        "weights, too, as is chosen where they would not fit",
+    )
+    sharding_ranks: Positive | None = Field(
+        default=None,
+        description="With sharding=weights: how many neighbours share one copy of the weights; by default those of a machine "
+        "where that fits, else all",
     )
     context_parallel: Positive = Field(
         default=1,

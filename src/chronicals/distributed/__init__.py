@@ -1,13 +1,41 @@
 """Processes that train together."""
 
+from chronicals.distributed.frozen_shards import LinearInShards, shard_frozen
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
 from chronicals.distributed.mesh import Mesh
 from chronicals.distributed.rank_files import RankFiles
 from chronicals.distributed.sharded_adamw import ShardedAdam8bit, ShardedAdamW
 from chronicals.distributed.shards import Shards
 from chronicals.distributed.watch import RankWatch
+from chronicals.distributed.weight_shards import (
+    VALUE,
+    WeightShards,
+    is_divided,
+    last_micro_batch,
+    local,
+    shard_weights,
+    weight_mesh,
+    whole_parts,
+)
 
 __all__ = [
-    "Launch", "Mesh", "RankFiles", "RankWatch", "ShardedAdam8bit", "ShardedAdamW", "Shards", "require_one_process",
+    "VALUE",
+    "Launch",
+    "LinearInShards",
+    "Mesh",
+    "RankFiles",
+    "RankWatch",
+    "ShardedAdam8bit",
+    "ShardedAdamW",
+    "Shards",
+    "WeightShards",
+    "is_divided",
+    "last_micro_batch",
+    "local",
+    "require_one_process",
+    "shard_frozen",
+    "shard_weights",
     "warn_of_other_processes",
+    "weight_mesh",
+    "whole_parts",
 ]  # fmt: skip

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chronicals.distributed.shards import Shards, share_of
+from chronicals.distributed.shards import Shards
+from chronicals.distributed.weight_shards import WeightShards
 from chronicals.kernels.adamw_8bit import SIZE
 from chronicals.kernels.master import split_master
 from chronicals.optimizers import Adam8bit, FusedAdamW
@@ -25,7 +26,7 @@ class ShardedAdamW(FusedAdamW):
         options: further arguments of it.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], shards: Shards, **options: Any):
+    def __init__(self, groups: list[dict[str, Any]], shards: Shards | WeightShards, **options: Any):
         self.shards = shards
         super().__init__([{**group, "params": [shards.shares[p] for p in group["params"]]} for group in groups], **options)
 
@@ -41,12 +42,10 @@ class ShardedAdamW(FusedAdamW):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Of the weights; the shares' are overwritten by the next sums."""
-        for weight in self.shards.weights:
-            weight.grad = None
+        self.shards.drop_gradients()
 
     def weights_moved(self) -> None:
-        self.shards.remember() if self.shards.buckets else self.shards.lay()
+        self.shards.settle()
         super().weights_moved()
 
     @torch.no_grad()
@@ -67,14 +66,15 @@ class ShardedAdamW(FusedAdamW):
 
     def pieces(self, parameter: Tensor) -> dict[str, Piece]:
         """This rank's states of a weight, as parts of whole ones; how often it was updated is the first rank's to say."""
-        own, ranks = self.state_of(parameter), self.shards.ranks
-        begin, _ = share_of(parameter.numel(), ranks.rank, ranks.count)
+        own, begin = self.state_of(parameter), self.shards.begin(parameter)
+        if not self.shards.keeps:
+            return {}
         found = {
             name: Piece(state.reshape(-1), begin // _unit(name), self.shards.shape_of(parameter, _unit(name)))
             for name, state in own.items()
             if name != "step"
         }
-        if ranks.writer:
+        if self.shards.ranks.writer:
             found["step"] = Piece(own["step"].reshape(-1), 0, own["step"].shape)
         return found
 

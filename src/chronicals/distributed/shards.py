@@ -85,6 +85,24 @@ class Shards:
         """Of a whole tensor that goes with a weight, an element with ``unit`` of its own: the weight's, or ``[n]``."""
         return weight.shape if unit == 1 else torch.Size([-(-weight.numel() // unit)])
 
+    @property
+    def keeps(self) -> bool:
+        """Whether this rank's shares go into checkpoints."""
+        return True
+
+    def begin(self, weight: Tensor) -> int:
+        """The first element of this rank's share."""
+        return share_of(weight.numel(), self.ranks.rank, self.ranks.count)[0]
+
+    def settle(self) -> None:
+        """Weights are where they stay for now; at first, make buckets of them."""
+        self.remember() if self.buckets else self.lay()
+
+    def drop_gradients(self) -> None:
+        """Of the weights; the shares' are overwritten by the next sums."""
+        for weight in self.weights:
+            weight.grad = None
+
     def lay(self) -> None:
         """Make buckets of the weights as they are now; shares keep their values, but are of their weight's dtype."""
         for weight, share in self.shares.items():

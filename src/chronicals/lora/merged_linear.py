@@ -79,6 +79,15 @@ class Merged:
         return cls(storage, base, padding, (bias,), None if bias is None else bias.detach())
 
     @classmethod
+    def side_by_side(cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Merged:
+        """Several layers without adapters whose weights, and biases if any, lie one behind the other already."""
+        sizes = tuple(map(len, weights))
+        first, width = weights[0].detach(), weights[0].shape[1]
+        storage = Dense(first.as_strided((sum(sizes), width), (width, 1)), weights)
+        bias = None if biases[0] is None else biases[0].detach().as_strided((sum(sizes),), (1,))
+        return cls(storage, storage, Padding.beside(storage, sizes, (0,) * len(sizes)), tuple(biases), bias)
+
+    @classmethod
     def fused(
         cls, weights: Sequence[Tensor], biases: Sequence[Tensor | None], ranks: Sequence[int], stands: Format | None = None,
         device: torch.device | None = None,

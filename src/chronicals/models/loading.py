@@ -26,6 +26,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 BASE_ROWS = "_chronicals_base_rows"
 """Attribute of a model: rows of the embedding in the checkpoint it was loaded from; None or absent if unknown."""
 
+RUNS_ON = "_chronicals_runs_on"
+"""Attribute of a model: the device where it will run, though its weights are elsewhere as yet."""
+
 DAMAGED = "damaged or cut, or a Git LFS pointer instead of weights; download it again"
 """Said in errors about a safetensors file that cannot be read."""
 
@@ -238,5 +241,6 @@ def embedding_table(model: Any) -> torch.Tensor:
 
 
 def input_device(model: Any) -> torch.device:
-    """The device that token ids must be on."""
-    return embedding_table(model).device
+    """The device that token ids must be on: that of the embedding, unless it is still to come there."""
+    coming: torch.device | None = vars(model).get(RUNS_ON)
+    return embedding_table(model).device if coming is None else coming

@@ -7,10 +7,10 @@ its documents become padded rows with a mask: slower, the same result.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,14 @@ from chronicals.models.head import Head, read_head
 from chronicals.models.router_loss import ROUTER_LOSS, SWITCH, RouterLoss
 from chronicals.models.terms import Terms
 
+Result = TypeVar("Result")
+
 ATTENTION = "chronicals_documents"
 """Name of document attention in transformers' table, for modules whose forward is somebody else's; there is no mask function of
 this name, so that transformers makes no mask. No configuration of a user's carries it."""
+
+AS_FORWARD = "chronicals_forward"
+"""Method of a model whose weights are gathered for each forward pass: it calls what it is given, as such a pass."""
 
 CACHES = ("cache", "past_key_values")
 """What transformers calls the keys and values of earlier tokens: from 5.24 on, and before."""
@@ -115,6 +120,12 @@ class PresentedModel:
     router_loss: RouterLoss | None = None
     flash: bool = True
     pack_width: int | None = None
+
+    def as_forward(self, compute: Callable[[], Result]) -> Result:
+        """``compute()``, which may use the model's parts and its head: as one forward pass of the whole model, where weights
+        are gathered for each. What it returns is a tensor, or tensors in dictionaries."""
+        forward: Callable[[Callable[[], Result]], Result] | None = getattr(self.model, AS_FORWARD, None)
+        return compute() if forward is None else forward(compute)
 
     @property
     def head(self) -> Head | None:

@@ -147,6 +147,19 @@ def products_of_halves(model: nn.Module) -> Iterator[list[Product] | Unmerged]:
                 yield half
 
 
+def names_of_products(model: nn.Module) -> Iterator[tuple[nn.Module, tuple[str, ...]]]:
+    """Of each product of several layers that fused halves make, the module and the layers by name."""
+    for layer in model.modules():
+        forward = getattr(vars(layer).get("forward"), "__func__", None)
+        if not isinstance(forward, partial) or getattr(forward, FORM, None) not in (BY, ATTENTION_BY, MLP_BY):
+            continue
+        anatomy: Anatomy = forward.args[0]
+        if anatomy.attention is not None and len(anatomy.attention.products) > 1:
+            yield getattr(layer, ATTENTION), anatomy.attention.products
+        if anatomy.mlp is not None and len(anatomy.mlp.first) > 1:
+            yield getattr(layer, MLP), anatomy.mlp.first
+
+
 def recompute_norms_and_units(model: nn.Module) -> None:
     """Fused halves compute their norms and gated units again in the backward pass instead of keeping their outputs, in layers
     that are not recomputed as a whole."""
@@ -195,7 +208,7 @@ def _through(
         x, branch = KeptHalf(layer, anatomy.norms[1], getattr(layer, MLP))(x, branch)
     else:
         x, branch = mlp(x, branch, Gradient() if attention is None else attention.gradient(len(x)))
-    return (x + branch).unsqueeze(0)  # an index would copy gradients
+    return x.unsqueeze(0) + branch.unsqueeze(0)  # no view, on which hooks of FSDP could be lost
 
 
 def _halves(

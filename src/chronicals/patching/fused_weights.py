@@ -151,10 +151,15 @@ def _merged(
     alone = len(linears) == 1 and not any(ranks) and not packed and names not in vars(owner).get(DEVICES, {})
     if alone and stands is None:
         return Merged.in_place(weights[0], biases[0])
-    if any(is_borrowed(linear) for linear in linears):
-        vars(owner).get(MERGED, {}).pop(names, None)
-        raise Unmerged(f"{', '.join(names)} cannot be fused: a sharded weight's storage is not moved")
     known: dict[tuple[str, ...], Merged] = vars(owner).setdefault(MERGED, {})
+    if any(is_borrowed(linear) for linear in linears):
+        merged = known.pop(names, None)
+        if any(ranks) or packed or not (are_side_by_side(weights) and (biases[0] is None or are_side_by_side(biases))):
+            raise Unmerged(f"{', '.join(names)} cannot be fused: a sharded weight's storage is not moved")
+        if merged is None or not merged.holds(weights, biases):
+            merged = Merged.side_by_side(weights, biases)
+        known[names] = merged
+        return merged
     merged = known.get(names)
     same = merged is not None and merged.padding.ranks == ranks and merged.base.dtype == _dtype(linears[0])
     if merged is None or not same or not merged.holds(weights, biases):
@@ -170,6 +175,18 @@ def _merged(
                 merged = _moved_in(Merged.fused(weights, biases, ranks, stands, device), weights, biases)
         known[names] = merged
     return merged
+
+
+def are_side_by_side(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether each begins where the one before it ends, in one storage."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    ends = [one.storage_offset() + one.numel() for one in found]
+    return (
+        len(found) == len(tensors)
+        and all(one.is_contiguous() and one.shape[1:] == found[0].shape[1:] for one in found)
+        and len({one.untyped_storage().data_ptr() for one in found}) == 1
+        and ends[:-1] == [one.storage_offset() for one in found[1:]]
+    )
 
 
 def _moved_in(merged: Merged, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Merged:

@@ -3,8 +3,15 @@
 from chronicals.saving.background import Background
 from chronicals.saving.errors import CheckpointError
 from chronicals.saving.folders import MANIFEST, check_folder, describe, hash_file, remove, write_folder
-from chronicals.saving.model_files import load_weights, save_model, text_files, trained
-from chronicals.saving.optimizer_states import Piece, optimizer_files, read_optimizer, write_optimizer, write_pieces
+from chronicals.saving.model_files import load_weights, save_model, stored_weights, text_files, trained
+from chronicals.saving.optimizer_states import (
+    Piece,
+    StoredStates,
+    optimizer_files,
+    read_optimizer,
+    write_optimizer,
+    write_pieces,
+)
 from chronicals.saving.saved_model import SavedModel
 from chronicals.saving.staging import Staging
 
@@ -15,6 +22,7 @@ __all__ = [
     "Piece",
     "SavedModel",
     "Staging",
+    "StoredStates",
     "check_folder",
     "describe",
     "hash_file",
@@ -23,6 +31,7 @@ __all__ = [
     "read_optimizer",
     "remove",
     "save_model",
+    "stored_weights",
     "text_files",
     "trained",
     "write_folder",

@@ -90,6 +90,20 @@ def _load_whole_model(folder: Path, model: Any) -> None:
         tensor.copy_(stored[name])
 
 
+def stored_weights(folder: Path, model: Any) -> dict[str, Tensor]:
+    """The weights that ``save_model`` wrote of a whole model, in host memory, by the names of its parameters.
+
+    Raises:
+        ValueError, OSError: they belong to another model.
+    """
+    kinds = [kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")]
+    stored = load_whole(kinds[0], folder, dtype="auto", use_safetensors=True).state_dict()
+    missing = [name for name, _ in model.named_parameters() if name not in stored]
+    if missing:
+        raise ValueError(f"it has no {missing[0]}")
+    return stored
+
+
 def _load_peft(folder: Path, model: Any) -> None:
     """What PEFT's wrapping of a model saved: its adapters, those that are not ``default`` in folders by their names."""
     from peft import PeftConfig, set_peft_model_state_dict

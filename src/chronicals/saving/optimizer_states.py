@@ -7,7 +7,6 @@ that torch's distributed checkpoints read (``DCP_SHARDING_INFO``), and the shape
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,6 +92,56 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
+class StoredStates:
+    """The states of a folder, read one by one.
+
+    Raises:
+        FileNotFoundError: the folder holds none.
+    """
+
+    def __init__(self, folder: Path):
+        files = optimizer_files(folder)
+        if not files:
+            raise FileNotFoundError(f"{folder} holds no optimizer states")
+        self._places: dict[str, list[tuple[Path, int | None, list[int]]]] = {}
+        for file in files:
+            with safe_open(file, "pt") as opened:
+                header = opened.metadata() or {}
+                begins, shapes = (json.loads(header.get(key, "{}")) for key in (PIECES, SHAPES))
+                for name in opened.keys():  # noqa: SIM118  no mapping
+                    begin = begins[name]["saved_offsets"][0] if name in begins else None
+                    self._places.setdefault(name, []).append((file, begin, shapes.get(name, [])))
+
+    def names(self) -> list[str]:
+        return list(self._places)
+
+    def of(self, weight: str) -> dict[str, Tensor]:
+        """The states of a weight, by their own names."""
+        prefix = f"{weight}:"
+        return {name[len(prefix) :]: self.read(name) for name in self._places if name.startswith(prefix)}
+
+    def read(self, name: str) -> Tensor:
+        """A state, whole, in host memory.
+
+        Raises:
+            ValueError: a piece of it is missing.
+        """
+        whole, held = None, 0
+        for file, begin, shape in self._places[name]:
+            with safe_open(file, "pt") as opened:
+                tensor = opened.get_tensor(name)
+            if begin is None:
+                return tensor
+            if whole is None:
+                whole = torch.empty(shape, dtype=tensor.dtype)
+            whole.view(-1)[begin : begin + len(tensor)] = tensor
+            held += len(tensor)
+        assert whole is not None
+        if held != whole.numel():
+            raise ValueError(f"optimizer state {name!r}: {held} of {whole.numel()} elements are there")
+        return whole
+
+
 def read_optimizer(folder: Path) -> dict[str, Tensor]:
     """All states, whole, in host memory.
 
@@ -100,28 +149,8 @@ def read_optimizer(folder: Path) -> dict[str, Tensor]:
         FileNotFoundError: the folder holds none.
         ValueError: a piece of a state is missing.
     """
-    files = optimizer_files(folder)
-    if not files:
-        raise FileNotFoundError(f"{folder} holds no optimizer states")
-    found: dict[str, Tensor] = {}
-    held: Counter[str] = Counter()
-    for file in files:
-        with safe_open(file, "pt") as opened:
-            header = opened.metadata() or {}
-            begins, shapes = (json.loads(header.get(key, "{}")) for key in (PIECES, SHAPES))
-            for name in opened.keys():  # noqa: SIM118  no mapping
-                tensor = opened.get_tensor(name)
-                if name not in begins:
-                    found[name] = tensor
-                    continue
-                whole = found.setdefault(name, torch.empty(shapes[name], dtype=tensor.dtype))
-                (begin,) = begins[name]["saved_offsets"]
-                whole.view(-1)[begin : begin + len(tensor)] = tensor
-                held[name] += len(tensor)
-    for name, elements in held.items():
-        if elements != found[name].numel():
-            raise ValueError(f"optimizer state {name!r}: {elements} of {found[name].numel()} elements are there")
-    return found
+    stored = StoredStates(folder)
+    return {name: stored.read(name) for name in stored.names()}
 
 
 def _in_parts(tensors: Mapping[str, Tensor]) -> list[list[str]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from chronicals.distributed import local
 from chronicals.models import count_values
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.errors import TrainingError
@@ -92,13 +93,13 @@ class FirstStepAudit:
         self.attached = {name: p for name, p in self.asked.items() if id(p) in held}
         self.before = {name: self._mark(p) for name, p in self.attached.items()}
         begins_at_zero = [name for name in self.attached if any(zero in name for zero in WAITS_FOR.values())]
-        self.zero = {name for name in begins_at_zero if not bool(self.attached[name].count_nonzero())}
+        self.zero = {name for name in begins_at_zero if not bool(local(self.attached[name]).count_nonzero())}
         self.with_gradient: dict[str, Tensor] = {}
 
     def see_gradients(self) -> None:
         """Those that are there now; may be called for each."""
         self.with_gradient |= {
-            name: p for name, p in self.attached.items() if p.grad is not None and bool(p.grad.count_nonzero())
+            name: p for name, p in self.attached.items() if p.grad is not None and bool(local(p.grad).count_nonzero())
         }
 
     def close(self, applied: bool) -> Coverage | None:
@@ -133,9 +134,9 @@ class FirstStepAudit:
     def _mark(self, parameter: Tensor) -> Tensor:
         """What changes when the weight, or the lower half of its master, does."""
         states = self.optimizer.state_of(parameter)
-        parts = [parameter.detach(), *([states["low"].to(parameter.device)] if "low" in states else [])]
+        parts = [local(parameter.detach()), *([states["low"].to(parameter.device)] if "low" in states else [])]
         patterns = [part.reshape(-1).view(torch.int16) for part in parts]
-        if parameter.numel() <= SMALL:
+        if parts[0].numel() <= SMALL:
             return torch.cat(patterns)
         sums = [piece.sum(dtype=torch.int64) for pattern in patterns for piece in pattern.split(AT_A_TIME)]
         return torch.stack(sums)

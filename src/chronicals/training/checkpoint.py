@@ -22,15 +22,16 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from chronicals import saving
-from chronicals.distributed import Mesh, ShardedAdamW
+from chronicals.distributed import VALUE, Mesh, ShardedAdamW, WeightShards, local
+from chronicals.kernels.master import join_master, split_master
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import (
     CheckpointError,
     Piece,
     Staging,
+    StoredStates,
     check_folder,
     optimizer_files,
-    read_optimizer,
     remove,
     save_model,
     trained,
@@ -113,7 +114,7 @@ class State:
     def write_optimizer(self, folder: Path, ranks: Mesh) -> None:
         """This rank's states, or all."""
         pieces = {name: state for name, state in self.optimizer.items() if isinstance(state, Piece)}
-        if pieces:
+        if pieces or (ranks.count > 1 and not self.optimizer):
             write_pieces(pieces, folder, ranks.rank, ranks.count)
         else:
             write_optimizer({name: _tensor(state) for name, state in self.optimizer.items()}, folder)
@@ -127,6 +128,7 @@ def _tensor(state: Tensor | Piece) -> Tensor:
 def save_checkpoint(
     output_dir: Path, step: int, model: Any, text_files: Mapping[str, bytes], state: State, keep: int, best: int | None = None,
     ranks: Mesh | None = None, beside: Callable[[Path], AbstractContextManager[Any]] = nullcontext,
+    weights: Callable[[Path], Mapping[str, Tensor]] | None = None,
 ) -> Path:  # fmt: skip
     """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of step ``best`` stays, also
     where ``keep`` is 1, and beside it the newest.
@@ -136,15 +138,20 @@ def save_checkpoint(
     Args:
         text_files: of ``saving.text_files``.
         beside: called with the folder, which is written within; other ranks' files come by it.
+        weights: reads those of the model out of the files of all ranks, where no rank has them whole.
     """
     folder = output_dir / CHECKPOINTS / name_of(step)
 
     def fill(aside: Path) -> None:
+        about = state.facts.get("about", {})
         with beside(aside):
-            save_model(aside / MODEL, model, text_files, state.facts.get("about", {}), state.weights)
+            if weights is None:
+                save_model(aside / MODEL, model, text_files, about, state.weights)
             state.write_optimizer(aside, ranks or Mesh())
             save_file(dict(state.random), aside / RNG)
             (aside / STATE).write_text(to_json(state.facts, indent=1))
+        if weights is not None:
+            save_model(aside / MODEL, model, text_files, about, weights(aside))
 
     write_folder(folder, fill)
     earlier = [other for other in checkpoints(output_dir) if other.name < folder.name]
@@ -185,13 +192,77 @@ def load_optimizer(folder: Path, model: Any, optimizer: FusedAdamW) -> dict[str,
         CheckpointError: the checkpoint belongs to another model.
     """
     with _belonging_to(folder):
-        stored = read_optimizer(folder)
+        stored = StoredStates(folder)
         found = {}
         for name, parameter in trained(model):
-            prefix = f"{name}:"
-            found[name] = {key[len(prefix) :]: value for key, value in stored.items() if key.startswith(prefix)}
+            found[name] = _with_lows(stored.of(name))
             optimizer.load_state(parameter, found[name])
         return found
+
+
+def _with_lows(states: dict[str, Tensor]) -> dict[str, Tensor]:
+    """States beside which a weight was kept in fp32: with the lower half of it, which is that of a weight's master in bf16."""
+    value = states.pop(VALUE, None)
+    return states if value is None else {**states, "low": split_master(value)[1]}
+
+
+def whole_weights(folder: Path, names: Mapping[str, str], dtype: torch.dtype) -> dict[str, Tensor]:
+    """The weights that all ranks wrote their rows of.
+
+    Args:
+        names: by the names of ``model.state_dict()``, under which each is in the files.
+        dtype: of trained ones.
+    """
+    stored, found = StoredStates(folder), dict[str, Tensor]()
+    for name in dict.fromkeys(names.values()):
+        value = stored.read(f"{name}:{VALUE}")
+        found[name] = split_master(value)[0] if value.dtype == torch.float32 and dtype == torch.bfloat16 else value
+    return {key: found[name] for key, name in names.items()}
+
+
+@torch.no_grad()
+def load_divided(folder: Path, model: Any, optimizer: ShardedAdamW, ranks: Mesh, states: bool = True) -> None:
+    """Weights of which every rank holds some rows, with their states, from a checkpoint that the first rank alone may see; no
+    more than one weight is whole at a time, unless it was written by ranks that held all. All ranks call it alike.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another model.
+    """
+    read = ranks.writer_does(lambda: _check_divided(folder, model), CheckpointError)
+    stored, shards = StoredStates(folder) if ranks.writer else None, optimizer.shards
+    assert isinstance(shards, WeightShards)
+    whole = saving.stored_weights(folder / MODEL, model) if ranks.writer and read["model"] else {}
+    device = local(next(model.parameters())).device
+    for name, parameter in model.named_parameters():
+        trains = parameter.requires_grad and states
+        sent = optimizer.empty_states(parameter) if trains else {}
+        value = torch.empty(parameter.shape, dtype=local(parameter).dtype, device=device)
+        if stored is not None:
+            given = stored.of(name) if trains else {} if whole else {VALUE: stored.read(f"{name}:{VALUE}")}
+            value.copy_(given[VALUE] if VALUE in given else _joined(whole[name], given.get("low")))
+            for part, tensor in sent.items():
+                tensor.copy_(given[part])
+        ranks.same_weights([value, *sent.values()])
+        shards.set_value(parameter, value)
+        if trains:
+            optimizer.load_state(parameter, sent)
+
+
+def _joined(high: Tensor, low: Tensor | None) -> Tensor:
+    return high if low is None or high.dtype != torch.bfloat16 else join_master(high, low)
+
+
+def _check_divided(folder: Path, model: Any) -> dict[str, bool]:
+    """Whether weights must be read from the model's own files, for no rank wrote them with its states."""
+    with _belonging_to(folder):
+        names = set(StoredStates(folder).names())
+        values = {name for name in names if name.endswith(f":{VALUE}")}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and f"{name}:exp_avg" not in names:
+                raise ValueError(f"it has no states of {name}")
+            if values and f"{name}:{VALUE}" not in values:
+                raise ValueError(f"it has no weight {name}")
+        return {"model": not values}
 
 
 @contextmanager
@@ -204,13 +275,15 @@ def _belonging_to(folder: Path) -> Iterator[None]:
 
 def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Piece]:
     """The optimizer's states, named ``weight:state``: this rank's pieces where they are sharded."""
-    return {
+    found = {
         f"{name}:{part}": state
         for name, parameter in trained(model)
         for part, state in (
             optimizer.pieces(parameter) if isinstance(optimizer, ShardedAdamW) else optimizer.state_of(parameter)
         ).items()
     }
+    divided = isinstance(optimizer, ShardedAdamW) and isinstance(optimizer.shards, WeightShards)
+    return {**found, **optimizer.shards.values(dict(model.named_parameters()))} if divided else found
 
 
 def random_states(ranks: Mesh) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -67,9 +69,10 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
         return
     model, (first, second) = presented.model, _lengths(context.count * TOKENS)
     with in_evaluation(model):
-        expected = presented.hidden_states(_documents(presented, (first, second)))
-        swapped = presented.hidden_states(_documents(presented, (second, first)))
-        found = presented.hidden_states(_documents(presented, (first, second)).part(context))
+        whole, turned = _documents(presented, (first, second)), _documents(presented, (second, first))
+        expected, swapped, found = (
+            presented.as_forward(partial(presented.hidden_states, batch)) for batch in (whole, turned, whole.part(context))
+        )
     noise = _largest(swapped.roll(first, 0), expected)
     error = _largest(found, expected.chunk(context.count)[context.rank])
     told = ranks.gather_values([error, noise])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.distributed import Mesh
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import MULTIPLE
 from chronicals.kernels.host_memory import available_memory
@@ -39,6 +41,7 @@ from chronicals.patching import has_gated_mlps
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
 from chronicals.quantization import FP8, Dense, FP8InHost, PackedLinear
+from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible, trains_layers
 
 PLAIN = {
     "use_flash_attention": "FlashAttention",
@@ -67,9 +70,10 @@ class Decision:
 
     Attributes:
         field: the switch, or the memory policy.
-        how: of recomputation, what every layer saves.
+        how: of recomputation, what every layer saves; of sharding, what is divided.
         layers: of recomputation, how many layers are recomputed whole, None for all.
         matters: whether the log says it too where it does not run.
+        among: of sharding, how many processes share one copy of what is divided.
     """
 
     field: str
@@ -78,6 +82,7 @@ class Decision:
     how: str = NOTHING
     layers: int | None = 0
     matters: bool = False
+    among: int = 1
 
     def __str__(self) -> str:
         return f"{self.field}: {'on' if self.runs else 'off'}, {self.reason}"
@@ -111,9 +116,10 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     fused = why_not is None
     in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
     whole = fused and plan_for(model).fuses_whole_layers  # beside a half that its class computes, nothing is counted as saved
-    sharding = _sharding(config, ranks)
+    sharding = _sharding(config, model, ranks)
+    divided = sharding.how == WEIGHTS
     frees, needed = expected_memory(config, model, ranks, context, whole, in_fp8)
-    graphs, why_not_graphs = _graphs(config, presented, backend, context, frees)
+    graphs, why_not_graphs = _graphs(config, presented, backend, context, frees, divided)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
         "use_fused_kernels": (
@@ -123,7 +129,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
             presented.packed, "documents do not affect each other" if presented.packed else "documents become padded rows"
         ),
         "use_torch_compile": _compilation(
-            model, on_card and presented.packed, fused, presented.router_loss is not None, context
+            model, on_card and presented.packed, fused, presented.router_loss is not None, context, divided
         ),
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
@@ -142,8 +148,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     return {decision.field: decision for decision in made}
 
 
-PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-"""The dtype of products and activations, by ``mixed_precision``."""
+GATHERED = "weights are gathered for each layer"
 
 SHARED = "processes that share packs exchange heads within each layer"
 
@@ -161,7 +166,10 @@ def expected_memory(
         in_fp8: as for ``estimate``.
         total: bytes of a card; by default those of the model's device.
     """
-    sharded, tokens = _sharding(config, ranks).runs, config.batch_size * config.max_seq_length // context
+    sharding, tokens = _sharding(config, model, ranks), config.batch_size * config.max_seq_length // context
+    if sharding.how == WEIGHTS:
+        return False, _with_weights_divided(config, model, tokens, whole, sharding.among, total)
+    sharded = sharding.runs
     states = _states_on_device(config, model)
     if sharded:  # beside the states of a share, the share itself and the sums of its gradients
         states = (states + (2 if _splits(config) else 4) + 4) / ranks
@@ -179,9 +187,73 @@ def expected_memory(
     return frees, needed
 
 
-def _compilation(model: Any, on_card: bool, fused: bool, router_loss: bool, context: int) -> tuple[bool, str]:
+def _with_weights_divided(
+    config: ChronicalsConfig, model: Any, tokens: int, whole: bool, among: int, total: int | None
+) -> Estimate:  # fmt: skip
+    """What each process holds where weights are divided among so many: shares, two layers that are gathered, and where layers
+    are trained the gradients of one before and after they are summed, and all of the embedding and the head."""
+    product = PRODUCTS[config.mixed_precision].itemsize
+    frozen, trained, states = float(product), 0.0, _states_on_device(config, model)
+    full = trains_layers(model)
+    if full:
+        states -= 2 * config.master_weights * _splits(config)  # shards are whole fp32 weights
+        trained, frozen = (4 + 4 + states) / among, product / among
+    else:
+        trained = 4 + 4 + (states + 8) / among
+    found = estimate(model, tokens, whole, product, frozen, trained, config.logits_chunk_size, None, has_magnitudes(model))
+    layers = decoder_layers(model)
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    if full:
+        others = sum(p.numel() for p in model.parameters()) - sum(sizes)
+        extra = max(sizes) * (3 * product + 8) + others * (2 * product + 4)
+    else:
+        held = [sum(_frozen_bytes(module, product) for module in layer.modules()) for layer in layers]
+        extra = 2 * max(held) - int(sum(held) * (1 - 1 / among))
+    return replace(found, fixed=found.fixed + extra, **({} if total is None else {"total": total}))
+
+
+def _frozen_bytes(module: Any, product: int) -> int:
+    """Of a frozen linear layer's weight, as it is held."""
+    if not hasattr(module, "out_features") or any(p.requires_grad for p in module.parameters(recurse=False)):
+        return 0
+    return sum(p.numel() * (product if p.is_floating_point() else 1) for p in module.parameters(recurse=False)) + sum(
+        buffer.nbytes for buffer in module.buffers(recurse=False)
+    )
+
+
+def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int) -> str:
+    """``sharding`` as asked; where nothing is asked, the weights are divided if they do not fit a card of so many bytes whole.
+
+    Args:
+        model: as it was loaded, without adapters that the run attaches.
+    """
+    if ranks == 1 or "sharding" in config.explicit or not total or not decoder_layers(model):
+        return config.sharding
+    kept = [(p, p.requires_grad) for p in model.parameters()]
+    try:
+        for p, trained in kept:
+            p.requires_grad_(trained and not config.use_lora)
+        _, needed = expected_memory(config, model, ranks, config.context_parallel, True, None, total)
+    finally:
+        for p, trained in kept:
+            p.requires_grad_(trained)
+    return config.sharding if needed.fits else WEIGHTS
+
+
+def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> ChronicalsConfig:
+    """The configuration with what ``choose_sharding`` says for the card of this process."""
+    device = ranks.device
+    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+    chosen = choose_sharding(config, model, ranks.count, total)
+    return config if chosen == config.sharding else config.replace(sharding=chosen)
+
+
+def _compilation(
+    model: Any, on_card: bool, fused: bool, router_loss: bool, context: int, divided: bool
+) -> tuple[bool, str]:  # fmt: skip
     obstacles = {
         SHARED: context > 1,
+        GATHERED: divided,
         "decoder layers run fused": fused,
         "only packs on a card are compiled for": not on_card,
         f"{type(model).__name__} has no list of layers": not decoder_layers(model),
@@ -243,7 +315,7 @@ def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | 
 
 
 def _graphs(
-    config: ChronicalsConfig, presented: PresentedModel, backend: str, context: int, frees: bool
+    config: ChronicalsConfig, presented: PresentedModel, backend: str, context: int, frees: bool, divided: bool
 ) -> tuple[bool, str]:  # fmt: skip
     """Whether steps can be CUDA graphs.
 
@@ -252,6 +324,7 @@ def _graphs(
     """
     obstacles = {
         SHARED: context > 1,
+        GATHERED: divided,
         "gradients are summed in the backward pass": frees,
         "not on a card": input_device(presented.model).type != "cuda",
         "documents become padded rows": not presented.packed,
@@ -379,12 +452,32 @@ def _8bit_optimizer(config: ChronicalsConfig, model: Any) -> Decision:
     return Decision(field, True, f"as asked, the moments of {share:.1%} of the trained weights; {others}")
 
 
-def _sharding(config: ChronicalsConfig, ranks: int) -> Decision:
+def _sharding(config: ChronicalsConfig, model: Any, ranks: int) -> Decision:
     if ranks == 1:
         return Decision("sharding", False, "one process")
     if config.sharding == "none":
         return Decision("sharding", False, "as asked, every process has all optimizer states", matters=True)
+    if config.sharding == WEIGHTS:
+        among = _sharing(config, ranks)
+        check_divisible(model, config, among)
+        copies = f", {ranks // among} copies" if among < ranks else ""
+        what = "weights, gradients' sums and optimizer states" if trains_layers(model) else "frozen weights"
+        return Decision("sharding", True, f"{what}, a share of 1/{among} in each process{copies}", WEIGHTS, among=among)
     return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
+
+
+def _sharing(config: ChronicalsConfig, ranks: int) -> int:
+    """How many neighbours share one copy of the weights."""
+    asked = config.sharding_ranks
+    if asked is None:
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+        return here if 1 < here < ranks and ranks % here == 0 else ranks
+    if asked < 2 or ranks % asked:
+        raise ConfigurationError(
+            f"sharding_ranks={asked}: {ranks} processes cannot share weights {asked} by {asked}; take a divisor of {ranks} "
+            "from 2 on, or leave it out"
+        )
+    return asked
 
 
 def _reduce_in_backward(
@@ -398,6 +491,10 @@ def _reduce_in_backward(
                 "out"
             )
         return Decision(field, False, SHARED)
+    if sharding.how == WEIGHTS:
+        if asked:
+            raise ConfigurationError(f"memory=['{field}']: sharding='weights' sums gradients by itself; leave one out")
+        return Decision(field, False, "weights are divided, and sums with them")
     if not sharding.runs:
         if asked and config.sharding == "none":
             raise ConfigurationError(f"memory=['{field}']: every process updates a share, and sharding='none'; leave one out")

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -77,7 +78,8 @@ def evaluate(
             counts.update(of_step)
             for batch in known_before(step, of_step, model, objective, ranks, precision).batches:
                 with precision.autocast():
-                    terms = dict(objective.score(model, batch.to(precision.device, non_blocking=True)))
+                    moved = batch.to(precision.device, non_blocking=True)
+                    terms = dict(model.as_forward(partial(objective.score, model, moved)))
                 for name, term in terms.items():
                     sums[name] = sums.get(name, 0.0) + term.sum.double()
     totals = ranks.sum(torch.stack(list(sums.values()))).tolist()

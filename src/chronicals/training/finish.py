@@ -67,7 +67,7 @@ def finish(
 
     def write() -> None:
         beside = text_files(model, tokenizer)
-        write_folder(model_dir, lambda aside: save_model(aside, model, beside, about()))
+        write_folder(model_dir, lambda aside: save_model(aside, model, beside, about(), saved.whole_weights(model_step)))
         try:
             facts = _facts(run, model, ranks, model_step, evaluation)
             title, metrics = f"chronicals: {run.output_dir.name}", read_metrics(run.output_dir / "metrics.jsonl")

@@ -51,7 +51,7 @@ class UpdatesInBackward:
             optimizer.state_of(parameter)
         self._hooks = [parameter.register_post_accumulate_grad_hook(self._collect) for parameter in parameters]
 
-    def begin(self, hold: Callable[[], None]) -> None:
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
         hold()
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:

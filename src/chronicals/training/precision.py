@@ -33,7 +33,7 @@ class Precision:
         """Bring the weights into their type, in place; trained fp32 values are kept exactly in bf16's master. Those that the
         class keeps in fp32 when transformers loads it in another type, such as routers, stay so."""
         frozen = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.mode]
-        adapted, patterns = hasattr(model, "chronicals_lora"), _kept_in_fp32(model, frozen)
+        adapted, patterns = hasattr(model, "chronicals_lora"), kept_in_fp32(model, frozen)
         of_peft = stays_in_fp32(model)
         for module in model.modules():
             if isinstance(module, PackedLinear):
@@ -72,7 +72,7 @@ class Precision:
         self.good_steps.fill_(state["good_steps"])
 
 
-def _kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
+def kept_in_fp32(model: Any, dtype: torch.dtype) -> set[str]:
     """Parts of the names of weights that are fp32 where transformers loads the model in ``dtype``."""
     fields = {torch.bfloat16: ("_strict",), torch.float16: ("", "_strict")}.get(dtype, ())
     return {part for field in fields for part in getattr(model, f"_keep_in_fp32_modules{field}", None) or ()}

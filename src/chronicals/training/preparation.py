@@ -13,17 +13,24 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import Source, TokenStore, open_held_out, open_store, stop_token_ids
 from chronicals.distributed import Mesh
 from chronicals.models import embedding_table, input_device
+from chronicals.models.loading import RUNS_ON
 from chronicals.objectives import OBJECTIVES
 
 logger = logging.getLogger(__name__)
 
 
-def one_device(model: Any, ranks: Mesh) -> torch.device:
+def one_device(model: Any, ranks: Mesh, divided: bool = False) -> torch.device:
     """The single device of the model, which becomes the current one; a process of several moves it to its own card.
+
+    Args:
+        divided: weights come there when they are divided among processes.
 
     Raises:
         ConfigurationError: the model is spread over devices.
     """
+    if divided:
+        setattr(model, RUNS_ON, ranks.device)
+        return ranks.device
     if ranks.device.type == "cuda" and (ranks.count > 1 or getattr(model, "hf_device_map", None) is None):
         model.to(ranks.device)
     devices = {parameter.device for parameter in model.parameters()}

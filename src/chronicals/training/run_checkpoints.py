@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Steps
-from chronicals.distributed import Mesh, RankFiles, ShardedAdamW
+from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, is_divided
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, text_files
 from chronicals.training import checkpoint
@@ -51,7 +51,27 @@ class RunCheckpoints:
         self._prepared = False
         self._background = Background(self._staging.device)
         self._text_files: dict[str, bytes] = {}
+        self._names = _names_of_divided(model)
+        self._optimizer: FusedAdamW | None = None
         self.written = deque[tuple[int, Path]]()
+
+    @property
+    def _divided(self) -> bool:
+        """Whether no rank has the weights whole, which are then in the files of all ranks."""
+        return bool(self._names)
+
+    @property
+    def _read_whole(self) -> Callable[[Path], Mapping[str, Tensor]] | None:
+        if not self._names:
+            return None
+        dtype = torch.bfloat16 if self.config.mixed_precision == "bf16" else torch.float32
+        others = {name: x for name, x in self.model.state_dict().items() if name not in self._names}
+        return lambda folder: {**others, **checkpoint.whole_weights(folder, self._names, dtype)}
+
+    def whole_weights(self, step: int) -> Mapping[str, Tensor] | None:
+        """Those after a step, from its checkpoint, where no rank has them whole; else None."""
+        read = self._read_whole
+        return None if read is None else read(self.config.output_dir / checkpoint.CHECKPOINTS / checkpoint.name_of(step))
 
     def restore(
         self, folder: Path, run: Run, optimizer: FusedAdamW, precision: Precision, steps: Steps
@@ -64,8 +84,12 @@ class RunCheckpoints:
         of_optimizer: dict[str, dict[str, Tensor]] = {}
         found = self.ranks.writer_does(lambda: self._load(folder, optimizer, steps, of_optimizer), CheckpointError)
         state, random_states = found["state"], found["random_states"]
-        self._send_weights()
-        self._send_optimizer(optimizer, of_optimizer)
+        if self._divided:
+            assert isinstance(optimizer, ShardedAdamW)
+            checkpoint.load_divided(folder, self.model, optimizer, self.ranks)
+        else:
+            self._send_weights()
+            self._send_optimizer(optimizer, of_optimizer)
         states = {name: torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8) for name, text in random_states.items()}
         checkpoint.restore_random_states(states, self.ranks.rank, folder)
         precision.load_state(state["precision"])
@@ -83,8 +107,9 @@ class RunCheckpoints:
         """Weights and optimizer states into this rank's, and the latter into ``states``; the rest is returned as JSON."""
         state = checkpoint.load_state(folder)
         self._check_continuity(folder, state, steps)
-        checkpoint.load_weights(folder, self.model)
-        states.update(checkpoint.load_optimizer(folder, self.model, optimizer))
+        if not self._divided:
+            checkpoint.load_weights(folder, self.model)
+            states.update(checkpoint.load_optimizer(folder, self.model, optimizer))
         random_states = checkpoint.load_random_states(folder)
         return {
             "state": state,
@@ -160,7 +185,7 @@ class RunCheckpoints:
 
     def _state(self, optimizer: FusedAdamW, random: Mapping[str, Tensor], facts: Mapping[str, Any]) -> checkpoint.State:
         """What this rank writes, the tensors themselves."""
-        weights = self.model.state_dict(keep_vars=True) if self.ranks.writer else {}
+        weights = self.model.state_dict(keep_vars=True) if self.ranks.writer and not self._divided else {}
         states = checkpoint.optimizer_states(self.model, optimizer) if self._writes(optimizer) else {}
         return checkpoint.State(weights, states, random, facts)
 
@@ -176,6 +201,7 @@ class RunCheckpoints:
             CheckpointError: this one or the one before it cannot be written.
         """
         self.finish()
+        self._optimizer = optimizer
         random = checkpoint.random_states(self.ranks)
         facts = {
             **run.state(),
@@ -190,9 +216,12 @@ class RunCheckpoints:
         waits = self._must_wait(state, run)
         files = RankFiles(self.ranks, CheckpointError) if isinstance(optimizer, ShardedAdamW) else None
 
+        read_whole = self._read_whole
+
         def begin() -> None:
             self._text_files = self._text_files or text_files(self.model, self.tokenizer)
-            self._start(state, waits, partial(self._write, run.step, run.best_step if self.keeps_best else None, files))
+            best = run.best_step if self.keeps_best else None
+            self._start(state, waits, partial(self._write, run.step, best, files, read_whole))
 
         self.ranks.writer_does(begin, CheckpointError)
         if files is not None and not self.ranks.writer:
@@ -223,12 +252,15 @@ class RunCheckpoints:
         else:
             self._background.start(partial(self._write_staged, write, state.staged(self._staging)))
 
-    def _write(self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State) -> None:
+    def _write(
+        self, step: int, best: int | None, files: RankFiles | None,
+        read_whole: Callable[[Path], Mapping[str, Tensor]] | None, state: checkpoint.State,
+    ) -> None:  # fmt: skip
         """On the first rank: the checkpoint of a step, with the files of the others."""
         try:
             folder = checkpoint.save_checkpoint(
                 self.config.output_dir, step, self.model, self._text_files, state, self.config.save_total_limit, best,
-                self.ranks, nullcontext if files is None else files.collecting,
+                self.ranks, nullcontext if files is None else files.collecting, read_whole,
             )  # fmt: skip
         except BaseException:
             if files is not None:
@@ -302,6 +334,8 @@ class RunCheckpoints:
             if damage := checkpoint.check_checkpoint(self._best(run)):
                 logger.error("%s: %s; the model of the last step is written instead of the best", self._best(run), damage)
                 return False
+            if self._divided:
+                return True
             try:
                 checkpoint.load_weights(self._best(run), self.model)
             except CheckpointError as error:  # before anything was copied
@@ -311,5 +345,16 @@ class RunCheckpoints:
 
         if not self.ranks.writer_does(load, CheckpointError):
             return run.step
-        self._send_weights()
+        if self._divided:
+            assert isinstance(self._optimizer, ShardedAdamW)
+            checkpoint.load_divided(self._best(run), self.model, self._optimizer, self.ranks, states=False)
+        else:
+            self._send_weights()
         return run.best_step
+
+
+def _names_of_divided(model: Any) -> dict[str, str]:
+    """Of weights that are divided among the ranks: by every name in the state dict, the first that the model has for it."""
+    first = {id(p): name for name, p in model.named_parameters() if is_divided(p)}
+    found = model.state_dict(keep_vars=True) if first else {}
+    return {name: first[id(p)] for name, p in found.items() if id(p) in first}

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.steps import Step
-from chronicals.distributed import Mesh, ShardedAdam8bit, ShardedAdamW, Shards
+from chronicals.distributed import Mesh, ShardedAdam8bit, ShardedAdamW, Shards, WeightShards, is_divided
 from chronicals.lora import has_magnitudes
 from chronicals.memory import (
     CHEAP,
@@ -55,6 +55,7 @@ from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
 from chronicals.training.scattered import ScatteredStep
 from chronicals.training.step import EagerStep, StepParts, counts_of, known_before, train_step
+from chronicals.training.weight_sharding import WEIGHTS, GatheredStep, divide_weights
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +91,25 @@ def prepare(
     check_context(presented, objective, config, ranks)
     decisions = _decide(presented, config, ranks)
     _patch(presented.model, config, decisions, whole_layers=why_not_fused(config, presented) is None)
-    ranks.same_weights(model.parameters())
+    sharding = decisions["sharding"]
+    if sharding.how == WEIGHTS:
+        divide_weights(model, config, ranks, sharding.among)
+    else:
+        ranks.same_weights(model.parameters())
     optimizer = build_optimizer(model, config, ranks if decisions["sharding"].runs else None)
     precision = Precision(config.mixed_precision, input_device(model))
-    precision.prepare(model, optimizer)
-    fuse_weights(model)
+    shards_whole = isinstance(optimizer, ShardedAdamW) and isinstance(optimizer.shards, WeightShards)
+    if not shards_whole:  # which are fp32, and gathered to where products find them
+        precision.prepare(model, optimizer)
+        fuse_weights(model)
     if config.use_fp8:
         _run_in_fp8(model)
     if "offload_frozen_weights" in config.memory_policies:
         _offload_frozen_weights(model)
     optimizer.weights_moved()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if config.gradient_accumulation_steps > 1 or ranks.count > 1 or decisions["tiled_mlp"].runs:
+    several = config.gradient_accumulation_steps > 1 or ranks.count > 1 or decisions["tiled_mlp"].runs
+    if several and not shards_whole:
         for parameter in parameters:  # in which several gradients are summed
             parameter.grad_dtype = torch.float32
     torch.manual_seed(config.seed + ranks.rank)  # dropout is not
@@ -170,10 +178,12 @@ class Session:
                 self._parts = around.enter_context(UpdatesInBackward(*given, self.ranks.norm))
             elif "reduce_in_backward" in runs and isinstance(self.optimizer, ShardedAdamW):
                 shards = self.optimizer.shards
+                assert isinstance(shards, Shards)
                 scattered = ScatteredStep(*given, config.max_grad_norm, shards.norm, shards=shards)
                 self._parts = self._summing = around.enter_context(scattered)
             else:
-                self._parts = EagerStep(*given, config.max_grad_norm, self._sums.norm)
+                divided = isinstance(self._sums, WeightShards)
+                self._parts = (GatheredStep if divided else EagerStep)(*given, config.max_grad_norm, self._sums.norm)
             if "use_cuda_graphs" in runs:
                 self._graphed = GraphedStep(
                     self._parts, self.model.parameters(), self.parameters, self.optimizer, with_update="sharding" not in runs
@@ -182,7 +192,8 @@ class Session:
             self._has_magnitudes = has_magnitudes(self.model)
             called = (self.presented, *self.objective.frozen.values())
             in_backward = "optimizer_in_backward" in runs
-            self._compiles = self.ranks.context is None and all(compiles_beforehand(config, m, in_backward) for m in called)
+            alone = self.ranks.context is None and self.decisions["sharding"].how != WEIGHTS
+            self._compiles = alone and all(compiles_beforehand(config, m, in_backward) for m in called)
             self.model.zero_grad(set_to_none=True)  # what a run that was broken off, or the caller, left behind
             yield
 
@@ -198,7 +209,7 @@ class Session:
         """
         counts = counts_of(step, self.ranks)
         step = known_before(step, counts, self.presented, self.objective, self.ranks, self.precision)
-        self._parts.begin(self.before_update)
+        self._parts.begin(self.before_update, len(step.batches))
         if self._compiles:
             compile_micro_step(self.presented, self.objective, step.batches[0], counts, self.precision)
             self._compiles = False
@@ -220,7 +231,7 @@ class Session:
         return (self._summing or self._sums).reduce(self.parameters, [*scalars, *self._beside.values()])
 
     @property
-    def _sums(self) -> Mesh | Shards:
+    def _sums(self) -> Mesh | Shards | WeightShards:
         """What sums gradients over the ranks after the backward pass."""
         return self.optimizer.shards if isinstance(self.optimizer, ShardedAdamW) else self.ranks
 
@@ -248,7 +259,8 @@ def _leave(model: Any) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.grad = None
-            parameter.grad_dtype = parameter.dtype
+            if not is_divided(parameter):
+                parameter.grad_dtype = parameter.dtype
 
 
 def _decide(presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh) -> dict[str, Decision]:
@@ -330,7 +342,8 @@ def build_optimizer(model: Any, config: ChronicalsConfig, ranks: Mesh | None = N
     optimizer: FusedAdamW
     if ranks is not None:
         sharded = ShardedAdam8bit if config.use_8bit_optimizer else ShardedAdamW
-        optimizer = sharded(groups, Shards(ranks, trained), **options)
+        divided = any(is_divided(p) for p in trained)
+        optimizer = sharded(groups, (WeightShards if divided else Shards)(ranks, trained), **options)
     else:
         optimizer = (Adam8bit if config.use_8bit_optimizer else FusedAdamW)(groups, **options)
     for group in optimizer.param_groups:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -33,8 +34,8 @@ class StepParts(Protocol):
 
     inspect: Callable[[], None] | None
 
-    def begin(self, hold: Callable[[], None]) -> None:
-        """Called before the first micro-batch.
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        """Called before the first of so many micro-batches.
 
         Args:
             hold: waits until weights may change; called here if ``micro`` changes them. The caller does so before ``update``.
@@ -113,7 +114,7 @@ class EagerStep:
         self.model, self.objective, self.precision = model, objective, precision
         self.parameters, self.optimizer, self.max_grad_norm, self.norm = parameters, optimizer, max_grad_norm, norm
 
-    def begin(self, hold: Callable[[], None]) -> None:
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
         """Weights change in ``update`` alone."""
 
     def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
@@ -138,7 +139,8 @@ def known_before(
     batches, sums, terms = [], dict[str, Tensor](), dict[str, Term]()
     for batch in step.batches:
         with precision.autocast():
-            batch, found = objective.before_step(model, batch.to(precision.device, non_blocking=True))
+            moved = batch.to(precision.device, non_blocking=True)
+            batch, found = model.as_forward(partial(objective.before_step, model, moved))
         terms = dict(found)
         sums = {name: sums.get(name, 0.0) + term.sum.float() for name, term in terms.items()}
         batches.append(batch)
@@ -174,7 +176,7 @@ def micro_step(
 ) -> dict[str, Tensor]:
     """Gradients of one forward pass, added to those there are; ``loss`` and what the objective shows, as of ``divide``."""
     with precision.autocast():
-        scalars = divide(objective(model, batch), counts)
+        scalars = model.as_forward(lambda: divide(objective(model, batch), counts))
     (scalars["loss"] * precision.scale).backward()
     return {name: value.detach() for name, value in scalars.items()}
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -103,7 +104,8 @@ class StoredReference:
         with session.presented.attending_documents(), in_evaluation(session.model), session.precision.autocast():
             for batch in stream:
                 moved = batch.to(device, non_blocking=True)
-                found = document_sums(score_tokens(session.presented, moved, session.objective.chunk_size).log_p, moved)
+                score = partial(score_tokens, session.presented, moved, session.objective.chunk_size)
+                found = document_sums(session.presented.as_forward(lambda score=score: score().log_p), moved)
                 number = moved.segments[NUMBER]
                 sums.index_copy_(0, torch.where(number < 0, len(store), number), found.float())
         values = ranks.sum(sums[:-1]).cpu().numpy()

@@ -14,13 +14,14 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data import BatchStream, TokenStore, filler_token
 from chronicals.data.loader import plan_of
 from chronicals.data.packing import PackPlan
-from chronicals.distributed import Mesh, RankWatch
+from chronicals.distributed import Mesh, RankWatch, whole_parts
 from chronicals.kernels.compilation import identify_compiler
-from chronicals.models import check_positions, embedding_table
+from chronicals.models import check_positions, count_values, embedding_table
 from chronicals.objectives import build_objective
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile, ProgressBar
+from chronicals.training.decisions import with_sharding
 from chronicals.training.errors import TrainingError
 from chronicals.training.finish import about_data, finish
 from chronicals.training.frozen import check_frozen_positions
@@ -46,6 +47,7 @@ from chronicals.training.stopping import Stop
 from chronicals.training.stored_predictions import with_predictions
 from chronicals.training.stored_reference import StoredReference
 from chronicals.training.trackers import build_trackers
+from chronicals.training.weight_sharding import WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +71,8 @@ class ChronicalsTrainer:
         self.ranks = Mesh.current()
         self.output_dir = self.config.output_dir
         check_class(model)
-        self.device = one_device(model, self.ranks)
+        self.config = with_sharding(self.config, model, self.ranks)
+        self.device = one_device(model, self.ranks, self.config.sharding == WEIGHTS and self.ranks.count > 1)
         check_precision(self.config, self.device)
         self.objective = build_objective(self.config)
         self.callbacks = [*self._own_callbacks(), *callbacks] if self.ranks.writer else []
@@ -204,6 +207,9 @@ class ChronicalsTrainer:
         if self.config.report_samples and not self.objective.generates:
             logger.info("the report has no sample answers: objective=%r trains no language model", self.config.objective)
             return 0
+        if self.config.report_samples and self.config.sharding == WEIGHTS and self.ranks.count > 1:
+            logger.info("the report has no sample answers: no process has all weights (sharding='weights')")
+            return 0
         return self.config.report_samples
 
     def _stream(self, store: TokenStore, epochs: int | None, shuffle: bool, plan: PackPlan | None = None) -> BatchStream:
@@ -215,15 +221,14 @@ class ChronicalsTrainer:
 
     def _prove_that_ranks_are_alike(self, run: Run, stream: BatchStream, eval_store: TokenStore | None) -> None:
         if self.ranks.count > 1:
-            weights = (p for p in self.model.parameters() if p.device.type == self.device.type)
+            weights = (p for p in whole_parts(self.model.parameters()) if p.device.type == self.device.type)
             facts = {"step": run.step, "position": run.position, "steps in all": run.total_steps, "best step": run.best_step}
             held_out = eval_store and eval_store.key
             data = {"training data": stream.data, "held-out data": held_out, "order": stream.fingerprint}
             prove_alike(self.ranks, {**data, **facts, "weights": fingerprint(weights)})
 
     def _trainable_share(self) -> float:
-        sizes = [(p.numel() * (1 if p.is_floating_point() else 2), p.requires_grad) for p in self.model.parameters()]
-        return sum(size for size, trained in sizes if trained) / sum(size for size, _ in sizes)
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad) / count_values(self.model)
 
     def _own_callbacks(self) -> list[Callback]:
         """Trackers first: where they go on from, they read in the metrics of the part before."""

@@ -1,0 +1,62 @@
+"""Rows of weights read from a model's safetensors files, for processes each of which holds some of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+STORED = "_chronicals_stored_rows"
+"""Attribute of a model on the meta device: where its weights are."""
+
+
+class StoredRows:
+    """The weights of a folder or hub name, by the names of the model.
+
+    Args:
+        folder: with ``config.json`` and safetensors files.
+        model: of that folder, on the meta device.
+
+    Raises:
+        ValueError: a weight of the model is not in the files under its name, or is of another shape there.
+    """
+
+    def __init__(self, folder: Path, model: Any):
+        self.folder = folder
+        self.files = _files_by_name(folder)
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        missing = sorted(shapes.keys() - self.files.keys())
+        if missing:
+            raise ValueError(
+                f"sharding='weights': {len(missing)} weights are not in the files of {folder} under their names, the first is "
+                f"{missing[0]}; they cannot be read by rows, take sharding='optimizer'"
+            )
+        for name, shape in shapes.items():
+            with safe_open(self.files[name], "pt") as file:
+                there = tuple(file.get_slice(name).get_shape())
+            if there != shape:
+                raise ValueError(f"{name} ({list(there)} there, {list(shape)} here): of another shape than config.json says")
+
+    def read(self, name: str, weight: Tensor, rows: range) -> Tensor:
+        """Of the weight's shape, in the dtype of its file; rows but those asked for are left as they are found."""
+        with safe_open(self.files[name], "pt") as file:
+            stored = file.get_slice(name)[rows.start : rows.stop]
+        found = torch.empty(weight.shape, dtype=stored.dtype)
+        found[rows.start : rows.stop] = stored
+        return found
+
+
+def _files_by_name(folder: Path) -> dict[str, Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        weights = json.loads(index.read_text())["weight_map"]
+        return {name: folder / file for name, file in weights.items()}
+    found = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            found |= dict.fromkeys(opened.keys(), file)
+    return found

@@ -1,0 +1,121 @@
+"""Weights divided among the processes (``sharding: weights``): trained ones by FSDP, frozen ones of adapters as bytes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.distributed import Mesh, last_micro_batch, shard_frozen, shard_weights, weight_mesh, whole_parts
+from chronicals.memory import decoder_layers
+from chronicals.models.rows import STORED, StoredRows
+from chronicals.objectives import Count
+from chronicals.optimizers import moments_in_8_bits
+from chronicals.patching.decoder_layer import names_of_products
+from chronicals.training.precision import kept_in_fp32
+from chronicals.training.step import EagerStep
+
+logger = logging.getLogger(__name__)
+
+WEIGHTS = "weights"
+"""What ``sharding`` is called where weights are divided."""
+
+BLOCK = 256
+"""Elements whose states in 8 bits share a scale."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
+"""What trained weights are gathered in, by ``mixed_precision``; autocast makes fp16 of them."""
+
+
+PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+"""The dtype of products and activations, and of frozen weights, by ``mixed_precision``."""
+
+
+def trains_layers(model: Any) -> bool:
+    """Whether weights of decoder layers other than adapters are trained, which FSDP divides then."""
+    adapted = hasattr(model, "chronicals_lora") or hasattr(model, "peft_config")
+    return not adapted and any(p.requires_grad for layer in decoder_layers(model) for p in layer.parameters())
+
+
+def check_divisible(model: Any, config: ChronicalsConfig, sharing: int) -> None:
+    """Raises ConfigurationError where this model cannot be trained with its weights divided."""
+    name = type(model).__name__
+    reason = None
+    if not decoder_layers(model):
+        reason = f"{name} has no list of decoder layers"
+    elif config.use_fp8:
+        reason = "use_fp8=True quantises weights that are whole"
+    elif "offload_frozen_weights" in config.memory_policies:
+        reason = "memory=['offload_frozen_weights'] moves weights that are whole"
+    elif trains_layers(model):
+        fp32 = sorted(kept_in_fp32(model, DTYPES[config.mixed_precision]))
+        if fp32:
+            reason = f"{name} keeps {', '.join(fp32)} in fp32, and FSDP gathers the weights of a layer in one dtype"
+        elif any(not p.is_floating_point() for p in model.parameters()):
+            reason = f"weights of {name} are packed, and others of its layers are trained"
+        elif config.use_8bit_optimizer and (cut := _cut_blocks(model, sharing)):
+            reason = f"rows of {cut} divided by {sharing} would cut blocks of 8-bit states; leave use_8bit_optimizer out"
+    if reason:
+        raise ConfigurationError(f"sharding='weights': {reason}; or take sharding='optimizer'")
+
+
+def _cut_blocks(model: Any, sharing: int) -> str | None:
+    """The name of a weight whose shards would begin within a block of its 8-bit states."""
+    narrow = {id(p) for p in moments_in_8_bits(model)}
+    for name, p in model.named_parameters():
+        if id(p) in narrow and -(-len(p) // sharing) * (p.numel() // len(p)) % BLOCK:
+            return name
+    return None
+
+
+def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: int) -> None:
+    """Divide the weights of a model with its kernels in place, before the optimizer is made.
+
+    Args:
+        sharing: neighbours that share one copy.
+    """
+    layers, device = decoder_layers(model), ranks.device
+    if not trains_layers(model):
+        shard_frozen(layers, ranks, sharing, device, PRODUCTS[config.mixed_precision])
+        model.to(device)
+        ranks.same_weights(whole_parts(model.parameters()))
+        return
+    products, dtype = list(names_of_products(model)), DTYPES[config.mixed_precision]
+    stored: StoredRows | None = getattr(model, STORED, None)
+    read = _in_memory(ranks, device) if stored is None else stored.read
+    laid = shard_weights(model, layers, products, weight_mesh(ranks, sharing), dtype, read)
+    if laid < len(products):
+        logger.warning(
+            "sharding: %d of %d products take their weights one by one, for their rows cannot be divided by %d",
+            len(products) - laid, len(products), sharing,
+        )  # fmt: skip
+
+
+def _in_memory(ranks: Mesh, device: torch.device) -> Callable[[str, Tensor, range], Tensor]:
+    """Rows of weights that every process has whole; those of the first one count."""
+
+    def read(name: str, weight: Tensor, rows: range) -> Tensor:
+        value = weight.detach().to(device)
+        ranks.same_weights([value])
+        return value
+
+    return read
+
+
+class GatheredStep(EagerStep):
+    """An ``EagerStep`` whose copies of the weights add up their sums after the last micro-batch."""
+
+    _left = 0
+
+    def begin(self, hold: Callable[[], None], micro_batches: int = 1) -> None:
+        self._left = micro_batches
+
+    def micro(self, batch: Batch, counts: Mapping[str, Count], first: bool) -> dict[str, Tensor]:
+        self._left -= 1
+        last_micro_batch(self.model.model, self._left == 0)
+        return super().micro(batch, counts, first)
