@@ -1,6 +1,6 @@
 """Processes that train together."""
 
-from chronicals.distributed.frozen_shards import LinearInShards, shard_frozen
+from chronicals.distributed.frozen_shards import DenseRows, LinearInShards, PackedRows, shard_frozen
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
 from chronicals.distributed.mesh import Mesh
 from chronicals.distributed.rank_files import RankFiles
@@ -20,9 +20,11 @@ from chronicals.distributed.weight_shards import (
 
 __all__ = [
     "VALUE",
+    "DenseRows",
     "Launch",
     "LinearInShards",
     "Mesh",
+    "PackedRows",
     "RankFiles",
     "RankWatch",
     "ShardedAdam8bit",

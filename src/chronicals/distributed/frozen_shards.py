@@ -12,7 +12,7 @@ what cannot be cut so stays whole on every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -329,6 +329,9 @@ class _Product(torch.autograd.Function):
         return dy @ ctx.weight.dense().to(dy.dtype), None
 
 
+FormOf = Callable[[nn.Module, int, int, torch.dtype], Form | None]
+
+
 def rows_of_layer(layer: nn.Module, rank: int, count: int, dtype: torch.dtype) -> Form | None:
     """A rank's rows of a linear layer, or None where its weight cannot be cut."""
     if isinstance(layer, Linear4bit):
@@ -340,26 +343,29 @@ def rows_of_layer(layer: nn.Module, rank: int, count: int, dtype: torch.dtype) -
 
 @torch.no_grad()
 def shard_frozen(
-    layers: Sequence[nn.Module], ranks: Mesh, sharing: int, device: torch.device, dtype: torch.dtype
+    layers: Sequence[nn.Module], ranks: Mesh, sharing: int, device: torch.device, dtype: torch.dtype,
+    form_of: FormOf | None = None,
 ) -> Gathers:  # fmt: skip
     """Divide the frozen linear layers of decoder layers among ranks, in place, a layer after the other.
 
     Args:
         sharing: neighbours that hold one copy.
         device: where parts stay.
-        dtype: of weights that are not packed.
+        dtype: of weights that are not packed, and of products.
+        form_of: makes a rank's rows of a layer, which may have no weight as yet; by default they are cut out of its weight.
 
     Raises:
         ValueError: none can be divided.
     """
     group = _group_of(ranks, sharing)
+    form_of = form_of or rows_of_layer
     gathers, whole, cut = Gathers(ranks.rank % sharing, sharing, group), list[str](), 0
     for layer in layers:
         unit, replaced = gathers.unit(), list[LinearInShards]()
         for path, child in list(layer.named_modules()):
             if not isinstance(child, (nn.Linear, PackedLinear)) or any(p.requires_grad for p in child.parameters()):
                 continue
-            form = rows_of_layer(child, gathers.rank, sharing, dtype)
+            form = form_of(child, gathers.rank, sharing, dtype)
             if form is None:
                 whole.append(path)
                 continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +15,9 @@ from torch import Tensor
 from chronicals.lora import adapters, load_adapter, name_base_by_absolute_path, save_adapter
 from chronicals.models import describe_packed, load_whole, save_processors, saved_form, within_adapters
 from chronicals.standard_json import to_json
+
+FSDP = "FSDP"
+"""What torch puts before the name of a module's class when it divides its weights."""
 
 SHAPED_BY = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "alpha")
 """Fields of PEFT's configuration without whose values an adapter's matrices mean something else."""
@@ -38,11 +42,22 @@ def save_model(
         form = saved_form(model, weights)
         own = None if form is not model or weights is None else dict(weights)
         form.save_pretrained(folder, state_dict=own)
+        _name_the_class(folder)
         name_base_by_absolute_path(folder)
     for name, content in text_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
     (folder / "chronicals.json").write_text(to_json(about, indent=1))
+
+
+def _name_the_class(folder: Path) -> None:
+    """In ``config.json`` the class of a model divided by FSDP, which is a subclass of it, by its own name."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    names = config.get("architectures") or []
+    if any(name.startswith(FSDP) for name in names):
+        config["architectures"] = [name.removeprefix(FSDP) for name in names]
+        file.write_text(to_json(config, indent=2))
 
 
 def text_files(model: Any, tokenizer: Any) -> dict[str, bytes]:
@@ -96,7 +111,7 @@ def stored_weights(folder: Path, model: Any) -> dict[str, Tensor]:
     Raises:
         ValueError, OSError: they belong to another model.
     """
-    kinds = [kind for kind in type(model).__mro__ if not kind.__name__.startswith("FSDP")]
+    kinds = [kind for kind in type(model).__mro__ if not kind.__name__.startswith(FSDP)]
     stored = load_whole(kinds[0], folder, dtype="auto", use_safetensors=True).state_dict()
     missing = [name for name, _ in model.named_parameters() if name not in stored]
     if missing:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Mesh, last_micro_batch, shard_frozen, shard_weights, weight_mesh, whole_parts
+from chronicals.distributed import LinearInShards, Mesh, last_micro_batch, shard_frozen, shard_weights, weight_mesh, whole_parts
 from chronicals.memory import decoder_layers
 from chronicals.models.rows import STORED, StoredRows
 from chronicals.objectives import Count
@@ -81,7 +81,8 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
     """
     layers, device = decoder_layers(model), ranks.device
     if not trains_layers(model):
-        shard_frozen(layers, ranks, sharing, device, PRODUCTS[config.mixed_precision])
+        if not any(isinstance(module, LinearInShards) for module in model.modules()):
+            shard_frozen(layers, ranks, sharing, device, PRODUCTS[config.mixed_precision])
         model.to(device)
         ranks.same_weights(whole_parts(model.parameters()))
         return
