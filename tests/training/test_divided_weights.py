@@ -1,0 +1,63 @@
+"""Processes that divide the weights among them train what one does."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import two_processes
+
+sys.path.insert(0, str(Path(__file__).parent))
+import divided_ranks
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
+
+CLOSE = {"full in 8 bits": 2e-3}
+"""Relative deviation of losses and norms where it is more than the order of sums brings: a rounded state may fall on the other
+side."""
+
+
+def outcomes(folder, count, *cases):
+    codes, words = two_processes.run(divided_ranks.__file__, folder, *cases, count=count)
+    assert codes == [0] * count, [said[-2500:] for said in words]
+    return {case: torch.load(folder / f"{case}.pt") for case in cases}
+
+
+def check(case, found):
+    together, alone = found["together"], found["alone"]
+    torch.testing.assert_close(together["seen"], alone["seen"], rtol=CLOSE.get(case, 1e-5), atol=0.0)
+    assert together["weights"].keys() == alone["weights"].keys()
+    for name, expected in alone["weights"].items():  # one whose gradient is almost zero may take a step to the other side
+        error = (together["weights"][name] - expected).norm() / expected.norm()
+        assert error < (2e-2 if case in CLOSE else 1e-3), f"{case}, {name}: {error}"
+    assert together["fused"] >= divided_ranks.STEPS * 2, "layers do not run fused"
+
+
+BY_TWO = [case for case in divided_ranks.CASES if "copies" not in case]
+
+
+def test_two_train_what_one_does(tmp_path):
+    found = outcomes(tmp_path, 2, *BY_TWO)
+    for case in BY_TWO:
+        check(case, found[case])
+        together, alone = found[case]["together"], found[case]["alone"]
+        if case.startswith("full"):
+            assert together["held"] < 0.6 * alone["held"]
+        else:
+            assert together["parts"] == 14 and alone["parts"] == 0
+
+
+def test_three_train_what_one_does(tmp_path):
+    """Whose number divides no weight: a rank has fewer rows than others."""
+    check("full", outcomes(tmp_path, 3, "full")["full"])
+
+
+def test_four_train_what_one_does(tmp_path):
+    """All four dividing the weights, and two copies of two."""
+    cases = [case for case in divided_ranks.CASES if "copies" in case] + ["full tied", "NF4"]
+    found = outcomes(tmp_path, 4, *cases)
+    for case in cases:
+        check(case, found[case])
+    assert found["NF4 in copies"]["together"]["parts"] == 14
+    assert 0 < found["NF4"]["together"]["parts"] < 14, "what cannot be cut at whole blocks of scales stays whole"
