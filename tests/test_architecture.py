@@ -20,7 +20,9 @@ FLOORS = [
     {"attention", "quantization", "optimizers", "memory"},
     {"kernels"},
 ]
-LEAVES = ["data", "config", "batch", "model_shape", "standard_json", "deferred_imports", "beforehand", "lifeline"]
+LEAVES = [
+    "data", "config", "batch", "model_shape", "standard_json", "deferred_imports", "beforehand", "lifeline", "auto_classes",
+]  # fmt: skip
 """All may use these; each may use those after it."""
 
 

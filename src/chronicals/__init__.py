@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from chronicals.auto_classes import install as _register_models
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -35,3 +37,6 @@ def __getattr__(name: str) -> Any:
 def __dir__() -> list[str]:
     """The public names, so that tab completion offers them before they are imported."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])
+
+
+_register_models()

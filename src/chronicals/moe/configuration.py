@@ -1,0 +1,117 @@
+"""Sizes of the native mixture-of-experts model."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.modeling_rope_utils import RopeParameters
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layer: multi-head latent attention over all earlier tokens, and attention over a window."""
+
+
+@strict
+class ChronicalsMoeConfig(PreTrainedConfig):
+    """Configuration of ``ChronicalsMoeForCausalLM``.
+
+    Fields beside those of transformers' decoders:
+
+    - ``layer_types``: the kind of each layer; by default latent attention and a sliding window take turns.
+    - ``num_key_value_heads``, ``head_dim``, ``sliding_window``: of sliding layers. A token attends to itself and the
+      ``sliding_window - 1`` tokens before it.
+    - ``kv_lora_rank``: width of the latent that keys and values are made of, and ``qk_rope_head_dim``: width of the one rotary
+      key that all heads share; together they are what a latent layer caches of a token. ``qk_nope_head_dim``, ``v_head_dim``:
+      of each of its heads. ``q_lora_rank``: width of the latent of queries; None for one plain projection.
+    - ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``: of routed experts; ``norm_topk_prob``: whether the
+      weights of a token's experts sum to one; ``num_shared_experts``: how many more, of the same size, every token goes through.
+    - ``lookahead_layers``: D. Each layer predicts the experts of its own router and of the next D; None for no heads.
+    - ``lookahead_tokens``: K. The last hidden state and the next token predict the experts of all layers for K tokens; 0 for
+      no such head.
+    - ``lookahead_rank``: of the heads; ``lookahead_trunk_gradient``: whether their losses also train the model below them.
+    - ``output_router_logits``, ``router_aux_loss_coef``: the load-balancing loss of ``forward``, as in other mixtures.
+    """
+
+    model_type = "chronicals_moe"
+    attribute_map: ClassVar[dict[str, str]] = {"num_local_experts": "num_experts"}
+
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    num_hidden_layers: int = 8
+    layer_types: list[str] | None = None
+    num_attention_heads: int = 8
+    num_key_value_heads: int | None = 4
+    head_dim: int | None = None
+    sliding_window: int = 2048
+    kv_lora_rank: int = 192
+    q_lora_rank: int | None = None
+    qk_nope_head_dim: int = 64
+    qk_rope_head_dim: int = 32
+    v_head_dim: int = 64
+    attention_bias: bool = False
+    attention_dropout: float = 0.0
+    num_experts: int = 16
+    num_experts_per_tok: int = 2
+    moe_intermediate_size: int = 512
+    num_shared_experts: int = 1
+    norm_topk_prob: bool = True
+    hidden_act: str = "silu"
+    lookahead_layers: int | None = 3
+    lookahead_tokens: int = 2
+    lookahead_rank: int = 64
+    lookahead_trunk_gradient: bool = False
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    max_position_embeddings: int = 32768
+    rope_parameters: RopeParameters | dict | None = None
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.layer_types is None:
+            self.layer_types = [(FULL, SLIDING)[n % 2] for n in range(self.num_hidden_layers)]
+        super().__post_init__(**kwargs)
+
+    def validate_architecture(self) -> None:
+        """Called with the other checks of transformers.
+
+        Raises:
+            ValueError: sizes do not fit each other; the message names the field.
+        """
+        kinds = self.layer_types or []
+        if unknown := sorted(set(kinds) - {FULL, SLIDING}):
+            raise ValueError(f"layer_types={unknown}: there are {FULL!r} and {SLIDING!r}")
+        if len(kinds) != self.num_hidden_layers:
+            raise ValueError(
+                f"layer_types names {len(kinds)} layers, num_hidden_layers={self.num_hidden_layers}: make them equal"
+            )
+        if self.num_attention_heads % (self.num_key_value_heads or 1):
+            heads = self.num_attention_heads
+            raise ValueError(f"num_key_value_heads={self.num_key_value_heads}: does not divide num_attention_heads={heads}")
+        if not 1 <= self.num_experts_per_tok <= self.num_experts:
+            raise ValueError(
+                f"num_experts_per_tok={self.num_experts_per_tok}: must be between 1 and num_experts={self.num_experts}"
+            )
+        least = {"sliding_window": 1, "num_shared_experts": 0, "lookahead_rank": 1}
+        least |= {"lookahead_tokens": 0, "lookahead_layers": 0}
+        for name, minimum in least.items():
+            if (value := getattr(self, name)) is not None and value < minimum:
+                raise ValueError(f"{name}={value}: must be at least {minimum}")
+        for name in ("head_dim", "qk_rope_head_dim"):
+            if getattr(self, name) % 2:
+                raise ValueError(f"{name}={getattr(self, name)}: rotary embeddings turn pairs; take an even number")
+
+    @property
+    def has_lookahead(self) -> bool:
+        """Whether the model has heads that predict experts."""
+        return self.lookahead_layers is not None or self.lookahead_tokens > 0

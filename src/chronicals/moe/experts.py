@@ -1,0 +1,81 @@
+"""Routed experts and shared ones.
+
+    p = softmax(W_r x)      S = the k largest of p      w_e = p_e / Σ_{e' ∈ S} p_e'
+    y = Σ_{e ∈ S} w_e E_e(x) + E_shared(x)      E(x) = W_down (silu(W_gate x) ⊙ W_up x)
+
+No expert has a capacity: no token is dropped, and nothing stands in for an expert that was chosen. ``n`` shared experts are one
+of n times the width, which is the same function.
+
+Shapes: T tokens, k experts of a token, E experts, D hidden, I width of an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.integrations import use_experts_implementation
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeMLP
+
+from chronicals.moe.configuration import ChronicalsMoeConfig
+
+
+@use_experts_implementation
+class RoutedExperts(nn.Module):
+    """Stacked weights, computed by the implementation that ``config._experts_implementation`` names; ``forward`` is ``eager``,
+    the definition."""
+
+    def __init__(self, config: ChronicalsMoeConfig):
+        super().__init__()
+        self.num_experts = config.num_experts
+        self.hidden_dim, self.intermediate_dim = config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * self.intermediate_dim, self.hidden_dim))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, self.hidden_dim, self.intermediate_dim))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """``[T, D]``, int64 ``[T, k]`` and ``[T, k]`` to ``[T, D]``."""
+        out_TD = torch.zeros_like(hidden_states)
+        for expert in top_k_index.unique():
+            token, slot = torch.where(top_k_index == expert)
+            gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
+            found = F.linear(self.act_fn(gate) * up, self.down_proj[expert]) * top_k_weights[token, slot, None]
+            out_TD = out_TD.index_add(0, token, found.to(out_TD.dtype))
+        return out_TD
+
+
+class TopKRouter(nn.Module):
+    """Chooses a token's experts; logits and softmax in fp32."""
+
+    def __init__(self, config: ChronicalsMoeConfig):
+        super().__init__()
+        self.top_k, self.norm_topk_prob = config.num_experts_per_tok, config.norm_topk_prob
+        self.weight = nn.Parameter(torch.zeros(config.num_experts, config.hidden_size))
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``[T, D]`` to logits ``[T, E]``, weights ``[T, k]`` in the dtype of the input, and experts int64 ``[T, k]``."""
+        wide = torch.promote_types(hidden_states.dtype, torch.float32)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            logits = F.linear(hidden_states.to(wide), self.weight.to(wide))
+        weights, experts = logits.softmax(-1).topk(self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return logits, weights.to(hidden_states.dtype), experts
+
+
+class MixtureOfExperts(nn.Module):
+    """The routed experts of each token, and the shared ones, which are always on."""
+
+    def __init__(self, config: ChronicalsMoeConfig):
+        super().__init__()
+        self.gate, self.experts = TopKRouter(config), RoutedExperts(config)
+        width = config.num_shared_experts * config.moe_intermediate_size
+        self.shared_experts = Qwen3MoeMLP(config, intermediate_size=width) if width else None
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """``[B, S, D]`` to ``[B, S, D]``."""
+        flat_TD = hidden_states.reshape(-1, hidden_states.shape[-1])
+        _, weights, experts = self.gate(flat_TD)
+        out = self.experts(flat_TD, experts, weights).view_as(hidden_states)
+        return out if self.shared_experts is None else out + self.shared_experts(hidden_states)

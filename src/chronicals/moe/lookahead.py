@@ -1,0 +1,101 @@
+"""Heads that predict which experts will be chosen, before they are.
+
+Layer-ahead, of layer l and distance d = 0 … D, from x_l, the normed input of layer l before its attention:
+
+    z'_{l,d} = W_{l+d} x_l + b_{l+d} + U_{l,d} silu(V_l x_l) + u_{l,d}        W_{l+d}: the weight of the router of layer l + d
+
+With U and u zero it is that router applied early ("gate reuse": Fate, 2025, arXiv 2502.12224). No gradient reaches W.
+
+Token-ahead, of layer l and distance k = 1 … K, from the last hidden state of token t and the embedding of the next token:
+
+    z''_{k,l} = (P silu(Q [h_t ; e_{t+1}] + q) + p)_{k,l}        the experts of layer l for token t + k
+
+Shapes: L layers with routers, E experts, D hidden, R rank, N = D + 1 distances.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class LayerAhead(nn.Module):
+    """Layer-ahead heads of all layers; plain parameters, so that nothing takes them for layers of the model.
+
+    Args:
+        layers: L.
+        furthest: the largest distance; a layer has no head for distances beyond the last layer.
+    """
+
+    def __init__(self, layers: int, hidden_size: int, num_experts: int, furthest: int, rank: int):
+        super().__init__()
+        self.layers, self.furthest = layers, min(furthest, layers - 1)
+        self.shape = (layers, self.furthest + 1, num_experts)
+        self.down = nn.Parameter(torch.empty(layers * rank, hidden_size))
+        self.up = nn.Parameter(torch.zeros(math.prod(self.shape), rank))
+        self.bias = nn.Parameter(torch.zeros(math.prod(self.shape)))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self, std: float | None = None) -> None:
+        """As new: the prediction is gate reuse."""
+        self.down.normal_(std=self.down.shape[-1] ** -0.5 if std is None else std)
+        self.up.zero_()
+        self.bias.zero_()
+
+    def distances(self, layer: int) -> int:
+        """How many predictions layer ``layer`` makes: of itself, and of those after it."""
+        return min(self.furthest, self.layers - 1 - layer) + 1
+
+    def forward(self, layer: int, x: Tensor, gates: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
+        """``[..., n, E]`` in fp32, n distances, from ``x`` ``[..., D]``.
+
+        Args:
+            gates: ``[E, D]`` of the routers of all layers.
+            biases: ``[E]`` of these, where routers have some.
+        """
+        n = self.distances(layer)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        own = slice(layer, layer + n)
+        offsets = [None] * len(gates) if biases is None else list(biases)
+        early = torch.stack([_applied(x, gate, bias) for gate, bias in zip(gates[own], offsets[own])], -2)
+        inner = F.silu(F.linear(x, self.down.unflatten(0, (self.layers, -1))[layer].to(x.dtype)))
+        up_NER, bias_NE = self.up.unflatten(0, self.shape)[layer, :n], self.bias.unflatten(0, self.shape)[layer, :n]
+        return early + torch.einsum("...r,ner->...ne", inner, up_NER.to(x.dtype)) + bias_NE.to(x.dtype)
+
+
+def _applied(x: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
+    """``[..., E]``: a router's logits, without a gradient to its weights."""
+    return F.linear(x, gate.detach().to(x.dtype), None if bias is None else bias.detach().to(x.dtype))
+
+
+class TokenAhead(nn.Module):
+    """Token-ahead head of all layers."""
+
+    def __init__(self, layers: int, hidden_size: int, num_experts: int, tokens: int, rank: int):
+        super().__init__()
+        self.shape = (tokens, layers, num_experts)
+        self.down = nn.Parameter(torch.empty(rank, 2 * hidden_size))
+        self.down_bias = nn.Parameter(torch.zeros(rank))
+        self.up = nn.Parameter(torch.empty(tokens * layers * num_experts, rank))
+        self.up_bias = nn.Parameter(torch.zeros(tokens * layers * num_experts))
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self, std: float | None = None) -> None:
+        """As new."""
+        for weight in (self.down, self.up):
+            weight.normal_(std=weight.shape[-1] ** -0.5 if std is None else std)
+        self.down_bias.zero_()
+        self.up_bias.zero_()
+
+    def forward(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
+        """``[..., K, L, E]`` in fp32, from the last hidden state and the embedding of the token after it, ``[..., D]`` each."""
+        x = torch.cat((hidden, next_embedding), -1)
+        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        inner = F.silu(F.linear(x, self.down.to(x.dtype), self.down_bias.to(x.dtype)))
+        return F.linear(inner, self.up.to(x.dtype), self.up_bias.to(x.dtype)).unflatten(-1, self.shape)

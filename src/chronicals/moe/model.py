@@ -1,0 +1,327 @@
+"""The native mixture-of-experts model: latent and sliding attention in turn, routed and shared experts, lookahead heads.
+
+It is a transformers model like its own: ``generate``, ``Trainer``, ``pipeline``, PEFT and ``save_pretrained`` take it, and
+``AutoModelForCausalLM`` loads it without remote code once chronicals is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm, load_balancing_loss_func
+from transformers.utils import ModelOutput, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
+from chronicals.moe.cache import CACHE, seen_tokens, the_cache
+from chronicals.moe.configuration import FULL, ChronicalsMoeConfig
+from chronicals.moe.experts import MixtureOfExperts, RoutedExperts, TopKRouter
+from chronicals.moe.latent_attention import LatentAttention
+from chronicals.moe.lookahead import LayerAhead, TokenAhead
+from chronicals.moe.rotary import ChronicalsMoeRotaryEmbedding
+from chronicals.moe.sliding_attention import SlidingAttention
+
+
+@dataclass
+class Lookahead(ModelOutput):
+    """Logits of the experts that will be chosen (``lookahead.py``).
+
+    Attributes:
+        layers: of each layer ``[B, S, n, E]``: its own router and those of the next n - 1 layers.
+        tokens: ``[B, S, K, L, E]``: entry t is of the tokens t + 1 … t + K, from the hidden state of t and token t + 1. The
+            last entry of a document does not know its next token and is of no use; ``predict_tokens`` takes a sampled one.
+    """
+
+    layers: tuple[Tensor, ...] | None = None
+    tokens: Tensor | None = None
+
+
+@dataclass
+class ChronicalsMoeModelOutput(MoeModelOutputWithPast):
+    lookahead: Lookahead | None = None
+
+
+@dataclass
+class ChronicalsMoeCausalLMOutput(MoeCausalLMOutputWithPast):
+    lookahead: Lookahead | None = None
+
+
+class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
+    def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
+        super().__init__()
+        attention = LatentAttention if config.layer_types[layer_idx] == FULL else SlidingAttention
+        self.self_attn = attention(config, layer_idx)
+        self.mlp = MixtureOfExperts(config)
+        self.input_layernorm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        residual = hidden_states
+        hidden_states = self.input_layernorm(hidden_states)
+        hidden_states, _ = self.self_attn(
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=cache,
+            **kwargs,
+        )
+        hidden_states = residual + hidden_states
+        residual = hidden_states
+        hidden_states = self.post_attention_layernorm(hidden_states)
+        hidden_states = self.mlp(hidden_states)
+        return residual + hidden_states
+
+
+class ChronicalsMoePreTrainedModel(PreTrainedModel):
+    config: ChronicalsMoeConfig
+    config_class = ChronicalsMoeConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = ["ChronicalsMoeDecoderLayer"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _can_compile_fullgraph = True
+    _supports_attention_backend = True
+    _can_record_outputs: ClassVar[dict[str, Any]] = {
+        "router_logits": OutputRecorder(TopKRouter, index=0),
+        "hidden_states": ChronicalsMoeDecoderLayer,
+        "attentions": [OutputRecorder(LatentAttention, index=1), OutputRecorder(SlidingAttention, index=1)],
+    }
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """transformers looks for the decorator @use_experts_implementation in this file; it is in experts.py."""
+        return True
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        std = self.config.initializer_range
+        if isinstance(module, RoutedExperts):
+            init.normal_(module.gate_up_proj, mean=0.0, std=std)
+            init.normal_(module.down_proj, mean=0.0, std=std)
+        elif isinstance(module, TopKRouter):
+            init.normal_(module.weight, mean=0.0, std=std)
+        elif isinstance(module, LayerAhead):
+            init.normal_(module.down, mean=0.0, std=self.config.hidden_size**-0.5)
+            init.zeros_(module.up)
+            init.zeros_(module.bias)
+        elif isinstance(module, TokenAhead):
+            init.normal_(module.down, mean=0.0, std=(2 * self.config.hidden_size) ** -0.5)
+            init.normal_(module.up, mean=0.0, std=std)
+            init.zeros_(module.down_bias)
+            init.zeros_(module.up_bias)
+
+
+class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
+    """The decoder: embedding, layers, final norm."""
+
+    def __init__(self, config: ChronicalsMoeConfig):
+        super().__init__(config)
+        self.padding_idx, self.vocab_size = config.pad_token_id, config.vocab_size
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList([ChronicalsMoeDecoderLayer(config, n) for n in range(config.num_hidden_layers)])
+        self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = ChronicalsMoeRotaryEmbedding(config, config.head_dim)
+        self.latent_rotary_emb = ChronicalsMoeRotaryEmbedding(config, config.qk_rope_head_dim)
+        sizes = config.num_hidden_layers, config.hidden_size, config.num_experts
+        self.layer_ahead = self.token_ahead = None
+        if config.lookahead_layers is not None:
+            self.layer_ahead = LayerAhead(*sizes, config.lookahead_layers, config.lookahead_rank)
+        if config.lookahead_tokens:
+            self.token_ahead = TokenAhead(*sizes, config.lookahead_tokens, config.lookahead_rank)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        past_key_values: Cache | None = None,
+        output_lookahead: bool = False,
+        **kwargs: Any,
+    ) -> ChronicalsMoeModelOutput:
+        """As of transformers' decoders.
+
+        Args:
+            position_ids: ``[B, S]``; of packed documents they begin anew with each. Where they are left out, ``cu_seq_lens_q``
+                tells where documents begin.
+            output_lookahead: whether to predict experts, too.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids and inputs_embeds: give exactly one of them")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        cache = the_cache(self.config, cache, past_key_values, use_cache)
+        if position_ids is None:
+            bounds = kwargs.get("cu_seq_lens_q")
+            position_ids = _positions(inputs_embeds, seen_tokens(cache) if bounds is None else bounds)
+        given = {
+            "config": self.config,
+            "inputs_embeds": inputs_embeds,
+            "attention_mask": attention_mask,
+            CACHE: cache,
+            "position_ids": position_ids,
+        }
+        kinds = set(self.config.layer_types)
+        full = create_causal_mask(**given) if FULL in kinds else None
+        sliding = create_sliding_window_causal_mask(**given) if kinds != {FULL} else None
+        latent_tables, tables = (rope(inputs_embeds, position_ids) for rope in (self.latent_rotary_emb, self.rotary_emb))
+
+        hidden_states = inputs_embeds
+        predicted = []
+        for number, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types)):
+            if output_lookahead and self.layer_ahead is not None:
+                predicted.append(self._predict_layers(number, layer.input_layernorm(hidden_states)))
+            hidden_states = layer(
+                hidden_states,
+                attention_mask=full if kind == FULL else sliding,
+                position_ids=position_ids,
+                cache=cache,
+                position_embeddings=latent_tables if kind == FULL else tables,
+                **kwargs,
+            )
+        hidden_states = self.norm(hidden_states)
+        lookahead = None
+        if output_lookahead:
+            lookahead = Lookahead(tuple(predicted) or None, self._predict_next_tokens(hidden_states, inputs_embeds))
+        return ChronicalsMoeModelOutput(last_hidden_state=hidden_states, lookahead=lookahead, **{CACHE: cache})
+
+    def _predict_layers(self, layer: int, features: Tensor) -> Tensor:
+        """``[B, S, n, E]``, from the normed input of a layer."""
+        if not self.config.lookahead_trunk_gradient:
+            features = features.detach()
+        return self.layer_ahead(layer, features, [layer.mlp.gate.weight for layer in self.layers])
+
+    def _predict_next_tokens(self, hidden_states: Tensor, inputs_embeds: Tensor) -> Tensor | None:
+        """``[B, S, K, L, E]``; of the last token nothing comes after."""
+        if self.token_ahead is None:
+            return None
+        return self._predict(hidden_states, nn.functional.pad(inputs_embeds[:, 1:], (0, 0, 0, 1)))
+
+    def _predict(self, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
+        if not self.config.lookahead_trunk_gradient:
+            hidden_states, embeddings = hidden_states.detach(), embeddings.detach()
+        return self.token_ahead(hidden_states, embeddings)
+
+    def predict_tokens(self, hidden_states: Tensor, next_ids: Tensor) -> Tensor:
+        """``[..., K, L, E]``: of the tokens from ``next_ids`` on.
+
+        Args:
+            hidden_states: ``[..., D]``, last of the tokens before.
+            next_ids: int64 ``[...]``, as they were sampled.
+
+        Raises:
+            ValueError: the model has no such head.
+        """
+        if self.token_ahead is None:
+            raise ValueError("lookahead_tokens=0: the model has no head that predicts the experts of later tokens")
+        return self._predict(hidden_states, self.embed_tokens(next_ids))
+
+
+class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
+    """The language model."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: ChronicalsMoeConfig):
+        super().__init__(config)
+        self.model = ChronicalsMoeModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.router_aux_loss_coef = config.router_aux_loss_coef
+        self.num_experts, self.num_experts_per_tok = config.num_experts, config.num_experts_per_tok
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cache: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        past_key_values: Cache | None = None,
+        output_lookahead: bool = False,
+        **kwargs: Any,
+    ) -> ChronicalsMoeCausalLMOutput:
+        """As of transformers' causal language models.
+
+        Args:
+            output_router_logits: whether to give them, and with ``labels`` add the load-balancing loss.
+            output_lookahead: whether to predict experts, too.
+        """
+        if output_router_logits is None:
+            output_router_logits = self.config.output_router_logits
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=past_key_values if cache is None else cache,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=output_router_logits,
+            output_lookahead=output_lookahead,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, kept])
+        loss = aux_loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.vocab_size, **kwargs)
+        if output_router_logits:
+            sizes = self.num_experts, self.num_experts_per_tok
+            aux_loss = load_balancing_loss_func(outputs.router_logits, *sizes, attention_mask)
+            if loss is not None:
+                loss = loss + self.router_aux_loss_coef * aux_loss.to(loss.device)
+        return ChronicalsMoeCausalLMOutput(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+            lookahead=outputs.lookahead,
+            **{CACHE: getattr(outputs, CACHE)},
+        )
+
+
+def _positions(inputs_embeds: Tensor, start: int | Tensor | Sequence[int]) -> Tensor:
+    """``[1, S]``: counted on from ``start``, or anew from each of the bounds ``[N + 1]`` of documents."""
+    places = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+    if not isinstance(start, Tensor) or start.ndim == 0:
+        return (places + start)[None]
+    document = torch.searchsorted(start[1:].contiguous(), places.to(start.dtype), right=True)
+    return (places - start[document.clamp(max=len(start) - 1)])[None]

@@ -1,0 +1,169 @@
+"""What a token sees: earlier tokens of its document alone, within the window, the same with a cache and without."""
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from chronicals.moe.latent_attention import LatentAttention
+from mixtures import WINDOW, mixture, token_ids
+
+LENGTH = 4 * WINDOW + 1
+IMPLEMENTATIONS = ["sdpa", "eager"]
+
+
+@pytest.fixture(autouse=True)
+def _no_gradients():
+    with torch.no_grad():
+        yield
+
+
+def stepwise(model, ids, chunk=1, cache=None, **given):
+    """Logits of all tokens, so many at a time."""
+    found = []
+    for part in ids.split(chunk, 1):
+        out = model(part, cache=cache, use_cache=True, **given)
+        cache = out.cache
+        found.append(out.logits)
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("kinds", ["both", "sliding_attention", "full_attention"])
+def test_no_token_changes_an_earlier_one(implementation, kinds, seed):
+    """By a bit: with experts that are computed token by token, so that no other token's choice changes a product's shape."""
+    layers = {} if kinds == "both" else {"layer_types": [kinds] * 4}
+    model = mixture(seed, **layers)
+    model.set_attn_implementation(implementation)
+    model.set_experts_implementation("batched_mm")
+    ids = token_ids(1, LENGTH)
+    for j in (1, WINDOW - 1, WINDOW, 2 * WINDOW + 1, LENGTH - 1):
+        other = ids.clone()
+        other[0, j] = 2 + (other[0, j] - 1) % 59
+        first, second = model(ids).logits, model(other).logits
+        assert torch.equal(first[:, :j], second[:, :j])
+        assert not torch.equal(first[:, j], second[:, j])
+
+
+def test_a_sliding_layer_sees_its_window(seed):
+    """One layer of it: token j reaches the tokens up to j + W - 1, and no further."""
+    model, ids = mixture(seed, num_hidden_layers=1, layer_types=["sliding_attention"]), token_ids(1, LENGTH)
+    model.set_experts_implementation("batched_mm")
+    other = ids.clone()
+    other[0, 3] = 2 + (other[0, 3] - 1) % 59
+    changed = (model(ids).logits != model(other).logits).any(-1)[0]
+    assert changed[3] and changed[3 + WINDOW - 1] and not changed[3 + WINDOW :].any()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("chunk", [1, 3, WINDOW + 2])
+def test_steps_are_one_shot(implementation, chunk, seed):
+    """Beyond the window, with a prompt in pieces of any size."""
+    model, ids = mixture(seed), token_ids(2, LENGTH)
+    model.set_attn_implementation(implementation)
+    assert (stepwise(model, ids, chunk) - model(ids).logits).abs().max() <= 1e-5
+
+
+def test_steps_are_one_shot_with_a_static_cache(seed):
+    model, ids = mixture(seed), token_ids(2, LENGTH)
+    cache = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
+    assert (stepwise(model, ids, cache=cache) - model(ids).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_padding_on_the_left_changes_nothing(implementation, seed):
+    model, pad = mixture(seed), 5
+    model.set_attn_implementation(implementation)
+    short, long = token_ids(1, LENGTH - pad), token_ids(1, LENGTH)
+    ids = torch.cat((torch.cat((torch.zeros(1, pad, dtype=torch.long), short), 1), long))
+    mask = (torch.arange(LENGTH) >= torch.tensor([pad, 0])[:, None]).long()
+    found = model(ids, attention_mask=mask).logits
+    assert (found[0, pad:] - model(short).logits[0]).abs().max() <= 1e-5
+    assert (found[1] - model(long).logits[0]).abs().max() <= 1e-5
+
+
+def test_a_padded_batch_generates_what_each_does_alone(seed):
+    model, pad = mixture(seed), 5
+    long = token_ids(1, LENGTH)
+    ids = torch.cat((torch.nn.functional.pad(long[:, pad:], (pad, 0)), long))
+    mask = (torch.arange(LENGTH) >= torch.tensor([pad, 0])[:, None]).long()
+    options = {"max_new_tokens": 2 * WINDOW, "do_sample": False, "eos_token_id": None}
+    both = model.generate(ids, attention_mask=mask, **options)
+    for row, start in ((0, pad), (1, 0)):
+        alone = model.generate(long[:, start:], **options)
+        assert torch.equal(both[row, start:], alone[0])
+
+
+def test_generated_text_is_that_without_a_cache(seed):
+    model, ids = mixture(seed), token_ids(1, WINDOW + 3)
+    options = {"max_new_tokens": 3 * WINDOW, "do_sample": False, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_beams_reorder_the_cache(beams, seed):
+    model, ids = mixture(seed), token_ids(2, WINDOW + 3)
+    options = {"max_new_tokens": WINDOW, "do_sample": False, "num_beams": beams, "eos_token_id": None}
+    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+
+
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q", "both"])
+def test_packed_documents_do_not_see_each_other(given, seed):
+    model, lengths = mixture(seed), (WINDOW + 4, 1, 2 * WINDOW, 5)
+    ids = token_ids(1, sum(lengths))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    arguments = {"position_ids": positions, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds}
+    if given != "both":
+        arguments = {given: arguments[given]}
+    packed = model(ids, use_cache=False, **arguments).logits.split(lengths, 1)
+    for document, found in zip(ids.split(lengths, 1), packed):
+        assert (found - model(document).logits).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("q_lora_rank", [None, 10])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_absorbed_products_are_the_expanded_ones(q_lora_rank, queries, seed, monkeypatch):
+    model, ids = mixture(seed, q_lora_rank=q_lora_rank).double(), token_ids(2, LENGTH)
+    model.set_experts_implementation("eager")
+    absorbed = stepwise(model, ids, queries)
+    called = []
+    monkeypatch.setattr(LatentAttention, "_absorbs", lambda self, *given: called.append(given) or False)
+    expanded = stepwise(model, ids, queries)
+    assert called
+    torch.testing.assert_close(absorbed, expanded, rtol=1e-5, atol=1e-5)
+
+
+def test_decoding_makes_no_keys_of_earlier_tokens(seed, monkeypatch):
+    """The cache holds the latent and one rotary key of a token, and a step reads nothing wider."""
+    model, ids = mixture(seed), token_ids(1, LENGTH)
+    cache = model(ids, use_cache=True).cache
+    config, layer = model.config, cache.layers[0]
+    assert layer.keys.shape == (1, 1, LENGTH, config.kv_lora_rank)
+    assert layer.values.shape == (1, 1, LENGTH, config.qk_rope_head_dim)
+    assert cache.layers[1].keys.shape[2] == WINDOW - 1
+    monkeypatch.setattr(model.model.layers[0].self_attn.kv_b_proj, "forward", None)  # calling it fails
+    model(ids[:, -1:], cache=cache, use_cache=True)
+
+
+def test_absorbed_products_see_an_adapter(seed):
+    """On the up-projection, which decoding reads as a matrix."""
+    import chronicals
+
+    model, ids = mixture(seed), token_ids(1, LENGTH)
+    before = model(ids).logits
+    chronicals.apply_lora(model, chronicals.LoRAConfig(rank=2, alpha=8, dropout=0.0, target_modules=["kv_b_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.normal_()
+    model.eval()
+    after = model(ids).logits
+    assert not torch.allclose(before, after) and (stepwise(model, ids) - after).abs().max() <= 1e-5
+
+
+def test_positions_go_on_beyond_the_window(seed):
+    """Defect of a cache that counts what it holds: the position of a step is that of all tokens seen."""
+    model, ids = mixture(seed, layer_types=["sliding_attention"] * 4), token_ids(1, LENGTH)
+    seen = []
+    model.model.rotary_emb.register_forward_pre_hook(lambda module, given: seen.append(given[1].flatten().tolist()))
+    stepwise(model, ids)
+    assert seen == [[n] for n in range(LENGTH)]
