@@ -2,6 +2,7 @@
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.model_shape import ModelShape
+from chronicals.models.additions import Addition, Computed
 from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
 from chronicals.models.classifier import SCORE, attach_score, load_scored, saved_form, score_of
 from chronicals.models.four_bits import QUANTISED_FROM, count_values, has_4bit_layers, has_packed_layers, quantise_layers
@@ -30,6 +31,8 @@ __all__ = [
     "BASE_ROWS",
     "QUANTISED_FROM",
     "SCORE",
+    "Addition",
+    "Computed",
     "Head",
     "ModelShape",
     "Packability",

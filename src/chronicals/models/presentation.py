@@ -7,7 +7,7 @@ its documents become padded rows with a mask: slower, the same result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from transformers.modeling_utils import AttentionInterface
 from chronicals.attention import attend_in_context, document_attention, gather_keys
 from chronicals.batch import Batch, Context, SharedKeys
 from chronicals.models import attention_seam
+from chronicals.models.additions import Addition, Computed
 from chronicals.models.attention_seam import Attention, Seam
 from chronicals.models.head import Head, read_head
 from chronicals.models.router_loss import ROUTER_LOSS, SWITCH, RouterLoss
@@ -33,6 +34,9 @@ this name, so that transformers makes no mask. No configuration of a user's carr
 
 AS_FORWARD = "chronicals_forward"
 """Method of a model whose weights are gathered for each forward pass: it calls what it is given, as such a pass."""
+
+LOOKAHEAD = "output_lookahead"
+"""Argument by which a model also predicts the choices of its routers."""
 
 CACHES = ("cache", "past_key_values")
 """What transformers calls the keys and values of earlier tokens: from 5.24 on, and before."""
@@ -112,6 +116,7 @@ class PresentedModel:
         router_loss: what its class adds to the loss, where its configuration asks for it.
         flash: False where packs attend by no backend of FlashAttention.
         pack_width: tokens of a pack, each of which has a router loss of its own; None where a Batch is one pack.
+        additions: what else is minimised beside any objective's terms.
     """
 
     model: Any
@@ -120,6 +125,12 @@ class PresentedModel:
     router_loss: RouterLoss | None = None
     flash: bool = True
     pack_width: int | None = None
+    additions: tuple[Addition, ...] = ()
+
+    @property
+    def records_routers(self) -> bool:
+        """Whether a forward pass that trains also needs the logits of routers."""
+        return self.router_loss is not None or bool(self.additions)
 
     def as_forward(self, compute: Callable[[], Result]) -> Result:
         """``compute()``, which may use the model's parts and its head: as one forward pass of the whole model, where weights
@@ -137,7 +148,8 @@ class PresentedModel:
 
         Returns:
             The hidden states ``[T, D]`` before ``head``, or the model's own logits ``[T, V]`` where that is None; and auxiliary
-            terms by name, which belong to the loss: ``router_loss`` of mixture-of-experts classes that ask for one.
+            terms by name, which belong to the loss: ``router_loss`` of mixture-of-experts classes that ask for one, and, where
+            gradients are computed, those of ``additions``.
         """
         return self.states(batch) if self.head_is_read else self._with_terms(batch, self.model, "logits")
 
@@ -146,25 +158,35 @@ class PresentedModel:
         return self._with_terms(batch, self.model.get_decoder(), "last_hidden_state")
 
     def _with_terms(self, batch: Batch, module: Any, name: str) -> tuple[Tensor, Terms]:
-        if self.router_loss is None:
-            return self._run(batch, module, name)[0], {}
-        states, router_logits = self._run(batch, module, name, routers=True)
-        return states, {ROUTER_LOSS: self.router_loss.term(router_logits, batch, self.pack_width)}
+        additions = self.additions if torch.is_grad_enabled() else ()
+        if self.router_loss is None and not additions:
+            return self._run(batch, module, name).states, {}
+        computed = self._run(batch, module, name, True, any(addition.lookahead for addition in additions))
+        terms = {}
+        if self.router_loss is not None:
+            terms[ROUTER_LOSS] = self.router_loss.term(computed.router_logits, batch, self.pack_width)
+        for addition in additions:
+            terms |= addition.terms(self, computed, batch)
+        return computed.states, terms
 
     def hidden_states(self, batch: Batch) -> Tensor:
         """``[T, D]`` before the head."""
-        return self._run(batch, self.model.get_decoder(), "last_hidden_state")[0]
+        return self._run(batch, self.model.get_decoder(), "last_hidden_state").states
 
     def logits(self, batch: Batch) -> Tensor:
         """``[T, V]`` from the model itself."""
-        return self._run(batch, self.model, "logits")[0]
+        return self._run(batch, self.model, "logits").states
 
-    def router_logits(self, batch: Batch) -> list[Tensor]:
+    def router_logits(self, batch: Batch) -> Sequence[Tensor]:
         """``[T, E]`` of each layer with routed experts; zero for tokens that are not computed."""
-        return self._run(batch, self.model.get_decoder(), "last_hidden_state", routers=True)[1]
+        return self.computed(batch, lookahead=False).router_logits
 
-    def _run(self, batch: Batch, module: Any, name: str, routers: bool = False) -> tuple[Tensor, list[Tensor]]:
-        """The output of ``module`` of that name, and the router logits if asked for: a row a token."""
+    def computed(self, batch: Batch, lookahead: bool) -> Computed:
+        """Hidden states before the head, the logits of routers and, if asked for, what is predicted of them."""
+        return self._run(batch, self.model.get_decoder(), "last_hidden_state", True, lookahead)
+
+    def _run(self, batch: Batch, module: Any, name: str, routers: bool = False, lookahead: bool = False) -> Computed:
+        """What ``module`` gives: its output of that name, and what else is asked for: a row a token."""
         if batch.context is not None and not self.packed:
             raise ValueError(f"{type(self.model).__name__} takes padded rows, which ranks cannot share (context_parallel)")
         padded = None if self.packed else PaddedRows.of(batch)
@@ -173,16 +195,26 @@ class PresentedModel:
             inputs["flash"] = False  # goes to the attention with the bounds
         if routers:
             inputs[SWITCH] = True
+        if lookahead:
+            inputs[LOOKAHEAD] = True
         out = module(**inputs)
 
-        def flat(x: Tensor) -> Tensor:
+        def flat(x: Tensor, beside: int = 1) -> Tensor:
+            """A row a token, of what has ``beside`` dimensions beside it."""
             if padded is None:
-                return x[0] if x.dim() == 3 else x
-            rows = x.flatten(0, -2)[padded.kept]
-            return rows.new_zeros(len(batch), rows.shape[-1]).index_put((padded.places,), rows)
+                return x[0] if x.dim() == beside + 2 else x
+            rows = x.flatten(0, -1 - beside)[padded.kept]
+            return rows.new_zeros(len(batch), *rows.shape[1:]).index_put((padded.places,), rows)
 
         found = (out.get("router_logits") or ()) if routers else ()
-        return flat(getattr(out, name)), [flat(logits) for logits in found]
+        ahead = out.lookahead if lookahead else None
+        layers, tokens = (None, None) if ahead is None else (ahead.get("layers"), ahead.get("tokens"))
+        return Computed(
+            flat(getattr(out, name)),
+            [flat(logits) for logits in found],
+            [flat(logits, beside=2) for logits in layers or ()],
+            None if tokens is None else flat(tokens, beside=3),
+        )
 
     @contextmanager
     def attending_documents(self) -> Iterator[PresentedModel]:

@@ -25,7 +25,8 @@ class ChronicalsMoeConfig(PreTrainedConfig):
       key that all heads share; together they are what a latent layer caches of a token. ``qk_nope_head_dim``, ``v_head_dim``:
       of each of its heads. ``q_lora_rank``: width of the latent of queries; None for one plain projection.
     - ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``: of routed experts; ``norm_topk_prob``: whether the
-      weights of a token's experts sum to one; ``num_shared_experts``: how many more, of the same size, every token goes through.
+      weights of a token's experts sum to one; ``num_shared_experts``: how many more, of the same size, every token goes
+      through.
     - ``lookahead_layers``: D. Each layer predicts the experts of its own router and of the next D; None for no heads.
     - ``lookahead_tokens``: K. The last hidden state and the next token predict the experts of all layers for K tokens; 0 for
       no such head.

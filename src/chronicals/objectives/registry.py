@@ -5,16 +5,20 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pydantic
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.config.foreign import no_such_field
+from chronicals.moe.router_settings import RouterSettings
 from chronicals.objectives.terms import Objective
 
 OBJECTIVES: dict[str, type[Objective]] = {}
 """By the name in the configuration."""
+
+BESIDE: dict[str, type] = {"router": RouterSettings}
+"""Sections that any objective may have beside its own, and their settings."""
 
 C = TypeVar("C", bound=type[Objective])
 
@@ -41,20 +45,30 @@ def build_objective(config: ChronicalsConfig) -> Objective:
         meant = f"; did you mean {near[0]!r}?" if near else f"; there are {', '.join(OBJECTIVES)}"
         raise ConfigurationError(f"objective={name!r}: no such objective{meant}")
     for section, given in config.sections.items():
-        if section not in OBJECTIVES:
-            known = [*OBJECTIVES, *(field.name for field in dataclasses.fields(config))]
+        if section not in OBJECTIVES and section not in BESIDE:
+            known = [*OBJECTIVES, *BESIDE, *(field.name for field in dataclasses.fields(config))]
             raise ConfigurationError(no_such_field(section, given, known))
-        if section != name:
+        if section in OBJECTIVES and section != name:
             raise ConfigurationError(
                 f"{section}={given}: settings of another objective than objective={name!r}; leave them out, or set "
                 f"objective={section!r}"
             )
-    settings = OBJECTIVES[name].Settings
+    built = OBJECTIVES[name](_checked(name, OBJECTIVES[name].Settings, config), config.logits_chunk_size)
+    if "router" in config.sections:
+        built.router = _checked("router", BESIDE["router"], config)
+    return built
+
+
+def _checked(section: str, settings: type, config: ChronicalsConfig) -> Any:
+    """The settings of a section.
+
+    Raises:
+        ConfigurationError: one is wrong.
+    """
     try:
-        checked = settings(**config.sections.get(name, {}))
+        return settings(**config.sections.get(section, {}))
     except pydantic.ValidationError as error:
-        raise ConfigurationError(_explained(name, settings, error)) from None
-    return OBJECTIVES[name](checked, config.logits_chunk_size)
+        raise ConfigurationError(_explained(section, settings, error)) from None
 
 
 def default_learning_rate(config: ChronicalsConfig, adapters: bool) -> float:

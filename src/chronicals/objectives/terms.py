@@ -16,6 +16,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.rows import TRAINED
 from chronicals.models import PresentedModel, Term, Terms, score_of
 from chronicals.models.four_bits import Watch
+from chronicals.moe.router_settings import RouterSettings
 from chronicals.saving import SavedModel
 
 Count = int | float | Tensor
@@ -75,6 +76,7 @@ class Objective(ABC):
         full_learning_rate, adapter_learning_rate: the default of ``learning_rate``, where all weights or adapters are trained.
         frozen: the models of ``bring``, presented, in evaluation mode and without gradients, while a run goes on; empty before
             and after.
+        router: what is trained of the routers of a mixture of experts beside it; None where nothing is.
     """
 
     Settings: ClassVar[type] = NoSettings
@@ -83,6 +85,7 @@ class Objective(ABC):
     generates: ClassVar[bool] = True
     full_learning_rate: ClassVar[float] = 2e-4
     adapter_learning_rate: ClassVar[float] = 2e-4
+    router: RouterSettings | None = None
 
     def __init__(self, settings: Any = None, chunk_size: int = CHUNK):
         self.settings = self.Settings() if settings is None else settings

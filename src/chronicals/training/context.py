@@ -49,7 +49,7 @@ def _why_not(presented: PresentedModel, width: int, count: int) -> str | None:
         return f"{name} takes documents as padded rows"
     if any(getattr(presented.model.config, field, 0) for field in SKIPPING):
         return f"{name} skips layers at random, each process others"
-    if presented.router_loss is not None:
+    if presented.records_routers:
         return f"the router loss of {name} is one of whole packs"
     if reason := why_neighbours_matter(presented.model.config, width):
         return reason

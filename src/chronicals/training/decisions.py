@@ -129,7 +129,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
             presented.packed, "documents do not affect each other" if presented.packed else "documents become padded rows"
         ),
         "use_torch_compile": _compilation(
-            model, on_card and presented.packed, fused, presented.router_loss is not None, context, divided
+            model, on_card and presented.packed, fused, presented.records_routers, context, divided
         ),
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
@@ -385,7 +385,7 @@ def _recomputation(
     if not config.use_gradient_checkpointing:
         return Decision(field, False, "turned off")
     if recomputes(model):
-        if presented.router_loss is not None and enters_again(model):
+        if presented.records_routers and enters_again(model):
             raise ConfigurationError(
                 "the model recomputes its layers with use_reentrant=True, through which its router loss has no gradient; leave "
                 "that to us (model.gradient_checkpointing_disable()), or pass use_reentrant=False"

@@ -53,6 +53,7 @@ from chronicals.training.frozen import bring_frozen, frozen_attending, release_f
 from chronicals.training.graphs import GraphedStep
 from chronicals.training.in_backward import UpdatesInBackward
 from chronicals.training.precision import Precision
+from chronicals.training.routers import add_router_terms, prepare_routers
 from chronicals.training.scattered import ScatteredStep
 from chronicals.training.step import EagerStep, StepParts, counts_of, known_before, train_step
 from chronicals.training.weight_sharding import WEIGHTS, GatheredStep, divide_weights
@@ -86,8 +87,10 @@ def prepare(
     bring_frozen(objective, model, tokenizer, config)
     torch.manual_seed(config.seed)  # adapters are the same on all ranks
     objective.prepare(model, tokenizer, config)
+    prepare_routers(model, objective.router, config.use_lora)
     attach_adapters(model, config, None if resumed is None else resumed / MODEL)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
+    add_router_terms(presented, objective.router)
     check_context(presented, objective, config, ranks)
     decisions = _decide(presented, config, ranks)
     _patch(presented.model, config, decisions, whole_layers=why_not_fused(config, presented) is None)

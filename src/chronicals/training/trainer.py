@@ -39,6 +39,7 @@ from chronicals.training.preparation import (
     teach_generation_to_stop,
 )
 from chronicals.training.resume import checkpoint_to_resume, claimed
+from chronicals.training.routers import keep_anchor
 from chronicals.training.run import Run, TrainingResult
 from chronicals.training.run_checkpoints import RunCheckpoints
 from chronicals.training.samples import Samples
@@ -177,6 +178,7 @@ class ChronicalsTrainer:
         reference.keep(self.output_dir, resumed is not None)
         train_store = reference.beside(train_store)
         eval_store = None if eval_store is None else reference.beside(eval_store)
+        keep_anchor(session, train_store, self.output_dir, resumed)
         stream = self._stream(train_store, config.epochs, shuffle=True, plan=plan)
         run = Run(Length.of(config, plan, self.ranks.data_count).steps, self.output_dir)
         if "warmup_steps" in config.explicit and config.warmup_steps > run.total_steps:

@@ -37,6 +37,7 @@ from chronicals.distributed import Mesh, require_one_process
 from chronicals.models import ModelShape, check_positions, embedding_table
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import Objective, build_objective
+from chronicals.objectives.registry import BESIDE
 from chronicals.patching import layers_in_fp8
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
@@ -208,8 +209,11 @@ def _exactly(model: Any, config: ChronicalsConfig) -> tuple[ChronicalsConfig, li
         notes.append(f"optimizer_state_dtype={config.optimizer_state_dtype!r} is 'fp32' here: the plain arms round none")
     if config.use_8bit_optimizer:
         notes.append("use_8bit_optimizer=True is False here: the plain arms keep states in fp32")
+    sections = dict(config.sections)
+    if beside := {name: sections.pop(name) for name in BESIDE if name in sections}:
+        notes.append(f"{beside}: these losses are in no arm, and their own tests hold them to their formulas")
     exactly = {"master_weights": True, "optimizer_state_dtype": "fp32", "use_8bit_optimizer": False}
-    config = config.replace(lora_dropout=0.0, **exactly)
+    config = config.replace(lora_dropout=0.0, sections=sections, **exactly)
     return config, notes
 
 

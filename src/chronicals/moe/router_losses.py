@@ -1,0 +1,152 @@
+"""Losses of routers, each a pure function of logits; every layer by itself, for an expert's number means nothing in another.
+
+With z_t the logits of a token's router, P_t = softmax(z_t), S_t the k largest of P_t, sg(·) without a gradient:
+
+    balance      E Σ_e f_e p_e      f_e: share of all choices that fell on e, p_e: mean of P_t,e    (Switch: arXiv 2101.03961, 4)
+    z            logsumexp(z_t)²                                                                  (ST-MoE: arXiv 2202.08906, 5)
+    temporal     ‖P_t − P_{t−1}‖²
+    locality     −log Σ_{e ∈ S_{t−1}} P_t,e
+    lookahead    KL(sg softmax(z/T) ‖ softmax z′) + a max(0, m − min_{e ∈ S} z′_e + max_{e ∉ S} z′_e) − b log(Σ_{e ∈ S} Q_e) / k
+                 of z′ predicted of z, Q = softmax(z′)
+    anchor       KL(P_t ‖ P°_t), P° of the router as the run began, on the same token; 0 then, and with a gradient in P
+
+balance is 1 where experts get equal shares. All but balance are means over tokens; temporal and locality over tokens that have
+a token before them in their document; then all are means over layers, and lookahead over distances.
+
+Shapes: T tokens, E experts, P packs of W tokens; T = P · W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chronicals.batch import Batch
+from chronicals.models import in_trained_documents
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Which tokens of a Batch count, and in which packs.
+
+    Attributes:
+        counted: bool ``[T]``: those of documents with a target.
+        document: int64 ``[T]``: the number of a token's document.
+        width: W.
+    """
+
+    counted: Tensor
+    document: Tensor
+    width: int
+
+    @classmethod
+    def of(cls, batch: Batch, width: int | None) -> Tokens:
+        """Args:
+        width: tokens of a pack; None for a Batch of one.
+        """
+        places = torch.arange(len(batch), dtype=torch.int32, device=batch.cu_seqlens.device)
+        document = torch.searchsorted(batch.cu_seqlens[1:], places, right=True)
+        return cls(in_trained_documents(batch), document, width or len(batch))
+
+    def before(self, distance: int) -> Tensor:
+        """bool ``[T - distance]``: whether token t counts and token t + distance is of the same document."""
+        same = self.document[distance:] == self.document[: len(self.document) - distance]
+        return self.counted[: len(self.counted) - distance] & same
+
+    def sum_over_packs(self, values: Tensor, there: Tensor) -> Tensor:
+        """The sum over the packs of the mean of ``values`` where they are ``there``; of packs without any, 0.
+
+        Args:
+            values: ``[n]``, of the first n tokens.
+            there: bool ``[n]``.
+        """
+        missing = len(self.counted) - len(values)
+        values, there = (torch.nn.functional.pad(x, (0, missing)) for x in (torch.where(there, values, 0.0), there))
+        sums, counts = (x.view(-1, self.width).sum(1) for x in (values, there.to(values.dtype)))
+        return (sums / counts.clamp(min=1.0)).sum()
+
+    @property
+    def packs(self) -> Tensor:
+        """How many packs have a token that counts; a scalar in fp32."""
+        return self.counted.view(-1, self.width).any(1).sum().float()
+
+
+def wide(logits: Tensor) -> Tensor:
+    """In fp32 at least."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def chosen(logits: Tensor, k: int) -> Tensor:
+    """bool ``[..., E]``: the k largest."""
+    return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, logits.topk(k, dim=-1).indices, True)
+
+
+def balance(logits: Tensor, k: int, tokens: Tokens) -> Tensor:
+    """The sum over the packs, of one layer's ``[T, E]``."""
+    load_PE, mean_PE = load_and_mean(logits, k, tokens)
+    return logits.shape[-1] * (load_PE * mean_PE).sum()
+
+
+def load_and_mean(logits: Tensor, k: int, tokens: Tokens) -> tuple[Tensor, Tensor]:
+    """``[P, E]`` both: f, and p of the formula; 0 for packs without a token that counts."""
+    counted_PW1 = tokens.counted.view(-1, tokens.width, 1).to(torch.float32)
+    sent_PWE, p_PWE = (x.unflatten(0, (-1, tokens.width)) for x in (chosen(logits, k), wide(logits).softmax(-1)))
+    rows_P1 = counted_PW1.sum(1).clamp(min=1.0)
+    return (sent_PWE * counted_PW1).sum(1) / (k * rows_P1), (p_PWE * counted_PW1).sum(1) / rows_P1
+
+
+def z_losses(logits: Tensor) -> Tensor:
+    """``[T]``, of each token."""
+    return wide(logits).logsumexp(-1).square()
+
+
+def temporal_losses(logits: Tensor) -> Tensor:
+    """``[T - 1]``: of token t + 1 beside token t."""
+    p = wide(logits).softmax(-1)
+    return (p[1:] - p[:-1]).square().sum(-1)
+
+
+def locality_losses(logits: Tensor, k: int) -> Tensor:
+    """``[T - 1]``: of token t + 1 beside token t."""
+    log_p = wide(logits).log_softmax(-1)
+    return -log_p[1:].masked_fill(~chosen(logits[:-1], k), float("-inf")).logsumexp(-1)
+
+
+def lookahead_losses(
+    predicted: Tensor, target: Tensor, k: int, temperature: float, ranking: float, of_set: float, margin: float
+) -> Tensor:
+    """``[...]``: of each prediction.
+
+    Args:
+        predicted: z′ ``[..., E]``.
+        target: z ``[..., E]``, of which no gradient is made.
+        ranking, of_set, margin: a, b and m.
+    """
+    predicted, target = wide(predicted), wide(target.detach())
+    aim, log_q, those = (target / temperature).log_softmax(-1), predicted.log_softmax(-1), chosen(target, k)
+    losses = (aim.exp() * (aim - log_q)).sum(-1)
+    if ranking and k < target.shape[-1]:
+        least = predicted.masked_fill(~those, float("inf")).amin(-1)
+        most = predicted.masked_fill(those, float("-inf")).amax(-1)
+        losses = losses + ranking * (margin - least + most).relu()
+    if of_set:
+        losses = losses - of_set / k * log_q.masked_fill(~those, float("-inf")).logsumexp(-1)
+    return losses
+
+
+def recalls(predicted: Tensor, target: Tensor, k: int, among: int | None = None) -> Tensor:
+    """``[...]``: which share of the k chosen experts is among so many (by default k) that are predicted first."""
+    return (chosen(predicted, among or k) & chosen(target, k)).sum(-1) / k
+
+
+def anchor_losses(logits: Tensor, reference: Tensor) -> Tensor:
+    """``[T]``: KL from the reference's distribution to that of now, with a gradient in ``logits``."""
+    log_p, log_r = wide(logits).log_softmax(-1), wide(reference.detach()).log_softmax(-1)
+    return (log_p.exp() * (log_p - log_r)).sum(-1)
+
+
+def mean(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(values)).mean()

@@ -1,0 +1,223 @@
+"""Every loss of routers against loops in plain NumPy."""
+
+import numpy as np
+import pytest
+import torch
+
+from chronicals.batch import IGNORED, Batch
+from chronicals.models import Computed, PresentedModel
+from chronicals.moe import router_losses as losses
+from chronicals.moe.anchor import Anchor, replayed
+from chronicals.moe.router_losses import Tokens
+from chronicals.moe.router_settings import RouterSettings
+from chronicals.moe.router_terms import RouterTerms
+
+E, K, L, W = 7, 3, 3, 20
+LENGTHS = [(9, 4, 7), (13, 1, 6), (20,)]
+"""Of the documents of three packs; the last of the first two packs has no target."""
+
+ALL = {"balance": 1.0, "z": 0.5, "temporal": 2.0, "locality": 0.3, "layer_ahead": 0.7, "token_ahead": 0.2}
+OF_HEADS = {"lookahead_ranking": 0.4, "lookahead_set": 0.9, "lookahead_margin": 0.8, "lookahead_temperature": 1.7}
+
+
+def batch() -> Batch:
+    lengths = [n for pack in LENGTHS for n in pack]
+    total = sum(lengths)
+    ids = torch.randint(1, 50, (total,))
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    targets = ids.roll(-1)
+    targets[bounds[1:].long() - 1] = IGNORED
+    for n, (a, b) in enumerate(zip(bounds, bounds[1:])):
+        if n in (2, 5):
+            targets[a:b] = IGNORED
+    targets[13 + 9 + 4 + 7] = 5  # the document of one token has a target, too
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    return Batch(ids, targets, positions, bounds, max(lengths))
+
+
+def softmax(z):
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def largest(z, k=K):
+    return set(np.argsort(-z)[:k].tolist())
+
+
+class Packs:
+    """Means over packs of what a function gives of tokens, in plain Python."""
+
+    def __init__(self, of: Batch):
+        bounds = of.cu_seqlens.tolist()
+        spans = [(a, b) for a, b in zip(bounds, bounds[1:]) if (of.targets[a:b] != IGNORED).any()]
+        self.tokens = [[t for a, b in spans for t in range(a, b) if t // W == p] for p in range(len(of) // W)]
+        self.end = {t: b for a, b in spans for t in range(a, b)}
+
+    def sum(self, value, ahead=0):
+        """``value(t)``, of the tokens with a token ``ahead`` in their document."""
+        total = 0.0
+        for tokens in self.tokens:
+            found = [value(t) for t in tokens if t + ahead < self.end[t]]
+            total += np.mean(found) if found else 0.0
+        return total
+
+
+def lookahead(predicted, target):
+    aim, q = softmax(target / OF_HEADS["lookahead_temperature"]), softmax(predicted)
+    those = largest(target)
+    least, most = min(predicted[e] for e in those), max(predicted[e] for e in range(E) if e not in those)
+    kl = sum(a * (np.log(a) - np.log(b)) for a, b in zip(aim, q))
+    ranking = max(0.0, OF_HEADS["lookahead_margin"] - least + most)
+    mass = sum(q[e] for e in those)
+    return kl + OF_HEADS["lookahead_ranking"] * ranking - OF_HEADS["lookahead_set"] * np.log(mass) / K
+
+
+@pytest.fixture
+def made():
+    of = batch()
+    logits = [torch.randn(len(of), E, dtype=torch.float64, requires_grad=True) for _ in range(L)]
+    ahead = [torch.randn(len(of), min(2, L - n), E, dtype=torch.float64, requires_grad=True) for n in range(L)]
+    tokens = torch.randn(len(of), 2, L, E, dtype=torch.float64, requires_grad=True)
+    return of, Computed(torch.zeros(len(of), 1), logits, ahead, tokens)
+
+
+def terms_of(of, computed, **settings):
+    model = PresentedModel(None, True, True, pack_width=W)
+    return RouterTerms(RouterSettings(**settings), K).terms(model, computed, of)
+
+
+def test_every_term_is_its_formula(made):
+    of, computed = made
+    packs, z = Packs(of), [x.detach().numpy() for x in computed.router_logits]
+    ahead, tokens = [x.detach().numpy() for x in computed.layers_ahead], computed.tokens_ahead.detach().numpy()
+
+    def balance(layer):
+        total = 0.0
+        for some in packs.tokens:
+            f = [sum(e in largest(layer[t]) for t in some) / (K * len(some)) for e in range(E)]
+            p = np.mean([softmax(layer[t]) for t in some], axis=0)
+            total += E * float(np.dot(f, p))
+        return total
+
+    expected = {
+        "balance": np.mean([balance(x) for x in z]),
+        "z": np.mean([packs.sum(lambda t, x=x: np.log(np.exp(x[t]).sum()) ** 2) for x in z]),
+        "temporal": np.mean([packs.sum(lambda t, x=x: ((softmax(x[t + 1]) - softmax(x[t])) ** 2).sum(), 1) for x in z]),
+        "locality": np.mean([
+            packs.sum(lambda t, x=x: -np.log(sum(softmax(x[t + 1])[e] for e in largest(x[t]))), 1) for x in z
+        ]),
+        "layer_ahead": np.mean([
+            packs.sum(lambda t, n=n, d=d: lookahead(ahead[n][t, d], z[n + d][t]))
+            for n in range(L) for d in range(ahead[n].shape[1])
+        ]),
+        "token_ahead": np.mean([
+            packs.sum(lambda t, k=k, n=n: lookahead(tokens[t, k - 1, n], z[n][t + k]), k) for k in (1, 2) for n in range(L)
+        ]),
+        "layer_ahead_recall_1": np.mean([
+            packs.sum(lambda t, n=n: len(largest(ahead[n][t, 1]) & largest(z[n + 1][t])) / K) for n in range(L - 1)
+        ]),
+        "token_ahead_recall_2": np.mean([
+            packs.sum(lambda t, n=n: len(largest(tokens[t, 1, n]) & largest(z[n][t + 2])) / K, 2) for n in range(L)
+        ]),
+        "entropy": np.mean([packs.sum(lambda t, x=x: -(softmax(x[t]) * np.log(softmax(x[t]))).sum()) for x in z]),
+        "dropped": 0.0,
+    }  # fmt: skip
+    found = terms_of(of, computed, **ALL, **OF_HEADS)
+    for name, value in expected.items():
+        term = found[f"router/{name}"]
+        assert abs(float(term.sum) - value) <= 1e-6 * max(1.0, abs(value)), name
+        assert term.coefficient == ALL.get(name, 0.0) and term.per == "packs"
+
+
+def test_loads_are_counted(made):
+    of, computed = made
+    found = terms_of(of, computed, balance=1.0)
+    packs, busiest, idle = Packs(of), [], []
+    for layer in computed.router_logits:
+        counts = [[sum(e in largest(layer[t].detach().numpy()) for t in some) for e in range(E)] for some in packs.tokens]
+        busiest.append(sum(E * max(c) / sum(c) for c in counts))
+        idle.append(sum(np.mean([n == 0 for n in c]) for c in counts))
+    assert float(found["router/busiest"].sum) == pytest.approx(np.mean(busiest), abs=1e-5)
+    assert float(found["router/idle"].sum) == pytest.approx(np.mean(idle), abs=1e-5)
+
+
+def test_gradients_are_right(made):
+    of, computed = made
+    free = [*computed.router_logits, *computed.layers_ahead, computed.tokens_ahead]
+
+    def loss(*given):
+        some = Computed(computed.states, given[:L], given[L : 2 * L], given[-1])
+        found = terms_of(of, some, **ALL, **OF_HEADS)
+        return sum(term.sum * term.coefficient for term in found.values())
+
+    fixed = [y.detach() for y in computed.router_logits]
+    assert torch.autograd.gradcheck(lambda *x: loss(*fixed, *x), free[L:], fast_mode=True)
+    some = [x.detach() for x in free[L:]]
+
+    def of_routers(*logits):
+        found = terms_of(of, Computed(computed.states, logits, *[some[:L], some[-1]]), **{n: ALL[n] for n in list(ALL)[:4]})
+        return sum(term.sum * term.coefficient for term in found.values())
+
+    assert torch.autograd.gradcheck(of_routers, free[:L], fast_mode=True)
+
+
+def test_heads_do_not_move_their_targets(made):
+    of, computed = made
+    found = terms_of(of, computed, layer_ahead=1.0, token_ahead=1.0)
+    sum(term.sum * term.coefficient for term in found.values()).backward()
+    assert all(x.grad is None for x in computed.router_logits)
+    assert all(x.grad.abs().sum() > 0 for x in (*computed.layers_ahead, computed.tokens_ahead))
+
+
+def test_a_pack_without_documents_adds_nothing(made):
+    of, computed = made
+    emptied = of.targets.clone()
+    emptied[40:] = IGNORED
+    some = Batch(of.input_ids, emptied, of.position_ids, of.cu_seqlens, of.max_seqlen)
+    both = [terms_of(x, computed, **ALL) for x in (of, some)]
+    alone = Packs(some)
+    z = computed.router_logits[0].detach().numpy()
+    assert len(alone.tokens[2]) == 0
+    expected = alone.sum(lambda t: np.log(np.exp(z[t]).sum()) ** 2)
+    assert float(Tokens.of(some, W).sum_over_packs(losses.z_losses(computed.router_logits[0]), Tokens.of(some, W).counted)) == (
+        pytest.approx(expected, rel=1e-6)
+    )
+    for name in both[0]:
+        assert torch.isfinite(both[1][name].sum)
+
+
+def test_the_anchor_is_zero_where_it_began_and_pulls_back():
+    ids = torch.arange(3, 15)
+    tokens = replayed(ids, torch.tensor([0, 5, 12], dtype=torch.int32))
+    weight = torch.randn(L, E, 50, requires_grad=True)
+
+    class Model:
+        pack_width = W
+
+        def router_logits(self, batch):
+            return [layer[:, batch.input_ids].T for layer in weight]
+
+    began = [x.detach() for x in Model().router_logits(tokens)]
+    anchor = Anchor(0.5, tokens, began)
+    term = anchor.terms(Model(), Computed(torch.zeros(60, 1)), batch())["router/anchor"]
+    assert term.sum == 0 and term.coefficient == 0.5 and term.sum.requires_grad
+    with torch.no_grad():
+        weight += 0.3 * torch.randn_like(weight)
+    term = anchor.terms(Model(), Computed(torch.zeros(60, 1)), batch())["router/anchor"]
+    now = [x.detach().double().numpy() for x in Model().router_logits(tokens)]
+    expected = np.mean([
+        np.mean([(softmax(a) * np.log(softmax(a) / softmax(b))).sum() for a, b in zip(layer, before.double().numpy())])
+        for layer, before in zip(now, began)
+    ])  # fmt: skip
+    assert float(term.sum) == pytest.approx(3 * expected, rel=1e-5)  # three packs have documents
+    (gradient,) = torch.autograd.grad(term.sum, weight)
+    with torch.no_grad():
+        weight -= 1e-2 * gradient
+    after = anchor.terms(Model(), Computed(torch.zeros(60, 1)), batch())["router/anchor"]
+    assert after.sum < term.sum
+
+
+@pytest.mark.parametrize("given", [{}, {"balance": -1.0}, {"balanse": 1.0}, {"anchor": 0.1, "anchor_tokens": 0}])
+def test_wrong_settings_are_refused(given):
+    with pytest.raises(ValueError):
+        RouterSettings(**given)
