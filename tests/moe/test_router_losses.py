@@ -63,7 +63,7 @@ class Packs:
 
 
 def lookahead(predicted, target):
-    aim, q = softmax(target / OF_HEADS["lookahead_temperature"]), softmax(predicted)
+    aim, q = (softmax(z / OF_HEADS["lookahead_temperature"]) for z in (target, predicted))
     those = largest(target)
     least, most = min(predicted[e] for e in those), max(predicted[e] for e in range(E) if e not in those)
     kl = sum(a * (np.log(a) - np.log(b)) for a, b in zip(aim, q))

@@ -20,6 +20,7 @@ from chronicals.cli.evaluate import evaluate
 from chronicals.cli.export import export
 from chronicals.cli.generate import generate
 from chronicals.cli.merge import merge
+from chronicals.cli.moe import app as moe
 from chronicals.cli.options import Command
 from chronicals.cli.plan import plan
 from chronicals.cli.quickstart import quickstart
@@ -61,6 +62,7 @@ def begin(
 for registered in data.registered_commands:
     registered.cls = Command
 app.add_typer(data)
+app.add_typer(moe)
 for command in (quickstart, train, evaluate, generate, merge, export, benchmark, plan, verify, doctor):
     app.command(cls=Command)(command)
 

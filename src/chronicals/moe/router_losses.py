@@ -2,12 +2,12 @@
 
 With z_t the logits of a token's router, P_t = softmax(z_t), S_t the k largest of P_t, sg(·) without a gradient:
 
-    balance      E Σ_e f_e p_e      f_e: share of all choices that fell on e, p_e: mean of P_t,e    (Switch: arXiv 2101.03961, 4)
-    z            logsumexp(z_t)²                                                                  (ST-MoE: arXiv 2202.08906, 5)
+    balance      E Σ_e f_e p_e      f_e: share of all choices that fell on e, p_e: mean of P_t,e  (Switch: arXiv 2101.03961, 4)
+    z            logsumexp(z_t)²                                                               (ST-MoE: arXiv 2202.08906, 5)
     temporal     ‖P_t − P_{t−1}‖²
     locality     −log Σ_{e ∈ S_{t−1}} P_t,e
-    lookahead    KL(sg softmax(z/T) ‖ softmax z′) + a max(0, m − min_{e ∈ S} z′_e + max_{e ∉ S} z′_e) − b log(Σ_{e ∈ S} Q_e) / k
-                 of z′ predicted of z, Q = softmax(z′)
+    lookahead    KL(sg softmax(z/T) ‖ Q) + a max(0, m − min_{e ∈ S} z′_e + max_{e ∉ S} z′_e) − b log(Σ_{e ∈ S} Q_e) / k
+                 of z′ predicted of z, Q = softmax(z′/T)
     anchor       KL(P_t ‖ P°_t), P° of the router as the run began, on the same token; 0 then, and with a gradient in P
 
 balance is 1 where experts get equal shares. All but balance are means over tokens; temporal and locality over tokens that have
@@ -126,7 +126,7 @@ def lookahead_losses(
         ranking, of_set, margin: a, b and m.
     """
     predicted, target = wide(predicted), wide(target.detach())
-    aim, log_q, those = (target / temperature).log_softmax(-1), predicted.log_softmax(-1), chosen(target, k)
+    aim, log_q, those = (target / temperature).log_softmax(-1), (predicted / temperature).log_softmax(-1), chosen(target, k)
     losses = (aim.exp() * (aim - log_q)).sum(-1)
     if ranking and k < target.shape[-1]:
         least = predicted.masked_fill(~those, float("inf")).amin(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from chronicals.models import asks_for_router_loss
 from chronicals.models.router_loss import SWITCH
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
+from chronicals.moe.mixture_parts import chosen_experts, is_experts
 from chronicals.moe.router_settings import RouterSettings
 
 K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k")
@@ -81,11 +83,13 @@ def why_not_softmax(model: Any) -> str | None:
 def _difference(twin: Any) -> str | None:
     if not getattr(twin.config.get_text_config(), "num_hidden_layers", 0):
         return "has no layers"
-    seen, hooks = list[Tensor](), list[Any]()
+    seen, hooks = list[tuple[Tensor, Tensor]](), list[Any]()
+    for name, buffer in twin.named_buffers():
+        if name.endswith("bias"):  # of a router that adds it before it chooses
+            buffer.normal_()
     for module in twin.modules():
         if is_experts(module):
-            see = lambda _, args, named: seen.append(_ids(args, named))  # noqa: E731
-            hooks.append(module.register_forward_pre_hook(see, with_kwargs=True))
+            hooks.append(module.register_forward_pre_hook(partial(_see, seen), with_kwargs=True))
     ids = torch.randint(FIRST_TOKEN, twin.get_input_embeddings().weight.shape[0], (1, LENGTH))
     out = twin.get_decoder()(input_ids=ids, use_cache=False, output_router_logits=True)
     for hook in hooks:
@@ -95,23 +99,18 @@ def _difference(twin: Any) -> str | None:
         return "has no layer with routed experts that is known here"
     if len(logits) != len(seen):
         return f"gives the logits of {len(logits)} routers and has {len(seen)}"
-    for scores, experts in zip(logits, seen):
-        scores = scores.view(-1, scores.shape[-1])
+    for scores, (experts, weights) in zip(logits, seen):
+        scores = scores.view(-1, scores.shape[-1]).float()
         if not torch.equal(scores.topk(experts.shape[-1]).indices.sort(-1).values, experts.sort(-1).values):
             return "chooses other experts than those with the largest router logits"
+        shares = [x / x.sum(-1, keepdim=True) for x in (weights.float(), scores.softmax(-1).gather(-1, experts))]
+        if not torch.allclose(*shares, rtol=1e-3, atol=1e-4):
+            return "weighs its experts otherwise than by the softmax of the router logits"
     return None
 
 
-def is_experts(module: nn.Module) -> bool:
-    """Whether it holds stacked experts, and is called with the chosen ones."""
-    names = {name: parameter for name, parameter in module.named_parameters(recurse=False)}
-    return "down_proj" in names and names["down_proj"].ndim == 3 and ("gate_up_proj" in names or "up_proj" in names)
-
-
-def _ids(args: tuple, named: dict[str, Any]) -> Tensor:
-    """The chosen experts among the arguments of an experts module: the one tensor of integers."""
-    given = [x for x in (*args, *named.values()) if isinstance(x, Tensor) and not x.is_floating_point()]
-    return given[0].reshape(-1, given[0].shape[-1])
+def _see(seen: list[tuple[Tensor, Tensor]], _: nn.Module, args: tuple, named: dict[str, Any]) -> None:
+    seen.append(chosen_experts(args, named))
 
 
 def choose_heads(model: Any, settings: RouterSettings | None) -> list[str]:

@@ -79,7 +79,9 @@ def keep_anchor(session: Session, store: TokenStore, output_dir: Path, resumed: 
             raise ConfigurationError(str(error)) from None
     else:
         if resumed is not None:
-            logger.warning("router.anchor: no %s at %s: the routers of the model as it was loaded are the anchor", FILE, resumed)
+            logger.warning(
+                "router.anchor: %s is not beside %s: the routers of the model as it was loaded are the anchor", FILE, resumed
+            )
         batch = first_tokens(_documents(store), settings.anchor_tokens).to(device)
         with presented.attending_documents(), session.precision.autocast():
             anchor = Anchor.of(settings.anchor, presented, batch)

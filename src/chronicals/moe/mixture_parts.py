@@ -1,0 +1,87 @@
+"""The parts of a Hugging Face mixture: of each layer with routed experts its attention, its router and its experts.
+
+Found by structure: experts are the module that holds stacked weights (``down_proj`` ``[E, ., .]``), the router a module beside
+it with a weight ``[E, D]``, attention the module whose class is called so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from chronicals.memory import decoder_layers
+
+
+@dataclass(frozen=True)
+class MixtureLayer:
+    """A layer with routed experts.
+
+    Attributes:
+        number: among all layers of the decoder.
+        attention, experts, router: modules.
+        num_experts: E.
+    """
+
+    number: int
+    attention: nn.Module
+    experts: nn.Module
+    router: nn.Module
+    num_experts: int
+
+    @property
+    def gate(self) -> Tensor:
+        """``[E, D]``."""
+        return self.router.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """``[E]``, where the router adds one to its logits."""
+        return getattr(self.router, "bias", None)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether it holds stacked experts, and is called with the chosen ones."""
+    weights = dict(module.named_parameters(recurse=False))
+    return "down_proj" in weights and weights["down_proj"].ndim == 3 and bool(weights.keys() & {"gate_up_proj", "up_proj"})
+
+
+def mixture_layers(model: Any) -> list[MixtureLayer]:
+    """The layers with routed experts, in order.
+
+    Raises:
+        ValueError: there is none, or a part of one is not found.
+    """
+    name, width = type(model).__name__, model.get_input_embeddings().weight.shape[1]
+    found = []
+    for number, layer in enumerate(decoder_layers(model)):
+        path, experts = next(((path, module) for path, module in layer.named_modules() if is_experts(module)), ("", None))
+        if experts is None:
+            continue
+        count = experts.down_proj.shape[0]
+        router = next(_routers(layer.get_submodule(path.rpartition(".")[0]), count, width), None)
+        attention = next((module for module in layer.modules() if "Attention" in type(module).__name__), None)
+        if router is None or attention is None:
+            raise ValueError(f"layer {number} of {name}: its {'router' if router is None else 'attention'} is not found")
+        found.append(MixtureLayer(number, attention, experts, router, count))
+    if not found:
+        raise ValueError(f"{name} has no layer with routed experts; give a mixture-of-experts model")
+    return found
+
+
+def _routers(block: nn.Module, experts: int, width: int) -> Iterator[nn.Module]:
+    for module in block.modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and weight.shape == (experts, width):
+            yield module
+
+
+def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """int64 ids and weights, ``[T, k]`` both, among the arguments of an experts module: the tensor of integers, and the last of
+    the others."""
+    tensors = [x for x in (*args, *named.values()) if isinstance(x, Tensor)]
+    ids = next(x for x in tensors if not x.is_floating_point())
+    ids = ids.reshape(-1, ids.shape[-1])
+    return ids, [x for x in tensors if x.is_floating_point()][-1].reshape(len(ids), -1)

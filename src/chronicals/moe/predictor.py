@@ -1,0 +1,115 @@
+"""Heads that predict the experts of a given mixture: its own, or heads that were distilled beside a frozen one.
+
+On disk: ``predictor.safetensors`` (the heads, with copies of the routers that they build on) and ``predictor.json``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from chronicals.moe.lookahead import LayerAhead, TokenAhead
+from chronicals.moe.mixture_parts import mixture_layers
+from chronicals.standard_json import to_json
+
+WEIGHTS, SAID = "predictor.safetensors", "predictor.json"
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Attributes:
+    furthest: the largest distance in layers.
+    tokens: the largest distance in tokens; 0 for no such head.
+    rank: of the layer-ahead heads, and width of the token-ahead head.
+    """
+
+    furthest: int = 3
+    tokens: int = 2
+    rank: int = 64
+
+    def __post_init__(self) -> None:
+        for name, least in (("furthest", 0), ("tokens", 0), ("rank", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least {least}")
+
+
+class ExpertPredictor(nn.Module):
+    """Predicts the experts of L layers.
+
+    Args:
+        gates: ``[E, D]`` of each layer's router, which are copied and not trained.
+        biases: ``[E]`` of each, where routers have some.
+    """
+
+    def __init__(self, gates: Sequence[Tensor], biases: Sequence[Tensor | None], sizes: HeadSizes):
+        super().__init__()
+        self.sizes = sizes
+        self.register_buffer("gates", torch.stack([gate.detach().float() for gate in gates]))
+        offsets = [gates[0].new_zeros(len(gates[0])) if bias is None else bias.detach() for bias in biases]
+        self.register_buffer("biases", torch.stack([bias.float() for bias in offsets]))
+        layers, experts, width = self.gates.shape
+        self.layer_ahead = LayerAhead(layers, width, experts, sizes.furthest, sizes.rank)
+        self.token_ahead = TokenAhead(layers, width, experts, sizes.tokens, sizes.rank) if sizes.tokens else None
+
+    @classmethod
+    def beside(cls, model: Any, sizes: HeadSizes) -> Self:
+        """New heads for a model, on its device: their first prediction is gate reuse."""
+        layers = mixture_layers(model)
+        made = cls([layer.gate for layer in layers], [layer.bias for layer in layers], sizes)
+        return made.to(layers[0].gate.device)
+
+    @classmethod
+    def within(cls, model: Any) -> Self:
+        """The heads of a native model, which it shares with it."""
+        decoder, config = model.get_decoder(), model.config
+        made = cls.beside(model, HeadSizes(config.lookahead_layers or 0, config.lookahead_tokens, config.lookahead_rank))
+        if decoder.layer_ahead is not None:
+            made.layer_ahead = decoder.layer_ahead
+        made.token_ahead = decoder.token_ahead
+        return made
+
+    def layers(self, layer: int, features: Tensor) -> Tensor:
+        """``[..., n, E]``: logits of layer ``layer`` and the n - 1 after it, from its normed input ``[..., D]``."""
+        return self.layer_ahead(layer, features, self.gates.unbind(), self.biases.unbind())
+
+    def reuse(self, layer: int, features: Tensor) -> Tensor:
+        """As ``layers``, by the routers alone."""
+        n = self.layer_ahead.distances(layer)
+        x = features.to(self.gates.dtype)
+        return torch.einsum("...d,ned->...ne", x, self.gates[layer : layer + n]) + self.biases[layer : layer + n]
+
+    def tokens(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
+        """``[..., K, L, E]``: logits of all layers for the tokens after one, from its last hidden state and the embedding of
+        the next token."""
+        if self.token_ahead is None:
+            raise ValueError("tokens=0: there is no head that predicts the experts of later tokens")
+        return self.token_ahead(hidden, next_embedding)
+
+    def save(self, folder: Path, about: Mapping[str, Any]) -> None:
+        """Args:
+        about: what else ``predictor.json`` says, as where it was trained and its recalls.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.cpu().contiguous() for name, value in self.state_dict().items()}, folder / WEIGHTS)
+        sizes = {name: getattr(self.sizes, name) for name in ("furthest", "tokens", "rank")}
+        shape = dict(zip(("layers", "num_experts", "hidden_size"), self.gates.shape))
+        (folder / SAID).write_text(to_json({"version": 1, **shape, **sizes, **about}, indent=1))
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Raises ValueError where there is none."""
+        try:
+            said, weights = json.loads((folder / SAID).read_text()), load_file(folder / WEIGHTS)
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"{folder}: no predictor is there ({error}); make one with chronicals moe predict-train") from None
+        sizes = HeadSizes(said["furthest"], said["tokens"], said["rank"])
+        made = cls(weights["gates"].unbind(), [None] * said["layers"], sizes)
+        made.load_state_dict(weights)
+        return made

@@ -1,0 +1,98 @@
+"""How well experts are predicted: of the experts that a token's router chose, the share among so many that were predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.moe.predictor import ExpertPredictor
+from chronicals.moe.recording import Recorded
+
+
+@dataclass
+class Recalls:
+    """Means over the tokens of recordings.
+
+    Attributes:
+        k: experts of a token.
+        layer_ahead, layer_ahead_2k, gate_reuse: by layer and distance: recall among k and 2k experts that heads predict, and
+            among k that later routers choose early.
+        token_ahead: by distance in tokens and layer; empty without such a head.
+        tokens: how many.
+    """
+
+    k: int
+    layer_ahead: list[list[float]] = field(default_factory=list)
+    layer_ahead_2k: list[list[float]] = field(default_factory=list)
+    gate_reuse: list[list[float]] = field(default_factory=list)
+    token_ahead: list[list[float]] = field(default_factory=list)
+    tokens: int = 0
+
+    def at(self, distance: int, name: str = "layer_ahead") -> list[float]:
+        """Of each layer that predicts so far ahead."""
+        return [row[distance] for row in getattr(self, name) if len(row) > distance]
+
+    def mean(self, distance: int, name: str = "layer_ahead") -> float:
+        found = self.at(distance, name)
+        return sum(found) / len(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@torch.no_grad()
+def measure(predictor: ExpertPredictor, recordings: Iterable[Recorded], k: int) -> Recalls:
+    """Of recordings with features.
+
+    Raises:
+        ValueError: there is no token.
+    """
+    sums = dict[tuple[str, int, int], Tensor]()
+    counts = dict[tuple[str, int, int], int]()
+    tokens = 0
+
+    def add(key: tuple[str, int, int], hit: Tensor) -> None:
+        sums[key] = sums.get(key, torch.zeros((), device=hit.device)) + hit.sum()
+        counts[key] = counts.get(key, 0) + len(hit)
+
+    for recorded in recordings:
+        tokens += len(recorded)
+        assert recorded.features is not None
+        for layer, features in enumerate(recorded.features):
+            heads, early = predictor.layers(layer, features), predictor.reuse(layer, features)
+            for d in range(heads.shape[1]):
+                aim = recorded.experts[layer + d]
+                add(("layer_ahead", layer, d), hits(heads[:, d], aim, k))
+                add(("layer_ahead_2k", layer, d), hits(heads[:, d], aim, min(2 * k, heads.shape[-1])))
+                add(("gate_reuse", layer, d), hits(early[:, d], aim, k))
+        if predictor.token_ahead is not None:
+            _of_tokens(predictor, recorded, k, add)
+    if not tokens:
+        raise ValueError("there is no token to measure predictions on; give more data")
+    means = {key: float(total) / max(counts[key], 1) for key, total in sums.items()}
+    return Recalls(k, **{name: _table(means, name) for name in sorted({name for name, _, _ in means})}, tokens=tokens)
+
+
+def _of_tokens(predictor: ExpertPredictor, recorded: Recorded, k: int, add: Callable) -> None:
+    assert recorded.hidden is not None and recorded.embeddings is not None
+    ahead = predictor.tokens(recorded.hidden[:-1], recorded.embeddings[1:])
+    for distance in range(1, ahead.shape[1] + 1):
+        there = recorded.follows(distance)
+        for layer in range(ahead.shape[2]):
+            found = ahead[: len(recorded) - distance, distance - 1, layer]
+            add(("token_ahead", distance - 1, layer), hits(found, recorded.experts[layer, distance:], k)[there])
+
+
+def hits(predicted: Tensor, experts: Tensor, among: int) -> Tensor:
+    """``[T]``: which share of ``experts`` ``[T, k]`` is among so many with the largest ``predicted`` ``[T, E]``."""
+    first = predicted.topk(among, dim=-1).indices
+    return (experts[..., None] == first[..., None, :]).any(-1).float().mean(-1)
+
+
+def _table(means: dict[tuple[str, int, int], float], name: str) -> list[list[float]]:
+    rows = sorted({row for found, row, _ in means if found == name})
+    return [[means[key] for key in sorted(means) if key[:2] == (name, row)] for row in rows]

@@ -1,0 +1,167 @@
+"""What the routers of a mixture do on given documents, and what they could have been predicted from; the model is not changed.
+
+Shapes: L layers with routed experts, T tokens, k experts of a token, E experts, D hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from chronicals.batch import Batch
+from chronicals.config import ChronicalsConfig
+from chronicals.data import BatchStream, filler_token, open_store
+from chronicals.models import PresentedModel, check_positions, embedding_table, in_evaluation, input_device, present
+from chronicals.moe.mixture_parts import MixtureLayer, chosen_experts, mixture_layers
+from chronicals.moe.router_losses import Tokens
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Documents end to end, on the model's device; filler and documents without a target are left out.
+
+    Attributes:
+        token_ids: int64 ``[T]``.
+        documents: int64 ``[N + 1]``, bounds.
+        experts: int64 ``[L, T, k]``, those that were chosen, and ``weights`` ``[L, T, k]`` theirs.
+        logits: ``[L, T, E]`` of the routers.
+        features: ``[L, T, D]``, the normed inputs of the layers, before attention; None if they were not asked for.
+        hidden: ``[T, D]``, last hidden states, and ``embeddings`` ``[T, D]`` of the tokens, with the features.
+    """
+
+    token_ids: Tensor
+    documents: Tensor
+    experts: Tensor
+    weights: Tensor
+    logits: Tensor
+    features: Tensor | None = None
+    hidden: Tensor | None = None
+    embeddings: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def follows(self, distance: int) -> Tensor:
+        """bool ``[T - distance]``: whether token t + distance is of the document of token t."""
+        places = torch.arange(len(self), device=self.documents.device)
+        document = torch.searchsorted(self.documents[1:].contiguous(), places, right=True)
+        return document[distance:] == document[: len(document) - distance]
+
+
+def record(model: PresentedModel, batches: Iterable[Batch], features: bool = False) -> Iterator[Recorded]:
+    """What the routers do on each Batch, on the device of the model.
+
+    Args:
+        features: whether also what heads predict from.
+
+    Raises:
+        ValueError: the model is no mixture that is known here.
+    """
+    layers = mixture_layers(model.model)
+    for batch in batches:
+        for part in [batch] if model.packed else _documents(batch):
+            yield _recorded(model, layers, part, features)  # between two, the model is as it was
+
+
+@torch.no_grad()
+def _recorded(model: PresentedModel, layers: list[MixtureLayer], batch: Batch, features: bool) -> Recorded:
+    seen_inputs, seen_choices = list[Tensor](), list[tuple[Tensor, Tensor]]()
+    with ExitStack() as hooks, in_evaluation(model.model), model.attending_documents():
+        for layer in layers:
+            hooks.enter_context(_before(layer.experts, lambda args, named: seen_choices.append(chosen_experts(args, named))))
+            if features:
+                hooks.enter_context(_before(layer.attention, lambda args, named: seen_inputs.append(_input(args, named))))
+        computed = model.computed(batch, lookahead=False)
+    kept = Tokens.of(batch, None).counted.nonzero()[:, 0]
+    logits = [_rows(x) for x in computed.router_logits]
+    if len(logits) != len(layers):
+        raise ValueError(f"{type(model.model).__name__} gives the logits of {len(logits)} routers and has {len(layers)}")
+    found = Recorded(
+        batch.input_ids[kept],
+        _bounds(batch, kept),
+        torch.stack([ids[kept] for ids, _ in seen_choices]),
+        torch.stack([weights[kept] for _, weights in seen_choices]),
+        torch.stack([x[kept] for x in logits]),
+    )
+    if not features:
+        return found
+    return replace(
+        found,
+        features=torch.stack([_rows(x)[kept] for x in seen_inputs]),
+        hidden=computed.states[kept],
+        embeddings=model.model.get_input_embeddings()(found.token_ids),
+    )
+
+
+@contextmanager
+def _before(module: nn.Module, see: Callable[[tuple, dict[str, Any]], None]) -> Iterator[None]:
+    """Within: ``see`` gets what ``module`` is called with."""
+    hook = module.register_forward_pre_hook(partial(_tell, see), with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def _tell(see: Callable, _: nn.Module, args: tuple, named: dict[str, Any]) -> None:
+    see(args, named)
+
+
+def _input(args: tuple, named: dict[str, Any]) -> Tensor:
+    """The hidden states that a module is called with."""
+    return named["hidden_states"] if "hidden_states" in named else args[0]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A row a token."""
+    return x.reshape(-1, x.shape[-1])
+
+
+def _bounds(batch: Batch, kept: Tensor) -> Tensor:
+    """Bounds of the documents among the tokens that are kept, whole documents each."""
+    bounds = batch.cu_seqlens.tolist()
+    lengths = [int(((kept >= a) & (kept < b)).sum()) for a, b in zip(bounds, bounds[1:])]
+    return torch.tensor([0, *(n for n in lengths if n)], device=kept.device).cumsum(0)
+
+
+def _documents(batch: Batch) -> Iterator[Batch]:
+    """Each document with a target by itself, for models whose rows are padded."""
+    counted = Tokens.of(batch, None).counted
+    bounds = batch.cu_seqlens.tolist()
+    for a, b in zip(bounds, bounds[1:]):
+        if b > a and bool(counted[a]):
+            ends = torch.tensor([0, b - a], dtype=torch.int32, device=batch.cu_seqlens.device)
+            yield Batch(batch.input_ids[a:b], batch.targets[a:b], batch.position_ids[a:b], ends, b - a)
+
+
+def record_data(
+    model: Any, tokenizer: Any, source: Any, config: ChronicalsConfig, features: bool = False, tokens: int | None = None
+) -> Iterator[Recorded]:  # fmt: skip
+    """As ``record``, on data in the order in which training's packs are planned; a forward pass at a time.
+
+    Args:
+        source: what ``train`` takes as data.
+        config: pack width and batch size, and how rows are read.
+        tokens: end after so many; None for all.
+
+    Raises:
+        DataError: the data cannot be read.
+        ValueError: the model is no mixture that is known here.
+    """
+    mixture_layers(model)
+    rows, device = embedding_table(model).shape[0], input_device(model)
+    store = open_store(source, tokenizer, config, embedding_rows=rows)
+    check_positions(model, store.longest)
+    stream = BatchStream(store, config, filler_token(tokenizer, rows), epochs=1, shuffle=True)
+    seen = 0
+    for recorded in record(present(model), (batch.to(device) for batch in stream), features):
+        if tokens is not None and seen >= tokens:
+            return
+        seen += len(recorded)
+        yield recorded

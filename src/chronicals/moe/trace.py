@@ -1,0 +1,138 @@
+"""Traces of routers on disk: ``trace.json`` beside ``trace-00000.npz``, ``trace-00001.npz`` … in one folder.
+
+``trace.json``:
+
+    version 1    model, model_type   layers: numbers of the decoder layers with routed experts   num_experts, k, hidden_size
+    features     whether the files have them       files: [{"name", "tokens", "documents"}]      tokens: of all
+
+Each file, NumPy arrays by name, little endian, of T tokens in N documents:
+
+    token_ids   int32   [T]             documents  int64    [N + 1], bounds of the documents
+    experts     uint8   [L, T, k]       uint16 where there are more than 256 experts
+    weights     float16 [L, T, k]       by which the outputs of the chosen experts are multiplied
+    logits      float16 [L, T, E]       of the routers
+    features    float16 [L, T, D]       optional: normed inputs of the layers, before attention
+    hidden      float16 [T, D]          with the features: last hidden states, and
+    embeddings  float16 [T, D]          of the tokens
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Self
+from zipfile import BadZipFile
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chronicals.moe.mixture_parts import mixture_layers
+from chronicals.moe.recording import Recorded
+from chronicals.standard_json import to_json
+
+VERSION = 1
+INDEX = "trace.json"
+ALWAYS = ("token_ids", "documents", "experts", "weights", "logits")
+OPTIONAL = ("features", "hidden", "embeddings")
+
+
+@dataclass
+class TraceInfo:
+    """What ``trace.json`` holds."""
+
+    model: str
+    model_type: str
+    layers: list[int]
+    num_experts: int
+    k: int
+    hidden_size: int
+    features: bool
+    files: list[dict[str, Any]] = field(default_factory=list)
+    tokens: int = 0
+    version: int = VERSION
+
+    @classmethod
+    def of(cls, model: Any, k: int, features: bool, name: str = "") -> Self:
+        """Args:
+        name: of the model, a folder or a name; by default that of its configuration.
+        """
+        layers = mixture_layers(model)
+        config = model.config.get_text_config()
+        numbers = [layer.number for layer in layers]
+        width = model.get_input_embeddings().weight.shape[1]
+        return cls(name or model.config._name_or_path, config.model_type, numbers, layers[0].num_experts, k, width, features)
+
+
+class TraceWriter:
+    """Writes a trace, a file for each ``Recorded``; the index comes last, so a folder without one is not whole.
+
+    Args:
+        folder: made if it is not there; must not hold a trace.
+
+    Raises:
+        ValueError: it holds one.
+    """
+
+    def __init__(self, folder: Path, info: TraceInfo):
+        self.folder, self.info = folder, info
+        if (folder / INDEX).exists():
+            raise ValueError(f"{folder}: holds a trace already; name another folder")
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, recorded: Recorded) -> None:
+        name = f"trace-{len(self.info.files):05d}.npz"
+        np.savez(self.folder / name, **_arrays(recorded, self.info))
+        self.info.files.append({"name": name, "tokens": len(recorded), "documents": len(recorded.documents) - 1})
+        self.info.tokens += len(recorded)
+
+    def close(self) -> TraceInfo:
+        """Write the index."""
+        (self.folder / INDEX).write_text(to_json(asdict(self.info), indent=1))
+        return self.info
+
+
+def _arrays(recorded: Recorded, info: TraceInfo) -> dict[str, np.ndarray]:
+    ids = np.uint8 if info.num_experts <= 256 else np.uint16
+    kinds = {"token_ids": np.int32, "documents": np.int64, "experts": ids}
+    names = ALWAYS + (OPTIONAL if info.features else ())
+    given = {name: getattr(recorded, name) for name in names}
+    if missing := [name for name, value in given.items() if value is None]:
+        raise ValueError(f"the trace is to have {', '.join(missing)}, and they were not recorded; record(features=True)")
+    wide = {name: value.float() if value.is_floating_point() else value for name, value in given.items()}
+    return {name: value.cpu().numpy().astype(kinds.get(name, np.float16)) for name, value in wide.items()}
+
+
+def read_trace(folder: Path) -> tuple[TraceInfo, Iterator[Recorded]]:
+    """What a folder holds; the second part reads a file at a time, in fp32 on the CPU.
+
+    Raises:
+        ValueError: there is no whole trace, or one of another version.
+    """
+    try:
+        said = json.loads((folder / INDEX).read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ValueError(f"{folder}: no trace is there ({INDEX}: {error}); make one with chronicals moe trace") from None
+    if said.get("version") != VERSION:
+        raise ValueError(f"{folder / INDEX}: version {said.get('version')}, known is {VERSION}")
+    info = TraceInfo(**said)
+    return info, (_read(folder / file["name"], file["tokens"], info) for file in info.files)
+
+
+def _read(path: Path, tokens: int, info: TraceInfo) -> Recorded:
+    try:
+        with np.load(path) as arrays:
+            found = {name: _tensor(arrays[name]) for name in ALWAYS + (OPTIONAL if info.features else ())}
+    except (OSError, KeyError, ValueError, BadZipFile) as error:
+        raise ValueError(f"{path}: the trace is damaged ({error}); record it again") from None
+    shape = (len(info.layers), tokens, info.k)
+    if found["experts"].shape != shape:
+        raise ValueError(f"{path}: experts of shape {tuple(found['experts'].shape)}, {INDEX} says {shape}; record it again")
+    return Recorded(**found)
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    """In a type that torch computes with."""
+    return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))

@@ -1,0 +1,243 @@
+"""What is recorded of routers, traces on disk, and heads that learn from them beside a model that stays as it was."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+import families
+import runs
+import tiny
+from chronicals.batch import Batch
+from chronicals.models import present
+from chronicals.moe.distil_heads import Distillation, checksum, distil, head_loss, train_predictor
+from chronicals.moe.mixture_parts import mixture_layers
+from chronicals.moe.predictor import ExpertPredictor, HeadSizes
+from chronicals.moe.recall import hits, measure
+from chronicals.moe.recording import record, record_data
+from chronicals.moe.routers import experts_per_token, why_not_softmax
+from chronicals.moe.trace import INDEX, TraceInfo, TraceWriter, read_trace
+from mixtures import mixture
+
+K = 2
+
+
+def qwen3_moe():
+    return families.mixture("qwen3_moe", vocab_size=300).eval()
+
+
+def native():
+    return mixture(vocab_size=300)
+
+
+FAMILIES = {"native": native, "qwen3_moe": qwen3_moe, "mixtral": lambda: families.mixture("mixtral", vocab_size=300).eval()}
+
+
+def batch(lengths=(9, 5, 12), filler=6):
+    """Documents, of which the second has no target, and filler."""
+    ids = torch.randint(3, 300, (sum(lengths) + filler,))
+    bounds = torch.tensor([0, *lengths, filler]).cumsum(0).int()
+    targets = torch.full_like(ids, -100)
+    targets[: lengths[0] - 1], targets[lengths[0] + lengths[1] : sum(lengths) - 1] = 7, 7
+    positions = torch.cat([torch.arange(n) for n in (*lengths, filler)])
+    return Batch(ids, targets, positions, bounds, max(*lengths, filler))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_is_what_the_routers_did(family):
+    model, given = FAMILIES[family](), batch()
+    before = checksum(model)
+    (found,) = record(present(model), [given], features=True)
+    assert checksum(model) == before and not any(module._forward_pre_hooks for module in model.modules())
+    kept = torch.cat([torch.arange(0, 9), torch.arange(14, 26)])
+    assert torch.equal(found.token_ids, given.input_ids[kept]) and found.documents.tolist() == [0, 9, 21]
+    start = 0
+    for part in (given.input_ids[:9], given.input_ids[14:26]):
+        with torch.no_grad():
+            out = model.get_decoder()(input_ids=part[None], output_router_logits=True, output_hidden_states=True)
+        place = slice(start, start + len(part))
+        for n, (layer, logits) in enumerate(zip(mixture_layers(model), out.router_logits)):
+            logits = logits.view(len(part), -1)
+            torch.testing.assert_close(found.logits[n, place], logits, rtol=1e-4, atol=1e-5)
+            weights, experts = logits.softmax(-1).topk(K)
+            assert torch.equal(found.experts[n, place].sort(-1).values, experts.sort(-1).values)
+            torch.testing.assert_close(found.weights[n, place].sum(-1), torch.ones(len(part)), rtol=1e-4, atol=1e-4) if (
+                family != "qwen3_moe") else None  # fmt: skip
+            norm = model.get_decoder().layers[layer.number].input_layernorm
+            features = norm(out.hidden_states[layer.number][0])
+            torch.testing.assert_close(found.features[n, place], features, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(found.hidden[place], out.last_hidden_state[0], rtol=1e-3, atol=1e-4)
+        start += len(part)
+    assert found.follows(1).tolist() == [True] * 8 + [False] + [True] * 11
+    assert not found.follows(3)[6:9].any()
+
+
+def test_models_that_take_padded_rows_are_recorded_alike():
+    model, given = qwen3_moe(), batch()
+    packed = present(model)
+    (expected,) = record(packed, [given], features=True)
+    packed.packed = False
+    first, second = record(packed, [given], features=True)
+    for name in ("experts", "logits", "features"):
+        parts = torch.cat([getattr(first, name), getattr(second, name)], 1)
+        torch.testing.assert_close(parts.float(), getattr(expected, name).float(), rtol=1e-4, atol=1e-5)
+
+
+def test_a_trace_is_read_as_it_was_written(tmp_path):
+    model = native()
+    parts = list(record(present(model), [batch(), batch((4, 3, 11))], features=True))
+    writer = TraceWriter(tmp_path / "trace", TraceInfo.of(model, experts_per_token(model), True, "a model"))
+    for part in parts:
+        writer.add(part)
+    with pytest.raises(ValueError, match="no trace is there"):
+        read_trace(tmp_path / "trace")
+    writer.close()
+    info, found = read_trace(tmp_path / "trace")
+    assert (info.model, info.model_type, info.layers, info.num_experts, info.k) == ("a model", "chronicals_moe", [0, 1, 2, 3], 5, K)
+    for part, read in zip(parts, found, strict=True):
+        for name in ("token_ids", "documents", "experts"):
+            assert torch.equal(getattr(part, name), getattr(read, name))
+        for name in ("weights", "logits", "features", "hidden", "embeddings"):
+            torch.testing.assert_close(getattr(read, name), getattr(part, name), rtol=1e-3, atol=1e-3)
+    with np.load(tmp_path / "trace" / "trace-00000.npz") as arrays:
+        assert arrays["experts"].dtype == np.uint8 and arrays["weights"].dtype == np.float16
+        assert arrays["token_ids"].dtype == np.int32 and arrays["documents"].dtype == np.int64
+    with pytest.raises(ValueError, match="holds a trace already"):
+        TraceWriter(tmp_path / "trace", info)
+
+
+def test_a_damaged_trace_is_said(tmp_path):
+    model = native()
+    writer = TraceWriter(tmp_path, TraceInfo.of(model, K, False))
+    for part in record(present(model), [batch()]):
+        writer.add(part)
+    writer.close()
+    whole = (tmp_path / "trace-00000.npz").read_bytes()
+    (tmp_path / "trace-00000.npz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"trace-00000\.npz: the trace is damaged"):
+        list(read_trace(tmp_path)[1])
+    said = json.loads((tmp_path / INDEX).read_text())
+    said["files"][0]["tokens"] += 1
+    (tmp_path / "trace-00000.npz").write_bytes(whole)
+    (tmp_path / INDEX).write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="experts of shape"):
+        list(read_trace(tmp_path)[1])
+    (tmp_path / INDEX).write_text(json.dumps({**said, "version": 9}))
+    with pytest.raises(ValueError, match="version 9, known is 1"):
+        read_trace(tmp_path)
+
+
+def test_a_trace_without_features_has_none(tmp_path):
+    model = native()
+    (part,) = record(present(model), [batch()])
+    with pytest.raises(ValueError, match="features, hidden, embeddings"):
+        TraceWriter(tmp_path, TraceInfo.of(model, K, True)).add(part)
+
+
+def test_recall_is_counted():
+    model = native()
+    parts = list(record(present(model), [batch(), batch()], features=True))
+    predictor = ExpertPredictor.within(model)
+    found = measure(predictor, parts, K)
+    layer, d, total, tokens = 1, 2, 0, 0
+    for part in parts:
+        predicted = predictor.layers(layer, part.features[layer])[:, d]
+        for t in range(len(part)):
+            first = set(predicted[t].topk(K).indices.tolist())
+            total += len(first & set(part.experts[layer + d, t].tolist())) / K
+            tokens += 1
+    assert found.layer_ahead[layer][d] == pytest.approx(total / tokens, abs=1e-6) and found.tokens == tokens
+    assert len(found.layer_ahead) == 4 and [len(row) for row in found.layer_ahead] == [4, 3, 2, 1]
+    assert len(found.token_ahead) == 2 and len(found.token_ahead[0]) == 4
+    total = tokens = 0
+    for part in parts:
+        for t in range(len(part) - 2):
+            if not any(t < int(bound) <= t + 2 for bound in part.documents):
+                predicted = predictor.tokens(part.hidden[t], part.embeddings[t + 1])[1, 3]
+                total += len(set(predicted.topk(K).indices.tolist()) & set(part.experts[3, t + 2].tolist())) / K
+                tokens += 1
+    assert found.token_ahead[1][3] == pytest.approx(total / tokens, abs=1e-6)
+
+
+def test_own_predictions_are_those_of_the_forward_pass():
+    model, given = native(), batch()
+    presented = present(model)
+    (part,) = record(presented, [given], features=True)
+    with presented.attending_documents(), torch.no_grad():
+        computed = presented.computed(given, lookahead=True)
+    kept = torch.cat([torch.arange(0, 9), torch.arange(14, 26)])
+    predictor = ExpertPredictor.within(model)
+    for layer, expected in enumerate(computed.layers_ahead):
+        torch.testing.assert_close(predictor.layers(layer, part.features[layer]), expected[kept], rtol=1e-3, atol=1e-4)
+
+
+def test_hits_are_shares():
+    predicted = torch.tensor([[3.0, 2.0, 1.0, 0.0]] * 3)
+    experts = torch.tensor([[0, 1], [0, 3], [2, 3]])
+    assert hits(predicted, experts, 2).tolist() == [1.0, 0.5, 0.0] and hits(predicted, experts, 4).tolist() == [1.0] * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_heads_learn_and_the_model_stays(family, tmp_path):
+    model = FAMILIES[family]()
+    config = runs.config(tmp_path, objective="pretraining", batch_size=2)
+    before = checksum(model)
+    how, sizes = Distillation(learning_rate=1e-2, rows=256), HeadSizes(1, 1, 16)
+    found = train_predictor(model, tiny.tokenizer(), tiny.chat_rows(200), tiny.chat_rows(20), config, sizes, how, 8000, 400)
+    assert checksum(model) == before == found.unchanged and all(p.grad is None for p in model.parameters())
+    assert found.losses[-1] < 0.8 * found.losses[0]
+    assert found.recalls.mean(1) > found.recalls.mean(1, "gate_reuse")
+    found.predictor.save(tmp_path / "predictor", found.about())
+    loaded = ExpertPredictor.load(tmp_path / "predictor")
+    (part,) = record(present(model), [batch()], features=True)
+    for layer, features in enumerate(part.features):
+        assert torch.equal(loaded.layers(layer, features), found.predictor.layers(layer, features))
+    assert torch.equal(loaded.tokens(part.hidden, part.embeddings), found.predictor.tokens(part.hidden, part.embeddings))
+    said = json.loads((tmp_path / "predictor" / "predictor.json").read_text())
+    assert said["layers"] == len(mixture_layers(model)) and said["recalls"]["k"] == K and said["model_sha256"] == before
+
+
+def test_heads_learn_from_a_trace(tmp_path):
+    model = native()
+    config = runs.config(tmp_path, objective="pretraining")
+    writer = TraceWriter(tmp_path / "trace", TraceInfo.of(model, K, True))
+    for part in record_data(model, tiny.tokenizer(), tiny.chat_rows(60), config, features=True):
+        writer.add(part)
+    assert writer.close().tokens > 1000
+    predictor = ExpertPredictor.beside(model, HeadSizes(1, 0, 8))
+    losses = distil(predictor, read_trace(tmp_path / "trace")[1], K, 20, Distillation(learning_rate=1e-2))
+    assert losses[-1] < losses[0]
+    with pytest.raises(ValueError, match="no head that predicts"):
+        predictor.tokens(torch.zeros(1, 32), torch.zeros(1, 32))
+    with pytest.raises(ValueError, match="no recording"):
+        distil(predictor, [], K, 1, Distillation())
+
+
+def test_new_heads_are_the_routers_of_the_model():
+    model = native()
+    (part,) = record(present(model), [batch()], features=True)
+    predictor = ExpertPredictor.beside(model, HeadSizes(2, 1, 8))
+    for layer, features in enumerate(part.features):
+        torch.testing.assert_close(predictor.layers(layer, features), predictor.reuse(layer, features))
+    assert float(head_loss(predictor, part, K, Distillation())) > 0
+
+
+def test_what_is_no_mixture_is_named():
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no layer with routed experts"):
+        list(record(present(tiny.llama()), [batch()]))
+    with pytest.raises(ValueError, match="no predictor is there"):
+        ExpertPredictor.load(__import__("pathlib").Path("nowhere"))
+    with pytest.raises(ValueError, match="rank=0"):
+        HeadSizes(rank=0)
+
+
+def test_routers_that_choose_otherwise_are_told_apart():
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    assert why_not_softmax(qwen3_moe()) is None and why_not_softmax(native()) is None
+    config = DeepseekV3Config(
+        **{**families.SIZES, "num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        moe_intermediate_size=16, first_k_dense_replace=0, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+    )  # fmt: skip
+    assert why_not_softmax(DeepseekV3ForCausalLM(config))
