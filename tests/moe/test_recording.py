@@ -60,10 +60,12 @@ def test_it_is_what_the_routers_did(family):
         for n, (layer, logits) in enumerate(zip(mixture_layers(model), out.router_logits)):
             logits = logits.view(len(part), -1)
             torch.testing.assert_close(found.logits[n, place], logits, rtol=1e-4, atol=1e-5)
-            weights, experts = logits.softmax(-1).topk(K)
+            experts = logits.topk(K).indices
             assert torch.equal(found.experts[n, place].sort(-1).values, experts.sort(-1).values)
-            torch.testing.assert_close(found.weights[n, place].sum(-1), torch.ones(len(part)), rtol=1e-4, atol=1e-4) if (
-                family != "qwen3_moe") else None  # fmt: skip
+            weights = logits.softmax(-1).gather(-1, found.experts[n, place])
+            if family != "qwen3_moe":  # whose configuration leaves them as they are
+                weights = weights / weights.sum(-1, keepdim=True)
+            torch.testing.assert_close(found.weights[n, place], weights, rtol=1e-4, atol=1e-5)
             norm = model.get_decoder().layers[layer.number].input_layernorm
             features = norm(out.hidden_states[layer.number][0])
             torch.testing.assert_close(found.features[n, place], features, rtol=1e-3, atol=1e-4)
@@ -94,7 +96,8 @@ def test_a_trace_is_read_as_it_was_written(tmp_path):
         read_trace(tmp_path / "trace")
     writer.close()
     info, found = read_trace(tmp_path / "trace")
-    assert (info.model, info.model_type, info.layers, info.num_experts, info.k) == ("a model", "chronicals_moe", [0, 1, 2, 3], 5, K)
+    assert (info.model, info.model_type, info.layers) == ("a model", "chronicals_moe", [0, 1, 2, 3])
+    assert (info.num_experts, info.k, info.tokens) == (5, K, 21 + 15)
     for part, read in zip(parts, found, strict=True):
         for name in ("token_ids", "documents", "experts"):
             assert torch.equal(getattr(part, name), getattr(read, name))
@@ -238,6 +241,7 @@ def test_routers_that_choose_otherwise_are_told_apart():
     assert why_not_softmax(qwen3_moe()) is None and why_not_softmax(native()) is None
     config = DeepseekV3Config(
         **{**families.SIZES, "num_key_value_heads": 4}, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
-        moe_intermediate_size=16, first_k_dense_replace=0, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8,
+        moe_intermediate_size=16, first_k_dense_replace=0, q_lora_rank=8, kv_lora_rank=8, qk_nope_head_dim=8,
+        qk_rope_head_dim=4, v_head_dim=8,
     )  # fmt: skip
     assert why_not_softmax(DeepseekV3ForCausalLM(config))
