@@ -164,7 +164,8 @@ class RunCheckpoints:
         for name, parameter in checkpoint.trained(self.model):
             sent = optimizer.empty_states(parameter)
             for part, tensor in states.get(name, {}).items():
-                sent[part].copy_(tensor)
+                if part in sent:  # an fp32 weight has no lower half, though divided ones of bf16 would
+                    sent[part].copy_(tensor)
             self.ranks.same_weights(sent.values())
             optimizer.load_state(parameter, sent)
 

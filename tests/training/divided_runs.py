@@ -1,0 +1,49 @@
+"""One of several processes that make a run with divided weights: the program of ``test_divided_checkpoints.py``.
+
+``python divided_runs.py FOLDER FIELDS``: fields of the configuration in JSON; ``resume``, ``tied`` and ``source`` (a folder whose
+weights are read by rows) beside them.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import runs
+import tiny
+
+SETTINGS = {
+    "batch_size": 1, "num_epochs": None, "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": 2, "validation_split": 0.1,
+    "eval_steps": 3, "max_steps": 6, "keep": "last", "trackers": [],
+}  # fmt: skip
+MICRO_BATCHES = 4
+
+
+def train(folder: Path, count: int, resume: bool = False, tied: bool = False, source: str | None = None, **changes: Any):
+    fields = {**SETTINGS, "gradient_accumulation_steps": MICRO_BATCHES // count, **changes}
+    if source is None:
+        model = tiny.llama(tie_word_embeddings=tied)
+    else:
+        from chronicals.models.loading import load_for_rows
+
+        model = load_for_rows(source)
+    return runs.train(folder, tiny.chat_rows(), model=model, resume=resume, **fields)
+
+
+def main() -> None:
+    folder, fields = Path(sys.argv[1]), json.loads(sys.argv[2])
+    torch.set_num_threads(1)
+    count = int(os.environ["WORLD_SIZE"])
+    result = train(folder, count, **{"sharding": "weights", **fields})
+    if dist.get_rank() == 0:
+        (folder / "result.json").write_text(json.dumps({"step": result.model_step, "loss": result.evaluation.loss}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+    os._exit(0)

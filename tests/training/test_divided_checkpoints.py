@@ -1,0 +1,102 @@
+"""Checkpoints of runs whose weights are divided: any number of processes goes on from any of them."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import runs
+import two_processes
+from chronicals.kernels.master import join_master, split_master
+from chronicals.saving import StoredStates
+
+sys.path.insert(0, str(Path(__file__).parent))
+import divided_runs
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="one process would compute on the card, two on the CPU")
+
+
+STILL = 1e-30
+"""A learning rate that changes no weight."""
+
+
+def by(count, folder, **fields):
+    """So many processes make the run, or go on with it; one alone has all weights."""
+    folder.mkdir(exist_ok=True)
+    if count == 1:
+        divided_runs.train(folder, 1, **{name: value for name, value in fields.items() if name != "sharding_ranks"})
+        return
+    codes, words = two_processes.run(divided_runs.__file__, folder, json.dumps(fields), count=count)
+    assert codes == [0] * count, [said[-2500:] for said in words]
+
+
+def steps(folder):
+    return torch.tensor(runs.trajectory(folder), dtype=torch.float64)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    by(1, folder)
+    return folder
+
+
+WAYS = {"1, 2, 4": (1, 2, 4), "4, 1, 2": (4, 1, 2), "2, 4, 2": (2, 4, 2)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_another_number_goes_on(tmp_path, whole, way):
+    for number, count in enumerate(WAYS[way]):
+        by(count, tmp_path / "a", max_steps=2 * (number + 1), resume=number > 0)
+    torch.testing.assert_close(steps(tmp_path / "a"), steps(whole), rtol=1e-4, atol=0.0)
+    ours, theirs = runs.weights(tmp_path / "a"), runs.weights(whole)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
+
+
+def test_copies_go_on_from_divided_weights(tmp_path, whole):
+    by(2, tmp_path / "a", max_steps=2)
+    by(4, tmp_path / "a", max_steps=4, resume=True, sharding_ranks=2)
+    by(2, tmp_path / "a", resume=True, sharding="optimizer")
+    torch.testing.assert_close(steps(tmp_path / "a"), steps(whole), rtol=1e-4, atol=0.0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tied": True, "mixed_precision": "bf16"}], ids=["fp32", "bf16, tied"])
+def test_the_same_number_goes_on_to_the_bit(tmp_path, fields):
+    by(2, tmp_path / "once", **fields)
+    by(2, tmp_path / "twice", max_steps=4, **fields)
+    by(2, tmp_path / "twice", resume=True, **fields)
+    assert torch.equal(steps(tmp_path / "once"), steps(tmp_path / "twice"))
+    once, twice = (StoredStates(folder / "run/checkpoints/step-00000006") for folder in (tmp_path / "once", tmp_path / "twice"))
+    assert once.names() == twice.names()
+    assert all(torch.equal(once.read(name), twice.read(name)) for name in once.names())
+
+
+def test_masters_are_carried_over_exactly(tmp_path):
+    """One process splits a weight into bf16 and the rest, divided weights are fp32: what is read is what was written."""
+    by(2, tmp_path / "a", max_steps=2, mixed_precision="bf16")
+    folder = tmp_path / "a/run/checkpoints/step-00000002"
+    stored, model = StoredStates(folder), load_file(folder / "model/model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    value = stored.read(f"{name}:weight")
+    assert value.dtype == torch.float32 and model[name].dtype == torch.bfloat16
+    assert torch.equal(split_master(value)[0], model[name]) and not torch.equal(model[name].float(), value)
+    by(1, tmp_path / "a", max_steps=3, resume=True, mixed_precision="bf16", learning_rate=STILL)
+    after = tmp_path / "a/run/checkpoints/step-00000003"
+    high, low = load_file(after / "model/model.safetensors")[name], StoredStates(after).read(f"{name}:low")
+    assert torch.equal(join_master(high, low), value)
+    by(2, tmp_path / "a", max_steps=4, resume=True, mixed_precision="bf16", learning_rate=STILL)
+    assert torch.equal(StoredStates(tmp_path / "a/run/checkpoints/step-00000004").read(f"{name}:weight"), value)
+
+
+def test_what_is_left_is_a_whole_model_of_the_best_step(tmp_path):
+    by(2, tmp_path / "a", keep="best", learning_rate=3e-2, eval_steps=1, save_steps=None)
+    result = json.loads((tmp_path / "a/result.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a/run/model")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    best = load_file(tmp_path / f"a/run/checkpoints/step-{result['step']:08d}/model/model.safetensors")
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in best.items())
