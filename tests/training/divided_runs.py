@@ -1,7 +1,7 @@
 """One of several processes that make a run with divided weights: the program of ``test_divided_checkpoints.py``.
 
-``python divided_runs.py FOLDER FIELDS``: fields of the configuration in JSON; ``resume``, ``tied`` and ``source`` (a folder whose
-weights are read by rows) beside them.
+``python divided_runs.py FOLDER FIELDS``: fields of the configuration in JSON; ``resume``, ``tied`` and ``source`` (a folder
+whose weights are divided while they are read) beside them.
 """
 
 import json
@@ -15,10 +15,13 @@ import torch.distributed as dist
 
 import runs
 import tiny
+from chronicals.distributed import Mesh
+from chronicals.saving import SavedModel
+from chronicals.training.loading import load_to_train
 
 SETTINGS = {
-    "batch_size": 1, "num_epochs": None, "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": 2, "validation_split": 0.1,
-    "eval_steps": 3, "max_steps": 6, "keep": "last", "trackers": [],
+    "batch_size": 1, "num_epochs": None, "lr_scheduler": "constant", "warmup_steps": 0, "save_steps": 2,
+    "validation_split": 0.1, "eval_steps": 3, "max_steps": 6, "keep": "last", "trackers": [],
 }  # fmt: skip
 MICRO_BATCHES = 4
 
@@ -28,9 +31,11 @@ def train(folder: Path, count: int, resume: bool = False, tied: bool = False, so
     if source is None:
         model = tiny.llama(tie_word_embeddings=tied)
     else:
-        from chronicals.models.loading import load_for_rows
-
-        model = load_for_rows(source)
+        ranks = Mesh.current()
+        config = runs.config(folder, **fields)
+        model, _ = load_to_train(SavedModel.find(source), config, ranks)
+        held = sum(p.numel() for p in model.parameters() if not p.is_meta)
+        (folder / f"held-{ranks.rank}.json").write_text(json.dumps(held))
     return runs.train(folder, tiny.chat_rows(), model=model, resume=resume, **fields)
 
 

@@ -3,15 +3,18 @@
 import json
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import runs
+import tiny
 import two_processes
 from chronicals.kernels.master import join_master, split_master
+from chronicals.models.loading import load_for_rows
 from chronicals.saving import StoredStates
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -100,3 +103,37 @@ def test_what_is_left_is_a_whole_model_of_the_best_step(tmp_path):
     assert type(model).__name__ == "LlamaForCausalLM"
     best = load_file(tmp_path / f"a/run/checkpoints/step-{result['step']:08d}/model/model.safetensors")
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in best.items())
+
+
+LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
+READ = {"full": {}, "LoRA": LORA, "NF4": {**LORA, "quantization": "nf4"}}
+
+
+@pytest.mark.parametrize("kind", READ)
+def test_weights_are_divided_while_they_are_read(tmp_path, kind):
+    """No process has them whole; what it trains is what one process trains that has."""
+    source = tmp_path / "source"
+    model = tiny.llama(hidden_size=256, intermediate_size=512)
+    model.save_pretrained(source)
+    tiny.tokenizer().save_pretrained(source)
+    fields = {**READ[kind], "source": str(source), "max_steps": 2, "validation_split": 0.1, "learning_rate": 1e-3}
+    by(2, tmp_path / "two", **fields)
+    (tmp_path / "one").mkdir()
+    with patch.object(divided_runs.Mesh, "current", return_value=divided_runs.Mesh()):
+        divided_runs.train(tmp_path / "one", 1, **fields)
+    torch.testing.assert_close(steps(tmp_path / "two"), steps(tmp_path / "one"), rtol=1e-4, atol=0.0)
+    held = [json.loads((tmp_path / f"two/held-{rank}.json").read_text()) for rank in range(2)]
+    layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
+    others = sum(p.numel() for p in model.parameters()) - layers
+    at_most = {"full": 0, "LoRA": others + 0.6 * 4 * layers, "NF4": others + 0.6 * 0.52 * layers}[kind]  # bytes, of rows
+    assert max(held) <= at_most
+
+
+def test_weights_that_cannot_be_read_by_rows_are_named(tmp_path):
+    model = tiny.llama()
+    model.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.norm.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 weights .* the first is model\.norm\.weight.*sharding='optimizer'"):
+        load_for_rows(tmp_path, torch.float32)

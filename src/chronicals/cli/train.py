@@ -66,12 +66,11 @@ def train(
 
     from chronicals.data.chat_templates import with_chat_template
     from chronicals.distributed import Mesh
-    from chronicals.models.loading import DTYPES
     from chronicals.objectives import OBJECTIVES, build_objective
     from chronicals.saving import SavedModel
     from chronicals.training import ChronicalsTrainer
-    from chronicals.training.adapters import watcher
     from chronicals.training.errors import CheckpointError
+    from chronicals.training.loading import load_to_train
     from chronicals.training.resume import holds_a_run, sole_writer
 
     build_objective(config)  # its settings are wrong before anything is loaded, or not at all
@@ -82,8 +81,7 @@ def train(
     if check:
         _check_data(plan, config, saved, tokenizer, ranks, resume_from or resume, console)
         return
-    load = OBJECTIVES[config.objective].load
-    model = load(saved, DTYPES[config.mixed_precision], plan.trust_remote_code, config.quantization, watcher(config))
+    model, config = load_to_train(saved, config, ranks, plan.trust_remote_code)
 
     def keep_recipe() -> None:
         if not holds_run:

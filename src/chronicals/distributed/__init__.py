@@ -1,6 +1,6 @@
 """Processes that train together."""
 
-from chronicals.distributed.frozen_shards import DenseRows, LinearInShards, PackedRows, shard_frozen
+from chronicals.distributed.frozen_shards import DenseRows, LinearInShards, PackedRows, RowsRead, put_whole, shard_frozen
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
 from chronicals.distributed.mesh import Mesh
 from chronicals.distributed.rank_files import RankFiles
@@ -27,6 +27,7 @@ __all__ = [
     "PackedRows",
     "RankFiles",
     "RankWatch",
+    "RowsRead",
     "ShardedAdam8bit",
     "ShardedAdamW",
     "Shards",
@@ -34,6 +35,7 @@ __all__ = [
     "is_divided",
     "last_micro_batch",
     "local",
+    "put_whole",
     "require_one_process",
     "shard_frozen",
     "shard_weights",

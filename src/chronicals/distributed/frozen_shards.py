@@ -258,6 +258,7 @@ class LinearInShards(PackedLinear):
         super().__init__(torch.empty(0, dtype=torch.uint8), (outputs, form.shape[1]), dtype, bias)
         self.form, self.unit, self.places = form, unit, unit.place(form)
         setattr(self.weight, PART, True)
+        self.in_4_bits = isinstance(form, PackedRows)
 
     @torch.no_grad()
     def settle(self) -> None:
@@ -332,8 +333,49 @@ class _Product(torch.autograd.Function):
 FormOf = Callable[[nn.Module, int, int, torch.dtype], Form | None]
 
 
+class RowsRead(nn.Module):
+    """In the place of a linear layer, while a model is read: this rank's rows of it, or all where it cannot be cut."""
+
+    def __init__(self, linear: nn.Linear, form: Form | None, whole: nn.Module):
+        super().__init__()
+        self.form, self.bias = form, linear.bias
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        first = whole.weight if form is None else next(iter(form.parts().values()))
+        self.weight = nn.Parameter(first.detach(), requires_grad=False)
+        self.whole = [whole] if form is None else []
+
+    @classmethod
+    def reading(
+        cls, ranks: Mesh, sharing: int, device: torch.device, dtype: torch.dtype, nf4: bool
+    ) -> Callable[[nn.Linear, Tensor], RowsRead]:  # fmt: skip
+        """What makes it of a weight that was read, quantised first if asked, on the device; no more than one weight is there
+        whole."""
+
+        def take(linear: nn.Linear, weight: Tensor) -> RowsRead:
+            plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
+            plain.weight = nn.Parameter(weight.to(device), requires_grad=False)
+            layer: nn.Module = Linear4bit.of(plain) if nf4 else plain
+            form = rows_of_layer(layer, ranks.rank % sharing, sharing, dtype)
+            return cls(linear, form, layer)
+
+        return take
+
+
+def put_whole(layers: Sequence[nn.Module], device: torch.device) -> None:
+    """Layers that could not be cut while they were read, as they are."""
+    for layer in layers:
+        for path, child in list(layer.named_modules()):
+            if isinstance(child, RowsRead) and child.form is None:
+                (whole,) = child.whole
+                if child.bias is not None:
+                    whole.bias = nn.Parameter(child.bias.detach().to(device), requires_grad=False)
+                layer.set_submodule(path, whole)
+
+
 def rows_of_layer(layer: nn.Module, rank: int, count: int, dtype: torch.dtype) -> Form | None:
     """A rank's rows of a linear layer, or None where its weight cannot be cut."""
+    if isinstance(layer, RowsRead):
+        return layer.form
     if isinstance(layer, Linear4bit):
         return PackedRows.of(layer.packed.detached(), rank, count)
     if type(layer) is nn.Linear:
@@ -363,7 +405,7 @@ def shard_frozen(
     for layer in layers:
         unit, replaced = gathers.unit(), list[LinearInShards]()
         for path, child in list(layer.named_modules()):
-            if not isinstance(child, (nn.Linear, PackedLinear)) or any(p.requires_grad for p in child.parameters()):
+            if not isinstance(child, (nn.Linear, PackedLinear, RowsRead)) or any(p.requires_grad for p in child.parameters()):
                 continue
             form = form_of(child, gathers.rank, sharing, dtype)
             if form is None:

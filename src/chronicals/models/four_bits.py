@@ -28,6 +28,9 @@ WATCHED = "_chronicals_watched_quantising"
 Watch = Callable[[str, Tensor, Packed], None]
 """Called for every layer that is quantised: its path, its weight, and what that becomes."""
 
+Take = Callable[[nn.Linear, Tensor], nn.Module]
+"""Called for a layer whose weight was read: gives the module that takes its place, which has a parameter ``weight``."""
+
 QUANTISED_FROM = "_chronicals_quantised_from"
 """Attribute of a model with layers that were quantised here: the dtype that their weights had before."""
 
@@ -36,7 +39,7 @@ ROUTERS = ("gate", "router", "shared_expert_gate")
 
 
 def has_4bit_layers(model: nn.Module) -> bool:
-    return any(isinstance(module, Linear4bit) for module in model.modules())
+    return any(isinstance(module, PackedLinear) and module.in_4_bits for module in model.modules())
 
 
 def has_packed_layers(model: nn.Module) -> bool:
@@ -68,11 +71,11 @@ def quantise_layers(model: Any, watch: Watch | None = None) -> int:
     return len(layers)
 
 
-def quantising_while_reading(watch: Watch | None = None) -> Any:
-    """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers of the decoder layers to NF4;
-    nothing of it stays in the model's configuration."""
+def quantising_while_reading(watch: Watch | None = None, take: Take | None = None) -> Any:
+    """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers of the decoder layers to NF4, or
+    lets ``take`` replace them; nothing of it stays in the model's configuration."""
     configuration = _classes()()
-    configuration.watch = watch
+    configuration.watch, configuration.take = watch, take
     return configuration
 
 
@@ -126,14 +129,14 @@ def _classes() -> Any:
             self.quant_method = METHOD  # type: ignore[assignment]
 
     class Quantise(ConversionOps):
-        def __init__(self, left: set[str], watch: Watch | None):
-            self.left, self.watch = left, watch
+        def __init__(self, left: set[str], watch: Watch | None, take: Take | None):
+            self.left, self.watch, self.take = left, watch, take
 
         def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Tensor]:
             ((name, value),) = input_dict.items()
             self.left.discard(name)
             weight = value[0] if isinstance(value, list) else value
-            return {name: _take(model, name.removesuffix(".weight"), weight, self.watch)}
+            return {name: _take(model, name.removesuffix(".weight"), weight, self.watch, self.take)}
 
     @register_quantizer(METHOD)
     class Quantiser(HfQuantizer):
@@ -149,12 +152,13 @@ def _classes() -> Any:
             return param_name in self.left
 
         def get_quantize_ops(self) -> Any:
-            return Quantise(self.left, self.quantization_config.watch)
+            return Quantise(self.left, self.quantization_config.watch, self.quantization_config.take)
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             if self.quantization_config.watch is not None:
                 setattr(model, WATCHED, self.quantization_config.watch)
-            setattr(model, QUANTISED_FROM, model.dtype)
+            if self.quantization_config.take is None:
+                setattr(model, QUANTISED_FROM, model.dtype)
             conversions = getattr(model, "_weight_conversions", None)
             self.remove_quantization_config(model)
             model._weight_conversions = conversions
@@ -162,7 +166,8 @@ def _classes() -> Any:
             for module in (module for module in model.modules() if hasattr(module, "config")):
                 vars(module.config).pop("_is_quantized", None)
             _check_shapes(model)
-            _report(model)
+            if self.quantization_config.take is None:
+                _report(model)
             return model
 
         def is_serializable(self) -> bool:
@@ -182,12 +187,18 @@ def _check_shapes(model: Any) -> None:
             raise ValueError(f"{path}.weight ({list(there)} there, {list(here)} here): of another shape than config.json says")
 
 
-def _take(model: Any, path: str, weight: Tensor, watch: Watch | None = None) -> Tensor:
-    """Put a layer in 4 bits, made of a weight that was read, in the place of the plain one, and return its codes; a weight of
-    another shape stays what it is, for the loader to complain of. Where there is a card, that quantises."""
+def _take(model: Any, path: str, weight: Tensor, watch: Watch | None = None, take: Take | None = None) -> Tensor:
+    """Put a layer in 4 bits, made of a weight that was read, in the place of the plain one, or what ``take`` makes of it, and
+    return its codes; a weight of another shape stays what it is, for the loader to complain of. Where there is a card, that
+    quantises."""
     linear = model.get_submodule(path)
     if weight.shape != linear.weight.shape:
         return weight
+    if take is not None:
+        replacement: Any = take(linear, weight)
+        replacement._is_hf_initialized = True
+        model.set_submodule(path, replacement)
+        return replacement.weight
     place = torch.device("cuda") if torch.cuda.is_available() else weight.device
     packed = Packed.of(weight.to(place))
     if watch is not None:

@@ -12,12 +12,13 @@ from safetensors import SafetensorError
 from chronicals.config.paths import lasting
 from chronicals.model_shape import ModelShape
 from chronicals.models.completeness import check_whole
-from chronicals.models.four_bits import Watch, linear_layers, quantising_while_reading
+from chronicals.models.four_bits import Take, Watch, linear_layers, quantising_while_reading
 from chronicals.models.gguf_config import config_of
 from chronicals.models.gguf_loading import load_gguf
 from chronicals.models.gguf_reader import File, gguf_of
 from chronicals.models.gguf_tokenizer import tokenizer_of
 from chronicals.models.reward_model import is_reward_model, why_no_language_model
+from chronicals.models.rows import STORED, StoredRows, parameters_on_meta
 from chronicals.models.towers import read_processors
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
@@ -171,6 +172,47 @@ def load_whole(auto_class: Any, name: str | Path, **options: Any) -> Any:
     except RuntimeError as error:  # what transformers raises for weights that it cannot convert
         raise ValueError(str(error)) from error
     check_whole(model, report)
+    return model
+
+
+def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool = False) -> Any:
+    """The model of a folder or hub name without its weights, which are read by rows when they are divided among processes.
+
+    Raises:
+        ValueError: it cannot be loaded, or its weights cannot be read by rows, with the reason.
+    """
+    from huggingface_hub import snapshot_download
+    from transformers import GenerationConfig
+
+    config = load_config(name, trust_remote_code)
+    folder = Path(name)
+    if not folder.is_dir():
+        folder = Path(snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json"]))
+    with parameters_on_meta():
+        model = _auto_class(config).from_config(config, dtype=dtype)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    setattr(model, STORED, StoredRows(folder, model))
+    read_processors(_named(model, name))
+    return model
+
+
+def load_replacing(name: str | Path, dtype: torch.dtype, take: Take, trust_remote_code: bool = False) -> Any:
+    """``load_model`` of 16-bit weights, in which a module of the caller's takes the place of each linear layer of the decoder
+    layers as soon as its weight was read.
+
+    Raises:
+        ValueError: as there.
+    """
+    config = load_config(name, trust_remote_code)
+    if described := _quantization(config):
+        raise ValueError(
+            f"sharding='weights': the weights of {name} are quantised already ({described.get('quant_method')}); take the "
+            "model in 16 bit, or sharding='optimizer'"
+        )
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    model = load_whole(_auto_class(config), name, quantization_config=quantising_while_reading(None, take), **options)
+    read_processors(_named(model, name))
     return model
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 STORED = "_chronicals_stored_rows"
 """Attribute of a model on the meta device: where its weights are."""
@@ -60,3 +62,21 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
         with safe_open(file, "pt") as opened:
             found |= dict.fromkeys(opened.keys(), file)
     return found
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within: parameters of modules that are made are on the meta device, where they take no memory; buffers are what they
+    are."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]

@@ -26,6 +26,7 @@ class Linear4bit(PackedLinear):
         bias: ``[out]``, or None.
     """
 
+    in_4_bits = True
     absmax: Tensor
     absmax2: Tensor | None
     code2: Tensor | None

@@ -27,7 +27,12 @@ class PackedLinear(nn.Module):
         shape: ``(out, in)``.
         dtype: of the dequantised weight.
         bias: ``[out]``, or None.
+
+    Attributes:
+        in_4_bits: whether a code has 4 bits.
     """
+
+    in_4_bits = False
 
     def __init__(self, codes: Tensor, shape: tuple[int, int], dtype: torch.dtype, bias: Tensor | None):
         super().__init__()

@@ -245,7 +245,7 @@ def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> Chronica
     device = ranks.device
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     chosen = choose_sharding(config, model, ranks.count, total)
-    return config if chosen == config.sharding else config.replace(sharding=chosen)
+    return config if chosen == config.sharding else config.fitted(sharding=chosen)
 
 
 def _compilation(
@@ -458,7 +458,7 @@ def _sharding(config: ChronicalsConfig, model: Any, ranks: int) -> Decision:
     if config.sharding == "none":
         return Decision("sharding", False, "as asked, every process has all optimizer states", matters=True)
     if config.sharding == WEIGHTS:
-        among = _sharing(config, ranks)
+        among = sharing_of(config, ranks)
         check_divisible(model, config, among)
         copies = f", {ranks // among} copies" if among < ranks else ""
         what = "weights, gradients' sums and optimizer states" if trains_layers(model) else "frozen weights"
@@ -466,7 +466,7 @@ def _sharding(config: ChronicalsConfig, model: Any, ranks: int) -> Decision:
     return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
 
 
-def _sharing(config: ChronicalsConfig, ranks: int) -> int:
+def sharing_of(config: ChronicalsConfig, ranks: int) -> int:
     """How many neighbours share one copy of the weights."""
     asked = config.sharding_ranks
     if asked is None:

@@ -1,0 +1,72 @@
+"""The model that a run trains, loaded for how its weights are kept: whole in every process, or divided while they are read."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.config import ChronicalsConfig
+from chronicals.distributed import Mesh, RowsRead, put_whole, shard_frozen
+from chronicals.memory import decoder_layers
+from chronicals.models import quantise_layers
+from chronicals.models.gguf_reader import gguf_of
+from chronicals.models.loading import DTYPES, is_packed, load_for_rows, load_replacing, load_without_weights
+from chronicals.objectives import OBJECTIVES, Objective
+from chronicals.saving import SavedModel
+from chronicals.training.adapters import watcher
+from chronicals.training.decisions import choose_sharding, sharing_of
+from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS
+
+logger = logging.getLogger(__name__)
+
+
+def load_to_train(
+    saved: SavedModel, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool = False
+) -> tuple[Any, ChronicalsConfig]:  # fmt: skip
+    """The model, and the configuration with the ``sharding`` that memory asks for where none is set.
+
+    Where weights are divided no process ever has all of them: each reads its rows, or quantises a weight after the other and
+    keeps its own.
+
+    Raises:
+        ValueError: it cannot be loaded, with the reason.
+    """
+    kind, place = OBJECTIVES[config.objective], saved.place
+    plain = not saved.adapted and gguf_of(place) is None and kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
+    if ranks.count > 1 and plain and not is_packed(saved.config(trust_remote_code)):
+        chosen = _chosen(place, config, ranks, trust_remote_code)
+        if chosen == WEIGHTS and watcher(config) is None:
+            return _divided(place, config, ranks, trust_remote_code), config.fitted(sharding=chosen)
+    given = DTYPES[config.mixed_precision], trust_remote_code, config.quantization, watcher(config)
+    return kind.load(saved, *given), config
+
+
+def _chosen(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool) -> str:
+    if "sharding" in config.explicit or ranks.device.type != "cuda":
+        return config.sharding
+    model = load_without_weights(place, trust_remote_code)
+    if config.quantization == "nf4":
+        quantise_layers(model)
+    total = torch.cuda.get_device_properties(ranks.device).total_memory
+    chosen = choose_sharding(config, model, ranks.count, total)
+    if chosen == WEIGHTS and ranks.writer:
+        logger.info("sharding: weights, for they do not fit a card of %.0f GiB whole beside the rest", total / 2**30)
+    return chosen
+
+
+def _divided(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool) -> Any:
+    """The model without its weights, to be read by rows, where they are trained; in shards where they are frozen."""
+    dtype = DTYPES[config.mixed_precision]
+    if not config.use_lora:
+        return load_for_rows(place, dtype, trust_remote_code)
+    sharing, device, kept = sharing_of(config, ranks.count), ranks.device, PRODUCTS[config.mixed_precision]
+    take = RowsRead.reading(ranks, sharing, device, kept, config.quantization == "nf4")
+    model = load_replacing(place, dtype, take, trust_remote_code)
+    model.requires_grad_(False)
+    layers = decoder_layers(model)
+    put_whole(layers, device)
+    shard_frozen(layers, ranks, sharing, device, kept)
+    return model
