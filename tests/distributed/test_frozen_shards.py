@@ -1,0 +1,101 @@
+"""Frozen weights whose rows are on several ranks: where they are cut, and when they are gathered."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from chronicals.distributed import DenseRows, PackedRows, frozen_shards
+from chronicals.distributed.frozen_shards import Gathers, LinearInShards
+from chronicals.quantization import Packed
+
+
+def packed_of(rows, width, seed):
+    return Packed.of(torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)))
+
+
+@pytest.mark.parametrize(("rows", "width", "count"), [(512, 64, 2), (256, 128, 2), (1024, 64, 4), (96, 1024, 3)])
+def test_rows_of_all_ranks_are_the_weight(rows, width, count):
+    seed = random.randrange(2**31)
+    packed = packed_of(rows, width, seed)
+    whole, found = packed.dense(), torch.empty(rows, width)
+    for rank, place in enumerate(found.chunk(count)):
+        form = PackedRows.of(packed, rank, count)
+        form.write({name: tensor.clone() for name, tensor in form.parts().items()}, place)
+    assert torch.equal(found, whole), seed
+
+
+@pytest.mark.parametrize(("rows", "width", "count"), [(511, 64, 2), (256, 64, 2), (512, 96, 2), (512, 64, 4)])
+def test_what_would_be_cut_within_a_block_of_scales_is_not_cut(rows, width, count):
+    assert PackedRows.of(packed_of(rows, width, 0), 0, count) is None
+
+
+def test_rows_of_dense_weights():
+    weight = torch.randn(6, 5)
+    assert torch.equal(torch.cat([DenseRows.of(weight, rank, 3).rows for rank in range(3)]), weight)
+    assert DenseRows.of(weight, 0, 4) is None
+
+
+@pytest.fixture
+def gathered(monkeypatch):
+    """Units of which a second rank has the same rows as the first; the order in which collectives are begun and waited for."""
+    order = []
+
+    class Work:
+        def __init__(self, number):
+            self.number = number
+
+        def wait(self):
+            order.append(("wait", self.number))
+
+    def gather(out, own, group=None, async_op=False):
+        number = next(unit.number for unit in gathers.units if unit.own is own)
+        order.append(("begin", number))
+        out.view(2, -1).copy_(own)
+        return Work(number)
+
+    monkeypatch.setattr(frozen_shards, "dist", SimpleNamespace(all_gather_into_tensor=gather))
+    gathers = Gathers(0, 2)
+    linears = []
+    for _ in range(4):
+        unit = gathers.unit()
+        linear = LinearInShards(DenseRows(torch.randn(2, 3)), unit, 4, torch.float32, None)
+        rows = linear.form.rows
+        unit.close(torch.device("cpu"))
+        linear.settle()
+        linears.append((linear, torch.cat([rows, rows])))
+    return linears, order
+
+
+def test_the_next_layer_is_gathered_beside_this_one(gathered):
+    linears, order = gathered
+    x = start = torch.randn(2, 3, requires_grad=True)
+    for linear, whole in linears:
+        x = linear(x)[:, :3]
+        assert torch.equal(linear.packed.dense(), whole)
+    forward = [("begin", 0), ("wait", 0), ("begin", 1), ("wait", 1), ("begin", 2), ("wait", 2), ("begin", 3), ("wait", 3)]
+    assert order == forward
+    order.clear()
+    x.sum().backward()
+    expected = torch.ones(2, 3)
+    for _, whole in reversed(linears):
+        expected = torch.nn.functional.pad(expected, (0, 1)) @ whole
+    torch.testing.assert_close(start.grad, expected)
+    assert order == [("begin", 1), ("wait", 1), ("begin", 0), ("wait", 0)], "the last two are there from the forward pass"
+
+
+def test_a_second_pass_finds_its_own_weights(gathered):
+    linears, _ = gathered
+    for _ in range(2):
+        for linear, whole in linears:
+            assert torch.equal(linear.packed.dense(), whole)
+
+
+def test_nothing_of_the_weight_is_saved_and_casts_leave_it(gathered):
+    linear, whole = gathered[0][0]
+    assert not linear.state_dict()
+    linear.to(torch.bfloat16)
+    assert linear.dtype == torch.bfloat16 and torch.equal(linear.packed.dense(), whole.bfloat16())
+    assert nn.Linear(3, 4).weight.shape == (linear.out_features, linear.in_features)
