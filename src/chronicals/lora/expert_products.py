@@ -22,6 +22,10 @@ from torch import Tensor, nn
 FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
 """What ``use_experts_implementation`` says of a class: how its experts are computed from its parameters."""
 
+TAKES_FACTORS = "takes_factors"
+"""Attribute of a function that replaces a layer's forward and is given the factors of its adapters as ``factors``; it returns
+None where it cannot compute them."""
+
 ALIGNED = 8
 """Elements of 16 bits in the 16 bytes that rows of a grouped product begin at multiples of."""
 
@@ -53,7 +57,7 @@ def expert_inputs(layer: Any, names: Mapping[str, Any], inputs: tuple, named: Ma
     if not all(hasattr(layer, flag) for flag in FLAGS) or getattr(layer, "_is_expert_parallel", False):
         return None
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    if hooks or "forward" in vars(layer) or not names.keys() <= {_first(layer), "down_proj"}:
+    if hooks or ("forward" in vars(layer) and not takes_factors(layer)) or not names.keys() <= {_first(layer), "down_proj"}:
         return None
     order = _argument_names(type(layer).forward)
     given = dict(zip(order, inputs)) | dict(named)
@@ -61,6 +65,11 @@ def expert_inputs(layer: Any, names: Mapping[str, Any], inputs: tuple, named: Ma
         return None
     routed = Routed(*(given[name] for name in order))
     return routed if all(isinstance(x, Tensor) and x.ndim == 2 for x in routed) else None
+
+
+def takes_factors(layer: Any) -> bool:
+    """Whether what runs in place of the layer's forward computes its adapters, too."""
+    return hasattr(getattr(vars(layer).get("forward"), "__func__", None), TAKES_FACTORS)
 
 
 @functools.cache
@@ -76,6 +85,10 @@ def _first(layer: Any) -> str:
 def adapted_experts(layer: Any, factors: Mapping[str, Factors], routed: Routed) -> Tensor:
     """``[T, N]``, in the dtype of the hidden states."""
     hidden_TK, experts_Tk, shares_Tk = routed
+    if takes_factors(layer):
+        computed: Tensor | None = layer.forward(*routed, factors=factors)
+        if computed is not None:
+            return computed
     tokens, each = experts_Tk.shape
     experts_S, order_S = experts_Tk.reshape(-1).sort(stable=True)
     numbers_E = torch.arange(layer.num_experts, device=experts_S.device)

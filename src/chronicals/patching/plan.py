@@ -17,6 +17,7 @@ from chronicals.models import PresentedModel
 from chronicals.models.rebinding import functions_beside
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.patching import attention, decoder_layer, loss
+from chronicals.patching.experts import recognise_experts
 from chronicals.patching.forms import Form, signature
 from chronicals.patching.gated_mlps import recognise_gated_mlp
 from chronicals.patching.gated_norms import recognise_gated_norm
@@ -29,6 +30,7 @@ RECOGNISERS: dict[str, Callable[[nn.Module], Form | None]] = {
     "gated norm": recognise_gated_norm,
     "gated MLP": recognise_gated_mlp,
     "rotary": recognise_rotary,
+    "experts": recognise_experts,
 }
 NOTHING = "computes nothing that a kernel does"
 NO_TWIN = "there is no twin"

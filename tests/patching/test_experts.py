@@ -1,0 +1,158 @@
+"""Experts of transformers' families through the grouped products: loss and every gradient as the class's own."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from test_patch import assert_same, batch, loss_and_gradients
+from torch import nn
+
+import families
+from chronicals import patch_model, unpatch_model
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.models.twin import build_twin, plain_surroundings, twin_config
+from chronicals.patching import experts, patch_parts
+from chronicals.patching.experts import BY, recognise_experts
+from chronicals.patching.patch import EXPERTS
+from interpreted import kernels_run
+
+ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+DEEPSEEK = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4} | LATENT
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 4},
+    "Qwen2Moe": {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "Qwen3Moe": {"num_experts": 4, "head_dim": 8},
+    "Olmoe": {"num_experts": 4},
+    "DeepseekV2": {"n_routed_experts": 4, "topk_method": "greedy"} | DEEPSEEK,
+    "DeepseekV3": {"n_routed_experts": 4} | DEEPSEEK,
+    "GptOss": {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4, "swiglu_limit": 0.7},
+    "Glm4Moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "head_dim": 8},
+}
+
+
+def build(name, **changes):
+    config = getattr(transformers, f"{name}Config")(**{**families.SIZES, **ROUTED, **FAMILIES[name], **changes})
+    return families.randomise(getattr(transformers, f"{name}ForCausalLM")(config).train())
+
+
+def layers_of(model):
+    return [module for module in model.modules() if "down_proj" in module._parameters and module.down_proj.ndim == 3]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_loss_and_gradients(name):
+    plain = build(name).double()
+    patched = copy.deepcopy(plain)
+    report = patch_model(patched)
+    assert report.counts()[BY] == len(layers_of(plain)) and not [entry for entry in report.left if entry.reason == EXPERTS]
+    inputs = batch()
+    assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_same_in_packs(name):
+    """As the trainer runs them: documents end to end, halves of layers fused where they are known."""
+    model = build(name).double()
+    given = families.documents_batch()
+    expected = families.states_and_gradients(copy.deepcopy(model), given)
+    assert patch_parts(model, whole_layers=True).counts()[BY] == len(layers_of(model))
+    families.assert_same(expected, families.states_and_gradients(model, given))
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_kernels_in_bf16(name):
+    """The kernels themselves, beside the class's own error against fp64."""
+    plain = build(name).bfloat16()
+    exact = copy.deepcopy(plain).double()
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    inputs = batch()
+    expected, usual = (loss_and_gradients(model, **inputs) for model in (exact, plain))
+    with kernels_run():
+        got = loss_and_gradients(patched, **inputs)
+    of_experts = [key for key in expected[1] if ".experts." in key or ".router." in key or ".gate.weight" in key]
+    assert of_experts
+    for key in of_experts:
+        error, own = ((found[1][key].double() - expected[1][key]).norm() for found in (got, usual))
+        assert error <= 1.5 * own + 1e-2 * expected[1][key].norm(), key
+
+
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_adapters_take_part_in_the_products(name):
+    model = build(name)
+    config = LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj"], target_parameters=["gate_up_proj", "down_proj"])
+    apply_lora(model, config).double()
+    for parameter_name, parameter in model.named_parameters():
+        if "lora_B" in parameter_name:
+            nn.init.normal_(parameter, std=0.3)
+    plain, inputs = copy.deepcopy(model), batch()
+    patch_model(model)
+    calls = []
+    keep = experts._compute
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "_compute", lambda *given: (calls.append(given[-1]), keep(*given))[1])
+        got = loss_and_gradients(model, **inputs)
+    assert len(calls) == len(layers_of(plain)) and all(len(factors) == 2 for factors in calls)
+    expected = loss_and_gradients(plain, **inputs)
+    assert any("lora_A" in name and "experts" in name for name in expected[1])
+    assert_same(expected, got)
+
+
+def test_undone():
+    model = build("Qwen3Moe")
+    before = dict(vars(layers_of(model)[0]))
+    patch_model(model)
+    assert "forward" in vars(layers_of(model)[0])
+    unpatch_model(model)
+    assert vars(layers_of(model)[0]).keys() == before.keys()
+
+
+def test_what_it_cannot_compute_is_left_to_the_class(monkeypatch):
+    """Another activation than was proved, and autocast."""
+    plain = build("Qwen3Moe")
+    patched = copy.deepcopy(plain)
+    patch_model(patched)
+    for model in (plain, patched):
+        for layer in layers_of(model):
+            layer.act_fn = nn.Tanh()
+    inputs = batch()
+    assert_same(loss_and_gradients(plain, **inputs), loss_and_gradients(patched, **inputs))
+    patched = build("Qwen3Moe")
+    patch_model(patched)
+    monkeypatch.setattr(experts, "_compute", lambda *given: pytest.fail("they are computed"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.isfinite(patched(**inputs).loss)
+
+
+class _Squared:
+    """A unit that no candidate computes."""
+
+    def _apply_gate(self, both):
+        gate, up = both.chunk(2, -1)
+        return gate.relu().square() * up
+
+
+def test_another_unit_is_not_proved_and_named():
+    model = build("Qwen3Moe")
+    kind = type(layers_of(model)[0])
+    other = type("OtherExperts", (_Squared, kind), {})
+    for layer in layers_of(model):
+        layer.__class__ = other
+        layer.config._experts_implementation = "grouped_mm"
+    assert recognise_experts(layers_of(model)[0]) is None
+    report = patch_model(model)
+    assert [entry.reason for entry in report.left if entry.part == "OtherExperts"] == [EXPERTS] * 2
+
+
+def test_numbers_of_a_unit_are_read_from_the_instance():
+    """A limit or a slope of the twin's own would be another unit."""
+    model = build("GptOss")
+    with plain_surroundings():
+        twin = build_twin(type(model), twin_config(model.config))
+        form = recognise_experts(layers_of(twin)[0])
+    layer = layers_of(model)[0]
+    layer.limit, layer.alpha = 0.2, 1.1
+    gate_of = form.forward.args[0]
+    assert (gate_of(layer).limit, gate_of(layer).alpha, gate_of(layer).interleaved) == (0.2, 1.1, True)
