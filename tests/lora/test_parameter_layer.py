@@ -259,12 +259,12 @@ def test_compiled_layers(case):
 
 
 def test_a_patched_model(kernels):
-    """Experts keep their own products, which the report says; everything else runs as without adapters on them."""
+    """Experts run as grouped products with their adapters in them, which the report says."""
     model, ids = ours(), tokens()
     expected = logits(model, ids)
     report = patch_model(model)
     assert close(logits(model, ids), expected, 1e-4)
-    assert {left.path for left in report.left if left.part == "MixtralExperts"} == {
+    assert {found.path for found in report.replaced if found.part == "MixtralExperts"} == {
         f"model.layers.{n}.mlp.experts.base_layer.base_layer" for n in (0, 1)
     }
     unpatch_model(model)
