@@ -18,9 +18,12 @@ from pathlib import Path
 
 import torch
 import torch._functorch.config as donated
+import torch.nn.functional as F
 import triton
-from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel, Qwen3MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from chronicals import kernels
 from chronicals.kernels import dropped_products
@@ -31,12 +34,17 @@ from chronicals.kernels.adapter_gradients import adapter_gradients
 from chronicals.kernels.adapter_padding import write_adapters
 from chronicals.kernels.amax import Amax
 from chronicals.kernels.column_scaling import scale_columns, scaled_columns_gradient
+from chronicals.kernels.expert_combine import expert_combine
+from chronicals.kernels.expert_dispatch import dispatch_to_experts
+from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
 from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_transposed
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
+from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.kernels.gguf_blocks import KINDS, dequantize_gguf
 from chronicals.kernels.glu import geglu_reference, glu_of_both, swiglu_reference
 from chronicals.kernels.gradient_norm import gradient_norm, gradient_norm_reference
+from chronicals.kernels.grouped_product import SECOND, grouped_product, grouped_weight_gradient
 from chronicals.kernels.launch import with_padding
 from chronicals.kernels.layernorm import layernorm_reference
 from chronicals.kernels.linear_cross_entropy import linear_cross_entropy_reference
@@ -623,10 +631,54 @@ def gguf_blocks():
         yield Row(f"gguf dequantise, {kind}", {"ours": call}, bytes=packed.nbytes + 2 * out.numel())
 
 
+def experts():
+    """A layer of 128 experts, 8 of them a token, part by part: ``expert_dispatch``, ``grouped_product`` and its gradient of the
+    weights beside torch's, ``expert_glu``, ``expert_combine``, and ``fused_experts`` beside transformers' grouped_mm."""
+    tokens, count, each, width, inner = 32768, 128, 8, 2048, 768
+    shares, chosen = torch.randn(tokens, count, device="cuda").softmax(1).topk(each, 1)
+    to, pairs = dispatch_to_experts(chosen, count), tokens * each
+    x, unit, both = random(tokens, width), random(pairs, inner), random(pairs, 2 * inner)
+    rows, ends, flat = x[to.order_S.long() // each], to.bounds[1:].contiguous(), shares.reshape(-1)
+    first, second = random(count, 2 * inner, width, scale=0.02), random(count, width, inner, scale=0.02)
+    yield Row("expert_dispatch", {"ours": lambda: dispatch_to_experts(chosen, count)}, bytes=24 * pairs)
+    yield Row("expert_glu forward", {"ours": lambda: expert_glu(both, Gate())}, bytes=6 * inner * pairs)
+    glu_gradient = partial(expert_glu_gradient, unit, both, flat, to.order_S, Gate())
+    yield Row("expert_glu backward", {"ours": glu_gradient}, bytes=12 * inner * pairs)
+    combined = {"ours": lambda: expert_combine(rows, to.places_S, each, flat)}
+    yield Row("expert_combine", combined, bytes=2 * width * (pairs + tokens))
+    product = {"ours": lambda: grouped_product(x, first, to, True), "torch": lambda: F.grouped_mm(rows, first.mT, offs=ends)}
+    yield Row("grouped_product gate and up", product, products=lambda: rows @ first[0].t())
+    gradient = {
+        "ours": lambda: grouped_weight_gradient(both, x, to, SECOND),
+        "torch": lambda: F.grouped_mm(both.t(), rows, offs=ends),
+    }
+    yield Row("grouped_product weight gradient", gradient, products=lambda: both.t() @ rows)
+    leaves = [leaf.requires_grad_() for leaf in (x, shares.bfloat16(), first, second)]
+    dy = random(tokens, width)
+
+    def layer(function: Callable[..., Tensor]) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(function(), leaves, dy)
+
+    def ours() -> Tensor:
+        return fused_experts(leaves[0], chosen, leaves[1], ExpertWeights(first), ExpertWeights(second))
+
+    def dense() -> object:
+        for _ in range(3):
+            torch.mm(rows, first[0].t())
+            torch.mm(unit, second[0].t())
+
+    peer = Qwen3MoeExperts(Qwen3MoeConfig(hidden_size=width, moe_intermediate_size=inner, num_experts=1))
+    peer.num_experts, peer.gate_up_proj, peer.down_proj = count, nn.Parameter(first), nn.Parameter(second)
+    theirs = partial(ALL_EXPERTS_FUNCTIONS["grouped_mm"], peer, leaves[0], chosen, leaves[1])
+    leaves_of_peer = [*leaves[:2], peer.gate_up_proj, peer.down_proj]
+    arms = {"ours": layer(ours), "grouped_mm": lambda: torch.autograd.grad(theirs(), leaves_of_peer, dy)}
+    yield Row("fused_experts, forward and backward", arms, products=dense)
+
+
 GROUPS = {
     "optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads,
     "distillation": distillation, "adapters": adapters, "layers": layers, "fp8": fp8, "nf4": nf4,
-    "gguf": gguf_blocks,
+    "gguf": gguf_blocks, "experts": experts,
 }  # fmt: skip
 
 

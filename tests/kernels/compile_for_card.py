@@ -42,8 +42,10 @@ def stand_in() -> None:
     torch.mm = lambda a, b, out_dtype=None, **more: own_mm(a, b, **more).to(out_dtype or a.dtype)
     torch.addmm = lambda x, a, b, out_dtype=None, out=None, **more: out.copy_(own_addmm(x.to(a.dtype), a, b, **more))
     launch._is_current = lambda x: True
-    launch.shared_memory = lambda device: KIB << 10
-    launch.multiprocessors = lambda device: 64
+    for module in [module for name, module in sys.modules.items() if name.startswith("chronicals.kernels")]:
+        for name, value in (("shared_memory", KIB << 10), ("multiprocessors", 64)):
+            if hasattr(module, name):
+                setattr(module, name, lambda device, value=value: value)
 
 
 def compiling(threads: ThreadPoolExecutor) -> dict[str, int]:
@@ -123,11 +125,47 @@ def calls() -> dict[str, Callable[[], object]]:
         "gguf_blocks": lambda: blocks_of_gguf(gguf_blocks),
         "magnitudes": magnitudes,
     }  # fmt: skip
+    for rank in (0, 8, 64):
+        found[f"experts {rank}"] = partial(experts, rank)
     for rank in (8, 16, 64):
         found[f"adapters {rank}"] = partial(adapters, rank)
     if CAPABILITY >= 89:
         found["fp8"] = eight_bits
     return found
+
+
+def experts(rank: int) -> None:
+    """Both ways, as Qwen's are and, without an adapter, as gpt-oss's are; few tokens and many."""
+    from chronicals.kernels.expert_glu import Gate
+    from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
+
+    count, width, inner = 8, 768, 512
+    clamped = Gate("silu", 1.702, 7.0, 1.0, True)
+    for tokens, gate in ((64, Gate()), (1024, Gate())) if rank else ((64, Gate("gelu")), (1024, Gate()), (1024, clamped)):
+        made = []
+        for out, into in ((2 * inner, width), (width, inner)):
+            shape = (count, into, out) if gate is clamped else (count, out, into)
+            bias = torch.randn(count, out).to(HALF).requires_grad_() if gate is clamped else None
+            thin = ((count, rank, into), (count, out, rank)) if rank else ()
+            pair = [torch.randn(*s).to(HALF).requires_grad_() for s in thin]
+            made.append(ExpertWeights(torch.randn(*shape).to(HALF).requires_grad_(not rank), gate is clamped, bias, *pair))
+        x, shares = torch.randn(tokens, width).to(HALF).requires_grad_(), torch.rand(tokens, 2).requires_grad_()
+        fused_experts(x, torch.zeros(tokens, 2, dtype=torch.int64), shares, *made, gate).sum().backward()
+    if CAPABILITY >= 90 and not rank:
+        by_the_copy_engine(count, width, inner)
+
+
+def by_the_copy_engine(count: int, width: int, inner: int) -> None:
+    from chronicals.kernels.expert_dispatch import dispatch_to_experts
+
+    module = sys.modules["chronicals.kernels.grouped_product"]
+    to = dispatch_to_experts(torch.zeros(1024, 2, dtype=torch.int64), count)
+    x, rows, wide = (torch.randn(*shape).to(HALF) for shape in ((1024, width), (2048, width), (2048, inner)))
+    weight, launch = torch.randn(count, inner, width).to(HALF), module.ProductLaunch(256, 64, 8, 3, boxes=True)
+    for given, w, gathers in ((x, weight, True), (rows, weight, False), (wide, weight.mT, False)):
+        module.launch_product(launch, given, w, to, gathers)
+    for a, b, gathers in ((wide, x, module.SECOND), (x, wide, module.FIRST), (wide, rows, module.NEITHER)):
+        module.launch_weight_gradient(launch, a, b, to, gathers, 1.0, HALF)
 
 
 def distilled(targets: torch.Tensor) -> list[Callable[..., object]]:

@@ -3,7 +3,9 @@
 from chronicals.kernels.adamw import fused_adamw_
 from chronicals.kernels.fp8 import fp8_quantize
 from chronicals.kernels.fp8_linear import fp8_linear
+from chronicals.kernels.fused_experts import fused_experts
 from chronicals.kernels.glu import fused_geglu, fused_swiglu
+from chronicals.kernels.grouped_product import grouped_product, grouped_weight_gradient
 from chronicals.kernels.layernorm import fused_layernorm
 from chronicals.kernels.linear_cross_entropy import fused_cross_entropy, linear_cross_entropy
 from chronicals.kernels.linear_distillation import linear_distillation
@@ -19,6 +21,7 @@ __all__ = [
     "fused_adamw_",
     "fused_add_rmsnorm",
     "fused_cross_entropy",
+    "fused_experts",
     "fused_geglu",
     "fused_layernorm",
     "fused_qk_norm_rope",
@@ -26,6 +29,8 @@ __all__ = [
     "fused_rmsnorm",
     "fused_softmax",
     "fused_swiglu",
+    "grouped_product",
+    "grouped_weight_gradient",
     "linear_cross_entropy",
     "linear_distillation",
     "token_log_probability",

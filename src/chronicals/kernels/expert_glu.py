@@ -24,8 +24,8 @@ from chronicals.kernels.glu import _activate, _sigmoid
 from chronicals.kernels.launch import runs_triton, tl, triton
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-ROWS, THREADS = 4, 4
-"""Rows of a program, and its warps: a row of an expert is short."""
+ELEMENTS = 1024
+"""That a program holds at once: a wide row's block, or several rows of a narrow one."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +129,11 @@ def _block(width: int) -> int:
 def _forward(h: Tensor, activation: str, alpha: float, limit: float | None, offset: float, interleaved: bool) -> Tensor:
     rows, width = len(h), h.shape[1] // 2
     u = h.new_empty(rows, width)
-    _expert_glu_forward_kernel[(triton.cdiv(rows, ROWS),)](
+    block = _block(width)
+    held = ELEMENTS // block
+    _expert_glu_forward_kernel[(triton.cdiv(rows, held),)](
         h, u, rows, width, h.stride(0), u.stride(0), alpha, limit or 0.0, offset, activation, limit is not None, interleaved,
-        ROWS, _block(width), num_warps=THREADS,
+        held, block, num_warps=4,
     )  # fmt: skip
     return u
 
@@ -148,10 +150,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     rows, width = g.shape
     d_h, unit, d_shares = _empty_gradients(h, shares, has_unit)
-    _expert_glu_backward_kernel[(triton.cdiv(rows, ROWS),)](
+    block = _block(width)
+    held = ELEMENTS // block
+    _expert_glu_backward_kernel[(triton.cdiv(rows, held),)](
         g, h, shares, order, d_h, unit if has_unit else None, d_shares, rows, width, g.stride(0), h.stride(0), d_h.stride(0),
-        width, alpha, limit or 0.0, offset, activation, limit is not None, interleaved, has_unit, ROWS, _block(width),
-        num_warps=THREADS,
+        width, alpha, limit or 0.0, offset, activation, limit is not None, interleaved, has_unit, held, block, num_warps=4,
     )  # fmt: skip
     return d_h, unit, d_shares
 
