@@ -21,6 +21,7 @@ from pathlib import Path
 from chronicals.lifeline import BoundProcess
 
 SMALL, LARGE = ["--model", "qwen2.5-0.5b"], ["--model", "llama-3.1-8b"]
+MIXTURE = ["--model", "qwen3-30b-a3b"]
 LORA, QLORA, RAGGED = ["--mode", "lora"], ["--mode", "qlora"], ["--data", "ragged"]
 BF16_STATES = ["--optimizer-state-dtype", "bf16"]
 
@@ -105,6 +106,11 @@ ROWS = {
     "row-8b-qlora-lean-fixed": [*LARGE, *QLORA, *LEAN_IN_4_BITS, *against("unsloth-recompute")],
     "row-8b-lora-dora-fixed": [*LARGE, *LORA, *variants("use_dora=true")],
     "row-8b-full-8bit-fixed": [*LARGE, *BF16_STATES, *variants("use_8bit_optimizer=true,optimizer_state_dtype=fp32")],
+    "row-30b-a3b-lora-fixed": [*MIXTURE, *LORA, *against("trl", "unsloth")],
+    "row-30b-a3b-qlora-fixed": [*MIXTURE, *QLORA, *against("trl", "unsloth")],
+    "row-olmoe-1b-7b-full-fixed": [
+        "--model", "olmoe-1b-7b", *BF16_STATES, *variants("master_weights=false"), *against("trl", "unsloth"),
+    ],
     "row-0.5b-full-distill-fixed": [*SMALL, "--objective", "distill", "--distill.teacher", "qwen3-8b", *against("liger")],
     **PREFERENCE,
 }  # fmt: skip

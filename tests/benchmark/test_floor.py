@@ -53,6 +53,43 @@ def test_experts_are_noticed(kind, routed):
     assert DecoderShape.of(getattr(transformers, f"{kind}Config")()).routed == routed
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "countable"),
+    [
+        ("Mixtral", {}, True),
+        ("Olmoe", {}, True),
+        ("Qwen3Moe", {}, True),
+        ("Qwen3Moe", {"mlp_only_layers": [0]}, False),
+        ("Qwen2Moe", {}, False),
+        ("DeepseekV3", {}, False),
+    ],
+)
+def test_what_is_beside_experts_is_not_counted(kind, changes, countable):
+    assert DecoderShape.of(getattr(transformers, f"{kind}Config")(**changes)).countable == countable
+
+
+@pytest.mark.parametrize(
+    "name, layers, met, parameters", [("qwen3-30b-a3b", 48, 2.73e9, 30.5e9), ("olmoe-1b-7b", 16, 1.076e9, 6.92e9)]
+)
+def test_sizes_of_mixtures(name, layers, met, parameters):
+    """As their makers give them, 3.3 and 1.3 billion of 30.5 and 6.9, without the head and the embedding in what a token meets."""
+    whole = DecoderShape.of(
+        getattr(transformers, SHAPES[name].config_class)(**SHAPES[name].sizes | {"num_hidden_layers": layers})
+    )
+    assert whole.body == pytest.approx(met, rel=0.01) and whole.parameters == pytest.approx(parameters, rel=0.01)
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_products_of_a_mixture_are_the_needed_flops(rank):
+    """Experts have no adapters; those of attention lie in its products."""
+    job = Job(shape("qwen3-30b-a3b"), 16384, 2048, rank)
+    assert job.counted and job.adapter_parameters == 8 * rank * (2048 + 4096 + 2 * (2048 + 512) + 4096 + 2048)
+    listed = sum(product.count * product.flops for product in products(job))
+    needed = (needed_flops(job) - 3 * attention_flops(job)) * job.tokens
+    assert needed * (1 - 1e-9) <= listed <= 1.05 * needed
+    assert elementwise_bytes(job.shape) == 8 * 2 * (16 * 2048 + 4 * (4096 + 512) + 8 * (9 * 768 + 2 * 2048) + 7 * 4096)
+
+
 @pytest.mark.parametrize("name, body, parameters", [(SMALL, 357.8e6, 494e6), (LARGE, 6.979e9, 8.03e9)])
 def test_sizes_of_the_built_in_shapes(name, body, parameters):
     assert shape(name).body == pytest.approx(body, rel=1e-3)

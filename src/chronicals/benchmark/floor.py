@@ -1,18 +1,23 @@
 """Needed FLOPs, MFU and the reference step that a training step is compared with (`floor` in the result files).
 
 Legend: L layers, D width, q and kv the widths of all query and of all key heads, F inner width of the MLP, V vocabulary,
-P adapter parameters, f ratio of labelled tokens, T real tokens of a step, s̄ = Σs²/Σs over the lengths s of documents.
+P adapter parameters, f ratio of labelled tokens, T real tokens of a step, s̄ = Σs²/Σs over the lengths s of documents. Of a
+mixture: E experts of inner width F, k of them for a token.
 
     Nb = L·(D(q + 2kv) + qD + 3DF)        Nh = D·V        a = 2·L·q·(s̄ + 1)
+    of a mixture, what a token meets:     Nb = L·(D(q + 2kv) + qD + DE + k·3DF)
     FLOPs a token, full:  6·Nb + 6·Nh·f + 3a
     FLOPs a token, LoRA:  4·Nb − 2·D(q + 2kv) + 6·P + 4·Nh·f + 3a
     bytes a step to dequantise weights held in 4 bits:  (2·Nb − D(q + 2kv)) · (read + written for a value)
     elementwise bytes a token:  L · 2·(16D + 4(q + kv) + 8F + 7q)      loss bytes a token:  4·V·f
+    of a mixture:               L · 2·(16D + 4(q + kv) + k·(9F + 2D) + 7q)
 
-Recomputation and padding do not count. The reference step has five parts: its products, attention by the best backend, and the
-bytes of elementwise operations (dequantising is one), loss and optimizer at the copy bandwidth. Each part counts with the best
-time seen for it, by itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound: another
-kernel may be faster. Since the times of our own step are among them, our step never exceeds 100 % of it, whatever the kernels.
+Recomputation and padding do not count. The products of experts are timed as one product over the k·T rows of all, so what
+routing costs is not in the reference; in 4 bits are linear layers alone. The reference step has five parts: its products,
+attention by the best backend, and the bytes of elementwise operations (dequantising is one), loss and optimizer at the copy
+bandwidth. Each part counts with the best time seen for it, by itself or in our own step (``best_seen``). Both times were
+achieved, so neither is a lower bound: another kernel may be faster. Since the times of our own step are among them, our step
+never exceeds 100 % of it, whatever the kernels.
 """
 
 from __future__ import annotations
@@ -32,20 +37,33 @@ GROUPS = {"qkv": PROJECTIONS[:3], "out": PROJECTIONS[3:4], "gate_up": PROJECTION
 """Projections that share an input."""
 
 
+UNLIKE = ("kv_lora_rank", "n_shared_experts", "shared_expert_intermediate_size", "first_k_dense_replace", "mlp_only_layers")
+"""Fields of configurations of mixtures that have latent attention, experts for every token, or layers without experts."""
+
+
 @dataclass(frozen=True)
 class DecoderShape(ModelShape):
     """A decoder of norm, attention and gated MLP; names as in the module's legend.
 
     Attributes:
         parameters: of the whole model.
+        chosen: k, experts of a token.
+        unlike: it has layers, or parts beside its experts, that are not counted here.
     """
 
     parameters: int = 0
+    chosen: int = 0
+    unlike: bool = False
 
     @property
     def routed(self) -> bool:
-        """Whether its MLPs are experts, whose FLOPs are not counted here: there is no MFU and no reference step."""
+        """Whether its MLPs are experts."""
         return self.experts > 0
+
+    @property
+    def countable(self) -> bool:
+        """Whether its FLOPs are counted; else there is no MFU and no reference step."""
+        return not self.routed or (self.chosen > 0 and not self.unlike)
 
     @property
     def q(self) -> int:
@@ -57,12 +75,18 @@ class DecoderShape(ModelShape):
 
     @classmethod
     def of(cls, config: Any) -> DecoderShape:
-        """The shape in a transformers configuration, taken as a dense decoder with gated MLPs; small parameters (norms,
-        biases) are not counted.
+        """The shape in a transformers configuration, taken as a decoder with gated MLPs, or experts in every layer; small
+        parameters (norms, biases) are not counted.
         """
+        text = config.get_text_config()
         shape = cls(**asdict(ModelShape.of(config)))
-        tables = 1 if config.get_text_config().tie_word_embeddings else 2
-        return replace(shape, parameters=shape.body + tables * shape.head)
+        if shape.routed:
+            inner = getattr(text, "moe_intermediate_size", None) or shape.inner
+            chosen = getattr(text, "num_experts_per_tok", None) or 0
+            shape = replace(shape, inner=inner, chosen=chosen, unlike=any(getattr(text, name, None) for name in UNLIKE))
+        tables = 1 if text.tie_word_embeddings else 2
+        body = shape.layers * (shape.attention_weights + shape.router + max(1, shape.experts) * shape.mlp)
+        return replace(shape, parameters=body + tables * shape.head)
 
     @property
     def projections(self) -> dict[str, tuple[int, int]]:
@@ -72,9 +96,34 @@ class DecoderShape(ModelShape):
         return dict(zip(PROJECTIONS, (into, of_keys, of_keys, into[::-1], inner, inner, inner[::-1])))
 
     @property
+    def attention_weights(self) -> int:
+        """Of a layer's attention."""
+        return self.width * (self.q + 2 * self.kv) + self.q * self.width
+
+    @property
+    def mlp(self) -> int:
+        """Weights of an MLP, or of an expert."""
+        return 3 * self.width * self.inner
+
+    @property
+    def router(self) -> int:
+        """Weights of a layer's router."""
+        return self.width * self.experts
+
+    @property
+    def each(self) -> int:
+        """How many MLPs a token meets in a layer."""
+        return self.chosen if self.routed else 1
+
+    @property
     def body(self) -> int:
-        """Nb, the weights of the layers' products."""
-        return self.layers * (self.width * (self.q + 2 * self.kv) + self.q * self.width + 3 * self.width * self.inner)
+        """Nb, the weights of the layers' products that a token meets."""
+        return self.layers * (self.attention_weights + self.router + self.each * self.mlp)
+
+    @property
+    def linear_body(self) -> int:
+        """Weights of the layers' linear layers, which experts are not."""
+        return self.layers * self.attention_weights if self.routed else self.body
 
     @property
     def head(self) -> int:
@@ -115,13 +164,19 @@ class Job:
     @property
     def counted(self) -> bool:
         """Whether all of its FLOPs are."""
-        return not self.shape.routed and not self.uneven and not self.pairs and not self.taught
+        return self.shape.countable and not self.uneven and not self.pairs and not self.taught
 
     @property
     def adapter_parameters(self) -> int:
         """P, for adapters on these projections of every layer."""
         sizes = self.shape.projections
-        return self.shape.layers * self.rank * sum(sum(sizes[name]) for name in self.adapted)
+        return self.shape.layers * self.rank * sum(sum(sizes[name]) for name in self.adapted_linear)
+
+    @property
+    def adapted_linear(self) -> tuple[str, ...]:
+        """Those of ``adapted`` that are linear layers, which experts are not."""
+        of_mlp = () if not self.shape.routed else GROUPS["gate_up"] + GROUPS["down"]
+        return tuple(name for name in self.adapted if name not in of_mlp)
 
     @property
     def trained_parameters(self) -> int:
@@ -166,14 +221,15 @@ def mfu(job: Job, tokens_per_second: float, card: str) -> float | None:
 
 def elementwise_bytes(shape: DecoderShape) -> int:
     """Bytes of elementwise operations for a token in all layers, forward and backward, in bf16 and perfectly fused."""
-    return shape.layers * 2 * (16 * shape.width + 4 * (shape.q + shape.kv) + 8 * shape.inner + 7 * shape.q)
+    of_mlp = shape.chosen * (9 * shape.inner + 2 * shape.width) if shape.routed else 8 * shape.inner
+    return shape.layers * 2 * (16 * shape.width + 4 * (shape.q + shape.kv) + of_mlp + 7 * shape.q)
 
 
 def dequantised_bytes(job: Job) -> float:
     """Bytes of a step that dequantise its layers' weights, one pass over all forward and one backward, in which the first
     layer's queries, keys and values are not needed."""
     first = job.shape.width * (job.shape.q + 2 * job.shape.kv)
-    return job.dequantised_bytes * (2 * job.shape.body - first)
+    return job.dequantised_bytes * (2 * job.shape.linear_body - first)
 
 
 def loss_bytes(job: Job) -> float:
@@ -212,18 +268,20 @@ def products(job: Job) -> list[Product]:
     """
     s, T = job.shape, job.tokens
     layer = {
-        "qkv": (s.width, s.q + 2 * s.kv),
-        "out": (s.q, s.width),
-        "gate_up": (s.width, 2 * s.inner),
-        "down": (s.inner, s.width),
+        "qkv": (T, s.width, s.q + 2 * s.kv),
+        "out": (T, s.q, s.width),
+        "gate_up": (T * s.each, s.width, 2 * s.inner),
+        "down": (T * s.each, s.inner, s.width),
     }
+    if s.routed:
+        layer["router"] = (T, s.width, s.experts)
     found = []
-    for name, (inputs, outputs) in layer.items():
-        ranks = job.rank * sum(member in job.adapted for member in GROUPS[name])
-        found.append(Product(name, "forward", T, inputs + ranks, outputs, s.layers))
-        found.append(Product(name, "dX", T, inputs, outputs + ranks, s.layers - (1 if job.rank and name == "qkv" else 0)))
+    for name, (rows, inputs, outputs) in layer.items():
+        ranks = job.rank * sum(member in job.adapted_linear for member in GROUPS.get(name, ()))
+        found.append(Product(name, "forward", rows, inputs + ranks, outputs, s.layers))
+        found.append(Product(name, "dX", rows, inputs, outputs + ranks, s.layers - (1 if job.rank and name == "qkv" else 0)))
         if not job.rank:
-            found.append(Product(name, "dW", T, inputs, outputs, s.layers))
+            found.append(Product(name, "dW", rows, inputs, outputs, s.layers))
         if ranks:
             found += [Product(f"{name} A", kind, T, inputs, ranks, s.layers) for kind in ("forward", "dW")]
             found.append(Product(f"{name} B", "dW", T, ranks, outputs, s.layers))

@@ -133,9 +133,10 @@ def measure(
     row = Row(work, work.job(), rates)
     if "error" in rates:
         row.notes.append(f"no reference step: the rates could not be measured: {rates['error']}")
-    if row.job.shape.routed:
+    if not row.job.shape.countable:
         row.notes.append(
-            "no MFU and no reference step: this model sends tokens to experts, whose products are not counted here"
+            "no MFU and no reference step: beside its experts this model has parts (latent attention, shared experts, dense "
+            "layers) that are not counted here"
         )
     elif row.job.pairs:
         row.notes.append(

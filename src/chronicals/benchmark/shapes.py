@@ -57,6 +57,26 @@ SHAPES = {
         },
         batch_size=4, max_seq_length=2048, steps=8,
     ),
+    "qwen3-30b-a3b": BuiltIn(  # 8 of its 48 layers: 5.6 billion weights, of which a token meets a ninth
+        "Qwen3MoeConfig",
+        {
+            "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128,
+            "num_experts_per_tok": 8, "norm_topk_prob": True, "num_hidden_layers": 8, "num_attention_heads": 32,
+            "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "tie_word_embeddings": False,
+            "max_position_embeddings": 40960, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        batch_size=8, max_seq_length=2048, steps=10,
+    ),
+    "olmoe-1b-7b": BuiltIn(
+        "OlmoeConfig",
+        {
+            "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64, "num_experts_per_tok": 8,
+            "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 50304,
+            "tie_word_embeddings": False, "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rms_norm_eps": 1e-5,
+        },
+        batch_size=4, max_seq_length=2048, steps=10,
+    ),
     "tiny": BuiltIn(
         "Qwen2Config",
         {
