@@ -72,7 +72,7 @@ def test_what_is_beside_experts_is_not_counted(kind, changes, countable):
     "name, layers, met, parameters", [("qwen3-30b-a3b", 48, 2.73e9, 30.5e9), ("olmoe-1b-7b", 16, 1.076e9, 6.92e9)]
 )
 def test_sizes_of_mixtures(name, layers, met, parameters):
-    """As their makers give them, 3.3 and 1.3 billion of 30.5 and 6.9, without the head and the embedding in what a token meets."""
+    """As their makers give them, 3.3 and 1.3 billion of 30.5 and 6.9, less head and embedding in what a token meets."""
     whole = DecoderShape.of(
         getattr(transformers, SHAPES[name].config_class)(**SHAPES[name].sizes | {"num_hidden_layers": layers})
     )
