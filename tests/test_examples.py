@@ -12,6 +12,7 @@ from chronicals.cli import main
 from chronicals.config import Recipe
 from chronicals.objectives import OBJECTIVES
 from chronicals.training.callbacks import read_metrics
+from mixtures import mixture
 
 FOLDER = Path(__file__).parent.parent / "examples"
 RECIPES = sorted(path.name for path in FOLDER.glob("*.yaml"))
@@ -25,9 +26,19 @@ def base(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    """A mixture of experts, for recipes with losses of routers."""
+    folder = tmp_path_factory.mktemp("mixed")
+    mixture(random=False, vocab_size=300).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_recipe_trains(name, base, tmp_path, monkeypatch):
+def test_the_recipe_trains(name, base, mixed, tmp_path, monkeypatch):
     recipe = Recipe.read_yaml(FOLDER / name)
+    base = mixed if "router" in recipe.get("sections", {}) else base
     flags = {
         "model": base, "data": FOLDER / recipe["data"], "output-dir": tmp_path / "run", "cache-dir": tmp_path / "tokens",
         "max-steps": 2, "max-seq-length": 256, "mixed-precision": "fp32", "report-samples": 0,

@@ -29,11 +29,13 @@ def trace(
     `chronicals moe trace MODEL --data FILE --output DIR` runs the model over the data and writes for each token of each layer
     the chosen experts, their weights and the router's logits to `trace-*.npz`, and to `trace.json` what they are.
     """
+    from chronicals.moe.mixture_parts import mixture_layers
     from chronicals.moe.recording import record_data
     from chronicals.moe.routers import experts_per_token
     from chronicals.moe.trace import TraceInfo, TraceWriter
 
     loaded, tokenizer, config = loaded_mixture(model, data, max_seq_length, batch_size, objective, trust_remote_code)
+    mixture_layers(loaded)
     writer = TraceWriter(output, TraceInfo.of(loaded, experts_per_token(loaded), features, model))
     for recorded in record_data(loaded, tokenizer, data, config, features, tokens):
         writer.add(recorded)

@@ -168,8 +168,8 @@ def train_predictor(
     Raises:
         ValueError: the model is no mixture that is known here, there is too little data, or the model was changed.
     """
-    before, k = checksum(model), experts_per_token(model)
     predictor = ExpertPredictor.beside(model, sizes)
+    before, k = checksum(model), experts_per_token(model)
     recordings = record_data(model, tokenizer, data, config, True, tokens + (held_out_tokens if held_out is None else 0))
     if held_out is None:
         kept = list(_until(recordings, held_out_tokens))

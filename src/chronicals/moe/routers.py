@@ -33,7 +33,7 @@ def experts_per_token(model: Any) -> int:
     found = next((value for name in K if isinstance(value := getattr(config, name, None), int)), None)
     if found is None:
         name = type(model).__name__
-        raise ValueError(f"router: the configuration of {name} names no number of experts per token; leave the section out")
+        raise ValueError(f"the configuration of {name} does not say how many experts a token gets ({', '.join(K)})")
     return found
 
 

@@ -1,0 +1,86 @@
+"""``chronicals moe``: from sizes to a model, a trace of its routers, and heads that predict them."""
+
+import json
+import sys
+
+import pytest
+
+import tiny
+from chronicals.cli import main
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8, "num_experts": 5, "moe_intermediate_size": 24,
+    "lookahead_rank": 8, "q_lora_rank": "null",
+}  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs the command line in this process, in a folder with a tokenizer and data."""
+    tiny.tokenizer().save_pretrained(tmp_path / "words")
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(150)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+    def ran(*arguments):
+        monkeypatch.setattr(sys, "argv", ["chronicals", "moe", *map(str, arguments)])
+        with pytest.raises(SystemExit) as done:
+            main()
+        out, error = capsys.readouterr()
+        return done.value.code or 0, out, error
+
+    return ran
+
+
+def new(run, *more):
+    given = [word for name, value in SIZES.items() for word in ("--set", f"{name}={value}")]
+    return run("new", "model", "--tokenizer", "words", "--dtype", "fp32", *given, *more)
+
+
+def test_from_sizes_to_predictions(run, tmp_path):
+    code, out, _ = new(run)
+    assert code == 0 and "parameters" in out
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert config["num_experts"] == 5 and config["vocab_size"] == len(tiny.tokenizer()) and config["q_lora_rank"] is None
+
+    code, out, error = run("trace", "model", "--data", "data.jsonl", "--output", "trace", "--max-seq-length", 128, "--features")
+    assert code == 0 and "2 layers of 5 experts, k=2" in out, error
+    said = json.loads((tmp_path / "trace" / "trace.json").read_text())
+    assert said["tokens"] == sum(file["tokens"] for file in said["files"]) > 1000 and said["features"]
+
+    given = ["--max-seq-length", 128, "--batch-size", 2, "--rank", 8, "--tokens", 4000, "--held-out-tokens", 500]
+    code, out, error = run("predict-train", "model", "--data", "data.jsonl", "--output", "heads", *given)
+    assert code == 0 and "layers ahead" in error
+    found = json.loads(out)
+    assert found["recalls"]["tokens"] >= 500 and found["trained_on_tokens"] > 1000
+    assert json.loads((tmp_path / "heads" / "predictor.json").read_text())["recalls"] == found["recalls"]
+
+
+def test_part_of_the_data_is_traced(run, tmp_path):
+    new(run)
+    given = ["--max-seq-length", 128, "--batch-size", 1, "--tokens", 300]
+    assert run("trace", "model", "--data", "data.jsonl", "--output", "trace", *given)[0] == 0
+    assert 300 <= json.loads((tmp_path / "trace" / "trace.json").read_text())["tokens"] <= 300 + 128
+
+
+WRONG = [
+    (["--set", "num_expert=3"], "did you mean 'num_experts'"),
+    (["--set", "num_experts"], "give NAME=VALUE"),
+    (["--set", "num_experts_per_tok=9"], "num_experts_per_tok=9"),
+    (["--dtype", "int8"], "choose"),
+]
+
+
+@pytest.mark.parametrize("more, says", WRONG, ids=[says for _, says in WRONG])
+def test_wrong_sizes_are_named(more, says, run):
+    code, _, error = new(run, *more)
+    assert code == 1 and says in " ".join(error.split())
+
+
+def test_what_is_no_mixture_is_named(run, tmp_path):
+    tiny.llama().save_pretrained(tmp_path / "dense")
+    tiny.tokenizer().save_pretrained(tmp_path / "dense")
+    code, _, error = run("trace", "dense", "--data", "data.jsonl", "--output", "trace")
+    assert code == 1 and "has no layer with routed experts" in " ".join(error.split())
+    assert new(run)[0] == 0 and new(run)[0] == 1
