@@ -40,8 +40,15 @@ def test_rows_of_dense_weights():
 
 @pytest.fixture
 def gathered(monkeypatch):
-    """Units of which a second rank has the same rows as the first; the order in which collectives are begun and waited for."""
+    """Units of which a second rank has the same rows as the first; the order in which collectives are begun, waited for, and
+    read."""
     order = []
+
+    class Asked(Gathers):
+        def of(self, unit):
+            found = super().of(unit)
+            order.append(("use", unit.number))
+            return found
 
     class Work:
         def __init__(self, number):
@@ -57,7 +64,7 @@ def gathered(monkeypatch):
         return Work(number)
 
     monkeypatch.setattr(frozen_shards, "dist", SimpleNamespace(all_gather_into_tensor=gather))
-    gathers = Gathers(0, 2)
+    gathers = Asked(0, 2)
     linears = []
     for _ in range(4):
         unit = gathers.unit()
@@ -74,16 +81,17 @@ def test_the_next_layer_is_gathered_beside_this_one(gathered):
     x = start = torch.randn(2, 3, requires_grad=True)
     for linear, whole in linears:
         x = linear(x)[:, :3]
-        assert torch.equal(linear.packed.dense(), whole)
-    forward = [("begin", 0), ("wait", 0), ("begin", 1), ("wait", 1), ("begin", 2), ("wait", 2), ("begin", 3), ("wait", 3)]
-    assert order == forward
+    forward = ["begin 0", "wait 0", "begin 1", "use 0", "wait 1", "begin 2", "use 1", "wait 2", "begin 3", "use 2", "wait 3"]
+    assert [f"{what} {number}" for what, number in order] == [*forward, "use 3"]
+    assert torch.equal(linear.packed.dense(), whole)
     order.clear()
     x.sum().backward()
     expected = torch.ones(2, 3)
     for _, whole in reversed(linears):
         expected = torch.nn.functional.pad(expected, (0, 1)) @ whole
     torch.testing.assert_close(start.grad, expected)
-    assert order == [("begin", 1), ("wait", 1), ("begin", 0), ("wait", 0)], "the last two are there from the forward pass"
+    backward = ["use 3", "begin 1", "use 2", "wait 1", "begin 0", "use 1", "wait 0", "use 0"]  # the last two are there already
+    assert [f"{what} {number}" for what, number in order] == backward
 
 
 def test_a_second_pass_finds_its_own_weights(gathered):
