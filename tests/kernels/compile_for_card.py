@@ -164,6 +164,7 @@ def by_the_copy_engine(count: int, width: int, inner: int) -> None:
     weight, launch = torch.randn(count, inner, width).to(HALF), module.ProductLaunch(256, 64, 8, 3, boxes=True)
     for given, w, gathers in ((x, weight, True), (rows, weight, False), (wide, weight.mT, False)):
         module.launch_product(launch, given, w, to, gathers)
+    module._clear_kernel[(count, 1)](torch.zeros(count, 64, dtype=HALF), to.bounds, 64, module.CLEARED)
     for a, b, gathers in ((wide, x, module.SECOND), (x, wide, module.FIRST), (wide, rows, module.NEITHER)):
         module.launch_weight_gradient(launch, a, b, to, gathers, 1.0, HALF)
 

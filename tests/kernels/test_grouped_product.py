@@ -157,6 +157,48 @@ def test_launches_fit_the_card(monkeypatch):
         assert launch.stages >= 2 and launch.stages * (rows + launch.columns) * launch.depth * 2 <= 99 << 10
 
 
+@pytest.mark.parametrize("of_tokens", [NEITHER, FIRST, SECOND])
+def test_by_the_library(of_tokens, device, monkeypatch):
+    """Whatever it leaves where an expert has no rows: those are zeros."""
+    experts_Tk = torch.randint(0, 2, (40, 2), device=device) * 2  # experts 1 and 3 have none
+    to = dispatch_to_experts(experts_Tk, 4)
+
+    def library(a, b, offs):
+        ends = offs.tolist()
+        return torch.stack(
+            [a[:, s:e] @ b[s:e] if e > s else a.new_full((len(a), b.shape[1]), 7) for s, e in zip([0, *ends], ends)]
+        )
+
+    monkeypatch.setattr(module.F, "grouped_mm", library)
+    rows = [40 if of_tokens == which else 80 for which in (FIRST, SECOND)]
+    a, b = (torch.randn(count, width, device=device) for count, width in zip(rows, (24, 200)))
+    got = module._by_library(a, b, to, of_tokens)
+    torch.testing.assert_close(got, grouped_weight_gradient_reference(a, b, to, of_tokens), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_tokens", "faster"),
+    [
+        ((1536, 2048), SECOND, True),
+        ((2048, 768), FIRST, False),
+        ((4096, 14336), FIRST, True),
+        ((1536, 16), NEITHER, False),
+        ((1536, 2048), NEITHER, True),
+    ],
+)
+def test_when_the_library_is_faster(sizes, of_tokens, faster):
+    assert module._library_is_faster(*sizes, of_tokens) == faster
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_torch_s_product_on_a_card():
+    to = dispatch_to_experts(torch.randint(0, 7, (2000, 2), device="cuda"), 8)
+    a, b = torch.randn(4000, 1536, device="cuda").bfloat16(), torch.randn(2000, 1280, device="cuda").bfloat16()
+    assert module.uses_library(a, b, SECOND, 1.0, torch.bfloat16) == (torch.cuda.get_device_capability() == (9, 0))
+    got, expected = module.grouped_weight_gradient(a, b, to, SECOND), grouped_weight_gradient_reference(a, b, to, SECOND)
+    assert (got - expected).norm() <= 5e-3 * expected.norm() and not got[7].any()
+
+
 def test_other_shapes_are_refused():
     to = dispatch_to_experts(torch.zeros(4, 2, dtype=torch.int64), 3)
     with pytest.raises(ValueError, match=r"expected \[8, K\] and \[3, N, K\]"):
