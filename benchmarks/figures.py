@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import measured_rows
 import plots
 from cards_table import several_cards
+from experts_table import experts
 from measured_rows import RESULTS, ROOT, Row
 
 BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
@@ -561,7 +562,7 @@ def figures() -> str:
     sections = {
         "## Preference": preferences(), "## Memory": frontiers(), "## FP8": proofs(),
         "## Patched models of transformers": patched_step(),
-        "## Kernels": [*kernels(), *low_bits()], "## Objectives": objectives(), "## Export": exports(),
+        "## Kernels": [*kernels(), *low_bits(), *experts()], "## Objectives": objectives(), "## Export": exports(),
         "## Several cards": several_cards(), "## Saving": saves(), "## Data": data(),
     }  # fmt: skip
     titled = [line for title, lines in sections.items() if lines for line in ("", title, *lines)]

@@ -1,0 +1,40 @@
+"""The tables of products of experts, from what ``grouped_products.py`` wrote."""
+
+import json
+import statistics
+
+from measured_rows import RESULTS
+
+
+def experts() -> list[str]:
+    """Products of experts by shape: ours, torch's over rows sorted beforehand, and whole layers beside transformers'."""
+    result = json.loads((RESULTS / "grouped-products-h100.json").read_text())
+    tried = "128x256x64 w8 s3 g8 boxes"
+    lines = [
+        "",
+        "Products of experts in bf16, TFLOP/s: ours with the launch that is taken since (of a weight gradient the best of "
+        "those tried), rows gathered within the product, beside torch's grouped product over rows sorted beforehand, whose sorting "
+        f"is not counted. {result['card'].removeprefix('NVIDIA ')}, `{result['commit']}`, cuBLAS {result['cublas']:.0f} on 8192³:",
+        "",
+        "| shape (tokens, experts, of a token, widths) | product | ours | torch |",
+        "|---|---|---|---|",
+    ]
+    for name, found in result["shapes"].items():
+        shape = f"{name} ({', '.join(map(str, found['shape']))})"
+        for product, row in found["products"].items():
+            rates = {arm: row["flop"] / statistics.median(times) / 1e9 for arm, times in row["milliseconds"].items()}
+            ours = rates.get(tried) if not product.startswith("dW") else max(rates[arm] for arm in rates if arm != "torch")
+            lines.append(f"| {shape} | {product} | {ours:.0f} | {rates['torch']:.0f} |")
+    lines += [
+        "",
+        "The whole layer, milliseconds, with the launches of that commit (all weight gradients in Triton, no boxes):",
+        "",
+        "| shape | | ours | grouped_mm | loop over experts |",
+        "|---|---|---|---|---|",
+    ]
+    words = {"forward": "forward", "both": "forward and backward", "frozen": "the same, weights frozen"}
+    for name, found in result["shapes"].items():
+        for part, said in words.items():
+            times = [statistics.median(found["layer"][arm][part]) for arm in ("ours", "grouped_mm", "loop")]
+            lines.append(f"| {name} | {said} | {' | '.join(f'{time:.1f}' for time in times)} |")
+    return lines
