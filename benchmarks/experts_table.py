@@ -13,8 +13,9 @@ def experts() -> list[str]:
     lines = [
         "",
         "Products of experts in bf16, TFLOP/s: ours with the launch that is taken since (of a weight gradient the best of "
-        "those tried), rows gathered within the product, beside torch's grouped product over rows sorted beforehand, whose sorting "
-        f"is not counted. {result['card'].removeprefix('NVIDIA ')}, `{result['commit']}`, cuBLAS {result['cublas']:.0f} on 8192³:",
+        "those tried), rows gathered within the product, beside torch's grouped product over rows sorted beforehand, whose "
+        f"sorting is not counted. {result['card'].removeprefix('NVIDIA ')}, `{result['commit']}`, cuBLAS "
+        f"{result['cublas']:.0f} on 8192³:",
         "",
         "| shape (tokens, experts, of a token, widths) | product | ours | torch |",
         "|---|---|---|---|",
