@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from test_expert_dispatch import drawn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chronicals.kernels.expert_glu import Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts, fused_experts_reference
@@ -197,3 +198,27 @@ def test_planted_faults_are_found(name, device):
     wrong = mutant(module, *MUTATIONS[name])
     with pytest.raises(AssertionError):
         compare(CASES[1], torch.bfloat16, device, of=wrong, bias=True, rank=4)
+
+
+class Watch(TorchDispatchMode):
+    """Collects operators that wait for the device, or make a tensor of numbers on the host."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.found.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_the_host_waits_for_nothing(device):
+    """So that CUDA graphs capture it, shapes and all: none depends on which experts are chosen."""
+    case, options = CASES[1], {"bias": True, "rank": 4}
+    tensors = [torch.randn(*shape, device=device).bfloat16().requires_grad_() for shape in shapes(case, **options)]
+    x, shares, first, second = built(tensors, **options)
+    experts = drawn(*case[:3], device)
+    with Watch() as watch:
+        fused_experts(x, experts, shares, first, second).sum().backward()
+    assert "grouped_product" in watch.found
+    assert not {"_local_scalar_dense", "lift_fresh", "nonzero", "is_nonzero", "masked_select", "unique"} & set(watch.found)

@@ -1,0 +1,39 @@
+"""Runs of mixtures whose experts are grouped products, beside runs in which the class computes them."""
+
+import pytest
+
+import families
+import runs
+from chronicals.patching import experts, patch_parts
+
+
+def trained(folder, name, monkeypatch, patched, **fields):
+    """Losses and gradient norms of a run, of a model patched as on a card or not, and how often experts were computed by
+    their products."""
+    calls = []
+    keep = experts._compute
+    with monkeypatch.context() as patch:
+        patch.setattr(experts, "_compute", lambda *given: (calls.append(1), keep(*given))[1])
+        model = families.mixture(name, vocab_size=300, max_position_embeddings=512)
+        if patched:
+            patch_parts(model, whole_layers=True)
+        runs.train(folder, model=model, trackers=[], save_steps=None, max_steps=3, **fields)
+    return runs.trajectory(folder), len(calls)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_same_run(name, lora, tmp_path, monkeypatch):
+    fields = {}
+    if lora:
+        fields = {
+            "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "q_proj",
+            "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+        }  # fmt: skip
+    own, calls = trained(tmp_path / "own", name, monkeypatch, False, **fields)
+    assert calls == 0
+    fused, calls = trained(tmp_path / "fused", name, monkeypatch, True, **fields)
+    assert calls >= 3 * 2 * 2  # steps, micro-steps, layers
+    for (step, loss, norm), (other_step, other_loss, other_norm) in zip(own, fused, strict=True):
+        assert step == other_step
+        assert loss == pytest.approx(other_loss, rel=2e-5) and norm == pytest.approx(other_norm, rel=2e-4)
