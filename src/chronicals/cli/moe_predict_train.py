@@ -34,15 +34,18 @@ def predict_train(
     do, measures on held-out data which share of the chosen experts they predict, and writes `predictor.safetensors` and
     `predictor.json`. The weights of the model are the same before and after, which is checked.
     """
-    from chronicals.cli.moe_trace import loaded_mixture
+    from chronicals.cli.moe_trace import loaded_mixture, recipe_of
     from chronicals.moe.distil_heads import Distillation, train_predictor
     from chronicals.moe.predictor import HeadSizes
     from chronicals.standard_json import to_json
 
-    loaded, tokenizer, config = loaded_mixture(model, data, max_seq_length, batch_size, objective, trust_remote_code)
+    recipe = recipe_of(model, data, max_seq_length, batch_size, objective)
+    unseen = None if held_out is None else recipe_of(model, held_out, max_seq_length, batch_size, objective).sources[0]
+    loaded, tokenizer = loaded_mixture(model, trust_remote_code)
     how = Distillation(learning_rate=learning_rate, temperature=temperature)
     sizes = HeadSizes(layers_ahead, tokens_ahead, rank)
-    found = train_predictor(loaded, tokenizer, data, held_out, config, sizes, how, tokens, held_out_tokens)
+    given = loaded, tokenizer, recipe.sources[0], unseen, recipe.config()
+    found = train_predictor(*given, sizes, how, tokens, held_out_tokens)
     found.predictor.save(output, found.about())
     _show(found.recalls)
     print(to_json(found.about()))  # noqa: T201

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from chronicals.config import ChronicalsConfig
+    from chronicals.config import Recipe
 
 
 def trace(
@@ -34,28 +34,29 @@ def trace(
     from chronicals.moe.routers import experts_per_token
     from chronicals.moe.trace import TraceInfo, TraceWriter
 
-    loaded, tokenizer, config = loaded_mixture(model, data, max_seq_length, batch_size, objective, trust_remote_code)
+    recipe = recipe_of(model, data, max_seq_length, batch_size, objective)
+    loaded, tokenizer = loaded_mixture(model, trust_remote_code)
     mixture_layers(loaded)
     writer = TraceWriter(output, TraceInfo.of(loaded, experts_per_token(loaded), features, model))
-    for recorded in record_data(loaded, tokenizer, data, config, features, tokens):
+    for recorded in record_data(loaded, tokenizer, recipe.sources[0], recipe.config(), features, tokens):
         writer.add(recorded)
     info = writer.close()
     print(f"{output}: {info.tokens:,} tokens, {len(info.layers)} layers of {info.num_experts} experts, k={info.k}")  # noqa: T201
 
 
-def loaded_mixture(
-    model: str, data: str, max_seq_length: int, batch_size: int, objective: str, trust_remote_code: bool
-) -> tuple[Any, Any, ChronicalsConfig]:
-    """The model on the card if there is one, its tokenizer, and how data are read."""
+def recipe_of(model: str, data: str, max_seq_length: int, batch_size: int, objective: str) -> Recipe:
+    """How data are read."""
+    from chronicals.config import Recipe
+
+    fields: dict[str, Any] = {"model": model, "data": [data], "max_seq_length": max_seq_length, "batch_size": batch_size}
+    return Recipe(**fields, gradient_accumulation_steps=1, objective=objective)
+
+
+def loaded_mixture(model: str, trust_remote_code: bool) -> tuple[Any, Any]:
+    """The model, on the card if there is one, and its tokenizer."""
     import torch
 
-    from chronicals.config import Recipe
     from chronicals.generation import load_trained
 
     trained = load_trained(model, None, trust_remote_code)
-    recipe = Recipe(
-        model=model, data=[data], max_seq_length=max_seq_length, batch_size=batch_size, gradient_accumulation_steps=1,
-        objective=objective,
-    )  # fmt: skip
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return trained.model.to(device), trained.tokenizer, recipe.config()
+    return trained.model.to("cuda" if torch.cuda.is_available() else "cpu"), trained.tokenizer

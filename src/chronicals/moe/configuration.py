@@ -74,6 +74,17 @@ class ChronicalsMoeConfig(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
 
+    @property
+    def kinds(self) -> list[str]:
+        """``layer_types``, which is always there after construction."""
+        return self.layer_types or []
+
+    @property
+    def sliding_sizes(self) -> tuple[int, int]:
+        """Heads of keys and values, and the width of a head, of a sliding layer."""
+        assert self.num_key_value_heads is not None and self.head_dim is not None
+        return self.num_key_value_heads, self.head_dim
+
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
@@ -89,12 +100,11 @@ class ChronicalsMoeConfig(PreTrainedConfig):
         Raises:
             ValueError: sizes do not fit each other; the message names the field.
         """
-        kinds = self.layer_types or []
-        if unknown := sorted(set(kinds) - {FULL, SLIDING}):
+        if unknown := sorted(set(self.kinds) - {FULL, SLIDING}):
             raise ValueError(f"layer_types={unknown}: there are {FULL!r} and {SLIDING!r}")
-        if len(kinds) != self.num_hidden_layers:
+        if len(self.kinds) != self.num_hidden_layers:
             raise ValueError(
-                f"layer_types names {len(kinds)} layers, num_hidden_layers={self.num_hidden_layers}: make them equal"
+                f"layer_types names {len(self.kinds)} layers, num_hidden_layers={self.num_hidden_layers}: make them equal"
             )
         if self.num_attention_heads % (self.num_key_value_heads or 1):
             heads = self.num_attention_heads

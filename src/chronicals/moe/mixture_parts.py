@@ -34,7 +34,7 @@ class MixtureLayer:
     @property
     def gate(self) -> Tensor:
         """``[E, D]``."""
-        return self.router.weight
+        return self.router.get_parameter("weight")
 
     @property
     def bias(self) -> Tensor | None:

@@ -6,7 +6,6 @@ It is a transformers model like its own: ``generate``, ``Trainer``, ``pipeline``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -61,7 +60,7 @@ class ChronicalsMoeCausalLMOutput(MoeCausalLMOutputWithPast):
 class ChronicalsMoeDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: ChronicalsMoeConfig, layer_idx: int):
         super().__init__()
-        attention = LatentAttention if config.layer_types[layer_idx] == FULL else SlidingAttention
+        attention = LatentAttention if config.kinds[layer_idx] == FULL else SlidingAttention
         self.self_attn = attention(config, layer_idx)
         self.mlp = MixtureOfExperts(config)
         self.input_layernorm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -144,14 +143,12 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList([ChronicalsMoeDecoderLayer(config, n) for n in range(config.num_hidden_layers)])
         self.norm = Qwen3MoeRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.rotary_emb = ChronicalsMoeRotaryEmbedding(config, config.head_dim)
+        self.rotary_emb = ChronicalsMoeRotaryEmbedding(config, config.sliding_sizes[1])
         self.latent_rotary_emb = ChronicalsMoeRotaryEmbedding(config, config.qk_rope_head_dim)
         sizes = config.num_hidden_layers, config.hidden_size, config.num_experts
-        self.layer_ahead = self.token_ahead = None
-        if config.lookahead_layers is not None:
-            self.layer_ahead = LayerAhead(*sizes, config.lookahead_layers, config.lookahead_rank)
-        if config.lookahead_tokens:
-            self.token_ahead = TokenAhead(*sizes, config.lookahead_tokens, config.lookahead_rank)
+        furthest, tokens, rank = config.lookahead_layers, config.lookahead_tokens, config.lookahead_rank
+        self.layer_ahead = None if furthest is None else LayerAhead(*sizes, furthest, rank)
+        self.token_ahead = TokenAhead(*sizes, tokens, rank) if tokens else None
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -191,16 +188,16 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
             CACHE: cache,
             "position_ids": position_ids,
         }
-        kinds = set(self.config.layer_types)
+        kinds = set(self.config.kinds)
         full = create_causal_mask(**given) if FULL in kinds else None
         sliding = create_sliding_window_causal_mask(**given) if kinds != {FULL} else None
         latent_tables, tables = (rope(inputs_embeds, position_ids) for rope in (self.latent_rotary_emb, self.rotary_emb))
 
         hidden_states = inputs_embeds
         predicted = []
-        for number, (layer, kind) in enumerate(zip(self.layers, self.config.layer_types)):
+        for number, (layer, kind) in enumerate(zip(self.layers, self.config.kinds)):
             if output_lookahead and self.layer_ahead is not None:
-                predicted.append(self._predict_layers(number, layer.input_layernorm(hidden_states)))
+                predicted.append(self._predict_layers(self.layer_ahead, number, hidden_states))
             hidden_states = layer(
                 hidden_states,
                 attention_mask=full if kind == FULL else sliding,
@@ -215,22 +212,24 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
             lookahead = Lookahead(tuple(predicted) or None, self._predict_next_tokens(hidden_states, inputs_embeds))
         return ChronicalsMoeModelOutput(last_hidden_state=hidden_states, lookahead=lookahead, **{CACHE: cache})
 
-    def _predict_layers(self, layer: int, features: Tensor) -> Tensor:
-        """``[B, S, n, E]``, from the normed input of a layer."""
+    def _predict_layers(self, heads: LayerAhead, number: int, hidden_states: Tensor) -> Tensor:
+        """``[B, S, n, E]``, from the input of a layer."""
+        layers: list[Any] = list(self.layers)
+        features = layers[number].input_layernorm(hidden_states)
         if not self.config.lookahead_trunk_gradient:
             features = features.detach()
-        return self.layer_ahead(layer, features, [layer.mlp.gate.weight for layer in self.layers])
+        return heads(number, features, [layer.mlp.gate.weight for layer in layers])
 
     def _predict_next_tokens(self, hidden_states: Tensor, inputs_embeds: Tensor) -> Tensor | None:
         """``[B, S, K, L, E]``; of the last token nothing comes after."""
         if self.token_ahead is None:
             return None
-        return self._predict(hidden_states, nn.functional.pad(inputs_embeds[:, 1:], (0, 0, 0, 1)))
+        return self._predict(self.token_ahead, hidden_states, nn.functional.pad(inputs_embeds[:, 1:], (0, 0, 0, 1)))
 
-    def _predict(self, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
+    def _predict(self, head: TokenAhead, hidden_states: Tensor, embeddings: Tensor) -> Tensor:
         if not self.config.lookahead_trunk_gradient:
             hidden_states, embeddings = hidden_states.detach(), embeddings.detach()
-        return self.token_ahead(hidden_states, embeddings)
+        return head(hidden_states, embeddings)
 
     def predict_tokens(self, hidden_states: Tensor, next_ids: Tensor) -> Tensor:
         """``[..., K, L, E]``: of the tokens from ``next_ids`` on.
@@ -244,7 +243,7 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         """
         if self.token_ahead is None:
             raise ValueError("lookahead_tokens=0: the model has no head that predicts the experts of later tokens")
-        return self._predict(hidden_states, self.embed_tokens(next_ids))
+        return self._predict(self.token_ahead, hidden_states, self.embed_tokens(next_ids))
 
 
 class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
@@ -318,7 +317,7 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
         )
 
 
-def _positions(inputs_embeds: Tensor, start: int | Tensor | Sequence[int]) -> Tensor:
+def _positions(inputs_embeds: Tensor, start: int | Tensor) -> Tensor:
     """``[1, S]``: counted on from ``start``, or anew from each of the bounds ``[N + 1]`` of documents."""
     places = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
     if not isinstance(start, Tensor) or start.ndim == 0:

@@ -48,6 +48,9 @@ class ExpertPredictor(nn.Module):
         biases: ``[E]`` of each, where routers have some.
     """
 
+    gates: Tensor
+    biases: Tensor
+
     def __init__(self, gates: Sequence[Tensor], biases: Sequence[Tensor | None], sizes: HeadSizes):
         super().__init__()
         self.sizes = sizes
@@ -98,7 +101,7 @@ class ExpertPredictor(nn.Module):
         """
         folder.mkdir(parents=True, exist_ok=True)
         save_file({name: value.cpu().contiguous() for name, value in self.state_dict().items()}, folder / WEIGHTS)
-        sizes = {name: getattr(self.sizes, name) for name in ("furthest", "tokens", "rank")}
+        sizes: dict[str, int] = {name: getattr(self.sizes, name) for name in ("furthest", "tokens", "rank")}
         shape = dict(zip(("layers", "num_experts", "hidden_size"), self.gates.shape))
         (folder / SAID).write_text(to_json({"version": 1, **shape, **sizes, **about}, indent=1))
 

@@ -103,8 +103,8 @@ def _difference(twin: Any) -> str | None:
         scores = scores.view(-1, scores.shape[-1]).float()
         if not torch.equal(scores.topk(experts.shape[-1]).indices.sort(-1).values, experts.sort(-1).values):
             return "chooses other experts than those with the largest router logits"
-        shares = [x / x.sum(-1, keepdim=True) for x in (weights.float(), scores.softmax(-1).gather(-1, experts))]
-        if not torch.allclose(*shares, rtol=1e-3, atol=1e-4):
+        theirs, ours = (x / x.sum(-1, keepdim=True) for x in (weights.float(), scores.softmax(-1).gather(-1, experts)))
+        if not torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4):
             return "weighs its experts otherwise than by the softmax of the router logits"
     return None
 

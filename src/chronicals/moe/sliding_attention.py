@@ -28,13 +28,13 @@ class SlidingAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx = config, layer_idx
         self.attention_dropout, self.sliding_window = config.attention_dropout, config.sliding_window
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        key_value_heads, self.head_dim = config.sliding_sizes
+        self.num_key_value_groups = config.num_attention_heads // key_value_heads
         self.scaling = self.head_dim**-0.5
         hidden, bias = config.hidden_size, config.attention_bias
         self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden, key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden, key_value_heads * self.head_dim, bias=bias)
         self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
         self.q_norm = Qwen3MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = Qwen3MoeRMSNorm(self.head_dim, eps=config.rms_norm_eps)

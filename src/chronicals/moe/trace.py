@@ -84,7 +84,7 @@ class TraceWriter:
 
     def add(self, recorded: Recorded) -> None:
         name = f"trace-{len(self.info.files):05d}.npz"
-        np.savez(self.folder / name, **_arrays(recorded, self.info))
+        np.savez(self.folder / name, **_arrays(recorded, self.info))  # type: ignore[arg-type]
         self.info.files.append({"name": name, "tokens": len(recorded), "documents": len(recorded.documents) - 1})
         self.info.tokens += len(recorded)
 
