@@ -1,6 +1,6 @@
 """Does every stage train mixtures of experts, and does the anchor hold routers where they began?
 
-    python benchmarks/moe_stages.py OUTPUT.json [--seeds 3] [--steps 40] [--base-steps 200]
+    python benchmarks/moe_stages.py OUTPUT.json [--seeds 3] [--steps 25] [--base-steps 60]
 
 A small native mixture and a Qwen3-MoE of the same sizes (8 experts, 2 of them for a token, 4 layers) are trained on the
 documentation of Python's standard library; that is the stage ``pretraining``. From each, with all weights and with adapters,
@@ -42,7 +42,7 @@ RATES = {"sft": (1e-3, 2e-3), "dpo": (3e-4, 1e-3), "orpo": (1e-3, 2e-3), "distil
 """Peak learning rates, of all weights and of adapters."""
 MEASURED = {"sft": ("cross_entropy", -1), "dpo": ("rewards/margins", 1), "orpo": ("log_odds_ratio", 1), "distill": ("loss", -1)}
 """What is measured of a stage on held-out rows, and which way is better."""
-TRAINED, HELD = 800, 120
+TRAINED, HELD = 300, 60
 
 
 def pairs(rows: list[dict]) -> list[dict]:
@@ -57,10 +57,11 @@ def pairs(rows: list[dict]) -> list[dict]:
 def pretrained(family: str, folder: Path, seed: int, steps: int, tokenizer: Any) -> dict:
     """The base of the other stages, and the held-out cross-entropy before and after."""
     rows, held = (small.as_texts(some) for some in small.rows())
+    held = held[:HELD]
     model = FAMILIES[family](tokenizer, seed, **SIZES)
     heads = {"layer_ahead": 0.3} if family == "chronicals_moe" else {}
     router = {"balance": 0.01, "z": 0.001, **heads}
-    config = small.configuration(folder, objective="pretraining", router=router, max_steps=steps, seed=seed)
+    config = small.configuration(folder, objective="pretraining", router=router, max_steps=steps, seed=seed, batch_size=4)
     before = evaluate_data(model, tokenizer, held, config).loss
     ChronicalsTrainer(model, tokenizer, config).train(rows)
     after = evaluate_data(model, tokenizer, held, config).loss
@@ -127,8 +128,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--base-steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=25)
+    parser.add_argument("--base-steps", type=int, default=60)
     given = parser.parse_args()
     began, stages, anchors = time.perf_counter(), list[dict](), list[dict]()
     tokenizer = small.tokenizer_of(small.rows()[0])
@@ -151,8 +152,8 @@ def main() -> None:
                 for weight in (0.0, ANCHOR):
                     run = place / f"anchor-{weight}-{seed}"
                     anchors.append({**anchored(base, run, seed, given.steps, weight), "family": family})
-    result = {"stages": stages, "anchor": anchors, "about": small.about(began, router=ROUTER, sizes=SIZES, steps=given.steps)}
-    small.write(given.output, result)
+                about = small.about(began, router=ROUTER, sizes=SIZES, steps=given.steps, base_steps=given.base_steps)
+                small.write(given.output, {"stages": stages, "anchor": anchors, "about": about})
     _show(stages, anchors)
 
 
