@@ -13,6 +13,7 @@ from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
 from chronicals.lora import apply_lora
 from chronicals.lora.config import LoRAConfig
+from chronicals.memory.recompute import RESERVE
 from chronicals.models import present, quantise_layers
 from chronicals.planning import Machines, plan, traffic
 from chronicals.planning.plan import _flops_a_token
@@ -64,6 +65,46 @@ def test_without_shares_gradients_are_reduced_everywhere(tmp_path):
     sent = traffic(model, runs.config(tmp_path, **ALL, sharding="none"), 8, in_backward=False)
     assert sent.all_reduce == pytest.approx(8 * trained(model) * 7 / 8, rel=0.01)
     assert sent.reduce_scatter == sent.all_gather == 0
+
+
+@pytest.mark.parametrize(("ranks", "among"), [(8, None), (16, 4)])
+def test_bytes_of_divided_weights(ranks, among, tmp_path):
+    """Layers gathered in bf16 for both passes, the rest once, gradients summed in fp32; copies add up what they hold."""
+    model = large()
+    config = runs.config(tmp_path, **ALL, sharding="weights", sharding_ranks=among)
+    sent, share = traffic(model, config, ranks, in_backward=False), ((among or ranks) - 1) / (among or ranks)
+    layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
+    assert sent.all_gather == pytest.approx(2 * (trained(model) + layers) * share, rel=0.01)
+    assert sent.reduce_scatter == pytest.approx(4 * trained(model) * share, rel=0.01)
+    copies = ranks // (among or ranks)
+    assert sent.all_reduce == pytest.approx(8 * trained(model) / (among or ranks) * (copies - 1) / copies, rel=0.01)
+
+
+def test_bytes_of_divided_codes(tmp_path):
+    """About half a byte a weight of the layers, in each pass of each micro-batch, beside the sums of adapters."""
+    model = large()
+    layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
+    quantise_layers(model)
+    model = apply_lora(model, LoRAConfig(rank=64))
+    fields = {"use_lora": True, "lora_rank": 64, "mixed_precision": "bf16", "gradient_accumulation_steps": 3}
+    whole, divided = (
+        traffic(model, runs.config(tmp_path, **fields, sharding=way), 4, in_backward=False) for way in ("optimizer", "weights")
+    )
+    assert divided.reduce_scatter == whole.reduce_scatter and divided.all_reduce == whole.all_reduce
+    assert divided.all_gather - whole.all_gather == pytest.approx(6 * 0.516 * layers * 3 / 4, rel=0.01)
+
+
+def test_weights_are_divided_where_they_would_not_fit(tmp_path):
+    model = large(num_hidden_layers=16)
+    config = runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=64)
+    small = Machines(memory=GB)  # where both do what they can
+    whole, divided = (plan(model, config.replace(sharding=way), 8, small) for way in ("optimizer", "weights"))
+    assert divided.held < 0.85 * whole.held
+    between = Machines(memory=int((whole.held + divided.held) / 2 / RESERVE))
+    chosen = plan(model, config, 8, between)
+    assert chosen.sharding == "weights" and chosen.fits
+    assert not plan(model, config.replace(sharding="optimizer"), 8, between).fits
+    assert plan(model, config, 8, Machines()).sharding == plan(model, config, 1, between).sharding == "optimizer"
 
 
 @pytest.mark.parametrize(("context", "recomputed"), [(2, 0), (4, 3)])

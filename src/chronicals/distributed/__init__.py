@@ -10,6 +10,7 @@ from chronicals.distributed.watch import RankWatch
 from chronicals.distributed.weight_shards import (
     VALUE,
     WeightShards,
+    copies_of,
     is_divided,
     last_micro_batch,
     local,
@@ -32,6 +33,7 @@ __all__ = [
     "ShardedAdamW",
     "Shards",
     "WeightShards",
+    "copies_of",
     "is_divided",
     "last_micro_batch",
     "local",

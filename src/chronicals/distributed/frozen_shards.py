@@ -257,7 +257,7 @@ class LinearInShards(PackedLinear):
     def __init__(self, form: Form, unit: Unit, outputs: int, dtype: torch.dtype, bias: Tensor | None):
         super().__init__(torch.empty(0, dtype=torch.uint8), (outputs, form.shape[1]), dtype, bias)
         self.form, self.unit, self.places = form, unit, unit.place(form)
-        setattr(self.weight, PART, True)
+        setattr(self.weight, PART, unit.gathers.count)
         self.in_4_bits = isinstance(form, PackedRows)
 
     @torch.no_grad()
@@ -336,7 +336,7 @@ FormOf = Callable[[nn.Module, int, int, torch.dtype], Form | None]
 class RowsRead(nn.Module):
     """In the place of a linear layer, while a model is read: this rank's rows of it, or all where it cannot be cut."""
 
-    def __init__(self, linear: nn.Linear, form: Form | None, whole: nn.Module):
+    def __init__(self, linear: nn.Linear, form: Form | None, whole: nn.Linear | PackedLinear):
         super().__init__()
         self.form, self.bias = form, linear.bias
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -354,7 +354,7 @@ class RowsRead(nn.Module):
         def take(linear: nn.Linear, weight: Tensor) -> RowsRead:
             plain = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta")
             plain.weight = nn.Parameter(weight.to(device), requires_grad=False)
-            layer: nn.Module = Linear4bit.of(plain) if nf4 else plain
+            layer: nn.Linear | PackedLinear = Linear4bit.of(plain) if nf4 else plain
             form = rows_of_layer(layer, ranks.rank % sharing, sharing, dtype)
             return cls(linear, form, layer)
 

@@ -216,11 +216,19 @@ class WeightShards:
 
 def whole_parts(weights: Iterable[Tensor]) -> Iterator[Tensor]:
     """Those of which every rank holds all."""
-    return (weight for weight in weights if not isinstance(weight, DTensor) and not getattr(weight, PART, False))
+    return (weight for weight in weights if not isinstance(weight, DTensor) and not getattr(weight, PART, 0))
 
 
 PART = "_chronicals_part"
-"""Attribute of parameters that are one rank's part of a frozen weight."""
+"""Attribute of parameters that are one rank's part of a frozen weight: among how many ranks it is divided."""
+
+
+def copies_of(weight: Tensor, ranks: int) -> int:
+    """How many copies so many ranks have of a weight that is divided; 0 where it is not, and each has all."""
+    if isinstance(weight, DTensor):
+        return ranks // weight.device_mesh["shard"].size()
+    among: int = getattr(weight, PART, 0)
+    return ranks // among if among else 0
 
 
 def last_micro_batch(model: Any, last: bool) -> None:

@@ -57,7 +57,7 @@ def _files_by_name(folder: Path) -> dict[str, Path]:
     if index.exists():
         weights = json.loads(index.read_text())["weight_map"]
         return {name: folder / file for name, file in weights.items()}
-    found = {}
+    found = dict[str, Path]()
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:
             found |= dict.fromkeys(opened.keys(), file)
@@ -75,7 +75,7 @@ def parameters_on_meta() -> Iterator[None]:
             parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
     try:
         yield
     finally:

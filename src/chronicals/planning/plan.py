@@ -4,8 +4,9 @@
     exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + all-to-all
 
 in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation, is hidden beside it, one
-after it is not. Computation is FLOPs over the rate that a card reaches: 2 N a token forward and as many for each of the two
-gradients, of N weights that are multiplied by, and 2 · heads · width · length for the causal attention to a document.
+after it is not. Where weights are divided, they are gathered for each layer beside the one before it. Computation is FLOPs over
+the rate that a card reaches: 2 N a token forward and as many for each of the two gradients, of N weights that are multiplied
+by, and 2 · heads · width · length for the causal attention to a document.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
 from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, traffic
 from chronicals.quantization import PackedLinear
-from chronicals.training.decisions import expected_memory
+from chronicals.training.decisions import choose_sharding, expected_memory
+from chronicals.training.weight_sharding import WEIGHTS
 
 BACKWARD = 2 / 3
 """Of a step's computation."""
@@ -55,6 +57,7 @@ class Plan:
     Attributes:
         held: bytes that a card holds at most, recomputing as the trainer would choose.
         fits: whether that is within its memory.
+        sharding: what is divided.
         recomputed: layers that are recomputed.
         in_backward: whether gradients are summed in the backward pass.
         sent: bytes a card sends in a step.
@@ -65,6 +68,7 @@ class Plan:
     gpus: int
     held: int
     fits: bool
+    sharding: str
     recomputed: int
     in_backward: bool
     sent: Traffic
@@ -98,6 +102,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     context = config.context_parallel
     if gpus % context:
         raise ConfigurationError(f"context_parallel={context}: {gpus} cards cannot share packs {context} by {context}")
+    config = _with_sharding(config, model, gpus, machines)
     frees, needed = expected_memory(config, model, gpus, context, whole=True, total=machines.memory)
     policy, again = _recomputed(config, needed)
     held = needed.needed(policy, again)
@@ -108,10 +113,25 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     seconds = {name: size / machines.rate(gpus) for name, size in vars(sent).items()}
     seconds["all_to_all"] = sent.all_to_all / machines.rate(context)
     hidden = min(seconds["reduce_scatter"], BACKWARD * computing) if frees else 0.0
+    if config.sharding == WEIGHTS and gpus > 1:
+        among = config.sharding_ranks or gpus
+        seconds |= {name: getattr(sent, name) / machines.rate(among) for name in ("all_gather", "reduce_scatter")}
+        gathered = seconds["all_gather"] / 2
+        hidden = min(gathered, (1 - BACKWARD) * computing)
+        hidden += min(gathered + seconds["reduce_scatter"], BACKWARD * computing)
     return Plan(
-        gpus, held, held <= machines.memory, again, frees, sent, tokens * gpus // context, computing,
+        gpus, held, held <= machines.memory, config.sharding, again, frees, sent, tokens * gpus // context, computing,
         sum(seconds.values()) - hidden,
     )  # fmt: skip
+
+
+def _with_sharding(config: ChronicalsConfig, model: Any, gpus: int, machines: Machines) -> ChronicalsConfig:
+    """As the trainer chooses where nothing is asked: whether weights are divided, and among how many cards."""
+    chosen = config.fitted(sharding=choose_sharding(config, model, gpus, machines.memory))
+    several = gpus > machines.cards and gpus % machines.cards == 0
+    if chosen.sharding != WEIGHTS or config.sharding_ranks is not None or not several:
+        return chosen
+    return chosen.fitted(sharding_ranks=machines.cards)
 
 
 def _recomputed(config: ChronicalsConfig, needed: Estimate) -> tuple[str, int]:

@@ -24,7 +24,10 @@ from chronicals.attention import attend_in_context
 from chronicals.batch import Context
 from chronicals.config import ChronicalsConfig
 from chronicals.distributed import Mesh, Shards
+from chronicals.memory import decoder_layers
 from chronicals.model_shape import ModelShape
+from chronicals.training.decisions import frozen_bytes
+from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, trains_layers
 
 NAMES = {
     "_reduce_scatter_base_": "reduce_scatter", "_allgather_base_": "all_gather", "allreduce_": "all_reduce",
@@ -66,9 +69,20 @@ def traffic(model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool,
         return Traffic()
     weights = [p for p in model.parameters() if p.requires_grad]
     micro_batches, context = config.gradient_accumulation_steps, config.context_parallel
-    with counted_among(ranks) as sent:
-        _sum_and_update(weights, config, ranks, micro_batches if in_backward else 1)
-    found = dict(sent)
+    found = dict.fromkeys(NAMES.values(), 0.0)
+    if config.sharding == WEIGHTS:
+        among = config.sharding_ranks or ranks
+        with counted_among(among) as sent:
+            _gather_and_sum(model, config, among, micro_batches)
+        found = dict(sent)
+    if config.sharding != WEIGHTS or not trains_layers(model):
+        with counted_among(ranks) as sent:
+            _sum_and_update(weights, config, ranks, micro_batches if in_backward else 1)
+        found = {name: found[name] + size for name, size in sent.items()}
+    elif among < ranks:
+        with counted_among(ranks // among) as sent:
+            dist.all_reduce(torch.empty(-(-sum(p.numel() for p in weights) // among)))
+        found["all_reduce"] += sent["all_reduce"]
     if context > 1:
         with counted_among(context) as sent:
             _exchange(model, config, context)
@@ -96,6 +110,28 @@ def _sum_and_update(weights: Sequence[Tensor], config: ChronicalsConfig, ranks: 
             shards.scatter(bucket, add=time > 0)
     shards.finish(own, [torch.ones(())], set(own))
     shards.publish()
+
+
+def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batches: int) -> None:
+    """Of every micro-batch: gather each decoder layer for both passes, and where layers are trained the rest once, and sum what
+    is trained."""
+    dtype, layers = PRODUCTS[config.mixed_precision], decoder_layers(model)
+    if not trains_layers(model):
+        sizes = [sum(frozen_bytes(module, dtype.itemsize) for module in layer.modules()) // among for layer in layers]
+        for size in sizes * (2 * micro_batches):
+            own = torch.empty(size, dtype=torch.uint8)
+            dist.all_gather_into_tensor(torch.empty(size * among, dtype=torch.uint8), own)
+        return
+    units = [list(layer.parameters()) for layer in layers]
+    inside = {id(p) for unit in units for p in unit}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    for unit, times in [*((unit, 2) for unit in units), (rest, 1)]:
+        held = sum(-(-len(p) // among) * (p.numel() // len(p)) for p in unit)
+        trained = sum(-(-len(p) // among) * (p.numel() // len(p)) for p in unit if p.requires_grad)
+        for _ in range(times * micro_batches):
+            dist.all_gather_into_tensor(torch.empty(held * among, dtype=dtype), torch.empty(held, dtype=dtype))
+        for _ in range(micro_batches):
+            dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
 
 
 def _exchange(model: Any, config: ChronicalsConfig, context: int) -> None:

@@ -53,6 +53,8 @@ def save_model(
 def _name_the_class(folder: Path) -> None:
     """In ``config.json`` the class of a model divided by FSDP, which is a subclass of it, by its own name."""
     file = folder / "config.json"
+    if not file.exists():  # transformers writes it on the first of several processes alone
+        return
     config = json.loads(file.read_text())
     names = config.get("architectures") or []
     if any(name.startswith(FSDP) for name in names):

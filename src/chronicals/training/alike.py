@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, copies_of, local
 
 OF_A_MACHINE = frozenset({"output_dir", "cache_dir", "dataset_num_proc", "trackers", "project", "run_name"})
 """Fields of the configuration that may differ from rank to rank."""
@@ -42,12 +42,24 @@ def shared_settings(config: ChronicalsConfig) -> dict[str, Any]:
     return {name: value for name, value in config.to_dict().items() if name not in OF_A_MACHINE}
 
 
-def fingerprint(tensors: Iterable[Tensor]) -> str:
-    """Of the bits of tensors in their order. Waits for the device."""
-    sums = [
-        piece.sum(dtype=torch.int64)
-        for tensor in tensors
-        for piece in tensor.detach().reshape(-1).view(torch.uint8).split(AT_A_TIME)
-    ]
-    patterns = torch.stack(sums).cpu() if sums else torch.zeros(0, dtype=torch.int64)
+def fingerprint(tensors: Iterable[Tensor], ranks: Mesh | None = None) -> str:
+    """Of the bits of tensors in their order. Waits for the device.
+
+    Args:
+        ranks: that all ask, where weights are divided among them: what they have of one is added up, so that it does not matter
+            among how many. An fp32 shard of a bf16 weight has the same bits but for zeros.
+    """
+    given = list(tensors)
+    if not given:
+        return hashlib.sha256().hexdigest()[:16]
+    patterns = torch.stack([_sum_of_bits(local(tensor.detach())) for tensor in given]).cpu()
+    if ranks is not None and ranks.count > 1:
+        divided = torch.tensor([copies_of(tensor, ranks.count) for tensor in given])
+        told = torch.stack(ranks.gather(patterns)).sum(0)
+        patterns = torch.where(divided > 0, told // divided.clamp(min=1), patterns)
     return hashlib.sha256(patterns.numpy().tobytes()).hexdigest()[:16]
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    pieces = tensor.reshape(-1).view(torch.uint8).split(AT_A_TIME)
+    return torch.stack([piece.sum(dtype=torch.int64) for piece in pieces]).sum()

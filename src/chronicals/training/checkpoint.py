@@ -282,8 +282,9 @@ def optimizer_states(model: Any, optimizer: FusedAdamW) -> dict[str, Tensor | Pi
             optimizer.pieces(parameter) if isinstance(optimizer, ShardedAdamW) else optimizer.state_of(parameter)
         ).items()
     }
-    divided = isinstance(optimizer, ShardedAdamW) and isinstance(optimizer.shards, WeightShards)
-    return {**found, **optimizer.shards.values(dict(model.named_parameters()))} if divided else found
+    if isinstance(optimizer, ShardedAdamW) and isinstance(optimizer.shards, WeightShards):
+        found |= optimizer.shards.values(dict(model.named_parameters()))
+    return found
 
 
 def random_states(ranks: Mesh) -> dict[str, Tensor]:

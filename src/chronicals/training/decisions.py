@@ -207,12 +207,12 @@ def _with_weights_divided(
         others = sum(p.numel() for p in model.parameters()) - sum(sizes)
         extra = max(sizes) * (3 * product + 8) + others * (2 * product + 4)
     else:
-        held = [sum(_frozen_bytes(module, product) for module in layer.modules()) for layer in layers]
+        held = [sum(frozen_bytes(module, product) for module in layer.modules()) for layer in layers]
         extra = 2 * max(held) - int(sum(held) * (1 - 1 / among))
-    return replace(found, fixed=found.fixed + extra, **({} if total is None else {"total": total}))
+    return replace(found, fixed=found.fixed + extra, total=found.total if total is None else total)
 
 
-def _frozen_bytes(module: Any, product: int) -> int:
+def frozen_bytes(module: Any, product: int) -> int:
     """Of a frozen linear layer's weight, as it is held."""
     if not hasattr(module, "out_features") or any(p.requires_grad for p in module.parameters(recurse=False)):
         return 0

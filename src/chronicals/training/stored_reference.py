@@ -17,10 +17,12 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
+from torch import Tensor
 
+from chronicals.batch import Batch
 from chronicals.data import BatchStream, TokenStore
 from chronicals.lora import adapters_are_fresh
-from chronicals.models import in_evaluation
+from chronicals.models import PresentedModel, in_evaluation
 from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import REFERENCE, WithReference
 from chronicals.training.alike import fingerprint
@@ -51,7 +53,8 @@ class StoredReference:
         if self.wanted:
             fresh = adapters_are_fresh(session.model)  # then they change nothing yet, and start otherwise with another seed
             named = session.model.named_parameters()
-            self.weights = fingerprint(p for name, p in named if not (fresh and ".lora_" in name))
+            own = (p for name, p in named if not (fresh and ".lora_" in name))
+            self.weights = fingerprint(own, session.ranks)
 
     def keep(self, output_dir: Path, resumed: bool) -> None:
         """Write to the run's folder which weights its reference are, or compare what a run that goes on wrote there.
@@ -104,8 +107,8 @@ class StoredReference:
         with session.presented.attending_documents(), in_evaluation(session.model), session.precision.autocast():
             for batch in stream:
                 moved = batch.to(device, non_blocking=True)
-                score = partial(score_tokens, session.presented, moved, session.objective.chunk_size)
-                found = document_sums(session.presented.as_forward(lambda score=score: score().log_p), moved)
+                score = partial(_log_probabilities, session.presented, moved, session.objective.chunk_size)
+                found = document_sums(session.presented.as_forward(score), moved)
                 number = moved.segments[NUMBER]
                 sums.index_copy_(0, torch.where(number < 0, len(store), number), found.float())
         values = ranks.sum(sums[:-1]).cpu().numpy()
@@ -124,3 +127,7 @@ class StoredReference:
         for column in (store.id_starts, store.lengths):
             digest.update(np.ascontiguousarray(column).tobytes())
         return store.path.with_name(f"{digest.hexdigest()[:32]}.{REFERENCE}.safetensors")
+
+
+def _log_probabilities(presented: PresentedModel, batch: Batch, chunk_size: int) -> Tensor:
+    return score_tokens(presented, batch, chunk_size).log_p
