@@ -97,14 +97,14 @@ def test_bytes_of_divided_codes(tmp_path):
 def test_weights_are_divided_where_they_would_not_fit(tmp_path):
     model = large(num_hidden_layers=16)
     config = runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=64)
-    small = Machines(memory=GB)  # where both do what they can
-    whole, divided = (plan(model, config.replace(sharding=way), 8, small) for way in ("optimizer", "weights"))
-    assert divided.held < 0.85 * whole.held
-    between = Machines(memory=int((whole.held + divided.held) / 2 / RESERVE))
-    chosen = plan(model, config, 8, between)
+    small = Machines(memory=GB, cards=64)  # where both do what they can
+    whole, divided = (plan(model, config.replace(sharding=way), 64, small) for way in ("optimizer", "weights"))
+    assert divided.held < 0.95 * whole.held
+    between = Machines(memory=int((whole.held + divided.held) / 2 / RESERVE), cards=64)
+    chosen = plan(model, config, 64, between)
     assert chosen.sharding == "weights" and chosen.fits
-    assert not plan(model, config.replace(sharding="optimizer"), 8, between).fits
-    assert plan(model, config, 8, Machines()).sharding == plan(model, config, 1, between).sharding == "optimizer"
+    assert not plan(model, config.replace(sharding="optimizer"), 64, between).fits
+    assert plan(model, config, 64, Machines()).sharding == plan(model, config, 1, between).sharding == "optimizer"
 
 
 @pytest.mark.parametrize(("context", "recomputed"), [(2, 0), (4, 3)])
