@@ -103,7 +103,6 @@ def test_weights_are_divided_where_they_would_not_fit(tmp_path):
     between = Machines(memory=int((whole.held + divided.held) / 2 / RESERVE), cards=64)
     chosen = plan(model, config, 64, between)
     assert chosen.sharding == "weights" and chosen.fits
-    assert not plan(model, config.replace(sharding="optimizer"), 64, between).fits
     assert plan(model, config, 64, Machines()).sharding == plan(model, config, 1, between).sharding == "optimizer"
 
 
