@@ -19,8 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "num_experts")
-"""What ``use_experts_implementation`` says of a class: how its experts are computed from its parameters."""
+from chronicals.model_shape import EXPERTS
+
+FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+"""What ``use_experts_implementation`` says of a class: how its experts are computed from its parameters. Newer ones also say
+``has_post_expert_norm``."""
 
 TAKES_FACTORS = "takes_factors"
 """Attribute of a function that replaces a layer's forward and is given the factors of its adapters as ``factors``; it returns
@@ -54,7 +57,7 @@ def expert_inputs(layer: Any, names: Mapping[str, Any], inputs: tuple, named: Ma
         names: of the parameters that are adapted.
         inputs, named: arguments of the layer's forward.
     """
-    if not all(hasattr(layer, flag) for flag in FLAGS) or getattr(layer, "_is_expert_parallel", False):
+    if not all(hasattr(layer, flag) for flag in FLAGS) or is_parallel(layer):
         return None
     hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
     if hooks or ("forward" in vars(layer) and not takes_factors(layer)) or not names.keys() <= {_first(layer), "down_proj"}:
@@ -65,6 +68,13 @@ def expert_inputs(layer: Any, names: Mapping[str, Any], inputs: tuple, named: Ma
         return None
     routed = Routed(*(given[name] for name in order))
     return routed if all(isinstance(x, Tensor) and x.ndim == 2 for x in routed) else None
+
+
+def is_parallel(layer: Any) -> bool:
+    """Whether its experts are on several ranks: fewer are here than its configuration has. Newer versions say so."""
+    numbers = (getattr(getattr(layer, "config", None), name, None) for name in EXPERTS)
+    configured = next((number for number in numbers if isinstance(number, int)), len(layer.down_proj))
+    return getattr(layer, "_is_expert_parallel", False) or len(layer.down_proj) != configured
 
 
 def takes_factors(layer: Any) -> bool:
@@ -96,7 +106,7 @@ def adapted_experts(layer: Any, factors: Mapping[str, Factors], routed: Routed) 
     rows_SN = _adapted_product(layer, _first(layer), factors, hidden_TK[order_S // each], groups)
     rows_SN = layer._apply_gate(rows_SN) if layer.has_gate else layer.act_fn(rows_SN)
     rows_SN = _adapted_product(layer, "down_proj", factors, rows_SN, groups)
-    if layer.has_post_expert_norm:
+    if getattr(layer, "has_post_expert_norm", False):
         rows_SN = layer.post_expert_norm(rows_SN)
     rows_SN = rows_SN * shares_Tk.reshape(-1)[order_S, None]
     back_S = torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))

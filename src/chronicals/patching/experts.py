@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from chronicals.kernels.expert_glu import ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
-from chronicals.lora.expert_products import FLAGS, TAKES_FACTORS, Factors
+from chronicals.lora.expert_products import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.patching.forms import Form, is_proved, random_numbers
 from chronicals.patching.gated_mlps import Uncalled
 
@@ -60,7 +60,7 @@ def _candidates(module: nn.Module) -> Iterable[GateOf]:
 def recognise_experts(module: nn.Module) -> Form | None:
     """The form of ``module``, an instance of a twin, or None where it holds no experts that the products compute."""
     described = all(hasattr(module, flag) for flag in FLAGS) and hasattr(module, "is_concatenated")
-    if not described or not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", True):
+    if not described or not getattr(module, "has_gate", False) or getattr(module, "has_post_expert_norm", False):
         return None
     names = {*PRODUCTS, *(f"{name}_bias" for name in PRODUCTS if getattr(module, "has_bias", False))}
     own = {name: parameter for name, parameter in module._parameters.items() if parameter is not None}
@@ -130,4 +130,4 @@ def _forward(
 def _runs_otherwise(module: Any, x: Tensor) -> bool:
     weights = [getattr(module, name) for name in PRODUCTS]
     plain = all(type(weight) in (Tensor, nn.Parameter) and weight.dtype in KINDS for weight in weights)
-    return getattr(module, "_is_expert_parallel", False) or not plain or torch.is_autocast_enabled(x.device.type)
+    return is_parallel(module) or not plain or torch.is_autocast_enabled(x.device.type)
