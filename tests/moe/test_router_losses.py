@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from chronicals.batch import IGNORED, Batch
 from chronicals.models import Computed, PresentedModel
@@ -167,6 +168,20 @@ def test_heads_do_not_move_their_targets(made):
     sum(term.sum * term.coefficient for term in found.values()).backward()
     assert all(x.grad is None for x in computed.router_logits)
     assert all(x.grad.abs().sum() > 0 for x in (*computed.layers_ahead, computed.tokens_ahead))
+
+
+def test_terms_never_wait_for_the_device(made):
+    """Tensors without values: whatever asks for one fails."""
+    of, computed = made
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor
+        some = Computed(
+            fake(computed.states), [fake(x) for x in computed.router_logits], [fake(x) for x in computed.layers_ahead],
+            fake(computed.tokens_ahead),
+        )  # fmt: skip
+        found = terms_of(of._map(fake), some, **ALL, **OF_HEADS)
+        sum(term.sum * term.coefficient for term in found.values()).backward()
+    assert found.keys() >= {f"router/{name}" for name in ALL}
 
 
 def test_a_pack_without_documents_adds_nothing(made):
