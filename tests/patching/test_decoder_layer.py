@@ -538,7 +538,7 @@ def test_a_wrong_half_is_not_taken(old, new, kept, monkeypatch):
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [("return (x + branch)", "return (2 * x + branch)"), ("x, branch = mlp(x, branch,", "_, branch = mlp(x, branch,")],
+    [("return x.unsqueeze(0)", "return 2 * x.unsqueeze(0)"), ("x, branch = mlp(x, branch,", "_, branch = mlp(x, branch,")],
 )
 def test_halves_that_are_wrong_together_are_not_taken(old, new, monkeypatch):
     monkeypatch.setattr(plan, "decoder_layer", mutant(decoder_layer, old, new))
