@@ -18,7 +18,7 @@ SECONDS = 20
 TOLERANCE = 1e-5
 ROLES = {
     "norm": ("fused_rmsnorm", "fused_layernorm"),
-    "MLP": ("fused_swiglu", "fused_geglu"),
+    "MLP": ("fused_swiglu", "fused_geglu", "fused experts"),
     "rotary": ("fused_qk_rope",),
     "attention": ("document_attention",),
     "loss": ("linear_cross_entropy",),

@@ -1,10 +1,14 @@
 """Runs of mixtures whose experts are grouped products, beside runs in which the class computes them."""
 
+import logging
+
 import pytest
 
 import families
 import runs
+import tiny
 from chronicals.patching import experts, patch_parts
+from chronicals.training import session
 
 
 def trained(folder, name, monkeypatch, patched, **fields):
@@ -37,3 +41,11 @@ def test_the_same_run(name, lora, tmp_path, monkeypatch):
     for (step, loss, norm), (other_step, other_loss, other_norm) in zip(own, fused, strict=True):
         assert step == other_step
         assert loss == pytest.approx(other_loss, rel=2e-5) and norm == pytest.approx(other_norm, rel=2e-4)
+
+
+def test_experts_that_stay_in_16_bit_are_named(caplog):
+    caplog.set_level(logging.WARNING)
+    session._name_experts(tiny.llama())
+    assert not caplog.text
+    session._name_experts(families.mixture("qwen3_moe"))
+    assert "these experts stay in 16 bit: Qwen3MoeExperts" in caplog.text

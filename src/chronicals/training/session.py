@@ -42,6 +42,7 @@ from chronicals.patching import (
     tile_mlps,
     unfuse_weights,
 )
+from chronicals.patching.forms import holds_experts
 from chronicals.patching.fp8_layers import LEAST
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.alike import prove_alike
@@ -363,8 +364,16 @@ def _run_in_fp8(model: Any) -> None:
         raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}; leave it out")
     if found.left:
         logger.warning("use_fp8: some layers do not run fused and stay in 16 bit: %s", ", ".join(found.left))
+    _name_experts(model)
     sizes = f"those whose inputs and outputs have a harmonic mean of at least {LEAST}"
     logger.info("use_fp8: %d of %d products of fused layers, %s", found.chosen, found.there, sizes)
+
+
+def _name_experts(model: Any) -> None:
+    """Warn of stacked experts, whose grouped products have no FP8."""
+    stacked = sorted({type(module).__name__ for module in model.modules() if holds_experts(module)})
+    if stacked:
+        logger.warning("use_fp8: grouped products have no FP8, so these experts stay in 16 bit: %s", ", ".join(stacked))
 
 
 def _offload_frozen_weights(model: Any) -> None:
