@@ -1,6 +1,6 @@
 """Do heads predict which experts will be chosen? Of a native mixture that trains with them, and of a frozen Qwen3-MoE.
 
-    python benchmarks/moe_lookahead.py OUTPUT.json [--steps 200] [--head-steps 250] [--base-steps 300]
+    python benchmarks/moe_lookahead.py OUTPUT.json [--steps 200] [--head-steps 250] [--base-steps 200] [--only frozen]
 
 Text is the documentation of Python's standard library, every tenth entry held out. The native model (16 experts, 2 of them
 for a token, 8 layers) is trained on it with the losses of its heads (``router: {layer_ahead, token_ahead}``), then its heads
@@ -15,6 +15,7 @@ model's checksum is the same.
 """
 
 import argparse
+import json
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +30,7 @@ from chronicals.moe.recall import measure
 from chronicals.moe.recording import record_data
 
 ROUTER = {"balance": 0.01, "layer_ahead": 1.0, "token_ahead": 0.3, "lookahead_temperature": 0.2}
-HEADS = HeadSizes(furthest=3, tokens=2, rank=128)
+HEADS = HeadSizes(furthest=3, tokens=2, rank=256)
 HOW = Distillation(learning_rate=5e-3, rows=1024, temperature=0.2)
 
 
@@ -101,18 +102,24 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--steps", type=int, default=200, help="of the native model with its heads")
     parser.add_argument("--head-steps", type=int, default=250, help="of its heads alone, after that")
-    parser.add_argument("--base-steps", type=int, default=300)
-    parser.add_argument("--passes", type=int, default=2, help="over the text, of the heads beside a frozen model")
+    parser.add_argument("--base-steps", type=int, default=200)
+    parser.add_argument("--passes", type=int, default=4, help="over the text, of the heads beside a frozen model")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--only", choices=["native", "frozen"], help="of the two; the other stays as OUTPUT.json has it")
     given = parser.parse_args()
-    began, result = time.perf_counter(), {"native": [], "frozen": []}
-    for seed in range(given.seeds):
-        with tempfile.TemporaryDirectory() as folder:
-            result["native"].append(own(Path(folder), seed, given.steps, given.head_steps))
-            result["frozen"].append(frozen(Path(folder) / "frozen", seed, given.base_steps, given.passes))
-    result["gradients"] = gradients(0)
-    result["about"] = small.about(began, router=ROUTER, heads=vars(HEADS), distillation=vars(HOW))
-    small.write(given.output, result)
+    result = json.loads(given.output.read_text()) if given.only else {}
+    for part in [given.only] if given.only else ["native", "frozen"]:
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            if part == "native":
+                result[part] = [own(folder / f"{n}", n, given.steps, given.head_steps) for n in range(given.seeds)]
+                result["gradients"] = gradients(0)
+            else:
+                result[part] = [frozen(folder / f"{n}", n, given.base_steps, given.passes) for n in range(given.seeds)]
+        settings = {"router": ROUTER} if part == "native" else {"heads": vars(HEADS), "distillation": vars(HOW)}
+        result.setdefault("about", {})[part] = small.about(began, **settings)
+        small.write(given.output, result)
     lines = []
     for run in result["native"]:
         reuse = run["after"]["gate_reuse"]

@@ -75,7 +75,7 @@ def distil(predictor: ExpertPredictor, recordings: Iterable[Recorded], k: int, s
             optimizer.step()
             found.append(loss.detach())
             if len(found) % 50 == 0:
-                logger.info("heads: step %d of %d, loss %.4f", len(found), steps, float(loss))
+                logger.info("heads: step %d of %d, loss %.4f", len(found), steps, float(found[-1]))
     if not found:
         raise ValueError("there is no recording to distil heads from; give more data")
     values = torch.stack(found).tolist()
