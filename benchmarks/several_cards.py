@@ -5,7 +5,8 @@
     python benchmarks/several_cards.py --rows all --tiny          # on the CPU, by two processes over gloo
 
 Of each row every way runs in processes of its own, bounded in time: ``1x`` on one card, and on all cards ``optimizer``
-(weights on every card, shares of the optimizer states) and ``weights`` (shares of the weights too). Weights and tokens are
+(weights on every card, shares of the optimizer states) and ``weights`` (shares of the weights too), and of some rows peers
+under FSDP2 (``fsdp2_peers.py``). Weights and tokens are
 random, drawn on the device, the same in every way. First some steps are compared: one card takes as many micro-batches as
 there are cards, on the documents that these take side by side, so losses and gradient norms must agree. Then steps are timed,
 each card with one micro-batch, on the device's clock. A way that fails or takes too long has its reason in the table.
@@ -28,6 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,7 +90,7 @@ ROWS = {
     "8b-qlora": Row("LlamaConfig", EIGHT, LORA, base="nf4"),
     "0.5b-full": Row("Qwen2Config", HALF, FULL, ("1x", "optimizer", "weights"), packs=8),
     "0.5b-lora": Row("Qwen2Config", HALF, LORA, ("1x", "optimizer"), packs=8),
-    "8b-full": Row("LlamaConfig", EIGHT, FULL, ("weights",)),
+    "8b-full": Row("LlamaConfig", EIGHT, FULL, ("weights", "fsdp2-liger", "fsdp2-liger-compile", "fsdp2-recompute")),
     "70b-qlora": Row("LlamaConfig", SEVENTY, LORA, packs=1, base="codes"),
     "save": Row("LlamaConfig", {**EIGHT, "num_hidden_layers": 8}, FULL, ("optimizer", "weights"), saves=True),
 }
@@ -360,6 +362,40 @@ def measure_saves(plan: Plan) -> dict[str, Any]:
     return {**found, "checkpoint_gb": size / 1e9, "durations": durations}
 
 
+def measure_peer(plan: Plan) -> dict[str, Any]:
+    """The same of a peer under FSDP2."""
+    import fsdp2_peers
+    import torch
+    import torch.distributed as dist
+
+    from chronicals.distributed import Mesh
+
+    row, ranks = ROWS[plan.row], Mesh.current()
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    packs, width = (2, 64) if plan.tiny else (row.packs, 2048)
+    model = build(row, plan.tiny, ranks.device, ranks, plan.way)
+    count = COMPARED + WARM_UP + plan.steps
+    batches = [
+        batch_of(number * ranks.count + ranks.rank, packs, width, model.config.vocab_size) for number in range(count)
+    ]
+    found = fsdp2_peers.train(model, plan.way, batches, row.fields, COMPARED, WARM_UP)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if ranks.device.type == "cuda" else 0.0
+    tokens = packs * width * dist.get_world_size()
+    return {
+        **found, "tokens_a_step": tokens, "tokens_per_second": tokens / statistics.median(found["seconds"]),
+        "processes": ranks.count, "peak_gib": peak, "peaks_gib": ranks.gather_values(peak),
+    }  # fmt: skip
+
+
+def _measure_of(plan: Plan) -> Callable[[Plan], dict[str, Any]]:
+    from fsdp2_peers import is_peer
+
+    if ROWS[plan.row].saves:
+        return measure_saves
+    return measure_peer if is_peer(plan.way) else measure
+
+
 def child(plan: Plan) -> None:
     import torch.distributed as dist
 
@@ -368,7 +404,7 @@ def child(plan: Plan) -> None:
 
         torch.set_num_threads(1)
     try:
-        found = (measure_saves if ROWS[plan.row].saves else measure)(plan)
+        found = _measure_of(plan)(plan)
     except Exception:
         found = {"failed": traceback.format_exc()[-3000:]}
         print(found["failed"], file=sys.stderr, flush=True)
