@@ -39,6 +39,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full clipped": ({}, {"max_grad_norm": 0.01}),
     "full, rows that do not divide": ({"intermediate_size": 97, "vocab_size": 301}, {}),
     "full in 8 bits": ({"hidden_size": 256}, {"use_8bit_optimizer": True}),
+    "full, states in host memory": ({"hidden_size": 256, "intermediate_size": 1024}, {"memory": ["offload_optimizer_states"]}),
     "full in copies": ({}, {"sharding_ranks": 2}),
     "full tied in copies recomputed": ({"tie_word_embeddings": True}, {"sharding_ranks": 2, **RECOMPUTED}),
     "LoRA": ({}, LORA),

@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import runs
+import tiny
 import two_processes
+from chronicals.config import ConfigurationError
+from chronicals.models import present
+from chronicals.training.decisions import choose_sharding, decide
+from chronicals.training.weight_sharding import check_divisible
 
 sys.path.insert(0, str(Path(__file__).parent))
 import divided_ranks
@@ -61,3 +67,38 @@ def test_four_train_what_one_does(tmp_path):
         check(case, found[case])
     assert found["NF4 in copies"]["together"]["parts"] == 14
     assert 0 < found["NF4"]["together"]["parts"] < 14, "what cannot be cut at whole blocks of scales stays whole"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"use_8bit_optimizer": True}, "would cut blocks of 8-bit states"),
+        ({"memory": ["offload_activations"]}, "tells activations from weights"),
+        ({"memory": ["reduce_in_backward"]}, "sums gradients by itself"),
+        ({"sharding_ranks": 3}, "4 processes cannot share weights 3 by 3"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(tmp_path, fields, words):
+    model = tiny.llama(hidden_size=72, intermediate_size=88)
+    config = runs.config(tmp_path, sharding="weights", **fields)
+    with pytest.raises(ConfigurationError, match=words):
+        decide(config, present(model), ranks=4)
+
+
+def test_weights_kept_in_fp32_are_refused(tmp_path):
+    model = tiny.llama()
+    model._keep_in_fp32_modules_strict = ["norm"]
+    with pytest.raises(ConfigurationError, match="keeps norm in fp32.*sharding='optimizer'"):
+        check_divisible(model, runs.config(tmp_path, sharding="weights", mixed_precision="bf16"), 2)
+
+
+def test_memory_chooses(tmp_path):
+    """What does not fit whole is divided, unless the user says otherwise; a base under adapters is counted as frozen."""
+    model, free = tiny.llama(num_hidden_layers=8, hidden_size=256, intermediate_size=1024), runs.config(tmp_path)
+    held = sum(p.numel() for p in model.parameters())
+    assert choose_sharding(free, model, 4, total=40 * held) == "optimizer"
+    assert choose_sharding(free, model, 4, total=6 * held) == "weights"
+    assert choose_sharding(free, model, 1, total=6 * held) == "optimizer"
+    assert choose_sharding(free.replace(sharding="none"), model, 4, total=6 * held) == "none"
+    assert choose_sharding(free.replace(use_lora=True), model, 4, total=8 * held) == "optimizer"
+    assert all(p.requires_grad for p in model.parameters())

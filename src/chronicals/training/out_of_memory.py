@@ -40,11 +40,15 @@ def what_helps(config: ChronicalsConfig, ranks: int = 1) -> Iterator[tuple[dict[
     if config.logits_chunk_size > FEW_LOGITS:
         yield {"logits_chunk_size": FEW_LOGITS}, ""
     leanest = policies - {"recompute_elementwise"} | {"recompute_layers", "offload_activations"}
+    if ranks > 1 and config.sharding == "weights" and not config.use_lora:
+        leanest -= {"offload_activations"}
     if ranks > 1 and config.sharding == "optimizer" and config.context_parallel == 1:
         leanest |= {"reduce_in_backward"}
     aliases = dict.fromkeys(sorted(ALIASES.keys() & config.explicit), True)
     if policies != leanest:
         yield {"memory": sorted(leanest), **aliases}, ""
+    if ranks > 1 and config.sharding != "weights":
+        yield {"sharding": "weights"}, ""
     if not config.use_lora and "offload_optimizer_states" not in policies:
         yield {"memory": sorted(leanest | {"offload_optimizer_states"}), **aliases}, ""
     if config.batch_size > 1 and in_backward:

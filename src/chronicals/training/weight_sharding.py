@@ -11,7 +11,16 @@ from torch import Tensor
 
 from chronicals.batch import Batch
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import LinearInShards, Mesh, last_micro_batch, shard_frozen, shard_weights, weight_mesh, whole_parts
+from chronicals.distributed import (
+    LinearInShards,
+    Mesh,
+    is_divided,
+    last_micro_batch,
+    shard_frozen,
+    shard_weights,
+    weight_mesh,
+    whole_parts,
+)
 from chronicals.memory import decoder_layers
 from chronicals.models.rows import STORED, StoredRows
 from chronicals.objectives import Count
@@ -56,6 +65,8 @@ def check_divisible(model: Any, config: ChronicalsConfig, sharing: int) -> None:
         fp32 = sorted(kept_in_fp32(model, DTYPES[config.mixed_precision]))
         if fp32:
             reason = f"{name} keeps {', '.join(fp32)} in fp32, and FSDP gathers the weights of a layer in one dtype"
+        elif "offload_activations" in config.memory_policies:
+            reason = "memory=['offload_activations'] tells activations from weights by where these lie, and gathered ones move"
         elif any(not p.is_floating_point() for p in model.parameters()):
             reason = f"weights of {name} are packed, and others of its layers are trained"
         elif config.use_8bit_optimizer and (cut := _cut_blocks(model, sharing)):
@@ -85,6 +96,8 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
             shard_frozen(layers, ranks, sharing, device, PRODUCTS[config.mixed_precision])
         model.to(device)
         ranks.same_weights(whole_parts(model.parameters()))
+        return
+    if any(is_divided(p) for p in model.parameters()):  # by a run before
         return
     products, dtype = list(names_of_products(model)), DTYPES[config.mixed_precision]
     stored: StoredRows | None = getattr(model, STORED, None)
