@@ -40,13 +40,14 @@ class ExpertWeights(NamedTuple):
     """Of one of the two products of all experts.
 
     Attributes:
-        weight: ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``.
+        weight: ``[E, N, K]``, or ``[E, K, N]`` where ``transposed``; or, frozen, what gives it when it is called, in the
+            forward and in the backward pass, and has its shape and dtype: it may be gone in between.
         bias: ``[E, N]``.
         down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
         scale: of the adapter.
     """
 
-    weight: Tensor
+    weight: Any
     transposed: bool = False
     bias: Tensor | None = None
     down: Tensor | None = None
@@ -55,7 +56,14 @@ class ExpertWeights(NamedTuple):
 
     @property
     def weight_ENK(self) -> Tensor:
-        return self.weight.mT if self.transposed else self.weight
+        weight: Tensor = self.weight if isinstance(self.weight, Tensor) else self.weight()
+        return weight.mT if self.transposed else weight
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """E, N and K."""
+        count, narrow, wide = self.weight.shape
+        return (count, wide, narrow) if self.transposed else (count, narrow, wide)
 
 
 def _thin(x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
@@ -87,13 +95,13 @@ def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, shares: Tensor, w1: Tensor, b1: Tensor | None, a1: Tensor | None, u1: Tensor | None, w2: Tensor,
-        b2: Tensor | None, a2: Tensor | None, u2: Tensor | None, experts: Tensor, to: Dispatch,
-        options: tuple[Gate, tuple[bool, bool], tuple[float, float]],
+        ctx: Any, x: Tensor, shares: Tensor, w1: Tensor | None, b1: Tensor | None, a1: Tensor | None, u1: Tensor | None,
+        w2: Tensor | None, b2: Tensor | None, a2: Tensor | None, u2: Tensor | None, experts: Tensor, to: Dispatch,
+        options: tuple[Gate, tuple[bool, bool], tuple[float, float], tuple[Any, Any]],
     ) -> Tensor:  # fmt: skip
-        gate, transposed, scales = options
-        first = ExpertWeights(w1, transposed[0], b1, a1, u1, scales[0])
-        second = ExpertWeights(w2, transposed[1], b2, a2, u2, scales[1])
+        gate, transposed, scales, given = options
+        first = ExpertWeights(given[0] if w1 is None else w1, transposed[0], b1, a1, u1, scales[0])
+        second = ExpertWeights(given[1] if w2 is None else w2, transposed[1], b2, a2, u2, scales[1])
         thin = _thin(x, first, to, True)
         h = _through(x, first, to, True, thin)
         unit = expert_glu(h, gate)
@@ -106,10 +114,10 @@ class _FusedExperts(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, experts, *placed = ctx.saved_tensors
-        gate, transposed, scales = ctx.options
+        gate, transposed, scales, given = ctx.options
         to = Dispatch(*placed, *ctx.sizes)
-        first = ExpertWeights(w1, transposed[0], b1, a1, u1, scales[0])
-        second = ExpertWeights(w2, transposed[1], b2, a2, u2, scales[1])
+        first = ExpertWeights(given[0] if w1 is None else w1, transposed[0], b1, a1, u1, scales[0])
+        second = ExpertWeights(given[1] if w2 is None else w2, transposed[1], b2, a2, u2, scales[1])
         wanted = dict(zip(("x", "shares", "w1", "b1", "a1", "u1", "w2", "b2", "a2", "u2"), ctx.needs_input_grad))
         dy = dy.contiguous()
         g, thin_dy = _back(dy, second, to, True)
@@ -166,26 +174,25 @@ def fused_experts(
     """
     gate = gate or Gate()
     _check(x, experts, shares, first, second)
-    to = dispatch_to_experts(experts, len(first.weight))
-    options = gate, (first.transposed, second.transposed), (first.scale, second.scale)
-    of_first = first.weight, first.bias, first.down, first.up
-    of_second = second.weight, second.bias, second.down, second.up
+    to = dispatch_to_experts(experts, first.sizes[0])
+    held = [of.weight if isinstance(of.weight, Tensor) else None for of in (first, second)]
+    given = tuple(of.weight if weight is None else None for of, weight in zip((first, second), held))
+    options = gate, (first.transposed, second.transposed), (first.scale, second.scale), given
+    of_first = held[0], first.bias, first.down, first.up
+    of_second = held[1], second.bias, second.down, second.up
     y: Tensor = _FusedExperts.apply(x.contiguous(), shares, *of_first, *of_second, experts, to, options)
     return y
 
 
 def _check(x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, second: ExpertWeights) -> None:
-    count, inner, width = first.weight_ENK.shape
+    count, inner, width = first.sizes
     if x.ndim != 2 or x.shape[1] != width or experts.shape != shares.shape or len(experts) != len(x):
         raise ValueError(
             f"x is {tuple(x.shape)}, experts {tuple(experts.shape)}, shares {tuple(shares.shape)}: expected [T, {width}], "
             "[T, k] and [T, k]"
         )
-    if second.weight_ENK.shape != (count, width, inner // 2):
-        raise ValueError(
-            f"down is {tuple(second.weight_ENK.shape)}: gate and up are {tuple(first.weight_ENK.shape)}, so it must be "
-            f"{(count, width, inner // 2)}"
-        )
+    if second.sizes != (count, width, inner // 2):
+        raise ValueError(f"down is {second.sizes}: gate and up are {first.sizes}, so it must be {(count, width, inner // 2)}")
     if not x.dtype == first.weight.dtype == second.weight.dtype:
         raise ValueError(f"x is {x.dtype}, the weights {first.weight.dtype} and {second.weight.dtype}: they must be alike")
 
@@ -202,7 +209,7 @@ def fused_experts_reference(
         return y if of.bias is None else y + of.bias[expert]
 
     y = x.new_zeros(*experts.shape, x.shape[1])
-    for expert in range(len(first.weight)):
+    for expert in range(first.sizes[0]):
         token, rank = torch.where(experts == expert)
         if len(token):
             unit = expert_glu_reference(through(x[token], first, expert), gate or Gate())

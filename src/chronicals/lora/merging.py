@@ -13,7 +13,7 @@ from chronicals.lora.layers import adapters
 from chronicals.lora.magnitude import is_plain
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import merge_tokens
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import Experts4bit, PackedLinear
 
 
 @torch.no_grad()
@@ -35,6 +35,12 @@ def merge_adapters(model: Any) -> None:
         raise ValueError(
             f"the weights of {quantised[0]} are quantised and cannot take its adapter; save the adapter, load the base in 16 "
             "bit, attach it with chronicals.lora.load_adapter, and merge that"
+        )
+    stacked = next((path for path, module in model.named_modules() if isinstance(module, Experts4bit)), None)
+    if stacked is not None:
+        raise ValueError(
+            f"{stacked} has its experts in 4 bits; save the adapter, load the base in 16 bit, attach it with "
+            "chronicals.lora.load_adapter, and merge that"
         )
     _untie_adapted_head(model)
     for path, layer in reversed(adapted.items()):  # of several around one layer the innermost first

@@ -5,7 +5,14 @@ from chronicals.model_shape import ModelShape
 from chronicals.models.additions import Addition, Computed
 from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
 from chronicals.models.classifier import SCORE, attach_score, load_scored, saved_form, score_of
-from chronicals.models.four_bits import QUANTISED_FROM, count_values, has_4bit_layers, has_packed_layers, quantise_layers
+from chronicals.models.four_bits import (
+    QUANTISED_FROM,
+    count_values,
+    has_4bit_layers,
+    has_packed_layers,
+    quantise_experts,
+    quantise_layers,
+)
 from chronicals.models.head import Head, UnknownHead, read_head
 from chronicals.models.loading import (
     BASE_ROWS,
@@ -65,6 +72,7 @@ __all__ = [
     "missing_for_bitsandbytes",
     "present",
     "prove_packability",
+    "quantise_experts",
     "quantise_layers",
     "read_head",
     "read_processors",

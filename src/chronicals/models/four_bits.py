@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.memory import decoder_layers
-from chronicals.quantization import Linear4bit, Packed, PackedLinear
+from chronicals.quantization import Experts4bit, Linear4bit, Packed, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +69,32 @@ def quantise_layers(model: Any, watch: Watch | None = None) -> int:
         setattr(model, WATCHED, watch)
     _report(model)
     return len(layers)
+
+
+def quantise_experts(model: Any) -> int:
+    """Quantise the stacked experts of the decoder layers to NF4, in place, layer by layer; how many layers there were.
+
+    They are frozen. Adapters beside them are not merged into this model afterwards, but into its base in 16 bits.
+
+    Raises:
+        ValueError: there is none, or one of a size that does not fit, or it has adapters.
+    """
+    found = [
+        (path, module)
+        for layer in decoder_layers(model)
+        for path, module in layer.named_modules()
+        if sum(p.ndim == 3 for p in module.parameters(recurse=False)) > 1
+    ]
+    inside = {id(module) for _, module in found}
+    paths = {path: module for path, module in model.named_modules() if id(module) in inside}
+    if not paths:
+        raise ValueError(f"{type(model).__name__} has no stacked experts: nothing would be quantised")
+    for path, module in paths.items():
+        if path.rpartition(".")[2] == "base_layer":
+            raise ValueError(f"{path}: has adapters; quantise experts before, and adapt other layers")
+        setattr(model, QUANTISED_FROM, next(p.dtype for p in module.parameters()))
+        model.set_submodule(path, Experts4bit(module))
+    return len(paths)
 
 
 def quantising_while_reading(watch: Watch | None = None, take: Take | None = None) -> Any:

@@ -9,7 +9,8 @@ forward runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.lora.expert_products import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.patching.forms import Form, is_proved, random_numbers
 from chronicals.patching.gated_mlps import Uncalled
+from chronicals.quantization.experts import TAKES_STACKS, as_class
 
 BY = "fused experts"
 
@@ -78,6 +80,7 @@ def recognise_experts(module: nn.Module) -> Form | None:
                 ):
                     forward = partial(_forward, gate_of, uncalled)
                     setattr(forward, TAKES_FACTORS, True)
+                    setattr(forward, TAKES_STACKS, True)
                     return Form(BY, forward)
             except (RuntimeError, TypeError, ValueError, AttributeError, IndexError):
                 return None
@@ -103,14 +106,17 @@ def _routed(compute: Callable[..., Tensor], count: int) -> Callable[[Any, Tensor
 
 
 def _compute(
-    gate_of: GateOf, module: Any, x: Tensor, experts: Tensor, shares: Tensor, factors: Mapping[str, Factors] | None = None
-) -> Tensor:
-    first, second = (_weights(module, name, (factors or {}).get(name)) for name in PRODUCTS)
+    gate_of: GateOf, module: Any, x: Tensor, experts: Tensor, shares: Tensor, factors: Mapping[str, Factors] | None = None,
+    stacks: Mapping[str, Any] | None = None,
+) -> Tensor:  # fmt: skip
+    first, second = (_weights(module, name, (factors or {}).get(name), stacks) for name in PRODUCTS)
     return fused_experts(x.to(first.weight.dtype), experts, shares, first, second, gate_of(module)).to(x.dtype)
 
 
-def _weights(module: Any, name: str, factors: Factors | None) -> ExpertWeights:
-    weight, bias = getattr(module, name), getattr(module, f"{name}_bias") if module.has_bias else None
+def _weights(module: Any, name: str, factors: Factors | None, stacks: Mapping[str, Any] | None) -> ExpertWeights:
+    names = (name, f"{name}_bias") if module.has_bias else (name,)
+    weight, *biases = (getattr(module, name) if stacks is None else stacks[name] for name in names)
+    bias = biases[0] if biases else None
     if factors is None:
         return ExpertWeights(weight, module.is_transposed, bias)
     return ExpertWeights(weight, module.is_transposed, bias, factors.down_ERK, factors.up_ENR.contiguous(), factors.scale)
@@ -118,13 +124,27 @@ def _weights(module: Any, name: str, factors: Factors | None) -> ExpertWeights:
 
 def _forward(
     gate_of: GateOf, uncalled: Uncalled, module: Any, hidden_states: Tensor, *routed: Any,
-    factors: Mapping[str, Factors] | None = None, **named: Any,
+    factors: Mapping[str, Factors] | None = None, stacks: Mapping[str, Any] | None = None, **named: Any,
 ) -> Tensor | None:  # fmt: skip
     if _runs_otherwise(module, hidden_states) or uncalled.changed(module):
+        if stacks is not None:
+            with _own_forward(module):
+                computed: Tensor = as_class(module, stacks, (hidden_states, *routed), named)
+            return computed
         own: Tensor = type(module).forward(module, hidden_states, *routed, **named)
         return own if factors is None else None
     experts, shares = (*routed, *named.values())
-    return _compute(gate_of, module, hidden_states, experts, shares, factors)
+    return _compute(gate_of, module, hidden_states, experts, shares, factors, stacks)
+
+
+@contextmanager
+def _own_forward(module: Any) -> Iterator[None]:
+    """Within: the class's forward, which is looked up by name."""
+    ours = vars(module).pop("forward")
+    try:
+        yield
+    finally:
+        module.forward = ours
 
 
 def _runs_otherwise(module: Any, x: Tensor) -> bool:

@@ -15,6 +15,7 @@ from chronicals.patching.fused_weights import unfuse_weights
 from chronicals.patching.plan import PatchPlan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
 from chronicals.patching.tiled_mlps import forget_policies
+from chronicals.quantization import Experts4bit
 
 EXPERTS = "experts keep their own products"
 UNKNOWN_HALF = "of no known form: it runs as its class does"
@@ -64,7 +65,7 @@ def _patch(model: Any, seams: bool, whole_layers: bool = False, outputs_at_paddi
     if not isinstance(report, PatchReport):
         report = target._chronicals_report = PatchReport(type(target).__name__)
         for path, module in target.named_modules():
-            _replace(path, module, plan, report)
+            _replace(path, module.inner if isinstance(module, Experts4bit) else module, plan, report)
         if "model" in plan.reasons:
             report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
     if whole_layers and not report.whole_layers:
@@ -88,7 +89,8 @@ def unpatch_model(model: Any) -> None:
     forget_policies(target)
     loss.remove(target)
     attention.remove(target)
-    for module in target.modules():
+    packed = [module.inner for module in target.modules() if isinstance(module, Experts4bit)]
+    for module in (*target.modules(), *packed):
         if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
             del module.forward
     unfuse_weights(target)

@@ -2,6 +2,7 @@
 
 from chronicals.quantization.base import Base, Operand, Storage
 from chronicals.quantization.dense import Dense
+from chronicals.quantization.experts import Experts4bit
 from chronicals.quantization.fp8 import FP8
 from chronicals.quantization.gguf import GGUF, Blocks
 from chronicals.quantization.gguf_linear import LinearGGUF
@@ -18,6 +19,7 @@ __all__ = [
     "Base",
     "Blocks",
     "Dense",
+    "Experts4bit",
     "FP8InHost",
     "Linear4bit",
     "LinearGGUF",

@@ -88,9 +88,14 @@ class PackedBase(Storage):
         return self.buffer.forward(x, bias)
 
     def input_gradient(self, dy: Operand) -> Tensor:
+        self.filled()
+        return self.buffer.input_gradient(dy)
+
+    def filled(self) -> Tensor:
+        """W in the shared buffer, ``[N, K]``: until another weight is written there."""
         if not self._shared.holds(self):
             self._shared.fill(self)
-        return self.buffer.input_gradient(dy)
+        return self.buffer.matrix
 
     def weight_gradient(self, dy: Operand, x: Operand) -> Tensor | None:
         return None

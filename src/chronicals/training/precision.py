@@ -10,7 +10,7 @@ from torch import Tensor
 
 from chronicals.models.peft_kinds import stays_in_fp32
 from chronicals.optimizers import FusedAdamW
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import Experts4bit, PackedLinear
 
 START_SCALE = 2.0**16
 GROWTH_INTERVAL = 2000
@@ -36,7 +36,7 @@ class Precision:
         adapted, patterns = hasattr(model, "chronicals_lora"), kept_in_fp32(model, frozen)
         of_peft = stays_in_fp32(model)
         for module in model.modules():
-            if isinstance(module, PackedLinear):
+            if isinstance(module, (PackedLinear, Experts4bit)):
                 module.dtype = frozen
         for name, parameter in model.named_parameters():
             if not parameter.is_floating_point():
