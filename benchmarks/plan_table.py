@@ -34,7 +34,10 @@ WORKS = {
         "8B", {"use_lora": True, "lora_rank": 32, "batch_size": 1, "max_seq_length": 131072, "context_parallel": 8}, CARDS,
     ),
     "70B QLoRA, rank 32": ("70B", {"quantization": "nf4", "lora_rank": 32}, CARDS),
-    "70B full, states in bf16": ("70B", {"use_lora": False, "optimizer_state_dtype": "bf16"}, CARDS[:1]),
+    "8B full, states in bf16, weights divided": (
+        "8B", {"use_lora": False, "optimizer_state_dtype": "bf16", "sharding": "weights"}, CARDS,
+    ),
+    "70B full, states in bf16": ("70B", {"use_lora": False, "optimizer_state_dtype": "bf16"}, CARDS),
 }  # fmt: skip
 
 INTRODUCTION = """\
@@ -51,15 +54,17 @@ No card is needed, data are not read, and of the model its configuration alone. 
   again.
 - **What a card sends** in an optimizer step. The sums and updates of training run in one process that plays the first of many,
   on tensors without memory, and the bytes of every collective are added up. They are within 1 % of the formulas, which are
-  4 N (W - 1) / W for gradients and 2 N (W - 1) / W for bf16 weights, of N weights on W cards.
+  4 N (W - 1) / W for gradients and 2 N (W - 1) / W for bf16 weights, of N weights on W cards; divided weights are gathered
+  twice in each micro-batch.
 - **Time**: FLOPs over the rate that a card reaches (`--tflops`), and what is sent over the link (`--link` within a machine,
   `--network` between machines, GB/s a card). A sum within the backward pass is hidden beside it as far as that is long enough;
   what comes after it is not.
 
 `--json` gives all figures. The table is such plans, for cards of 80 GB, 8 a machine, 370 GB/s within and 46 between machines,
 600 TFLOP/s reached (about what an 8B reaches on one H200, [measured](measured.md)), 4 packs of 2048 tokens a micro-batch, and
-documents as long as packs. Nothing of it was measured on several cards. Weights are on every card, so a 70B in 16 bits does not
-fit; between machines one adapter a card is slow for full fine-tuning, and more micro-batches a step make up for it.
+documents as long as packs. Nothing of it was measured on several cards. Weights are on every card where they fit, as a run
+chooses; where they do not, or as said, they are divided among the cards of a machine or, if those are too few, all.
+Between machines one adapter a card is slow for full fine-tuning, and more micro-batches a step make up for it.
 
 This page is written by `python benchmarks/plan_table.py`.
 

@@ -5,6 +5,8 @@ import random
 import pytest
 import torch
 
+import tiny
+from chronicals import ChronicalsConfig
 from chronicals.config import ConfigurationError
 from chronicals.distributed.weight_shards import rows_of
 from chronicals.training.decisions import sharing_of
@@ -19,17 +21,23 @@ def test_rows_are_cut_as_torch_cuts_chunks():
 
 
 def asked(number):
-    from chronicals import ChronicalsConfig
-
-    return ChronicalsConfig(sharding="weights", **({} if number is None else {"sharding_ranks": number}))
+    return ChronicalsConfig(sharding="weights", sharding_ranks=number, batch_size=1, max_seq_length=64)
 
 
 def test_neighbours_that_share_a_copy(monkeypatch):
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert sharing_of(asked(None), 8) == 8 and sharing_of(asked(4), 8) == 4
+    model = tiny.llama()
+    assert sharing_of(asked(None), model, 8) == 8 and sharing_of(asked(4), model, 8) == 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert sharing_of(asked(None), 8) == 4 and sharing_of(asked(None), 4) == 4 and sharing_of(asked(None), 6) == 6
-    assert sharing_of(asked(8), 8) == 8
+    assert [sharing_of(asked(None), model, ranks) for ranks in (8, 4, 6)] == [4, 4, 6]
+    assert sharing_of(asked(8), model, 8) == 8
     for wrong in (1, 3):
         with pytest.raises(ConfigurationError, match=rf"sharding_ranks={wrong}: 8 processes cannot share"):
-            sharing_of(asked(wrong), 8)
+            sharing_of(asked(wrong), model, 8)
+
+
+def test_all_share_one_copy_where_that_of_a_machine_would_not_fit():
+    model = tiny.llama(num_hidden_layers=16, hidden_size=256, intermediate_size=1024)
+    held = sum(p.numel() for p in model.parameters())
+    assert sharing_of(asked(None), model, 64, total=12 * held, here=2) == 2
+    assert sharing_of(asked(None), model, 64, total=6 * held, here=2) == 64

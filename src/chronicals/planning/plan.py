@@ -21,7 +21,7 @@ from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
 from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, traffic
 from chronicals.quantization import PackedLinear
-from chronicals.training.decisions import choose_sharding, expected_memory
+from chronicals.training.decisions import choose_sharding, expected_memory, sharing_of
 from chronicals.training.weight_sharding import WEIGHTS
 
 BACKWARD = 2 / 3
@@ -128,10 +128,9 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
 def _with_sharding(config: ChronicalsConfig, model: Any, gpus: int, machines: Machines) -> ChronicalsConfig:
     """As the trainer chooses where nothing is asked: whether weights are divided, and among how many cards."""
     chosen = config.fitted(sharding=choose_sharding(config, model, gpus, machines.memory))
-    several = gpus > machines.cards and gpus % machines.cards == 0
-    if chosen.sharding != WEIGHTS or config.sharding_ranks is not None or not several:
+    if chosen.sharding != WEIGHTS or gpus == 1:
         return chosen
-    return chosen.fitted(sharding_ranks=machines.cards)
+    return chosen.fitted(sharding_ranks=sharing_of(chosen, model, gpus, machines.memory, machines.cards))
 
 
 def _recomputed(config: ChronicalsConfig, needed: Estimate) -> tuple[str, int]:

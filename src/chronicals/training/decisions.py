@@ -166,9 +166,10 @@ def expected_memory(
         in_fp8: as for ``estimate``.
         total: bytes of a card; by default those of the model's device.
     """
-    sharding, tokens = _sharding(config, model, ranks), config.batch_size * config.max_seq_length // context
+    sharding, tokens = _sharding(config, model, ranks, total), config.batch_size * config.max_seq_length // context
     if sharding.how == WEIGHTS:
-        return False, _with_weights_divided(config, model, tokens, whole, sharding.among, total)
+        held = _memory_of(model) if total is None else total
+        return False, _with_weights_divided(config, model, tokens, whole, sharding.among, held)
     sharded = sharding.runs
     states = _states_on_device(config, model)
     if sharded:  # beside the states of a share, the share itself and the sums of its gradients
@@ -188,7 +189,7 @@ def expected_memory(
 
 
 def _with_weights_divided(
-    config: ChronicalsConfig, model: Any, tokens: int, whole: bool, among: int, total: int | None
+    config: ChronicalsConfig, model: Any, tokens: int, whole: bool, among: int, total: int
 ) -> Estimate:  # fmt: skip
     """What each process holds where weights are divided among so many: shares, two layers that are gathered, and where layers
     are trained the gradients of one before and after they are summed, and all of the embedding and the head."""
@@ -209,7 +210,13 @@ def _with_weights_divided(
     else:
         held = [sum(frozen_bytes(module, product) for module in layer.modules()) for layer in layers]
         extra = 2 * max(held) - int(sum(held) * (1 - 1 / among))
-    return replace(found, fixed=found.fixed + extra, total=found.total if total is None else total)
+    return replace(found, fixed=found.fixed + extra, total=total)
+
+
+def _memory_of(model: Any) -> int:
+    """Bytes of the card that a model runs on, though its weights may be elsewhere as yet; 0 without one."""
+    device = input_device(model)
+    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
 
 
 def frozen_bytes(module: Any, product: int) -> int:
@@ -225,14 +232,15 @@ def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int
     """``sharding`` as asked; where nothing is asked, the weights are divided if they do not fit a card of so many bytes whole.
 
     Args:
-        model: as it was loaded, without adapters that the run attaches.
+        model: as it was loaded; adapters that the run attaches may be there or not.
     """
     if ranks == 1 or "sharding" in config.explicit or not total or not decoder_layers(model):
         return config.sharding
     kept = [(p, p.requires_grad) for p in model.parameters()]
+    frozen = config.use_lora and not hasattr(model, "chronicals_lora")
     try:
         for p, trained in kept:
-            p.requires_grad_(trained and not config.use_lora)
+            p.requires_grad_(trained and not frozen)
         _, needed = expected_memory(config, model, ranks, config.context_parallel, True, None, total)
     finally:
         for p, trained in kept:
@@ -452,13 +460,13 @@ def _8bit_optimizer(config: ChronicalsConfig, model: Any) -> Decision:
     return Decision(field, True, f"as asked, the moments of {share:.1%} of the trained weights; {others}")
 
 
-def _sharding(config: ChronicalsConfig, model: Any, ranks: int) -> Decision:
+def _sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None) -> Decision:
     if ranks == 1:
         return Decision("sharding", False, "one process")
     if config.sharding == "none":
         return Decision("sharding", False, "as asked, every process has all optimizer states", matters=True)
     if config.sharding == WEIGHTS:
-        among = sharing_of(config, ranks)
+        among = sharing_of(config, model, ranks, total)
         check_divisible(model, config, among)
         copies = f", {ranks // among} copies" if among < ranks else ""
         what = "weights, gradients' sums and optimizer states" if trains_layers(model) else "frozen weights"
@@ -466,12 +474,21 @@ def _sharding(config: ChronicalsConfig, model: Any, ranks: int) -> Decision:
     return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
 
 
-def sharing_of(config: ChronicalsConfig, ranks: int) -> int:
-    """How many neighbours share one copy of the weights."""
+def sharing_of(config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None, here: int | None = None) -> int:
+    """How many neighbours share one copy of the weights: as asked, or those of a machine where that fits their cards, else all.
+
+    Args:
+        total: bytes of a card; by default those of the model's device.
+        here: processes of a machine; by default as torchrun says.
+    """
     asked = config.sharding_ranks
     if asked is None:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-        return here if 1 < here < ranks and ranks % here == 0 else ranks
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if here is None else here
+        if not 1 < here < ranks or ranks % here:
+            return ranks
+        tokens = config.batch_size * config.max_seq_length // config.context_parallel
+        fits = _with_weights_divided(config, model, tokens, True, here, _memory_of(model) if total is None else total).fits
+        return here if fits else ranks
     if asked < 2 or ranks % asked:
         raise ConfigurationError(
             f"sharding_ranks={asked}: {ranks} processes cannot share weights {asked} by {asked}; take a divisor of {ranks} "

@@ -36,25 +36,32 @@ def load_to_train(
     """
     kind, place = OBJECTIVES[config.objective], saved.place
     plain = not saved.adapted and gguf_of(place) is None and kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
-    if ranks.count > 1 and plain and not is_packed(saved.config(trust_remote_code)):
-        chosen = _chosen(place, config, ranks, trust_remote_code)
-        if chosen == WEIGHTS and watcher(config) is None:
-            return _divided(place, config, ranks, trust_remote_code), config.fitted(sharding=chosen)
+    if ranks.count > 1 and plain and watcher(config) is None and not is_packed(saved.config(trust_remote_code)):
+        config = _with_sharding(place, config, ranks, trust_remote_code)
+        if config.sharding == WEIGHTS:
+            return _divided(place, config, ranks, trust_remote_code), config
     given = DTYPES[config.mixed_precision], trust_remote_code, config.quantization, watcher(config)
     return kind.load(saved, *given), config
 
 
-def _chosen(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool) -> str:
-    if "sharding" in config.explicit or ranks.device.type != "cuda":
-        return config.sharding
+def _with_sharding(
+    place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool
+) -> ChronicalsConfig:  # fmt: skip
+    """With what memory asks for of the fields that are not set, decided by the shapes of the model."""
+    if "sharding" in config.explicit and config.sharding != WEIGHTS:
+        return config
     model = load_without_weights(place, trust_remote_code)
     if config.quantization == "nf4":
         quantise_layers(model)
-    total = torch.cuda.get_device_properties(ranks.device).total_memory
+    on_card = ranks.device.type == "cuda"
+    total = torch.cuda.get_device_properties(ranks.device).total_memory if on_card else 0
     chosen = choose_sharding(config, model, ranks.count, total)
-    if chosen == WEIGHTS and ranks.writer:
+    if chosen != WEIGHTS:
+        return config
+    if ranks.writer and "sharding" not in config.explicit:
         logger.info("sharding: weights, for they do not fit a card of %.0f GiB whole beside the rest", total / 2**30)
-    return chosen
+    model.requires_grad_(not config.use_lora)
+    return config.fitted(sharding=WEIGHTS, sharding_ranks=sharing_of(config, model, ranks.count, total))
 
 
 def _divided(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool) -> Any:
@@ -62,7 +69,7 @@ def _divided(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_rem
     dtype = DTYPES[config.mixed_precision]
     if not config.use_lora:
         return load_for_rows(place, dtype, trust_remote_code)
-    sharing, device, kept = sharing_of(config, ranks.count), ranks.device, PRODUCTS[config.mixed_precision]
+    sharing, device, kept = config.sharding_ranks or ranks.count, ranks.device, PRODUCTS[config.mixed_precision]
     take = RowsRead.reading(ranks, sharing, device, kept, config.quantization == "nf4")
     model = load_replacing(place, dtype, take, trust_remote_code)
     model.requires_grad_(False)
