@@ -3,10 +3,12 @@
 import logging
 
 import pytest
+import torch
 
 import families
 import runs
 import tiny
+from chronicals.models import quantise_experts
 from chronicals.patching import experts, patch_parts
 from chronicals.training import session
 
@@ -49,3 +51,19 @@ def test_experts_that_stay_in_16_bit_are_named(caplog):
     assert not caplog.text
     session._name_experts(families.mixture("qwen3_moe"))
     assert "these experts stay in 16 bit: Qwen3MoeExperts" in caplog.text
+
+
+def test_adapters_beside_experts_in_4_bits(tmp_path, monkeypatch):
+    """They learn, the codes stay, and what is saved is the adapter alone."""
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16}
+    model = families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512, **sizes)
+    quantise_experts(model)
+    codes = {name: p.clone() for name, p in model.named_parameters() if p.dtype == torch.uint8}
+    patch_parts(model, whole_layers=True)
+    fields = {"use_lora": True, "lora_rank": 4, "lora_target_modules": "q_proj,o_proj", "mixed_precision": "bf16"}
+    runs.train(tmp_path, model=model, trackers=[], save_steps=None, learning_rate=1e-2, **fields)
+    losses = [loss for _, loss, _ in runs.trajectory(tmp_path)]
+    assert losses[-1] < losses[0]
+    there = dict(model.named_parameters())
+    assert len(codes) == 4 and all(torch.equal(there[name].cpu(), value) for name, value in codes.items())
+    assert all(".lora_" in name for name in runs.weights(tmp_path))

@@ -151,9 +151,9 @@ def dispatch_to_experts(experts_Tk: Tensor, experts: int) -> Dispatch:
     rows = LOW if experts_Tk.numel() < FEW * experts else TALL
     experts_S = experts_Tk.reshape(-1).contiguous()
     on_card = HAS_TRITON and runs_triton(experts_S.new_empty(0, dtype=torch.float32))
-    if on_card and len(experts_S):
-        return Dispatch(*_dispatch(experts_S, experts, rows), each, rows)
-    return Dispatch(*dispatch_reference(experts_S, experts, rows), each, rows)
+    made = _dispatch if on_card and len(experts_S) else dispatch_reference
+    order, places, bounds, tiles = made(experts_S, experts, rows)
+    return Dispatch(order, places, bounds, tiles, each, rows)
 
 
 def dispatch_reference(experts_S: Tensor, experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
