@@ -40,7 +40,6 @@ BLOCK = 256
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float32, "fp32": torch.float32}
 """What trained weights are gathered in, by ``mixed_precision``; autocast makes fp16 of them."""
 
-
 PRODUCTS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 """The dtype of products and activations, and of frozen weights, by ``mixed_precision``."""
 
