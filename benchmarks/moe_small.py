@@ -1,8 +1,10 @@
 """What the benchmarks of mixtures of experts share: small mixtures, real text, and how a result is written."""
 
+import functools
 import json
 import platform
 import statistics
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -18,8 +20,11 @@ from chronicals.data.tokenizer_training import train_tokenizer
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
 VOCABULARY, K = 1024, 2
+CACHE = Path(tempfile.gettempdir()) / "chronicals-moe-small"
+"""Where runs share what was tokenised."""
 
 
+@functools.cache
 def rows() -> tuple[list[dict], list[dict]]:
     """Chat rows from the documentation of Python's standard library: to train on, and every tenth held out."""
     found = questions_and_answers()
@@ -63,7 +68,7 @@ def configuration(folder: Path, **changes: Any) -> ChronicalsConfig:
     usual = {
         "learning_rate": 3e-3, "batch_size": 8, "gradient_accumulation_steps": 1, "max_seq_length": 256, "warmup_steps": 10,
         "mixed_precision": "fp32", "report_samples": 0, "trackers": [], "save_steps": None, "keep": "last",
-        "output_dir": folder / "run", "cache_dir": folder / "tokens",
+        "output_dir": folder / "run", "cache_dir": CACHE,
     }  # fmt: skip
     return ChronicalsConfig(**{**usual, **changes})
 

@@ -16,6 +16,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.moe.anchor import FILE
 from chronicals.objectives import build_objective
 from chronicals.training.callbacks import read_metrics
+from chronicals.verification import verify
 
 ROUTER = {"balance": 0.1, "z": 0.01, "temporal": 0.01, "locality": 0.01, "anchor": 0.5, "anchor_tokens": 64}
 HEADS = {"layer_ahead": 0.3, "token_ahead": 0.1}
@@ -132,6 +133,14 @@ def test_an_anchor_that_is_not_there_is_made_anew_and_said(teacher, tmp_path, ca
     (tmp_path / "run" / FILE).write_bytes(b"damaged")
     with pytest.raises(ConfigurationError, match=r"router\.anchor=0\.5: .*cannot be read"):
         runs.train(tmp_path, rows, mixture("qwen3_moe"), resume=True, **{**fields, "max_steps": 6})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verify_leaves_them_out_and_says_so(family, tmp_path):
+    config = runs.config(tmp_path, router={"balance": 0.1})
+    found = verify(mixture(family), tiny.tokenizer(), config, tiny.chat_rows())
+    assert found.passed, found.failures
+    assert any("'balance': 0.1" in note and "in no arm" in note for note in found.notes)
 
 
 REFUSED = [

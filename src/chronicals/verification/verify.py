@@ -42,6 +42,7 @@ from chronicals.patching import layers_in_fp8
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
+from chronicals.training.routers import prepare_routers
 from chronicals.training.step import counts_of
 from chronicals.training.stored_predictions import with_predictions
 from chronicals.training.stored_reference import StoredReference
@@ -155,6 +156,7 @@ def verify(
     quantise_as_asked(model, config)
     torch.manual_seed(config.seed)
     objective.prepare(model, tokenizer, config)
+    prepare_routers(model, None, config.use_lora)  # their losses are in no arm
     config, notes = _exactly(model, config)
     embedding_rows = embedding_table(model).shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
