@@ -11,6 +11,9 @@ random, drawn on the device, the same in every way. First some steps are compare
 there are cards, on the documents that these take side by side, so losses and gradient norms must agree. Then steps are timed,
 each card with one micro-batch, on the device's clock. A way that fails or takes too long has its reason in the table.
 
+Rows with one long document have the ways ``context`` and ``context-keys``: all cards share it (``context_parallel``), by heads
+that are exchanged or by keys that are gathered, and one card takes the same document. Such steps take long: give --seconds 300.
+
 Results are added to ``benchmarks/results/several-cards-CARD.json``, with the time of every step.
 """
 
@@ -59,6 +62,9 @@ TINY = {
     "vocab_size": 512, "max_position_embeddings": 512,
 }  # fmt: skip
 
+SHARED = ("context", "context-keys")
+"""Ways in which all cards share each document."""
+
 COMPARED, WARM_UP = 2, 3
 """Steps that are compared, and steps before those that are timed: a micro-batch is captured when it is met again."""
 
@@ -69,9 +75,10 @@ class Row:
     config_class, sizes: of the model.
     fields: of the configuration.
     ways: that are run.
-    packs: of 2,048 tokens, of a micro-batch.
+    packs, width: documents of a micro-batch, and their tokens.
     base: ``dense``, ``nf4`` (quantised), or ``codes`` (NF4 that is drawn).
     saves: times what a checkpoint holds up in place of steps.
+    steps: that are timed at most, after one more; for rows whose steps take long.
     """
 
     config_class: str
@@ -79,8 +86,19 @@ class Row:
     fields: dict[str, Any]
     ways: tuple[str, ...] = ("1x", "optimizer", "weights")
     packs: int = 4
+    width: int = 2048
     base: str = "dense"
     saves: bool = False
+    steps: int | None = None
+
+    @property
+    def shares(self) -> bool:
+        """Whether cards share documents."""
+        return any(way in SHARED for way in self.ways)
+
+    def sizes_of_batch(self, tiny: bool) -> tuple[int, int]:
+        """Documents of a micro-batch, and their tokens."""
+        return (min(self.packs, 2), 64) if tiny else (self.packs, self.width)
 
 
 ROWS = {
@@ -93,6 +111,11 @@ ROWS = {
     "8b-full": Row("LlamaConfig", EIGHT, FULL, ("weights", "fsdp2-liger", "fsdp2-liger-compile", "fsdp2-recompute")),
     "70b-qlora": Row("LlamaConfig", SEVENTY, LORA, packs=1, base="codes"),
     "save": Row("LlamaConfig", {**EIGHT, "num_hidden_layers": 8}, FULL, ("optimizer", "weights"), saves=True),
+    "8b-qlora-64k": Row(
+        "LlamaConfig", {**EIGHT, "max_position_embeddings": 65536},
+        {**LORA, "memory": ["recompute_layers"], "use_cuda_graphs": False}, ("1x", *SHARED), packs=1, width=65536, base="nf4",
+        steps=3,
+    ),
 }
 """By name; of 70B the share of a card's own time is that of the way ``1x`` with the same micro-batch."""
 
@@ -240,10 +263,30 @@ def step_of(number: int, first: int, count: int, together: int, packs: int, widt
     return Step(batches, counts, None, None)
 
 
-def config_of(row: Row, way: str, accumulation: int, packs: int, width: int, tiny: bool, folder: Path) -> Any:
+def dealt(step: Any, ranks: Any) -> Any:
+    """What this rank has of a step, of which every document is split where cards share them."""
+    import dataclasses
+
+    import numpy as np
+
+    from chronicals.data.dealing import part_of
+    from chronicals.data.parts import SPLIT
+
+    if ranks.context is None:
+        return step
+    batches = [part_of(batch, np.full(len(batch.cu_seqlens) - 1, SPLIT), ranks.context) for batch in step.batches]
+    on_card = ranks.device.type == "cuda"
+    return dataclasses.replace(step, batches=[batch.pin_memory() for batch in batches] if on_card else batches)
+
+
+def config_of(
+    row: Row, way: str, accumulation: int, packs: int, width: int, tiny: bool, folder: Path, cards: int
+) -> Any:  # fmt: skip
     from chronicals import ChronicalsConfig
 
     fields = {**row.fields, **({"optimizer_state_dtype": "fp32"} if tiny and "use_lora" not in row.fields else {})}
+    if way in SHARED:
+        fields |= {"context_parallel": cards, "context_exchange": "keys" if way == "context-keys" else "heads"}
     return ChronicalsConfig(
         **fields, batch_size=packs, max_seq_length=width, gradient_accumulation_steps=accumulation, max_steps=100,
         mixed_precision="bf16", sharding="weights" if way == "weights" else "optimizer", objective="pretraining",
@@ -258,23 +301,26 @@ def measure(plan: Plan) -> dict[str, Any]:
 
     from chronicals.distributed import Mesh
     from chronicals.objectives import build_objective
+    from chronicals.training.context import sharing_packs
     from chronicals.training.session import prepared
 
     row, ranks = ROWS[plan.row], Mesh.current()
     device = ranks.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    packs, width = (2, 64) if plan.tiny else (row.packs, 2048)
+    packs, width = row.sizes_of_batch(plan.tiny)
     vocabulary = sizes_of(row, plan.tiny)["vocab_size"]
     alone = ranks.count == 1
     began = time.perf_counter()
     model = build(row, plan.tiny, device, ranks, plan.way)
     built = time.perf_counter() - began
     losses, norms, times = [], [], []
-    turns = [("compared", plan.cards), ("timed", 1)] if alone and plan.way == "1x" else [("both", 1)]
+    turns = [("compared", plan.cards), ("timed", 1)] if alone and plan.way == "1x" and not row.shares else [("both", 1)]
+    together = 1 if row.shares else plan.cards
     found: dict[str, Any] = {"seconds_to_build": built}
     for turn, accumulation in turns:
-        config = config_of(row, plan.way, accumulation, packs, width, plan.tiny, plan.folder)
+        config = config_of(row, plan.way, accumulation, packs, width, plan.tiny, plan.folder, plan.cards)
+        ranks = sharing_packs(ranks, config, model)
         with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
             session.model.train()
             found["decisions"] = {name: str(decision) for name, decision in session.decisions.items() if decision.runs}
@@ -282,8 +328,8 @@ def measure(plan: Plan) -> dict[str, Any]:
                 torch.cuda.reset_peak_memory_stats()
             if turn != "timed":
                 for number in range(COMPARED):
-                    step = step_of(number, 0 if alone else ranks.rank, accumulation, plan.cards, packs, width, vocabulary)
-                    scalars = session.train_once(step)
+                    step = step_of(number, 0 if alone else ranks.data_rank, accumulation, together, packs, width, vocabulary)
+                    scalars = session.train_once(dealt(step, ranks))
                     losses.append(float(scalars["loss"]))
                     norms.append(float(scalars["grad_norm"]))
             if turn != "compared":
@@ -295,7 +341,7 @@ def measure(plan: Plan) -> dict[str, Any]:
         gc.collect()  # states of the optimizer, before the next one makes its own
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    tokens = packs * width * ranks.count
+    tokens = packs * width * ranks.data_count
     return {
         **found, "losses": losses, "grad_norms": norms, "seconds": times, "tokens_a_step": tokens,
         "tokens_per_second": tokens / statistics.median(times), "processes": ranks.count,
@@ -316,18 +362,20 @@ def timed(session: Any, plan: Plan, ranks: Any, packs: int, width: int, vocabula
         event.record()
         return event
 
+    row = ROWS[plan.row]
+    warm_up, count = (WARM_UP, plan.steps) if row.steps is None else (1, min(row.steps, plan.steps))
     steps = [
-        step_of(COMPARED + number, ranks.rank, 1, ranks.count, packs, width, vocabulary)
-        for number in range(WARM_UP + plan.steps)
+        dealt(step_of(COMPARED + number, ranks.data_rank, 1, ranks.data_count, packs, width, vocabulary), ranks)
+        for number in range(warm_up + count)
     ]
     marks = []
     for step in steps:
         session.train_once(step)
         marks.append(mark())
     if not on_card:
-        return [after - before for before, after in zip(marks[WARM_UP - 1 :], marks[WARM_UP:])]
+        return [after - before for before, after in zip(marks[warm_up - 1 :], marks[warm_up:])]
     torch.cuda.synchronize()
-    return [before.elapsed_time(after) / 1000 for before, after in zip(marks[WARM_UP - 1 :], marks[WARM_UP:])]
+    return [before.elapsed_time(after) / 1000 for before, after in zip(marks[warm_up - 1 :], marks[warm_up:])]
 
 
 def measure_saves(plan: Plan) -> dict[str, Any]:
@@ -338,7 +386,7 @@ def measure_saves(plan: Plan) -> dict[str, Any]:
     from chronicals.training import Callback
 
     row, ranks = ROWS[plan.row], Mesh.current()
-    packs, width = (2, 64) if plan.tiny else (row.packs, 2048)
+    packs, width = row.sizes_of_batch(plan.tiny)
     every, steps = (4, 12) if plan.tiny else (40, 120)
     ends: list[float] = []
 
@@ -347,7 +395,7 @@ def measure_saves(plan: Plan) -> dict[str, Any]:
             ends.append(time.perf_counter())
 
     rows = [{"text": "a text of no meaning " * (width // 21)} for _ in range(packs * steps * ranks.count)]
-    config = config_of(row, plan.way, 1, packs, width, plan.tiny, plan.folder)
+    config = config_of(row, plan.way, 1, packs, width, plan.tiny, plan.folder, plan.cards)
     config = config.replace(max_steps=steps, save_steps=every, save_total_limit=1, trackers=[])
     model = build(row, plan.tiny, ranks.device, ranks, plan.way)
     ChronicalsTrainer(model, byte_tokenizer(), config, callbacks=[Times()]).train(rows)
@@ -373,7 +421,7 @@ def measure_peer(plan: Plan) -> dict[str, Any]:
     row, ranks = ROWS[plan.row], Mesh.current()
     if ranks.device.type == "cuda":
         torch.cuda.set_device(ranks.device)
-    packs, width = (2, 64) if plan.tiny else (row.packs, 2048)
+    packs, width = row.sizes_of_batch(plan.tiny)
     model = build(row, plan.tiny, ranks.device, ranks, plan.way)
     count = COMPARED + WARM_UP + plan.steps
     batches = [
@@ -472,11 +520,11 @@ def shown(name: str, ways: dict[str, Any], cards: int) -> list[str]:
     alone = ways.get("1x", {})
     for way, found in ways.items():
         if "failed" in found:
-            lines.append(f"{name:18s} {way:10s} failed: {found['failed'].strip().splitlines()[-1][:140]}")
+            lines.append(f"{name:18s} {way:12s} failed: {found['failed'].strip().splitlines()[-1][:140]}")
         elif "stalls" in found:
             stalls = ", ".join(f"{stall:.2f}" for stall in found["stalls"])
             lines.append(
-                f"{name:18s} {way:10s} step {found['seconds_a_step']:.3f} s, stalls {stalls} s, checkpoint "
+                f"{name:18s} {way:12s} step {found['seconds_a_step']:.3f} s, stalls {stalls} s, checkpoint "
                 f"{found['checkpoint_gb']:.1f} GB, steps beside it {max(found['steps_slower']):+.1%}"
             )
         else:
@@ -485,14 +533,14 @@ def shown(name: str, ways: dict[str, Any], cards: int) -> list[str]:
                 share = f"{found['tokens_per_second'] / (cards * alone['tokens_per_second']):.3f}"
             peak = max(found["peaks_gib"])
             losses = " ".join(f"{loss:.4f}/{norm:.4f}" for loss, norm in zip(found["losses"], found["grad_norms"]))
-            lines.append(f"{name:18s} {way:10s} {found['tokens_per_second']:12,.0f} {share:>7s} {peak:9.1f}   {losses}")
+            lines.append(f"{name:18s} {way:12s} {found['tokens_per_second']:12,.0f} {share:>7s} {peak:9.1f}   {losses}")
     return lines
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="all", help=f"with commas: {', '.join(ROWS)}")
-    parser.add_argument("--ways", help="with commas, of 1x, optimizer, weights; by default all that a row has")
+    parser.add_argument("--ways", help="with commas, of 1x, optimizer, weights, context, context-keys; by default all")
     parser.add_argument("--cards", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="that are timed")
     parser.add_argument("--seconds", type=float, default=150, help="that a way may take in all")
@@ -525,7 +573,7 @@ def main() -> None:
                 print(f"{name} {way}: {found['seconds_in_all']:.0f} s", file=sys.stderr, flush=True)
     finally:
         share = f"of {args.cards}x"
-        print(f"{'row':18s} {'way':10s} {'tokens/s':>12s} {share:>7s} {'peak GiB':>9s}   loss/norm of the first steps")
+        print(f"{'row':18s} {'way':12s} {'tokens/s':>12s} {share:>7s} {'peak GiB':>9s}   loss/norm of the first steps")
         for name in names:
             print("\n".join(shown(name, result["rows"].get(name, {}), args.cards)))
         print(f"written to {output}")

@@ -37,16 +37,66 @@ class SharedKeys:
 
 @dataclass(frozen=True)
 class Context:
-    """Ranks that share each Batch: every one has a part of its tokens, and attends with a part of the heads.
+    """Ranks that share each micro-batch: every one has some of its documents, and a part of those that are too long for one.
 
     Attributes:
         rank, count: the place of this rank among them.
         group: of ``torch.distributed``.
+        way: how they attend to what is split: ``heads`` (all tokens of some heads), or ``keys`` (own tokens to gathered keys).
     """
 
     rank: int
     count: int
     group: Any
+    way: str = "heads"
+
+    def chunks(self, rank: int) -> tuple[int, int]:
+        """Which two of the ``2 * count`` chunks of a split document that rank has: neighbours where heads are exchanged; where
+        keys are gathered one from the front and one from the back, so that all see as many keys."""
+        if self.way == "heads":
+            return 2 * rank, 2 * rank + 1
+        return rank, 2 * self.count - 1 - rank
+
+
+@dataclass(frozen=True)
+class SplitDocuments:
+    """Documents that several ranks have parts of, at the beginning of each one's Batch.
+
+    Each is filled up to a multiple of 2 c tokens, of c ranks, and cut into 2 c chunks, of which a rank has two.
+
+    Attributes:
+        context: the ranks.
+        tokens: of them on each rank, n; on the host.
+        cu_seqlens: int32, bounds of what attends at once: by ``heads`` of the documents, among all c n tokens in their order;
+            by ``keys`` of this rank's chunks, among its n.
+        max_seqlen: bound on their lengths; on the host.
+        whole: int32, bounds of the rank's other documents, counted from its token n on.
+        max_whole: bound on their lengths; on the host.
+        order: int64 ``[c n]``, where the tokens of the documents, in their order, lie among those that the ranks send, rank
+            after rank; None where that is the same. Of ``heads`` alone.
+        back: int64 ``[c n]``, the inverse of ``order``.
+        keys: what this rank's chunks attend to, among the tokens that the ranks send. Of ``keys`` alone.
+    """
+
+    context: Context
+    tokens: int
+    cu_seqlens: Tensor
+    max_seqlen: int
+    whole: Tensor
+    max_whole: int
+    order: Tensor | None = None
+    back: Tensor | None = None
+    keys: SharedKeys | None = None
+
+    def map(self, move: Callable[[Tensor], Tensor]) -> SplitDocuments:
+        return replace(
+            self,
+            cu_seqlens=move(self.cu_seqlens),
+            whole=move(self.whole),
+            order=None if self.order is None else move(self.order),
+            back=None if self.back is None else move(self.back),
+            keys=None if self.keys is None else self.keys.map(move),
+        )
 
 
 @dataclass(frozen=True)
@@ -69,8 +119,8 @@ class Batch:
         tokens: further columns of the tokens by name, ``[T, ...]`` each, zero where there is no target: what was stored of a
             teacher's predictions.
         keys: what documents attend to, where that is more than their own tokens. ``position_ids`` go on from the prompt's then.
-        context: the ranks that share it, where they do. The columns of tokens are this rank's part then, ``[T / count]``;
-            bounds and columns of documents are those of the whole Batch.
+        split: documents of which this rank has a part, where there are some. They come first, and in ``cu_seqlens`` such a part
+            is a document.
     """
 
     input_ids: Tensor
@@ -83,28 +133,10 @@ class Batch:
     segments: Mapping[str, Tensor] = field(default_factory=dict)
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     keys: SharedKeys | None = None
-    context: Context | None = None
+    split: SplitDocuments | None = None
 
     def __len__(self) -> int:
         return self.input_ids.numel()
-
-    def part(self, context: Context) -> Batch:
-        """This rank's part of a Batch that several ranks share; views of it. T is a multiple of their number."""
-        if len(self) % context.count or self.keys is not None:
-            kept = "prompts that answers share" if self.keys is not None else f"{len(self)} tokens"
-            raise ValueError(f"{kept} cannot be divided among {context.count} ranks")
-        size = len(self) // context.count
-        own = slice(context.rank * size, (context.rank + 1) * size)
-        return replace(
-            self,
-            input_ids=self.input_ids[own],
-            targets=self.targets[own],
-            position_ids=self.position_ids[own],
-            trained=None if self.trained is None else min(self.trained, size),
-            weights=None if self.weights is None else self.weights[own],
-            tokens={name: column[own] for name, column in self.tokens.items()},
-            context=context,
-        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -123,4 +155,5 @@ class Batch:
             segments={name: move(tensor) for name, tensor in self.segments.items()},
             tokens={name: move(tensor) for name, tensor in self.tokens.items()},
             keys=None if self.keys is None else self.keys.map(move),
+            split=None if self.split is None else self.split.map(move),
         )

@@ -29,6 +29,17 @@ def test_gathering_and_its_gradient_are_an_index(device):
     torch.testing.assert_close(torch.autograd.grad(gathered, x, dy)[0], expected)
 
 
+def test_gradients_are_added_up_in_fp32(device):
+    """A prompt's token as its own, and for two answers: in bf16 256 + 1 + 1 is 256 where each sum is rounded."""
+    bounds = np.array([0, 1, 2, 3], np.int32)
+    keys = shared_keys(np.array([1, 1, -1]), np.array([0, 1, 2]), bounds, 4).map(lambda x: x.to(device))
+    x = torch.zeros(3, 1, 8, dtype=torch.bfloat16, device=device, requires_grad=True)
+    gathered = gather_keys(x, keys)
+    dy = torch.ones_like(gathered)
+    dy[int(keys.places[0, 2])] = 256.0
+    assert (torch.autograd.grad(gathered, x, dy)[0][2] == 258.0).all()
+
+
 def test_keys_behind_the_last_bound_are_seen_by_nobody(device):
     """A card gathers as many keys as a graph has room for."""
     bounds, keys = made(device)

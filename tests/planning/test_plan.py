@@ -42,7 +42,7 @@ def test_bytes_are_those_of_the_formulas(ranks, tmp_path):
     count = trained(model)
     assert sent.reduce_scatter == pytest.approx(4 * count * share, rel=0.01)
     assert sent.all_gather == pytest.approx(2 * count * share, rel=0.01)
-    assert 0 < sent.all_reduce < 4096 and sent.all_to_all == 0
+    assert 0 < sent.all_reduce < 4096 and sent.attention == 0
     assert not dist.is_initialized()
 
 
@@ -112,7 +112,18 @@ def test_ranks_that_share_packs_exchange_heads(context, recomputed, tmp_path):
     config = runs.config(tmp_path, **ALL, batch_size=2, max_seq_length=1024, context_parallel=context)
     sent = traffic(large(), config, 8, False, recomputed)
     tokens, values = 2 * 1024 // context, (2 * 16 + 2 * 4) * 128
-    assert sent.all_to_all == 2 * tokens * values * (context - 1) / context * (2 * 4 + recomputed)
+    assert sent.attention == 2 * tokens * values * (context - 1) / context * (2 * 4 + recomputed)
+
+
+@pytest.mark.parametrize(("context", "recomputed"), [(2, 0), (3, 3)])
+def test_ranks_that_share_packs_gather_keys(context, recomputed, tmp_path):
+    """2 K · D values a token of the others, forward and forward again, and their gradients in fp32."""
+    config = runs.config(
+        tmp_path, **ALL, batch_size=1, max_seq_length=768, context_parallel=context, context_exchange="keys"
+    )  # fmt: skip
+    sent = traffic(large(), config, 6, False, recomputed)
+    others, values = 768 * (context - 1) / context, 2 * 4 * 128
+    assert sent.attention == others * values * (2 * (4 + recomputed) + 4 * 4)
 
 
 def test_a_process_that_trains_with_others_does_not_plan(tmp_path):

@@ -3,12 +3,15 @@
 ``python context_ranks.py FOLDER CASE …``: the first rank writes what each case returns to ``CASE.pt``.
 """
 
+import dataclasses
+import itertools
 import os
 import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -16,8 +19,10 @@ import families
 import preferences
 import runs
 import tiny
-from chronicals.attention import attend_in_context, document_attention
+from chronicals.attention import attend_split, document_attention
 from chronicals.config import ConfigurationError
+from chronicals.data.dealing import NOBODY, part_of, share_of
+from chronicals.data.parts import SPLIT
 from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel
 from chronicals.patching import patch_parts
@@ -25,9 +30,12 @@ from chronicals.training import ChronicalsTrainer
 
 FIELDS = {
     "batch_size": 1, "gradient_accumulation_steps": 2, "max_seq_length": 96, "max_steps": 3, "validation_split": 0.2,
-    "eval_steps": 3, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [],
+    "eval_steps": 3, "save_steps": None, "lr_scheduler": "constant", "warmup_steps": 0, "trackers": [], "pack_parts": 2,
 }  # fmt: skip
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0}
+PAIRS = {"max_seq_length": 256, "adam_epsilon": 1e-5}
+"""Of objectives over whole documents, whose gradients nearly cancel at many weights, which Adam would make large."""
+
 RUNS: dict[str, tuple[Any, dict]] = {
     "all weights": (tiny.llama, {}),
     "LoRA": (tiny.llama, LORA),
@@ -37,15 +45,26 @@ RUNS: dict[str, tuple[Any, dict]] = {
     "states on every rank": (tiny.llama, {"sharding": "none"}),
     "windows": (lambda: families.build("gemma2", vocab_size=300), {}),
     "distill": (tiny.llama, {"objective": "distill"}),
+    "in order": (tiny.llama, {"packing_strategy": "in-order"}),
+    "two packs": (tiny.llama, {"batch_size": 2, "gradient_accumulation_steps": 2, "max_documents": 6}),
+    "all documents whole": (tiny.llama, {"max_seq_length": 256}),
+    "keys": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {}),
+    "keys, as asked": (tiny.llama, {"context_exchange": "keys"}),
+    "keys, windows": (lambda: families.build("gemma2", vocab_size=300), {"context_exchange": "keys"}),
+    **{name: (tiny.llama, {"objective": name, **PAIRS}) for name in ("dpo", "kto", "reward")},
 }
 """What makes the model of a run, and its fields."""
 
+ROWS = {"dpo": preferences.rows, "reward": preferences.rows, "kto": preferences.judged_rows}
+"""By objective, where they are no chats."""
+
 REFUSED: dict[str, tuple[Any, dict]] = {
     "dpo": (tiny.llama, {"objective": "dpo"}),
-    "heads": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {}),
+    "heads": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {"context_exchange": "heads"}),
     "padded rows": (lambda: families.build("mamba", vocab_size=300), {}),
     "router loss": (lambda: families.mixture("mixtral", vocab_size=300, output_router_logits=True).train(), {}),
-    "odd tokens": (tiny.llama, {"max_seq_length": 97}),
+    "odd tokens": (tiny.llama, {"max_seq_length": 98}),
+    "parts": (tiny.llama, {"pack_parts": 3}),
     "layers skipped": (lambda: opt(), {}),
     "in the backward pass": (tiny.llama, {"memory": ["reduce_in_backward"]}),
     "tokens mixed": (lambda: mixing(), {}),
@@ -73,13 +92,16 @@ def train(made: Any, fields: dict, folder: Path, ranks: Mesh) -> dict[str, Any]:
     shares = dist.get_world_size() if ranks.count > 1 else 1
     data_ranks = max(shares // 2, 1)
     fields = {**FIELDS, "gradient_accumulation_steps": 4 // data_ranks, **fields, "context_parallel": min(shares, 2)}
+    if shares == 1:
+        fields.pop("context_exchange", None)
     if fields.get("objective") == "distill":
         fields["distill"] = {"teacher": str(folder / "teacher"), "teacher_precision": "fp32"}
     place = folder / f"rank{ranks.rank}-{'together' if ranks.count > 1 else 'alone'}"
     config = runs.config(place, **{**fields, "cache_dir": folder / "tokens"})
     with patch.object(Mesh, "current", return_value=ranks):
         trainer = ChronicalsTrainer(made(), tiny.tokenizer(), config)
-    result = trainer.train(preferences.rows(30) if fields.get("objective") == "dpo" else tiny.chat_rows(30))
+    rows = ROWS.get(fields.get("objective", "sft"), tiny.chat_rows)(30)
+    result = trainer.train(rows)
     if not ranks.writer:
         return {}
     steps = torch.tensor(runs.trajectory(place), dtype=torch.float64)
@@ -97,44 +119,63 @@ def refusal(made: Any, fields: dict, folder: Path, ranks: Mesh) -> str:
 OPTIONS: dict[str, tuple[tuple[int, int], dict]] = {
     "plain": ((4, 2), {}), "all heads": ((4, 4), {}), "one key head": ((4, 1), {}), "window": ((4, 2), {"window": 5}),
     "softcap": ((8, 4), {"softcap": 3.0}), "sinks": ((4, 2), {"sinks": True}), "narrow values": ((4, 4), {"narrow": 8}),
+    "keys": ((6, 3), {"way": "keys"}), "keys, window": ((4, 2), {"way": "keys", "window": 5}),
+    "keys, softcap": ((4, 4), {"way": "keys", "softcap": 3.0}), "keys, sinks": ((6, 2), {"way": "keys", "sinks": True}),
+    "keys, narrow values": ((3, 3), {"way": "keys", "narrow": 8}),
 }  # fmt: skip
 """Query and key heads, and what attention is asked for."""
 
 
+LENGTHS, RANKS = (1, 20, 3, 30, 5, 2, 19), (0, SPLIT, 1, SPLIT, 1, 0, SPLIT)
+"""Of documents, and which rank has each."""
+REST = 36
+"""Filler."""
+
+
 def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, list[torch.Tensor]]:
-    """This rank's part of outputs and gradients in fp64, and what they are of the whole; sinks' gradients are summed."""
+    """This rank's share of outputs and gradients in fp64, and what they are of the whole; sinks' gradients are summed."""
     torch.manual_seed(3)
-    options, tokens, width, context = dict(options), 48, 16, ranks.context
+    options, width, context = dict(options), 16, ranks.context
+    context = dataclasses.replace(context, way=options.pop("way", "heads"))
     sinks = [torch.randn(heads[0], dtype=torch.float64)] if options.pop("sinks", False) else []
     widths = width, width, options.pop("narrow", width)
+    tokens = sum(LENGTHS) + REST
     inputs = [torch.randn(tokens, n, w, dtype=torch.float64) for n, w in zip((heads[0], heads[1], heads[1]), widths)]
     dy = torch.randn(tokens, heads[0], widths[2], dtype=torch.float64)
-    bounds = torch.tensor([0, 7, 8, 40, 48], dtype=torch.int32)
+    bounds = torch.tensor([0, *itertools.accumulate((*LENGTHS, REST))], dtype=torch.int32)
+    share = share_of(bounds.numpy(), np.array([*RANKS, NOBODY]), context)
+    at, there = torch.as_tensor(share.rows).clamp(min=0), torch.as_tensor(share.rows >= 0)
 
-    def attend(q, k, v, *sinks):
-        return document_attention(q, k, v, bounds, 32, sinks=sinks[0] if sinks else None, backend="per-document", **options)
+    def attend(q, k, v, *given):
+        sinks = given[4] if len(given) > 4 else None
+        return document_attention(q, k, v, *given[:4], sinks=sinks, backend="per-document", **options)
 
     whole = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
-    expected = attend(*whole)
+    expected = attend(*whole[:3], bounds, 40, None, None, *whole[3:])
+    dy[sum(LENGTHS) :] = 0.0
     grads = torch.autograd.grad(expected, whole, dy)
-    parts = [x.chunk(context.count)[context.rank].clone().requires_grad_() for x in inputs]
+    parts = [x[at].clone().requires_grad_() for x in inputs]
     own_sinks = [x.clone().requires_grad_() for x in sinks]
-    out = attend_in_context(attend, *parts, context, *own_sinks)
-    found = [out, *torch.autograd.grad(out, [*parts, *own_sinks], dy.chunk(context.count)[context.rank])]
-    for gradient in found[1 + len(inputs) :]:
+    out = attend_split(attend, *parts, share.split, *own_sinks)
+    found = torch.autograd.grad(out, [*parts, *own_sinks], dy[at] * there[:, None, None])
+    for gradient in found[len(inputs) :]:
         dist.all_reduce(gradient, group=context.group)
-    same = [x.chunk(context.count)[context.rank] for x in (expected, *grads[: len(inputs)])] + list(grads[len(inputs) :])
+    same = [x[at][there] for x in (expected, *grads[: len(inputs)])] + list(grads[len(inputs) :])
+    found = [x[there] for x in (out, *found[: len(inputs)])] + list(found[len(inputs) :])
     return {"found": [x.detach() for x in found], "expected": [x.detach() for x in same]}
 
 
 def fused(ranks: Mesh) -> dict[str, list[torch.Tensor]]:
-    """Gradients of layers that run fused, summed over the parts, and those of the whole."""
+    """Gradients of layers that run fused, summed over the shares, and those of the whole."""
     torch.manual_seed(0)
-    model, batch, sums = families.build("llama"), families.documents_batch((7, 1, 12, 4)), []
+    lengths, shared, sums = (21, 3, 7, 9), np.array([SPLIT, 0, 1, NOBODY]), []
+    model, batch = families.build("llama"), families.documents_batch(lengths)
+    batch = dataclasses.replace(batch, cu_seqlens=batch.cu_seqlens[:-1])
+    share = share_of(batch.cu_seqlens.numpy(), shared, ranks.context)
     assert patch_parts(model, whole_layers=True).counts()
-    for given in (batch, batch.part(ranks.context)):
+    for given, counts in ((batch, np.arange(40) < 31), (part_of(batch, shared, ranks.context), share.rows >= 0)):
         with PresentedModel(model, packed=True, head_is_read=False).attending_documents() as presented:
-            presented.hidden_states(given).sin().sum().backward()
+            (presented.hidden_states(given).sin() * torch.as_tensor(counts)[:, None]).sum().backward()
         sums.append([p.grad.clone() for p in model.get_decoder().parameters()])
         model.zero_grad()
     for gradient in sums[1]:
@@ -156,7 +197,7 @@ def main(folder: Path, cases: list[str]) -> None:
         elif kind == "refused":
             found = refusal(*REFUSED[name], place, ranks)
         elif kind == "attention":
-            found = attention(*OPTIONS[name], shared)
+            found = attention(*OPTIONS[name], ranks.sharing_packs(ranks.count))
         else:
             found = fused(shared)
         if ranks.writer:

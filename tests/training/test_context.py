@@ -9,7 +9,6 @@ import torch
 import families
 import tiny
 import two_processes
-from chronicals.batch import Batch, Context
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
 
@@ -57,9 +56,13 @@ def test_two_that_share_packs_train_what_one_trains(name, two):
 
 
 def test_four_of_which_two_share_each_pack(tmp_path):
-    launched(tmp_path, 4, ["run: all weights"])
+    names = "all heads", "one key head", "sinks", "keys, window", "keys, narrow values"
+    launched(tmp_path, 4, ["run: all weights", *(f"attention: {name}" for name in names)])
     seen = torch.load(tmp_path / "run: all weights.pt")
     agree(seen["together"], seen["alone"])
+    for name in names:  # all four share the documents
+        seen = torch.load(tmp_path / f"attention: {name}.pt")
+        torch.testing.assert_close(seen["found"], seen["expected"])
 
 
 @pytest.mark.parametrize("name", context_ranks.OPTIONS)
@@ -76,14 +79,15 @@ def test_fused_layers_take_parts(two):
 
 
 WORDS = {
-    "dpo": "context_parallel=2: objective='dpo' compares whole documents",
-    "heads": "context_parallel=2: 3 query and 3 key heads cannot be divided among 2 ranks; leave it out",
+    "dpo": "context_parallel=2: objective='dpo' compares whole documents, which must lie on one process",
+    "heads": "context_parallel=2: 3 query and 3 key heads cannot be divided among 2 ranks; context_exchange='keys' ",
     "padded rows": "context_parallel=2: MambaForCausalLM takes documents as padded rows",
     "router loss": "context_parallel=2: the router loss of MixtralForCausalLM is one of whole packs",
     "layers skipped": "context_parallel=2: OPTForCausalLM skips layers at random",
     "in the backward pass": "memory=['reduce_in_backward']: sums wait for processes that wait for heads",
     "tokens mixed": "context_parallel=2: LlamaForCausalLM computes something else of a part of a document than of the whole",
-    "odd tokens": "context_parallel=2: batch_size * max_seq_length = 97 tokens cannot be divided by 2",
+    "odd tokens": "max_seq_length=98: packs in 2 parts (context_parallel, pack_parts) need a multiple of 4",
+    "parts": "pack_parts=3: so many parts cannot be divided among context_parallel=2 processes",
 }
 
 
@@ -95,16 +99,3 @@ def test_what_cannot_be_shared_is_refused(name, two):
 def test_processes_that_are_no_multiple():
     with pytest.raises(ConfigurationError, match=r"context_parallel=2: 1 processes cannot share packs 2 by 2; .*--nproc 2"):
         Mesh().sharing_packs(2)
-
-
-def test_parts_are_the_batch():
-    tokens, bounds = torch.arange(12), torch.tensor([0, 5, 12], dtype=torch.int32)
-    columns = {"top": torch.randn(12, 3)}
-    batch = Batch(tokens, tokens + 1, tokens % 5, bounds, 7, trained=9, weights=torch.rand(12), tokens=columns)
-    parts = [batch.part(Context(rank, 3, None)) for rank in range(3)]
-    for name in ("input_ids", "targets", "position_ids", "weights"):
-        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(batch, name))
-    assert torch.equal(torch.cat([part.tokens["top"] for part in parts]), columns["top"])
-    assert all(part.cu_seqlens is bounds and part.trained == 4 and len(part) == 4 for part in parts)
-    with pytest.raises(ValueError, match="12 tokens cannot be divided among 5 ranks"):
-        batch.part(Context(0, 5, None))

@@ -2,12 +2,12 @@
 
 from chronicals.attention.backends import BACKENDS
 from chronicals.attention.choice import FLASH, choose_backend
-from chronicals.attention.context import attend_in_context, why_not_divided
+from chronicals.attention.context import attend_split, why_not_divided
 from chronicals.attention.documents import document_attention
 from chronicals.attention.reference import attention_reference
 from chronicals.attention.shared_keys import gather_keys
 
 __all__ = [
-    "BACKENDS", "FLASH", "attend_in_context", "attention_reference", "choose_backend", "document_attention", "gather_keys",
+    "BACKENDS", "FLASH", "attend_split", "attention_reference", "choose_backend", "document_attention", "gather_keys",
     "why_not_divided",
 ]  # fmt: skip

@@ -1,12 +1,20 @@
-"""Attention over documents whose tokens several ranks share (DeepSpeed-Ulysses; Jacobs et al., 2023, section 3).
+"""Attention to documents that several ranks have parts of.
 
-Each of c ranks has T / c of the tokens, with all heads. An all-to-all gives every rank all T tokens of 1 / c of the heads,
-attention runs as it does on one rank, and another brings its outputs back to their tokens:
+Each of c ranks has two chunks of every such document, n tokens in all, with all heads, and its other documents whole, to which
+it attends alone. Of what is split there are two ways. ``heads`` (DeepSpeed-Ulysses; Jacobs et al., 2023, section 3): an
+all-to-all gives every rank all c n tokens of 1 / c of the heads, attention runs as it does on one rank, and another all-to-all
+brings its outputs back:
 
-    q, k, v  [T/c, H, D]  →  [T, H/c, D]  →  attention  →  [T, H/c, D]  →  [T/c, H, D]
+    q, k, v  [n, H, D]  →  [c n, H/c, D]  →  attention  →  [c n, H/c, D]  →  [n, H, D]
 
-A rank sends (2 H + 2 K) · D · T/c · (c − 1)/c values in a layer, of H query and K key heads, forward and as many backward.
-Documents, windows and softcaps are those of one rank, and the work is the same on all, whatever the documents' lengths.
+A rank sends (2 H + 2 K) · D · n · (c − 1) / c values in a layer, of H query and K key heads, forward and as many backward.
+
+``keys`` (as in Llama 3; Dubey et al., 2024, section 3.3.2): keys and values of all ranks are gathered, and each of the rank's
+chunks attends to its document up to the chunk's end, a causal mask aligned at the end. One chunk is from the front of a
+document and one from its back, so all ranks see as many keys. Gradients of keys and values are reduce-scattered in fp32. A rank
+receives 2 K · D · n · (c − 1) values forward and sends as many backward, whatever H is and whether c divides it.
+
+Windows, softcaps and sinks are those of one rank.
 """
 
 from __future__ import annotations
@@ -18,31 +26,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chronicals.batch import Context
+from chronicals.batch import Context, SplitDocuments
+
+Attend = Callable[..., Tensor]
+"""``(q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, *of_heads)`` to the output, as ``document_attention``."""
 
 
-def attend_in_context(
-    attend: Callable[..., Tensor], q_QHD: Tensor, k_TKD: Tensor, v_TKD: Tensor, context: Context, *of_heads: Tensor
+def attend_split(
+    attend: Attend, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, split: SplitDocuments, *of_heads: Tensor
 ) -> Tensor:  # fmt: skip
-    """Attention output of this rank's tokens, ``[T/c, H, D]``, or as wide as the values.
+    """Attention output of this rank's tokens, ``[T, H, D]``, or as wide as the values; all ranks that share call it alike.
 
     Args:
-        attend: ``(q, k, v, *of_heads)`` of all tokens and some heads to their output.
-        q_QHD, k_TKD, v_TKD: of this rank's tokens.
+        q_THD, k_TKD, v_TKD: of this rank's tokens, those of split documents first.
         of_heads: ``[H]`` each, as sinks.
 
     Raises:
         ValueError: the heads cannot be divided among the ranks.
     """
-    heads, groups, count = q_QHD.shape[1], k_TKD.shape[1], context.count
-    if reason := why_not_divided(heads, groups, count):
+    n, way = split.tokens, {"heads": _by_heads, "keys": _by_keys}[split.context.way]
+    if n == len(q_THD):
+        return way(attend, q_THD, k_TKD, v_TKD, split, *of_heads)
+    together = way(attend, q_THD[:n], k_TKD[:n], v_TKD[:n], split, *of_heads)
+    alone = attend(q_THD[n:], k_TKD[n:], v_TKD[n:], split.whole, split.max_whole, None, None, *of_heads)
+    return torch.cat((together, alone))
+
+
+def _by_heads(
+    attend: Attend, q_QHD: Tensor, k_QKD: Tensor, v_QKD: Tensor, split: SplitDocuments, *of_heads: Tensor
+) -> Tensor:  # fmt: skip
+    heads, groups, context = q_QHD.shape[1], k_QKD.shape[1], split.context
+    if reason := why_not_divided(heads, groups, context.count):
         raise ValueError(reason)
-    if groups % count:  # each rank's query heads belong to one key head, which others have as well
-        k_TKD, v_TKD = (x.repeat_interleave(count // groups, dim=1) for x in (k_TKD, v_TKD))
-    q, k, v = (_Exchange.apply(x, context, True) for x in (q_QHD, k_TKD, v_TKD))
-    own = (values.chunk(count)[context.rank] for values in of_heads)
-    out: Tensor = _Exchange.apply(attend(q, k, v, *own), context, False)
+    if groups % context.count:  # each rank's query heads belong to one key head, which others have as well
+        k_QKD, v_QKD = (x.repeat_interleave(context.count // groups, dim=1) for x in (k_QKD, v_QKD))
+    q, k, v = (_Exchange.apply(x, split, True) for x in (q_QHD, k_QKD, v_QKD))
+    own = (values.chunk(context.count)[context.rank] for values in of_heads)
+    out: Tensor = _Exchange.apply(attend(q, k, v, split.cu_seqlens, split.max_seqlen, None, None, *own), split, False)
     return out
+
+
+def _by_keys(
+    attend: Attend, q_QHD: Tensor, k_QKD: Tensor, v_QKD: Tensor, split: SplitDocuments, *of_heads: Tensor
+) -> Tensor:  # fmt: skip
+    assert split.keys is not None
+    k, v = (_Gather.apply(x, split) for x in (k_QKD, v_QKD))
+    bounds = split.cu_seqlens, split.max_seqlen, split.keys.cu_seqlens, split.keys.max_seqlen
+    return attend(q_QHD, k, v, *bounds, *of_heads)
 
 
 def why_not_divided(heads: int, groups: int, count: int) -> str | None:
@@ -53,26 +83,27 @@ def why_not_divided(heads: int, groups: int, count: int) -> str | None:
 
 
 class _Exchange(torch.autograd.Function):
-    """``[T/c, H, D]`` of all heads to ``[T, H/c, D]`` of all tokens, or back."""
+    """``[n, H, D]`` of all heads to ``[c n, H/c, D]`` of all tokens in the order of the documents, or back."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, context: Context, to_heads: bool) -> Tensor:
-        ctx.context, ctx.to_heads = context, to_heads
-        return _to_heads(x, context) if to_heads else _to_tokens(x, context)
+    def forward(ctx: Any, x: Tensor, split: SplitDocuments, to_heads: bool) -> Tensor:
+        ctx.split, ctx.to_heads = split, to_heads
+        return _to_heads(x, split) if to_heads else _to_tokens(x, split)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return (_to_tokens if ctx.to_heads else _to_heads)(dy, ctx.context), None, None
+        return (_to_tokens if ctx.to_heads else _to_heads)(dy, ctx.split), None, None
 
 
-def _to_heads(x_THD: Tensor, context: Context) -> Tensor:
-    parts = x_THD.unflatten(1, (context.count, -1)).transpose(0, 1).contiguous()  # [c, T/c, H/c, D], by the rank they go to
-    return _sent(parts, context).flatten(0, 1)
+def _to_heads(x_QHD: Tensor, split: SplitDocuments) -> Tensor:
+    parts = x_QHD.unflatten(1, (split.context.count, -1)).transpose(0, 1).contiguous()  # [c, n, H/c, D], by where they go
+    found = _sent(parts, split.context).flatten(0, 1)
+    return found if split.order is None else found.index_select(0, split.order)
 
 
-def _to_tokens(x_THD: Tensor, context: Context) -> Tensor:
-    parts = x_THD.contiguous().unflatten(0, (context.count, -1))
-    return _sent(parts, context).transpose(0, 1).flatten(1, 2)
+def _to_tokens(x_THD: Tensor, split: SplitDocuments) -> Tensor:
+    x_THD = x_THD.contiguous() if split.back is None else x_THD.index_select(0, split.back)
+    return _sent(x_THD.unflatten(0, (split.context.count, -1)), split.context).transpose(0, 1).flatten(1, 2)
 
 
 def _sent(parts: Tensor, context: Context) -> Tensor:
@@ -80,3 +111,31 @@ def _sent(parts: Tensor, context: Context) -> Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=context.group)
     return received
+
+
+class _Gather(torch.autograd.Function):
+    """Keys or values ``[n, K, D]`` of this rank to those that its chunks attend to, ``[keys, K, D]``.
+
+    Backward each gathered token's gradients are added up in fp32 in the order of the chunks, and then over the ranks.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_QKD: Tensor, split: SplitDocuments) -> Tensor:
+        assert split.keys is not None
+        ctx.split = split
+        gathered = x_QKD.new_empty(split.context.count * len(x_QKD), *x_QKD.shape[1:])
+        dist.all_gather_into_tensor(gathered, x_QKD.contiguous(), group=split.context.group)
+        return gathered.index_select(0, split.keys.index)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        split = ctx.split
+        wide = torch.promote_types(dy.dtype, torch.float32)
+        first, second = (
+            torch.where((place >= 0)[:, None, None], dy.index_select(0, place.clamp(min=0)), 0.0).to(wide)
+            for place in split.keys.places.unbind()
+        )
+        total = first.add_(second)
+        own = total.new_empty(split.tokens, *total.shape[1:])
+        dist.reduce_scatter_tensor(own, total, group=split.context.group)
+        return own.to(dy.dtype), None

@@ -27,7 +27,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_KHD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (places,) = ctx.saved_tensors
-        total = dy_KHD.new_zeros((), dtype=torch.promote_types(dy_KHD.dtype, torch.float32))
+        total = dy_KHD.new_zeros(1, dtype=torch.promote_types(dy_KHD.dtype, torch.float32))
         for place in places.unbind():
             of_place = dy_KHD.index_select(0, place.clamp(min=0))
             total = total + torch.where((place >= 0)[:, None, None], of_place, 0.0)

@@ -394,7 +394,18 @@ class ChronicalsConfig:
     )
     context_parallel: Positive = Field(
         default=1,
-        description="Of several processes: how many share each pack, a part of its tokens each; for what one card cannot hold",
+        description="Of several processes: how many share each pack; documents stay whole on one, those longer than its share "
+        "are split over all",
+    )
+    context_exchange: Literal["heads", "keys"] | None = Field(
+        default=None,
+        description="With context_parallel: how split documents are attended to: all tokens of some heads (all-to-all), or own "
+        "tokens to gathered keys (default: heads within a machine where their number divides those of keys)",
+    )
+    pack_parts: Positive | None = Field(
+        default=None,
+        description="Parts of a pack; a document that fits in one stays in one (default: context_parallel). Runs with the same "
+        "number take the same documents in each step, however many processes share packs",
     )
     rank_timeout: Annotated[float, Field(gt=0)] = Field(
         default=300.0, description="Of several processes: seconds a step may take before all end and say which one is behind"

@@ -35,8 +35,10 @@ from chronicals.data.assembly import (
 )
 from chronicals.data.balancing import balance
 from chronicals.data.building import open_store
+from chronicals.data.dealing import Dealing, Share
 from chronicals.data.gate import DataError
-from chronicals.data.packing import PackPlan, plan_packs
+from chronicals.data.packing import PackPlan
+from chronicals.data.parts import SPLIT, plan_parts
 from chronicals.data.prefetch import prefetch
 from chronicals.data.prompt_keys import shared_keys
 from chronicals.data.shared_prompts import SHARED
@@ -63,11 +65,11 @@ after ``sys.getswitchinterval()`` (5 ms) where others run Python: longer than a 
 
 
 def plan_of(store: TokenStore, config: ChronicalsConfig) -> PackPlan:
-    """The packs of one epoch."""
-    items = store.items
+    """The packs of one epoch, in as many parts as processes share them."""
+    items, parts = store.items, config.pack_parts or config.context_parallel
     widest = 1 if items is None else int(np.diff(items).max(initial=1))
-    limit = config.max_documents if config.use_sequence_packing else widest
-    return plan_packs(store.lengths, config.max_seq_length, limit, config.packing_strategy, items)
+    limit = config.max_documents if config.use_sequence_packing else widest * parts
+    return plan_parts(store.lengths, config.max_seq_length, limit, config.packing_strategy, items, parts)
 
 
 def filler_token(tokenizer: Any, embedding_rows: int) -> int:
@@ -96,7 +98,10 @@ class BatchStream:
         shuffle: False keeps the plan's order (evaluation).
         pin: build into pinned memory, for copies that do not wait.
         plan: ``plan_of(store, config)`` where it was made before.
-        context: the ranks that share each Batch; ``rank`` is then the same of all of them.
+        context: the ranks to which each micro-batch is dealt; ``rank`` is then the same of all of them.
+
+    Raises:
+        ValueError: the parts of the plan's packs cannot be divided among the ranks that share them.
     """
 
     def __init__(
@@ -112,11 +117,12 @@ class BatchStream:
         plan: PackPlan | None = None,
         context: Context | None = None,
     ):
-        self.store, self.epochs, self.shuffle, self.pin, self.context = store, epochs, shuffle, pin, context
+        self.store, self.epochs, self.shuffle, self.pin = store, epochs, shuffle, pin
         self.width, self.batch_size = config.max_seq_length, config.batch_size
         self.accumulation, self.rank, self.ranks = config.gradient_accumulation_steps, rank, ranks
         self.seed = config.seed
         self.plan = plan_of(store, config) if plan is None else plan
+        self._dealing = None if context is None else Dealing.of(self.plan, context)
         most_entries = self.batch_size * (self.plan.max_documents + BUCKETS)
         share = -(-most_entries // ENTRY_SHARES)
         self._sizes = StepSizes(self.accumulation, self.batch_size, self.width, share, padding_token_id)
@@ -128,8 +134,9 @@ class BatchStream:
         )  # fmt: skip
         first = np.ones(len(store), np.int64) if store.items is None else (store.columns[SIDE] == 0).astype(np.int64)
         lengths, attended = store.lengths, (store.lengths + store.before) ** 2 - store.before**2
-        summed = store.targets, lengths, np.ones(len(store), np.int64), first, first * store.targets, attended
-        self._sums = np.stack([self._sum_in_packs(values) for values in summed], axis=1)
+        summed = store.targets, lengths, np.ones(len(store), np.int64), first, first * store.targets
+        cost = self._sum_in_packs(attended) if context is None else self._slowest(attended, context.count)
+        self._sums = np.stack([*(self._sum_in_packs(values) for values in summed), cost], axis=1)
         self._judged = None
         if LABEL in store.columns:
             self._judged = self._sum_in_packs(first * (store.columns[LABEL] == 1))
@@ -217,20 +224,16 @@ class BatchStream:
         """What assembles the steps that begin at ``positions``; it returns them, and the document that it could not read, or
         -1."""
         packs = [self._packs_at(position) for position in positions]
-        memory = Memory(self._sizes, len(packs), self.pin, self._columns, self.store.of_targets)
+        memory = Memory(self._sizes, len(packs), self.pin, self._columns, self.store.of_targets, self._dealing)
         mine = np.stack([self._balanced(step)[:, self.rank].ravel() for step in packs])
         counts = [self._counts(step) for step in packs]
 
         def run() -> tuple[Iterator[Step], int]:
             built, unreadable = memory.assemble(mine, self._documents)
             ends = [self._consumed(position + self.packs_a_step) for position in positions]
-            return map(Step, map(self._shared, memory.batches(built)), counts, positions, ends), unreadable
+            return map(Step, memory.batches(built), counts, positions, ends), unreadable
 
         return run
-
-    def _shared(self, batches: list[Batch]) -> list[Batch]:
-        """What this rank has of them."""
-        return batches if self.context is None else [batch.part(self.context) for batch in batches]
 
     def _consumed(self, position: int) -> int:
         return position if self.epochs is None else min(position, len(self.plan) * self.epochs)
@@ -279,6 +282,14 @@ class BatchStream:
         running = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values[self._documents.packed])])
         return np.diff(running[self._documents.offsets])
 
+    def _slowest(self, values: np.ndarray, ranks: int) -> np.ndarray:
+        """``[packs + 1]``: as ``_sum_in_packs``, of the rank that has the most of each pack, as if all had so much."""
+        assert self._dealing is not None
+        rank_of = self._dealing.rank_of[:-1]
+        split = self._sum_in_packs(np.where(rank_of == SPLIT, values, 0))
+        whole = [self._sum_in_packs(np.where(rank_of == rank, values, 0)) for rank in range(ranks)]
+        return split + ranks * np.max(whole, axis=0)
+
 
 class Memory:
     """What several steps are assembled in; their Batches are views of it, so it lives until the last of them is dropped.
@@ -289,8 +300,9 @@ class Memory:
 
     def __init__(
         self, sizes: StepSizes, steps: int, pin: bool, columns: Mapping[str, np.ndarray] | None = None,
-        of_targets: Mapping[str, TargetColumn] | None = None,
+        of_targets: Mapping[str, TargetColumn] | None = None, dealing: Dealing | None = None,
     ):  # fmt: skip
+        self.dealing = dealing
         self.sizes, self.pin, self.of_documents, self.of_targets = sizes, pin, columns or {}, of_targets or {}
         of_columns, of_bounds = (steps, sizes.batches, 3, sizes.tokens), (steps, sizes.batches, sizes.bounds)
         self.columns: Any
@@ -312,23 +324,48 @@ class Memory:
         """The Batches of each of the first ``steps``, once they are assembled."""
         for columns, bounds, held, facts in zip(self.columns[:steps], self.bounds, self.held, self.facts.tolist()):
             yield [
-                Batch(
-                    torch.as_tensor(ids),
-                    torch.as_tensor(targets),
-                    torch.as_tensor(positions),
-                    torch.as_tensor(ends[: fact[ENTRIES] + 1]),
-                    max_seqlen=fact[LONGEST],
-                    trained=fact[TRAINED],
-                    tokens=self._of_tokens(numbers[: fact[ENTRIES]], np.asarray(targets)),
-                    **self._of_documents(numbers[: fact[ENTRIES]], np.asarray(ends[: fact[ENTRIES] + 1])),
-                )
-                for (ids, targets, positions), ends, numbers, fact in zip(columns, bounds, held, facts)
+                self._batch(*of_batch) if self.dealing is None else self._dealt(*of_batch)
+                for of_batch in zip(columns, bounds, held, facts)
             ]
 
-    def _of_tokens(self, numbers: np.ndarray, targets: np.ndarray) -> dict[str, Tensor]:
-        """Further columns of a Batch with these documents and targets."""
+    def _batch(self, columns: Any, bounds: Any, held: np.ndarray, fact: list[int]) -> Batch:
+        """All of a micro-batch."""
+        (ids, targets, positions), numbers, ends = columns, held[: fact[ENTRIES]], bounds[: fact[ENTRIES] + 1]
+        return Batch(
+            torch.as_tensor(ids),
+            torch.as_tensor(targets),
+            torch.as_tensor(positions),
+            torch.as_tensor(ends),
+            max_seqlen=fact[LONGEST],
+            trained=fact[TRAINED],
+            tokens=self._of_tokens(numbers, np.asarray(targets)),
+            **self._of_documents(numbers, np.asarray(ends)),
+        )
+
+    def _dealt(self, columns: Any, bounds: Any, held: np.ndarray, fact: list[int]) -> Batch:
+        """This rank's share of it."""
+        assert self.dealing is not None
+        (ids, targets, positions), numbers = np.asarray(columns), held[: fact[ENTRIES]]
+        share = self.dealing.share(numbers, np.asarray(bounds[: fact[ENTRIES] + 1]), self.sizes.share)
+        own = np.where(share.documents >= 0, numbers[share.documents], FILLER)
+        trained = share.of_rows(targets, IGNORED)
+        return Batch(
+            self._tensor(share.of_rows(ids, self.sizes.filler)),
+            self._tensor(trained),
+            self._tensor(share.of_rows(positions, 0) + share.positions),
+            self._tensor(share.bounds),
+            max_seqlen=share.longest,
+            trained=int((trained != IGNORED).sum()),
+            tokens=self._of_tokens(numbers, targets, share),
+            split=None if share.split is None else share.split.map(self._pinned),
+            **self._of_documents(own, share.bounds),
+        )
+
+    def _of_tokens(self, numbers: np.ndarray, targets: np.ndarray, share: Share | None = None) -> dict[str, Tensor]:
+        """Further columns of a Batch with these documents and targets, or of a share of it."""
         documents = numbers[numbers >= 0]
-        return {name: self._tensor(column.laid(documents, targets != IGNORED)) for name, column in self.of_targets.items()}
+        laid = {name: column.laid(documents, targets != IGNORED) for name, column in self.of_targets.items()}
+        return {name: self._tensor(column if share is None else share.of_rows(column, 0)) for name, column in laid.items()}
 
     def _of_documents(self, numbers: np.ndarray, bounds: np.ndarray) -> dict[str, Any]:
         """``weights`` and ``segments`` of a Batch with these documents, none where the store has no further columns."""

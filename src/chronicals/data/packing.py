@@ -31,19 +31,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PackPlan:
-    """Which documents go into which pack.
+    """Which documents go into which pack, and into which part of it where several processes share it.
 
     Attributes:
         documents: int64 ``[n]``, indices of all documents, pack after pack.
         offsets: int64 ``[packs + 1]``: pack p holds ``documents[offsets[p]:offsets[p + 1]]``.
         tokens: documents' tokens in all packs.
         max_seq_length: width of a pack.
+        parts: of a pack, of equal width (``parts.py``).
+        part_of: int64 ``[n]``, the part in which each of ``documents`` lies whole, or ``SPLIT``; None of packs with one part.
     """
 
     documents: np.ndarray
     offsets: np.ndarray
     tokens: int
     max_seq_length: int
+    parts: int = 1
+    part_of: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -95,7 +99,7 @@ def plan_packs(
         raise ValueError(f"max_documents={max_documents}: a pack must hold at least one document")
     limit = max_documents or max(sizes.size, 1)
     if items is None:
-        documents, offsets = STRATEGIES[strategy](sizes, max_seq_length, limit)
+        documents, offsets = STRATEGIES[strategy](sizes, max_seq_length, limit, *NO_PACKS)
     else:
         totals, widest = np.add.reduceat(sizes, items[:-1]), int(np.diff(items).max())
         if totals.max() > max_seq_length:
@@ -103,11 +107,11 @@ def plan_packs(
             raise ValueError(f"item {wrong} has {totals[wrong]} tokens: must be at most max_seq_length={max_seq_length}")
         if limit < widest:
             raise ValueError(f"max_documents={max_documents}: an item has {widest} documents, which must share a pack")
-        documents, offsets = _documents_of(items, *STRATEGIES[strategy](totals, max_seq_length, limit // widest))
+        documents, offsets = documents_of(items, *STRATEGIES[strategy](totals, max_seq_length, limit // widest, *NO_PACKS))
     return PackPlan(documents, offsets, int(sizes.sum()), max_seq_length)
 
 
-def _documents_of(items: np.ndarray, packed: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def documents_of(items: np.ndarray, packed: np.ndarray, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Documents pack after pack and where packs begin, from the same of items."""
     counts = np.diff(items)[packed]
     ends = np.append(0, np.cumsum(counts))
@@ -148,16 +152,26 @@ def _lowest_set_at_least(words: np.ndarray, summary: np.ndarray, start: int) -> 
 
 
 @compiled(nogil=True)
-def _best_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+def _best_fit_decreasing(
+    sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     order, decreasing = _longest_first(sizes, width)
-    n = sizes.size
+    n = sizes.size + rooms.size
     head = np.full(width + 1, -1, np.int32)  # head[room]: a pack with that room left, chained by `below`
     below = np.empty(n, np.int32)
     held = np.zeros(n, np.int32)
     words = np.zeros((width >> 6) + 2, np.uint64)
     summary = np.zeros((words.size >> 6) + 1, np.uint64)
-    pack_of = np.empty(n, np.int32)
-    packs = 0
+    pack_of = np.empty(sizes.size, np.int32)
+    packs = rooms.size
+    for pack in range(packs):
+        left = rooms[pack]
+        held[pack] = taken[pack]
+        if left > 0 and taken[pack] < limit:
+            below[pack] = head[left]
+            head[left] = pack
+            words[left >> 6] |= np.uint64(1) << np.uint64(left & 63)
+            summary[left >> 12] |= np.uint64(1) << np.uint64((left >> 6) & 63)
     for rank, size in enumerate(decreasing):
         room = _lowest_set_at_least(words, summary, size)
         if room < 0:
@@ -178,14 +192,17 @@ def _best_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.
             head[left] = pack
             words[left >> 6] |= np.uint64(1) << np.uint64(left & 63)
             summary[left >> 12] |= np.uint64(1) << np.uint64((left >> 6) & 63)
+    held[: rooms.size] -= taken
     return _pack_after_pack(order, pack_of, held[:packs])
 
 
 @compiled(nogil=True)
-def _first_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+def _first_fit_decreasing(
+    sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     order, decreasing = _longest_first(sizes, width)
     # Two packs that were not closed at the limit hold more than one width: that bounds their number.
-    most_packs = min(sizes.size, 2 * decreasing.sum() // width + sizes.size // limit + 2)
+    most_packs = rooms.size + min(sizes.size, 2 * decreasing.sum() // width + sizes.size // limit + 2)
     leaves = 1
     while leaves < most_packs:
         leaves *= 2
@@ -193,7 +210,13 @@ def _first_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np
     most = np.full(2 * leaves, width, np.int32)
     held = np.zeros(leaves, np.int32)
     pack_of = np.empty(sizes.size, np.int32)
-    packs = 0
+    packs = rooms.size
+    for pack in range(packs):
+        held[pack] = taken[pack]
+        most[leaves + pack] = rooms[pack] if taken[pack] < limit else 0
+    if packs:
+        for node in range(leaves - 1, 0, -1):
+            most[node] = max(most[2 * node], most[2 * node + 1])
     for rank, size in enumerate(decreasing):
         node = 1
         while node < leaves:
@@ -209,11 +232,14 @@ def _first_fit_decreasing(sizes: np.ndarray, width: int, limit: int) -> tuple[np
             if most[node] == left:
                 break
             most[node] = left
+    held[: rooms.size] -= taken
     return _pack_after_pack(order, pack_of, held[:packs])
 
 
 @compiled(nogil=True)
-def _next_fit(sizes: np.ndarray, width: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
+def _next_fit(
+    sizes: np.ndarray, width: int, limit: int, rooms: np.ndarray, taken: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
     offsets = np.zeros(sizes.size + 1, np.int64)
     packs = held = room = 0
     for document in range(sizes.size):
@@ -257,7 +283,10 @@ def _pack_after_pack(order: np.ndarray, pack_of: np.ndarray, held: np.ndarray) -
 
 
 STRATEGIES = {"best-fit": _best_fit_decreasing, "first-fit": _first_fit_decreasing, "in-order": _next_fit}
-"""From lengths, width and most documents in a pack to documents and offsets of a plan."""
+"""From lengths, width, most documents in a pack, and of packs that are there already the room that is left and the documents in
+each, to documents and offsets of a plan; those packs come first. ``in-order`` goes back to none and takes ``NO_PACKS``."""
+
+NO_PACKS = np.zeros(0, np.int64), np.zeros(0, np.int64)
 
 
 class SequencePacker:

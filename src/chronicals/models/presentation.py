@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers.modeling_utils import AttentionInterface
 
-from chronicals.attention import attend_in_context, document_attention, gather_keys
-from chronicals.batch import Batch, Context, SharedKeys
+from chronicals.attention import attend_split, document_attention, gather_keys
+from chronicals.batch import Batch, SharedKeys, SplitDocuments
 from chronicals.models import attention_seam
 from chronicals.models.additions import Addition, Computed
 from chronicals.models.attention_seam import Attention, Seam
@@ -59,7 +59,7 @@ def _documents_only(
     max_length_k: int | None = None,
     flash: bool = True,
     shared_keys: SharedKeys | None = None,
-    shared_by: Context | None = None,
+    split_documents: SplitDocuments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: ``[1, H, Q, D]`` and ``[1, K, T, D]`` in, ``[1, Q, H, D]`` out."""
@@ -77,16 +77,20 @@ def _documents_only(
     if shared_keys is not None:
         k_TKD, v_TKD = gather_keys(k_TKD, shared_keys), gather_keys(v_TKD, shared_keys)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, max_q: int, cu_k: Tensor | None, max_k: int | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         return document_attention(
-            q, k, v, cu_seq_lens_q, max_length_q, cu_seq_lens_k, max_length_k,
+            q, k, v, cu_q, max_q, cu_k, max_k,
             scale=scaling, window=sliding_window, softcap=softcap, sinks=sinks, flash=flash,
         )  # fmt: skip
 
     of_heads = () if s_aux is None else (s_aux,)
-    if shared_by is not None:
-        return attend_in_context(attend, q_THD, k_TKD, v_TKD, shared_by, *of_heads)[None], None
-    return attend(q_THD, k_TKD, v_TKD, *of_heads)[None], None
+    if split_documents is not None:
+        return attend_split(attend, q_THD, k_TKD, v_TKD, split_documents, *of_heads)[None], None
+    bounds = cu_seq_lens_q, max_length_q, cu_seq_lens_k, max_length_k
+    return attend(q_THD, k_TKD, v_TKD, *bounds, *of_heads)[None], None
 
 
 AttentionInterface.register(ATTENTION, _documents_only)
@@ -187,8 +191,8 @@ class PresentedModel:
 
     def _run(self, batch: Batch, module: Any, name: str, routers: bool = False, lookahead: bool = False) -> Computed:
         """What ``module`` gives: its output of that name, and what else is asked for: a row a token."""
-        if batch.context is not None and not self.packed:
-            raise ValueError(f"{type(self.model).__name__} takes padded rows, which ranks cannot share (context_parallel)")
+        if batch.split is not None and not self.packed:
+            raise ValueError(f"{type(self.model).__name__} takes padded rows, which cannot be split (context_parallel)")
         padded = None if self.packed else PaddedRows.of(batch)
         inputs = packed_arguments(batch) if padded is None else padded.inputs
         if self.packed and not self.flash:
@@ -277,8 +281,8 @@ def packed_arguments(batch: Batch) -> dict[str, Any]:
         "max_length_k": batch.max_seqlen if keys is None else keys.max_seqlen,
         "use_cache": False,
     }
-    if batch.context is not None:
-        found["shared_by"] = batch.context
+    if batch.split is not None:
+        found["split_documents"] = batch.split
     return found if keys is None else {**found, "shared_keys": keys}
 
 

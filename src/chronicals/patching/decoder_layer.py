@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from chronicals.attention import attend_in_context, document_attention, gather_keys
+from chronicals.attention import attend_split, document_attention, gather_keys
 from chronicals.models.presentation import CACHES
 from chronicals.patching.forms import FORM, Form, signature
 from chronicals.patching.fused_weights import Unmerged, say_once
@@ -243,12 +243,12 @@ def _or_said(layer: Any, half: Any) -> Any:
 def _tokens(given: Mapping[str, Any]) -> Tokens:
     bounds: list[Any] = [given.get(name) for name in ("cu_seq_lens_q", "max_length_q", "cu_seq_lens_k", "max_length_k")]
     flash, keys = given.get("flash", True), given.get("shared_keys")
-    context = given.get("shared_by")
+    split = given.get("split_documents")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, padding: int = 0, **options: Any) -> Tensor:
         options["flash"] = flash
-        if context is not None:  # what is left free behind heads would have to be sent, too
-            return attend_in_context(lambda *heads: document_attention(*heads, *bounds, **options), q, k, v, context)
+        if split is not None:  # what is left free behind heads would have to be sent, too
+            return attend_split(lambda *given: document_attention(*given, **options), q, k, v, split)
         if keys is not None:
             k, v = gather_keys(k, keys), gather_keys(v, keys)
         return document_attention(q, k, v, *bounds, padding=padding, **options)

@@ -111,7 +111,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     tokens = config.batch_size * config.gradient_accumulation_steps * config.max_seq_length
     computing = tokens // context * _flops_a_token(model, config, again / max(needed.layers, 1)) / machines.flops
     seconds = {name: size / machines.rate(gpus) for name, size in vars(sent).items()}
-    seconds["all_to_all"] = sent.all_to_all / machines.rate(context)
+    seconds["attention"] = sent.attention / machines.rate(context)
     hidden = min(seconds["reduce_scatter"], BACKWARD * computing) if frees else 0.0
     if config.sharding == WEIGHTS and gpus > 1:
         among = config.sharding_ranks or gpus

@@ -15,14 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chronicals.attention import attend_in_context
+from chronicals.attention import attend_split, why_not_divided
 from chronicals.batch import Context
 from chronicals.config import ChronicalsConfig
+from chronicals.data.dealing import share_of
+from chronicals.data.parts import SPLIT
 from chronicals.distributed import Mesh, Shards
 from chronicals.memory import decoder_layers
 from chronicals.model_shape import ModelShape
@@ -44,17 +47,17 @@ class Traffic:
         reduce_scatter: of gradients, to whoever updates them.
         all_gather: of updated weights.
         all_reduce: of scalars, or of gradients where every rank updates all.
-        all_to_all: of heads, among ranks that share packs.
+        attention: of heads, or of keys and their gradients, among ranks that share packs, were every document split.
     """
 
     reduce_scatter: float = 0.0
     all_gather: float = 0.0
     all_reduce: float = 0.0
-    all_to_all: float = 0.0
+    attention: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.reduce_scatter + self.all_gather + self.all_reduce + self.all_to_all
+        return self.reduce_scatter + self.all_gather + self.all_reduce + self.attention
 
 
 def traffic(model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool, recomputed: int = 0) -> Traffic:
@@ -69,26 +72,24 @@ def traffic(model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool,
         return Traffic()
     weights = [p for p in model.parameters() if p.requires_grad]
     micro_batches, context = config.gradient_accumulation_steps, config.context_parallel
-    found = dict.fromkeys(NAMES.values(), 0.0)
+    found = dict.fromkeys(("reduce_scatter", "all_gather", "all_reduce"), 0.0)
     if config.sharding == WEIGHTS:
         among = config.sharding_ranks or ranks
         with counted_among(among) as sent:
             _gather_and_sum(model, config, among, micro_batches)
-        found = dict(sent)
+        found = {name: sent[name] for name in found}
     if config.sharding != WEIGHTS or not trains_layers(model):
         with counted_among(ranks) as sent:
             _sum_and_update(weights, config, ranks, micro_batches if in_backward else 1)
-        found = {name: found[name] + size for name, size in sent.items()}
+        found = {name: found[name] + sent[name] for name in found}
     elif among < ranks:
         with counted_among(ranks // among) as sent:
             dist.all_reduce(torch.empty(-(-sum(p.numel() for p in weights) // among)))
         found["all_reduce"] += sent["all_reduce"]
     if context > 1:
-        with counted_among(context) as sent:
-            _exchange(model, config, context)
-        shape = ModelShape.of(model.config)
-        passes = micro_batches * (2 * shape.layers + recomputed)  # forward, backward, and forward again
-        found["all_to_all"] = sent["all_to_all"] * passes
+        forward, backward = _of_attention(model, config, context)
+        layers = ModelShape.of(model.config).layers
+        found["attention"] = micro_batches * (forward * (layers + recomputed) + backward * layers)
     return Traffic(**found)
 
 
@@ -134,12 +135,22 @@ def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batc
             dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
 
 
-def _exchange(model: Any, config: ChronicalsConfig, context: int) -> None:
-    """The attention of one layer and micro-batch, forward."""
-    shape, tokens = ModelShape.of(model.config), config.batch_size * config.max_seq_length // context
+def _of_attention(model: Any, config: ChronicalsConfig, context: int) -> tuple[float, float]:
+    """Bytes of one layer and micro-batch that is one document, forward and backward; on one machine where heads divide."""
+    shape, tokens = ModelShape.of(model.config), config.batch_size * config.max_seq_length
+    divided = why_not_divided(shape.heads, shape.kv_heads, context) is None
+    way = config.context_exchange or ("heads" if divided else "keys")
     dtype = torch.float32 if config.mixed_precision == "fp32" else torch.bfloat16
-    q, k, v = (torch.empty(tokens, n, shape.head_dim, dtype=dtype) for n in (shape.heads, shape.kv_heads, shape.kv_heads))
-    attend_in_context(lambda q, k, v: q, q, k, v, Context(0, context, dist.group.WORLD))
+    with counted_among(context) as sent:
+        share = share_of(np.array([0, tokens]), np.array([SPLIT]), Context(0, context, dist.group.WORLD, way))
+        q, k, v = (
+            torch.empty(len(share.rows), n, shape.head_dim, dtype=dtype, requires_grad=True)
+            for n in (shape.heads, shape.kv_heads, shape.kv_heads)
+        )
+        out = attend_split(lambda q, k, v, *_: q + (k.sum() + v.sum()), q, k, v, share.split)
+        forward = sum(sent.values())
+        out.sum().backward()
+    return forward, sum(sent.values()) - forward
 
 
 @contextmanager

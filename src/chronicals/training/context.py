@@ -1,49 +1,100 @@
-"""Whether processes may share packs, each a part of their tokens (``context_parallel``)."""
+"""Whether processes may share packs, each some of their documents and a part of long ones (``context_parallel``)."""
 
 from __future__ import annotations
 
+import logging
+import socket
+from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from chronicals.attention import why_not_divided
-from chronicals.batch import IGNORED, Batch
+from chronicals.batch import IGNORED, Batch, Context
 from chronicals.config import ChronicalsConfig, ConfigurationError
+from chronicals.data import TokenStore
+from chronicals.data.dealing import NOBODY, part_of, share_of
+from chronicals.data.parts import SPLIT
 from chronicals.distributed import Mesh
 from chronicals.model_shape import ModelShape
 from chronicals.models import PresentedModel, embedding_table, in_evaluation, why_neighbours_matter
 from chronicals.objectives import Objective
 
+logger = logging.getLogger(__name__)
+
 SKIPPING = ("layerdrop", "decoder_layerdrop")
 """Fields of configurations: how likely a layer is left out in training."""
 
 TOKENS = 32
-"""Of each rank's part of the documents on which parts are compared with the whole."""
+"""Of each rank's part of the split document on which parts are compared with the whole."""
 
 LEAST, OF_NOISE = 0.02, 5.0
 """Deviation of a token's hidden state, relative, that is allowed: this, or a multiple of what another order of the documents
 changes in the model's own arithmetic."""
 
 
+def sharing_packs(ranks: Mesh, config: ChronicalsConfig, model: Any) -> Mesh:
+    """The processes, ``context_parallel`` of which share each pack, and how they attend to documents that are split. All ranks
+    call it alike.
+
+    Raises:
+        ConfigurationError: they cannot be divided so.
+    """
+    number, asked = config.context_parallel, config.context_exchange
+    if number == 1 and asked is not None:
+        raise ConfigurationError(f"context_exchange={asked!r}: no pack is shared; set context_parallel too, or leave it out")
+    ranks = ranks.sharing_packs(number)
+    if ranks.context is None:
+        return ranks
+    shape, machines = ModelShape.of(model.config), ranks.gather_values(socket.gethostname())
+    groups = [set(machines[first : first + number]) for first in range(0, ranks.count, number)]
+    reason = "as asked"
+    if asked is None:
+        apart = any(len(group) > 1 for group in groups)
+        divided = shape.kv_heads % number == 0 and shape.heads % number == 0
+        asked = "heads" if divided and not apart else "keys"
+        reason = f"{number} processes {'of several machines' if apart else 'of a machine'}, {shape.kv_heads} key heads"
+    if ranks.writer:
+        means = {"heads": "heads are exchanged (all-to-all)", "keys": "keys and values are gathered"}[asked]
+        logger.info("context_parallel=%d: for split documents %s: %s", number, means, reason)
+    return replace(ranks, context=replace(ranks.context, way=asked))
+
+
+def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfig) -> None:
+    """Raises ConfigurationError where an objective compares whole documents and those of an item do not fit in a part of a
+    pack; says otherwise how many are split."""
+    parts = config.pack_parts or config.context_parallel
+    if parts == 1 or not len(store):
+        return
+    width = config.max_seq_length // parts
+    totals = store.lengths if store.items is None else np.add.reduceat(store.lengths, store.items[:-1])
+    long = int((totals > width).sum())
+    if long and not objective.of_tokens:
+        raise ConfigurationError(
+            f"context_parallel={config.context_parallel}: objective={config.objective!r} compares whole documents, which must "
+            f"lie on one process, and those of {long} of {len(totals)} rows are longer than max_seq_length / {parts} = {width} "
+            f"tokens: up to {int(totals.max())}; raise max_seq_length to {parts * int(totals.max())}, or lower context_parallel"
+        )
+    logger.info("%d of %d documents are longer than %d tokens: split over those that share packs", long, len(totals), width)
+
+
 def check_context(presented: PresentedModel, objective: Objective, config: ChronicalsConfig, ranks: Mesh) -> None:
     """Raises ConfigurationError where processes share packs and this training cannot be divided by tokens."""
     if ranks.context is None:
         return
-    count, tokens = ranks.context.count, config.batch_size * config.max_seq_length
     reason = None
-    if not objective.of_tokens:
-        reason = f"objective={config.objective!r} compares whole documents, of which each process would have a part"
-    elif tokens % count:
-        reason = f"batch_size * max_seq_length = {tokens} tokens cannot be divided by {count}"
     for model in (presented, *objective.frozen.values()):
-        reason = reason or _why_not(model, config.max_seq_length, count)
+        reason = reason or _why_not(model, config.max_seq_length, ranks.context)
     if reason:
-        raise ConfigurationError(f"context_parallel={count}: {reason}; leave it out (or set it to 1)")
+        raise ConfigurationError(f"context_parallel={ranks.context.count}: {reason}; leave it out (or set it to 1)")
 
 
-def _why_not(presented: PresentedModel, width: int, count: int) -> str | None:
-    """What keeps the tokens of a model's packs from being divided among so many ranks."""
+def _why_not(presented: PresentedModel, width: int, context: Context) -> str | None:
+    """What keeps documents of a model's packs from being split over ranks."""
     name, shape = type(presented.model).__name__, ModelShape.of(presented.model.config)
     if not presented.packed:
         return f"{name} takes documents as padded rows"
@@ -53,13 +104,15 @@ def _why_not(presented: PresentedModel, width: int, count: int) -> str | None:
         return f"the router loss of {name} is one of whole packs"
     if reason := why_neighbours_matter(presented.model.config, width):
         return reason
-    return why_not_divided(shape.heads, shape.kv_heads, count)
+    if context.way == "heads" and (reason := why_not_divided(shape.heads, shape.kv_heads, context.count)):
+        return f"{reason}; context_exchange='keys' divides none"
+    return None
 
 
 @torch.no_grad()
 def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
-    """Compare each rank's part of some documents with what the model makes of them whole; all ranks call it alike, where the
-    model attends to documents.
+    """Compare each rank's share of some documents, one of which is split, with what the model makes of them whole; all ranks
+    call it alike, where the model attends to documents.
 
     Raises:
         ConfigurationError: one differs, on every rank: layers mix tokens otherwise than by attention.
@@ -67,14 +120,22 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
     context = ranks.context
     if context is None:
         return
-    model, (first, second) = presented.model, _lengths(context.count * TOKENS)
+    model, count = presented.model, context.count
+    first, second = count * TOKENS - 5, TOKENS // 3
+    rest = count * (TOKENS + second) - first - second
+    device, shared = embedding_table(model).device, np.array([SPLIT, count - 1, NOBODY])
+    whole, turned, more = (
+        _documents(presented, lengths) for lengths in ((first, second), (second, first), (first, second, rest))
+    )
+    rows = share_of(more.cu_seqlens.numpy(), shared, context).rows
     with in_evaluation(model):
-        whole, turned = _documents(presented, (first, second)), _documents(presented, (second, first))
         expected, swapped, found = (
-            presented.as_forward(partial(presented.hidden_states, batch)) for batch in (whole, turned, whole.part(context))
+            presented.as_forward(partial(presented.hidden_states, batch.to(device)))
+            for batch in (whole, turned, part_of(more, shared, context))
         )
     noise = _largest(swapped.roll(first, 0), expected)
-    error = _largest(found, expected.chunk(context.count)[context.rank])
+    there = torch.as_tensor(rows >= 0, device=device)
+    error = _largest(found[there], expected[torch.as_tensor(rows[rows >= 0], device=device)])
     told = ranks.gather_values([error, noise])
     if not all(error <= max(LEAST, OF_NOISE * noise) for error, noise in told):
         raise ConfigurationError(
@@ -83,25 +144,20 @@ def prove_context(presented: PresentedModel, ranks: Mesh) -> None:
         )
 
 
-def _lengths(tokens: int) -> tuple[int, int]:
-    """Of two documents, of which the first ends within the last part."""
-    return tokens - TOKENS // 3, TOKENS // 3
-
-
 def _largest(found: Tensor, expected: Tensor) -> float:
     """Deviation of a token's hidden state, relative, of ``[T, D]``."""
     found, expected = found.float(), expected.float()
     return float(((found - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
 
-def _documents(presented: PresentedModel, lengths: tuple[int, int]) -> Batch:
-    """Two documents of random tokens, one for each length, the same wherever they stand and on every rank."""
+def _documents(presented: PresentedModel, lengths: tuple[int, ...]) -> Batch:
+    """Documents of random tokens, one for each length, the same wherever they stand and on every rank."""
     table = embedding_table(presented.model)
     texts = [torch.randint(0, len(table), (length,), generator=torch.Generator().manual_seed(length)) for length in lengths]
     return Batch(
         torch.cat(texts),
         torch.full((sum(lengths),), IGNORED),
         torch.cat([torch.arange(length) for length in lengths]),
-        torch.tensor([0, lengths[0], sum(lengths)], dtype=torch.int32),
+        torch.tensor([0, *accumulate(lengths)], dtype=torch.int32),
         max_seqlen=max(lengths),
-    ).to(table.device)
+    )

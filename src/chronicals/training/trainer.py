@@ -21,6 +21,7 @@ from chronicals.objectives import build_objective
 from chronicals.training.adapters import with_token_ids
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile, ProgressBar
+from chronicals.training.context import check_dealt, sharing_packs
 from chronicals.training.decisions import with_sharding
 from chronicals.training.errors import TrainingError
 from chronicals.training.finish import about_data, finish
@@ -118,7 +119,7 @@ class ChronicalsTrainer:
         """
         self._stop = Stop()
         prove_alike(self.ranks, shared_settings(self.config))
-        self.ranks = self.ranks.sharing_packs(self.config.context_parallel)
+        self.ranks = sharing_packs(self.ranks, self.config, self.model)
         try:
             watched = RankWatch(self.ranks, self.config.rank_timeout, TrainingError)
             with heard(self.ranks.writer), claimed(self.output_dir, self.ranks), watched as self._watch:
@@ -142,6 +143,9 @@ class ChronicalsTrainer:
             raise ConfigurationError("keep='best': nothing is held out to tell which is; give eval_dataset or validation_split")
         longest = max(store.longest for store in (train_store, eval_store) if store is not None)
         check_positions(model, longest)
+        for store in (train_store, eval_store):
+            if store is not None:
+                check_dealt(store, self.objective, self.config)
         plan = plan_of(train_store, self.config)
         with self._fitted_to(plan, resumed) as config, saying_what_helps(config, self.device, self.ranks.count):
             objective, given = self.objective, [store for store in (train_store, eval_store) if store is not None]
