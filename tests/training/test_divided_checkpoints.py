@@ -106,7 +106,10 @@ def test_what_is_left_is_a_whole_model_of_the_best_step(tmp_path):
 
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
-READ = {"full": {}, "LoRA": LORA, "NF4": {**LORA, "quantization": "nf4"}}
+READ = {
+    "full": {}, "LoRA": LORA, "NF4": {**LORA, "quantization": "nf4"},
+    "DoRA over NF4": {**LORA, "quantization": "nf4", "use_dora": True},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", READ)
@@ -125,7 +128,7 @@ def test_weights_are_divided_while_they_are_read(tmp_path, kind):
     held = [json.loads((tmp_path / f"two/held-{rank}.json").read_text()) for rank in range(2)]
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     others = sum(p.numel() for p in model.parameters()) - layers
-    at_most = {"full": 0, "LoRA": others + 0.6 * 4 * layers, "NF4": others + 0.6 * 0.52 * layers}[kind]  # bytes, of rows
+    at_most = 0 if kind == "full" else others + 0.6 * layers * (4 if kind == "LoRA" else 0.52)  # bytes, of rows
     assert max(held) <= at_most
 
 
