@@ -17,6 +17,7 @@ import torch.distributed as dist
 import runs
 import tiny
 from chronicals.batch import IGNORED, Batch
+from chronicals.config import ConfigurationError
 from chronicals.data.steps import Step
 from chronicals.distributed import LinearInShards, Mesh
 from chronicals.models import quantise_layers
@@ -52,6 +53,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 """Sizes of the model, and fields of the configuration."""
 
+DIFFER = "LoRA over other weights"
+"""A case whose ranks have different models, which they refuse."""
+
+CASES[DIFFER] = {}, LORA
+
 
 def batch_of(number: int, vocabulary: int) -> Batch:
     """Packed documents, drawn by their number."""
@@ -72,9 +78,9 @@ def step_of(number: int, ranks: Mesh, together: int, vocabulary: int) -> Step:
     return Step(batches[ranks.rank :: ranks.count], {"targets": targets, "tokens": sum(map(len, batches))}, None, None)
 
 
-def built(case: str) -> Any:
+def built(case: str, ranks: Mesh) -> Any:
     sizes, _ = CASES[case]
-    model = tiny.llama(**sizes)
+    model = tiny.llama(ranks.rank if case == DIFFER else 0, **sizes)
     if "NF4" in case:
         quantise_layers(model)
     assert patch_parts(model, whole_layers=True).counts()
@@ -83,7 +89,7 @@ def built(case: str) -> Any:
 
 def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]:
     """Losses, norms and the trained weights after some steps; how many layers ran fused, and what a rank holds."""
-    model, (sizes, fields) = built(case), CASES[case]
+    model, (sizes, fields) = built(case, ranks), CASES[case]
     own = {**fields, "sharding": "weights"} if ranks.count > 1 else {k: v for k, v in fields.items() if k != "sharding_ranks"}
     own = {"learning_rate": 1e-2, "gradient_accumulation_steps": together // ranks.count, **own}
     config = runs.config(folder, objective="pretraining", **own)
@@ -101,6 +107,14 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
     }  # fmt: skip
 
 
+def refusal(ranks: Mesh, folder: Path) -> str:
+    try:
+        train(DIFFER, ranks, ranks.count, folder)
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
@@ -111,6 +125,9 @@ def main() -> None:
     torch.set_num_threads(1)
     ranks = Mesh.current()
     for case in cases:
+        if case == DIFFER:
+            torch.save({"refused": refusal(ranks, Path(folder))}, Path(folder) / f"{case}.pt")
+            continue
         accumulation = 1 if "micro-batch" in case else 2
         together = train(case, ranks, accumulation * ranks.count, Path(folder))
         if ranks.writer:

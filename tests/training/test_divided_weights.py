@@ -40,7 +40,7 @@ def check(case, found):
     assert together["fused"] >= divided_ranks.STEPS * 2, "layers do not run fused"
 
 
-BY_TWO = [case for case in divided_ranks.CASES if "copies" not in case]
+BY_TWO = [case for case in divided_ranks.CASES if "copies" not in case and case != divided_ranks.DIFFER]
 
 
 def test_two_train_what_one_does(tmp_path):
@@ -52,6 +52,12 @@ def test_two_train_what_one_does(tmp_path):
             assert together["held"] < 0.6 * alone["held"]
         else:
             assert together["parts"] == 14 and alone["parts"] == 0
+
+
+def test_frozen_weights_that_differ_are_refused(tmp_path):
+    """Of which each would keep its own rows."""
+    found = outcomes(tmp_path, 2, divided_ranks.DIFFER)[divided_ranks.DIFFER]
+    assert "do not train the same: weights is" in found["refused"]
 
 
 def test_three_train_what_one_does(tmp_path):

@@ -26,6 +26,7 @@ from chronicals.models.rows import STORED, StoredRows
 from chronicals.objectives import Count
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.patching.decoder_layer import names_of_products
+from chronicals.training.alike import fingerprint, prove_alike
 from chronicals.training.precision import kept_in_fp32
 from chronicals.training.step import EagerStep
 
@@ -92,6 +93,7 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
     layers, device = decoder_layers(model), ranks.device
     if not trains_layers(model):
         if not any(isinstance(module, LinearInShards) for module in model.modules()):
+            prove_alike(ranks, {"weights": fingerprint(model.parameters())})  # each rank keeps rows of its own
             shard_frozen(layers, ranks, sharing, device, PRODUCTS[config.mixed_precision])
         model.to(device)
         ranks.same_weights(whole_parts(model.parameters()))
