@@ -3,9 +3,9 @@
     python benchmarks/grouped_products.py OUTPUT.json [--commit HASH] [--shapes NAME ...] [--samples N]
 
 First the errors against fp64, expert by expert, of ours and of transformers' grouped_mm, on few tokens of each shape. Then for
-each of the six products of a layer the median of several calls, by launch, beside torch's grouped product; then the kernels
-between them as shares of the copy rate; then the whole layer, forward and backward, beside grouped_mm and the loop over
-experts. Routing is random and uneven. All samples in the file; tables last. A launch that does not run is a line of the table.
+each of the six products of a layer the median of several calls, by launch and ``as trained``, as the function chooses, beside
+torch's grouped product; then the kernels between them as shares of the copy rate; then the whole layer, forward and backward,
+beside grouped_mm and the loop over experts. Routing is random and uneven. All samples in the file; tables last. A launch that does not run is a line of the table.
 """
 
 import argparse
@@ -34,6 +34,8 @@ from chronicals.kernels.grouped_product import (
     NEITHER,
     SECOND,
     ProductLaunch,
+    grouped_product,
+    grouped_weight_gradient,
     launch_product,
     launch_weight_gradient,
     product_launch,
@@ -184,6 +186,7 @@ def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[
         found: dict[str, Callable[[], object]] = {
             label: (lambda launch=launch: launch_product(launch, x, w, to, gathers)) for label, launch in products().items()
         }
+        found["as trained"] = lambda: grouped_product(x, w, to, gathers)
         return found | {"torch": lambda: F.grouped_mm(peer, w.mT, offs=ends)}
 
     def of_weight(a: Tensor, b: Tensor, gathers: int, peers: tuple[Tensor, Tensor]) -> dict[str, Callable[[], object]]:
@@ -201,6 +204,7 @@ def calls(shape: tuple[int, ...]) -> dict[str, tuple[float, dict[str, Callable[[
 
         found |= {f"copied, {label}": partial(of_copies, launch) for label, launch in gradients().items()}
         found["copy alone"] = lambda: source[to.order_S // each]
+        found["as trained"] = lambda: grouped_weight_gradient(a, b, to, gathers)
         return found | {"torch": lambda: F.grouped_mm(peers[0].t(), peers[1], offs=ends)}
 
     first, second = 4.0 * pairs * width * inner, 2.0 * pairs * width * inner
