@@ -27,6 +27,13 @@ def test_equals_a_stable_sort(case, dtype, device):
     assert torch.equal(got.tiles[0], tiles[0]) and torch.equal(got.tiles[1][used], tiles[1][used])
 
 
+def test_more_blocks_than_are_summed_at_once(device):
+    experts_Tk = drawn(500, 2, 3, device).repeat(140, 1)
+    assert experts_Tk.numel() > 1024 * module.PAIRS
+    got = dispatch_to_experts(experts_Tk, 3)
+    assert torch.equal(got.places_S, dispatch_reference(experts_Tk.reshape(-1), 3, got.rows)[1])
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_reference_is_the_definition(case):
     experts_S = drawn(*case, "cpu").reshape(-1)
