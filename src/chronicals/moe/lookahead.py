@@ -8,7 +8,9 @@ With U and u zero it is that router applied early ("gate reuse": Fate, 2025, arX
 
 Token-ahead, of layer l and distance k = 1 … K, from the last hidden state of token t and the embedding of the next token:
 
-    z''_{k,l} = (P silu(Q [h_t ; e_{t+1}] + q) + p)_{k,l}        the experts of layer l for token t + k
+    z''_{k,l} = (P silu(Q [rms(h_t) ; rms(e_{t+1})] + q) + p)_{k,l}        the experts of layer l for token t + k
+
+Both parts of the input have a mean square of one, for embeddings are often much smaller than hidden states.
 
 Shapes: L layers with routers, E experts, D hidden, R rank, N = D + 1 distances.
 """
@@ -41,9 +43,9 @@ class LayerAhead(nn.Module):
         self.reset()
 
     @torch.no_grad()
-    def reset(self, std: float | None = None) -> None:
+    def reset(self) -> None:
         """As new: the prediction is gate reuse."""
-        self.down.normal_(std=self.down.shape[-1] ** -0.5 if std is None else std)
+        self.down.normal_(std=self.down.shape[-1] ** -0.5)
         self.up.zero_()
         self.bias.zero_()
 
@@ -86,16 +88,16 @@ class TokenAhead(nn.Module):
         self.reset()
 
     @torch.no_grad()
-    def reset(self, std: float | None = None) -> None:
-        """As new."""
-        for weight in (self.down, self.up):
-            weight.normal_(std=weight.shape[-1] ** -0.5 if std is None else std)
+    def reset(self) -> None:
+        """As new: predictions are close to equal for all experts."""
+        self.down.normal_(std=self.down.shape[-1] ** -0.5)
+        self.up.normal_(std=0.02)
         self.down_bias.zero_()
         self.up_bias.zero_()
 
     def forward(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
         """``[..., K, L, E]`` in fp32, from the last hidden state and the embedding of the token after it, ``[..., D]`` each."""
-        x = torch.cat((hidden, next_embedding), -1)
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        x = torch.cat([F.rms_norm(part.to(wide), part.shape[-1:], eps=1e-12) for part in (hidden, next_embedding)], -1)
         inner = F.silu(F.linear(x, self.down.to(x.dtype), self.down_bias.to(x.dtype)))
         return F.linear(inner, self.up.to(x.dtype), self.up_bias.to(x.dtype)).unflatten(-1, self.shape)
