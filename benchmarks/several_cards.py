@@ -286,7 +286,7 @@ def config_of(
 
     fields = {**row.fields, **({"optimizer_state_dtype": "fp32"} if tiny and "use_lora" not in row.fields else {})}
     if way in SHARED:
-        fields |= {"context_parallel": cards, "context_exchange": "keys" if way == "context-keys" else "heads"}
+        fields |= {"context_parallel": cards, "context_heads": 1 if way == "context-keys" else cards}
     return ChronicalsConfig(
         **fields, batch_size=packs, max_seq_length=width, gradient_accumulation_steps=accumulation, max_steps=100,
         mixed_precision="bf16", sharding="weights" if way == "weights" else "optimizer", objective="pretraining",

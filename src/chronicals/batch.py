@@ -39,23 +39,32 @@ class SharedKeys:
 class Context:
     """Ranks that share each micro-batch: every one has some of its documents, and a part of those that are too long for one.
 
+    Neighbours exchange heads, so that each attends with some of them for all these neighbours; from others keys are gathered.
+
     Attributes:
         rank, count: the place of this rank among them.
-        group: of ``torch.distributed``.
-        way: how they attend to what is split: ``heads`` (all tokens of some heads), or ``keys`` (own tokens to gathered keys).
+        inner: how many neighbours exchange heads; 1 where none do, ``count`` where no keys are gathered.
+        inner_group, outer_group: of ``torch.distributed``: those neighbours, and the ranks in the same place among theirs.
     """
 
     rank: int
     count: int
-    group: Any
-    way: str = "heads"
+    inner: int
+    inner_group: Any = None
+    outer_group: Any = None
+
+    @property
+    def outer(self) -> int:
+        """From how many keys are gathered."""
+        return self.count // self.inner
 
     def chunks(self, rank: int) -> tuple[int, int]:
-        """Which two of the ``2 * count`` chunks of a split document that rank has: neighbours where heads are exchanged; where
-        keys are gathered one from the front and one from the back, so that all see as many keys."""
-        if self.way == "heads":
+        """Which two of the ``2 * count`` chunks of a split document that rank has: neighbours where heads alone are exchanged;
+        where keys are gathered one from the front and one from the back, so that all see as many keys."""
+        if self.outer == 1:
             return 2 * rank, 2 * rank + 1
-        return rank, 2 * self.count - 1 - rank
+        outer, inner = divmod(rank, self.inner)
+        return outer * self.inner + inner, (2 * self.outer - 1 - outer) * self.inner + inner
 
 
 @dataclass(frozen=True)
@@ -67,15 +76,15 @@ class SplitDocuments:
     Attributes:
         context: the ranks.
         tokens: of them on each rank, n; on the host.
-        cu_seqlens: int32, bounds of what attends at once: by ``heads`` of the documents, among all c n tokens in their order;
-            by ``keys`` of this rank's chunks, among its n.
+        cu_seqlens: int32, bounds of what queries are, among the tokens of the ranks that exchange heads: of the documents, or
+            where keys are gathered of two pieces of each that these ranks have, one from its front and one from its back.
         max_seqlen: bound on their lengths; on the host.
         whole: int32, bounds of the rank's other documents, counted from its token n on.
         max_whole: bound on their lengths; on the host.
-        order: int64 ``[c n]``, where the tokens of the documents, in their order, lie among those that the ranks send, rank
-            after rank; None where that is the same. Of ``heads`` alone.
-        back: int64 ``[c n]``, the inverse of ``order``.
-        keys: what this rank's chunks attend to, among the tokens that the ranks send. Of ``keys`` alone.
+        order: int64 ``[inner · n]``, where the tokens of those ranks, document after document, lie among what they send,
+            rank after rank; None where that is the same.
+        back: int64 ``[inner · n]``, the inverse of ``order``.
+        keys: what the queries attend to, among the tokens that are gathered; None where none are.
     """
 
     context: Context

@@ -11,10 +11,12 @@ from chronicals.batch import IGNORED, Batch, Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data import BatchStream, Tokenizer, build_store
 from chronicals.data.dealing import NOBODY, part_of, share_of
+from chronicals.data.loader import COST
 from chronicals.data.parts import SPLIT
 
 FILLER = 1_000_000
-WAYS = ["heads", "keys"]
+SHARINGS = [(2, 2), (2, 1), (4, 4), (4, 1), (4, 2)]
+"""Ranks that share a micro-batch, and how many of them exchange heads."""
 
 
 @pytest.fixture
@@ -31,9 +33,9 @@ def config(**changes):
     return ChronicalsConfig(max_seq_length=64, batch_size=2, gradient_accumulation_steps=2, seed=5, pack_parts=4, **changes)
 
 
-def dealt(store, count, way, **options):
+def dealt(store, count, inner, **options):
     """For each step the Batches of all ranks, and the one that one process has."""
-    contexts = [Context(rank, count, None, way) for rank in range(count)]
+    contexts = [Context(rank, count, inner) for rank in range(count)]
     streams = [BatchStream(store, config(), FILLER, epochs=1, context=context, **options) for context in contexts]
     alone = BatchStream(store, config(), FILLER, epochs=1, **options)
     for together in zip(alone.steps(count=alone.left(None)), *(stream.steps(count=stream.left(None)) for stream in streams)):
@@ -54,34 +56,33 @@ def split_documents(batches):
     if split is None:
         assert all(batch.split is None for batch in batches)
         return {}
-    count, n = split.context.count, split.tokens
-    sent = torch.cat([
+    inner, found = split.context.inner, {}
+    sent = [
         torch.stack([batch.input_ids, batch.targets, batch.position_ids], 1)[: batch.split.tokens] for batch in batches
-    ])  # fmt: skip
-    if split.context.way == "heads":
-        assert all(len(batch.split.cu_seqlens) == len(split.cu_seqlens) for batch in batches)
-        whole, bounds = sent if split.order is None else sent[split.order], split.cu_seqlens.tolist()
-        assert split.back is None or torch.equal(split.order[split.back], torch.arange(count * n))
-        return {int(whole[a, 0]): whole[a:b] for a, b in zip(bounds, bounds[1:])}
-    found = {}
-    for batch in batches:  # the longest that is seen of each document is all of it
-        ends = batch.split.keys.cu_seqlens.tolist()
-        queries = batch.split.cu_seqlens.tolist()
-        for number, (a, b) in enumerate(zip(ends, ends[1:])):
-            seen = sent[batch.split.keys.index[a:b]]
-            own = sent[batch.split.context.rank * n :][queries[number] : queries[number + 1]]
-            assert torch.equal(seen[len(seen) - len(own) :], own), "a chunk's last query stands at its last key"
+    ]  # fmt: skip
+    neighbours = [torch.cat(sent[first : first + inner]) for first in range(0, len(batches), inner)]
+    if split.order is not None:
+        neighbours = [tokens[split.order] for tokens in neighbours]
+        assert torch.equal(split.order[split.back], torch.arange(len(split.back)))
+    for batch in batches:
+        own, queries = neighbours[batch.split.context.rank // inner], batch.split.cu_seqlens.tolist()
+        keys = batch.split.keys
+        ends = queries if keys is None else keys.cu_seqlens.tolist()
+        gathered = own if keys is None else torch.cat(neighbours)[keys.index]
+        assert queries[-1] == len(own) and ends[-1] == len(gathered)
+        for (first, end), (a, b) in zip(zip(queries, queries[1:]), zip(ends, ends[1:]), strict=True):
+            seen = gathered[a:b]
+            assert torch.equal(seen[len(seen) - (end - first) :], own[first:end]), "the last query stands at its last key"
             known = found.setdefault(int(seen[0, 0]), seen)
             assert torch.equal(known[: len(seen)], seen[: len(known)])
-            found[int(seen[0, 0])] = max(known, seen, key=len)
+            found[int(seen[0, 0])] = max(known, seen, key=len)  # the longest that is seen of each document is all of it
     return found
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("count", [2, 4])
-def test_shares_are_the_micro_batch(store, count, way):
+@pytest.mark.parametrize(("count", "inner"), SHARINGS)
+def test_shares_are_the_micro_batch(store, count, inner):
     several = 0
-    for alone, *shares in dealt(store, count, way):  # a step's micro-batches differ, for parts cost otherwise than packs
+    for alone, *shares in dealt(store, count, inner):  # a step's micro-batches differ, for parts cost otherwise than packs
         expected = {name: columns for batch in alone.batches for name, columns in documents(batch).items()}
         found = {}
         for batches in zip(*(step.batches for step in shares)):
@@ -107,18 +108,18 @@ def test_shares_are_the_micro_batch(store, count, way):
 
 def test_documents_that_fit_are_on_one_rank(store):
     """A part is 16 tokens wide: of those that are no longer no rank needs anything."""
-    for _, *shares in dealt(store, 2, "heads"):
+    for _, *shares in dealt(store, 2, 2):
         for batches in zip(*(step.batches for step in shares)):
             for name, columns in (pair for batch in batches for pair in documents(batch).items()):
                 if store.lengths[name] <= 16:
                     assert len(columns) == store.lengths[name]
 
 
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_ranks_see_as_many_keys(count):
-    contexts = [Context(rank, count, None, "keys") for rank in range(count)]
+@pytest.mark.parametrize(("count", "inner"), [(2, 1), (3, 1), (4, 1), (4, 2), (6, 3)])
+def test_ranks_see_as_many_keys(count, inner):
+    contexts = [Context(rank, count, inner) for rank in range(count)]
     shares = [share_of(np.array([0, 24 * count]), np.array([SPLIT]), context) for context in contexts]
-    assert {int(share.split.keys.cu_seqlens[-1]) for share in shares} == {12 * (2 * count + 1)}
+    assert {int(share.split.keys.cu_seqlens[-1]) for share in shares} == {12 * (2 * count + inner)}
 
 
 def test_columns_of_documents_and_of_targets_are_dealt(store):
@@ -134,7 +135,7 @@ def test_columns_of_documents_and_of_targets_are_dealt(store):
             assert not batch.tokens["top"][~at].any()
         return found
 
-    for alone, *shares in dealt(given.with_values("top", values), 2, "keys"):
+    for alone, *shares in dealt(given.with_values("top", values), 2, 1):
         assert rows(batch for step in shares for batch in step.batches) == rows(alone.batches)
         for batch in (batch for step in shares for batch in step.batches):
             names, bounds = batch.segments["number"].tolist(), batch.cu_seqlens.tolist()
@@ -146,7 +147,7 @@ def test_columns_of_documents_and_of_targets_are_dealt(store):
 
 def test_a_batch_is_dealt_as_a_stream_deals(store):
     """By hand: the same share of documents with weights and columns."""
-    lengths, ranks, context = (5, 20, 9, 3, 11), np.array([0, SPLIT, 1, 0, NOBODY]), Context(1, 2, None)
+    lengths, ranks, context = (5, 20, 9, 3, 11), np.array([0, SPLIT, 1, 0, NOBODY]), Context(1, 2, 2)
     bounds = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
     tokens = torch.arange(48)
     columns = {"weights": tokens / 2, "segments": {"n": torch.arange(5)}, "tokens": {"t": tokens}}
@@ -160,8 +161,28 @@ def test_a_batch_is_dealt_as_a_stream_deals(store):
     assert part.tokens["t"].tolist() == [*range(15, 34), *[0] * 5]
 
 
+def test_the_order_of_documents_does_not_depend_on_who_shares_packs(store):
+    """A state that one group of processes wrote means the same to another, where parts are as many."""
+    contexts = [None, Context(0, 2, 2), Context(3, 4, 1)]
+    streams = [BatchStream(store, config(), FILLER, epochs=2, context=context) for context in contexts]
+    assert len({stream.fingerprint for stream in streams}) == 1
+    state = next(streams[0].steps(count=1)).state
+    found = [{str(step.counts) for step in stream.steps(state, 1)} for stream in streams]
+    assert found[0] == found[1] == found[2]
+    assert streams[0].fingerprint != BatchStream(store, config().replace(pack_parts=2), FILLER, epochs=2).fingerprint
+
+
+def test_packs_are_balanced_by_their_slowest_rank(store):
+    stream = BatchStream(store, config(), FILLER, context=Context(0, 2, 2))
+    plan, lengths = stream.plan, store.lengths.astype(np.int64)
+    for pack, (first, end) in enumerate(zip(plan.offsets, plan.offsets[1:])):
+        squares, part_of = lengths[plan.documents[first:end]] ** 2, plan.part_of[first:end]
+        whole = [squares[(part_of >= 0) & (part_of // 2 == rank)].sum() for rank in range(2)]
+        assert stream._sums[pack, COST] == squares[part_of == SPLIT].sum() + 2 * max(whole)
+
+
 def test_what_cannot_be_dealt_is_refused(store):
     with pytest.raises(ValueError, match="11 of 20 tokens on one of 2 ranks: more than it has room for"):
-        share_of(np.array([0, 11, 20]), np.array([0, 1]), Context(0, 2, None))
+        share_of(np.array([0, 11, 20]), np.array([0, 1]), Context(0, 2, 2))
     with pytest.raises(ValueError, match="pack_parts=4: so many parts cannot be divided among context_parallel=3 processes"):
-        BatchStream(store, config(), FILLER, context=Context(0, 3, None))
+        BatchStream(store, config(), FILLER, context=Context(0, 3, 3))

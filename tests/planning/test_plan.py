@@ -119,7 +119,7 @@ def test_ranks_that_share_packs_exchange_heads(context, recomputed, tmp_path):
 def test_ranks_that_share_packs_gather_keys(context, recomputed, tmp_path):
     """2 K · D values a token of the others, forward and forward again, and their gradients in fp32."""
     config = runs.config(
-        tmp_path, **ALL, batch_size=1, max_seq_length=768, context_parallel=context, context_exchange="keys"
+        tmp_path, **ALL, batch_size=1, max_seq_length=768, context_parallel=context, context_heads=1
     )  # fmt: skip
     sent = traffic(large(), config, 6, False, recomputed)
     others, values = 768 * (context - 1) / context, 2 * 4 * 128

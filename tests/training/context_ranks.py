@@ -49,8 +49,8 @@ RUNS: dict[str, tuple[Any, dict]] = {
     "two packs": (tiny.llama, {"batch_size": 2, "gradient_accumulation_steps": 2, "max_documents": 6}),
     "all documents whole": (tiny.llama, {"max_seq_length": 256}),
     "keys": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {}),
-    "keys, as asked": (tiny.llama, {"context_exchange": "keys"}),
-    "keys, windows": (lambda: families.build("gemma2", vocab_size=300), {"context_exchange": "keys"}),
+    "keys, as asked": (tiny.llama, {"context_heads": 1}),
+    "keys, windows": (lambda: families.build("gemma2", vocab_size=300), {"context_heads": 1}),
     **{name: (tiny.llama, {"objective": name, **PAIRS}) for name in ("dpo", "kto", "reward")},
 }
 """What makes the model of a run, and its fields."""
@@ -60,7 +60,7 @@ ROWS = {"dpo": preferences.rows, "reward": preferences.rows, "kto": preferences.
 
 REFUSED: dict[str, tuple[Any, dict]] = {
     "dpo": (tiny.llama, {"objective": "dpo"}),
-    "heads": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {"context_exchange": "heads"}),
+    "heads": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {"context_heads": 2}),
     "padded rows": (lambda: families.build("mamba", vocab_size=300), {}),
     "router loss": (lambda: families.mixture("mixtral", vocab_size=300, output_router_logits=True).train(), {}),
     "odd tokens": (tiny.llama, {"max_seq_length": 98}),
@@ -93,7 +93,7 @@ def train(made: Any, fields: dict, folder: Path, ranks: Mesh) -> dict[str, Any]:
     data_ranks = max(shares // 2, 1)
     fields = {**FIELDS, "gradient_accumulation_steps": 4 // data_ranks, **fields, "context_parallel": min(shares, 2)}
     if shares == 1:
-        fields.pop("context_exchange", None)
+        fields.pop("context_heads", None)
     if fields.get("objective") == "distill":
         fields["distill"] = {"teacher": str(folder / "teacher"), "teacher_precision": "fp32"}
     place = folder / f"rank{ranks.rank}-{'together' if ranks.count > 1 else 'alone'}"
@@ -119,9 +119,11 @@ def refusal(made: Any, fields: dict, folder: Path, ranks: Mesh) -> str:
 OPTIONS: dict[str, tuple[tuple[int, int], dict]] = {
     "plain": ((4, 2), {}), "all heads": ((4, 4), {}), "one key head": ((4, 1), {}), "window": ((4, 2), {"window": 5}),
     "softcap": ((8, 4), {"softcap": 3.0}), "sinks": ((4, 2), {"sinks": True}), "narrow values": ((4, 4), {"narrow": 8}),
-    "keys": ((6, 3), {"way": "keys"}), "keys, window": ((4, 2), {"way": "keys", "window": 5}),
-    "keys, softcap": ((4, 4), {"way": "keys", "softcap": 3.0}), "keys, sinks": ((6, 2), {"way": "keys", "sinks": True}),
-    "keys, narrow values": ((3, 3), {"way": "keys", "narrow": 8}),
+    "keys": ((6, 3), {"inner": 1}), "keys, window": ((4, 2), {"inner": 1, "window": 5}),
+    "keys, softcap": ((4, 4), {"inner": 1, "softcap": 3.0}), "keys, sinks": ((6, 2), {"inner": 1, "sinks": True}),
+    "keys, narrow values": ((3, 3), {"inner": 1, "narrow": 8}),
+    "both": ((4, 2), {"inner": 2}), "both, window": ((4, 1), {"inner": 2, "window": 5}),
+    "both, sinks": ((6, 2), {"inner": 2, "sinks": True}),
 }  # fmt: skip
 """Query and key heads, and what attention is asked for."""
 
@@ -135,8 +137,8 @@ REST = 36
 def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, list[torch.Tensor]]:
     """This rank's share of outputs and gradients in fp64, and what they are of the whole; sinks' gradients are summed."""
     torch.manual_seed(3)
-    options, width, context = dict(options), 16, ranks.context
-    context = dataclasses.replace(context, way=options.pop("way", "heads"))
+    options, width = dict(options), 16
+    context = ranks.sharing_packs(ranks.count, options.pop("inner", None)).context
     sinks = [torch.randn(heads[0], dtype=torch.float64)] if options.pop("sinks", False) else []
     widths = width, width, options.pop("narrow", width)
     tokens = sum(LENGTHS) + REST
@@ -159,7 +161,7 @@ def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, l
     out = attend_split(attend, *parts, share.split, *own_sinks)
     found = torch.autograd.grad(out, [*parts, *own_sinks], dy[at] * there[:, None, None])
     for gradient in found[len(inputs) :]:
-        dist.all_reduce(gradient, group=context.group)
+        dist.all_reduce(gradient)
     same = [x[at][there] for x in (expected, *grads[: len(inputs)])] + list(grads[len(inputs) :])
     found = [x[there] for x in (out, *found[: len(inputs)])] + list(found[len(inputs) :])
     return {"found": [x.detach() for x in found], "expected": [x.detach() for x in same]}
@@ -179,7 +181,7 @@ def fused(ranks: Mesh) -> dict[str, list[torch.Tensor]]:
         sums.append([p.grad.clone() for p in model.get_decoder().parameters()])
         model.zero_grad()
     for gradient in sums[1]:
-        dist.all_reduce(gradient, group=ranks.context.group)
+        dist.all_reduce(gradient)
     return {"found": sums[1], "expected": sums[0]}
 
 
@@ -197,7 +199,7 @@ def main(folder: Path, cases: list[str]) -> None:
         elif kind == "refused":
             found = refusal(*REFUSED[name], place, ranks)
         elif kind == "attention":
-            found = attention(*OPTIONS[name], ranks.sharing_packs(ranks.count))
+            found = attention(*OPTIONS[name], ranks)
         else:
             found = fused(shared)
         if ranks.writer:

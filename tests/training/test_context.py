@@ -11,6 +11,7 @@ import tiny
 import two_processes
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
+from chronicals.training.context import exchanging
 
 sys.path.insert(0, str(Path(__file__).parent))
 import context_ranks
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks wou
 CASES = [
     *(f"run: {name}" for name in context_ranks.RUNS),
     *(f"refused: {name}" for name in context_ranks.REFUSED),
-    *(f"attention: {name}" for name in context_ranks.OPTIONS),
+    *(f"attention: {name}" for name in context_ranks.OPTIONS if "both" not in name),
     "fused: layers",
 ]
 
@@ -56,7 +57,7 @@ def test_two_that_share_packs_train_what_one_trains(name, two):
 
 
 def test_four_of_which_two_share_each_pack(tmp_path):
-    names = "all heads", "one key head", "sinks", "keys, window", "keys, narrow values"
+    names = "all heads", "one key head", "sinks", "keys, window", "keys, narrow values", "both", "both, window", "both, sinks"
     launched(tmp_path, 4, ["run: all weights", *(f"attention: {name}" for name in names)])
     seen = torch.load(tmp_path / "run: all weights.pt")
     agree(seen["together"], seen["alone"])
@@ -65,7 +66,7 @@ def test_four_of_which_two_share_each_pack(tmp_path):
         torch.testing.assert_close(seen["found"], seen["expected"])
 
 
-@pytest.mark.parametrize("name", context_ranks.OPTIONS)
+@pytest.mark.parametrize("name", [name for name in context_ranks.OPTIONS if "both" not in name])
 def test_attention_of_parts_is_that_of_the_whole(name, two):
     seen = torch.load(two / f"attention: {name}.pt")
     for found, expected in zip(seen["found"], seen["expected"], strict=True):
@@ -80,7 +81,7 @@ def test_fused_layers_take_parts(two):
 
 WORDS = {
     "dpo": "context_parallel=2: objective='dpo' compares whole documents, which must lie on one process",
-    "heads": "context_parallel=2: 3 query and 3 key heads cannot be divided among 2 ranks; context_exchange='keys' ",
+    "heads": "context_parallel=2: 3 query and 3 key heads cannot be divided among 2 ranks; context_heads=1 divides none",
     "padded rows": "context_parallel=2: MambaForCausalLM takes documents as padded rows",
     "router loss": "context_parallel=2: the router loss of MixtralForCausalLM is one of whole packs",
     "layers skipped": "context_parallel=2: OPTForCausalLM skips layers at random",
@@ -94,6 +95,17 @@ WORDS = {
 @pytest.mark.parametrize("name", WORDS)
 def test_what_cannot_be_shared_is_refused(name, two):
     assert torch.load(two / f"refused: {name}.pt").startswith(WORDS[name])
+
+
+@pytest.mark.parametrize(
+    ("machines", "number", "heads", "key_heads", "inner"),
+    [
+        ("aaaa", 4, 8, 4, 4), ("aaaa", 2, 8, 4, 2), ("aaaa", 4, 8, 2, 2), ("aaaa", 2, 3, 3, 1), ("aaaabbbb", 8, 32, 8, 4),
+        ("aaaabbbb", 8, 32, 2, 2), ("aabb", 4, 6, 3, 1), ("abab", 2, 8, 8, 1), ("aaabbb", 6, 12, 6, 3), ("aabbbb", 6, 12, 6, 2),
+    ],
+)  # fmt: skip
+def test_heads_are_exchanged_within_machines_where_they_divide(machines, number, heads, key_heads, inner):
+    assert exchanging(machines, number, heads, key_heads) == inner
 
 
 def test_processes_that_are_no_multiple():

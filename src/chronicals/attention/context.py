@@ -1,20 +1,21 @@
 """Attention to documents that several ranks have parts of.
 
 Each of c ranks has two chunks of every such document, n tokens in all, with all heads, and its other documents whole, to which
-it attends alone. Of what is split there are two ways. ``heads`` (DeepSpeed-Ulysses; Jacobs et al., 2023, section 3): an
-all-to-all gives every rank all c n tokens of 1 / c of the heads, attention runs as it does on one rank, and another all-to-all
-brings its outputs back:
+it attends alone. For what is split there are two ways. Heads are exchanged (DeepSpeed-Ulysses; Jacobs et al., 2023, section 3):
+an all-to-all gives every rank all c n tokens of 1 / c of the heads, attention runs as it does on one rank, and another
+all-to-all brings its outputs back:
 
     q, k, v  [n, H, D]  →  [c n, H/c, D]  →  attention  →  [c n, H/c, D]  →  [n, H, D]
 
 A rank sends (2 H + 2 K) · D · n · (c − 1) / c values in a layer, of H query and K key heads, forward and as many backward.
 
-``keys`` (as in Llama 3; Dubey et al., 2024, section 3.3.2): keys and values of all ranks are gathered, and each of the rank's
-chunks attends to its document up to the chunk's end, a causal mask aligned at the end. One chunk is from the front of a
-document and one from its back, so all ranks see as many keys. Gradients of keys and values are reduce-scattered in fp32. A rank
-receives 2 K · D · n · (c − 1) values forward and sends as many backward, whatever H is and whether c divides it.
+Or keys and values of all ranks are gathered (as in Llama 3; Dubey et al., 2024, section 3.3.2), and each of the rank's chunks
+attends to its document up to the chunk's end, a causal mask aligned at the end. One chunk is from the front of a document and
+one from its back, so all ranks see as many keys. Gradients of keys and values are reduce-scattered in fp32. A rank receives
+2 K · D · n · (c − 1) values forward and sends as many backward, whatever H is and whether c divides it.
 
-Windows, softcaps and sinks are those of one rank.
+Ranks of several machines do both: those of a machine exchange heads, and keys are gathered, a share of the heads each, from the
+ranks in the same place on the others. Windows, softcaps and sinks are those of one rank.
 """
 
 from __future__ import annotations
@@ -44,35 +45,31 @@ def attend_split(
     Raises:
         ValueError: the heads cannot be divided among the ranks.
     """
-    n, way = split.tokens, {"heads": _by_heads, "keys": _by_keys}[split.context.way]
+    n = split.tokens
     if n == len(q_THD):
-        return way(attend, q_THD, k_TKD, v_TKD, split, *of_heads)
-    together = way(attend, q_THD[:n], k_TKD[:n], v_TKD[:n], split, *of_heads)
+        return _together(attend, q_THD, k_TKD, v_TKD, split, *of_heads)
+    together = _together(attend, q_THD[:n], k_TKD[:n], v_TKD[:n], split, *of_heads)
     alone = attend(q_THD[n:], k_TKD[n:], v_TKD[n:], split.whole, split.max_whole, None, None, *of_heads)
     return torch.cat((together, alone))
 
 
-def _by_heads(
-    attend: Attend, q_QHD: Tensor, k_QKD: Tensor, v_QKD: Tensor, split: SplitDocuments, *of_heads: Tensor
-) -> Tensor:  # fmt: skip
-    heads, groups, context = q_QHD.shape[1], k_QKD.shape[1], split.context
-    if reason := why_not_divided(heads, groups, context.count):
+def _together(attend: Attend, q: Tensor, k: Tensor, v: Tensor, split: SplitDocuments, *of_heads: Tensor) -> Tensor:
+    """Output for this rank's tokens of split documents, ``[n, H, D]``."""
+    heads, groups, inner = q.shape[1], k.shape[1], split.context.inner
+    if reason := why_not_divided(heads, groups, inner):
         raise ValueError(reason)
-    if groups % context.count:  # each rank's query heads belong to one key head, which others have as well
-        k_QKD, v_QKD = (x.repeat_interleave(context.count // groups, dim=1) for x in (k_QKD, v_QKD))
-    q, k, v = (_Exchange.apply(x, split, True) for x in (q_QHD, k_QKD, v_QKD))
-    own = (values.chunk(context.count)[context.rank] for values in of_heads)
-    out: Tensor = _Exchange.apply(attend(q, k, v, split.cu_seqlens, split.max_seqlen, None, None, *own), split, False)
-    return out
-
-
-def _by_keys(
-    attend: Attend, q_QHD: Tensor, k_QKD: Tensor, v_QKD: Tensor, split: SplitDocuments, *of_heads: Tensor
-) -> Tensor:  # fmt: skip
-    assert split.keys is not None
-    k, v = (_Gather.apply(x, split) for x in (k_QKD, v_QKD))
-    bounds = split.cu_seqlens, split.max_seqlen, split.keys.cu_seqlens, split.keys.max_seqlen
-    return attend(q_QHD, k, v, *bounds, *of_heads)
+    own = of_heads
+    if inner > 1:
+        if groups % inner:  # each rank's query heads belong to one key head, which others have as well
+            k, v = (x.repeat_interleave(inner // groups, dim=1) for x in (k, v))
+        q, k, v = (_Exchange.apply(x, split, True) for x in (q, k, v))
+        own = tuple(values.chunk(inner)[split.context.rank % inner] for values in of_heads)
+    of_keys: tuple[Tensor | None, int | None] = (None, None)
+    if split.keys is not None:
+        k, v = (_Gather.apply(x, split) for x in (k, v))
+        of_keys = split.keys.cu_seqlens, split.keys.max_seqlen
+    out = attend(q, k, v, split.cu_seqlens, split.max_seqlen, *of_keys, *own)
+    return _Exchange.apply(out, split, False) if inner > 1 else out
 
 
 def why_not_divided(heads: int, groups: int, count: int) -> str | None:
@@ -83,7 +80,7 @@ def why_not_divided(heads: int, groups: int, count: int) -> str | None:
 
 
 class _Exchange(torch.autograd.Function):
-    """``[n, H, D]`` of all heads to ``[c n, H/c, D]`` of all tokens in the order of the documents, or back."""
+    """``[n, H, D]`` of all heads to ``[c n, H/c, D]`` of the tokens of c ranks, document after document, or back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, split: SplitDocuments, to_heads: bool) -> Tensor:
@@ -96,25 +93,25 @@ class _Exchange(torch.autograd.Function):
 
 
 def _to_heads(x_QHD: Tensor, split: SplitDocuments) -> Tensor:
-    parts = x_QHD.unflatten(1, (split.context.count, -1)).transpose(0, 1).contiguous()  # [c, n, H/c, D], by where they go
+    parts = x_QHD.unflatten(1, (split.context.inner, -1)).transpose(0, 1).contiguous()  # [c, n, H/c, D]
     found = _sent(parts, split.context).flatten(0, 1)
     return found if split.order is None else found.index_select(0, split.order)
 
 
 def _to_tokens(x_THD: Tensor, split: SplitDocuments) -> Tensor:
     x_THD = x_THD.contiguous() if split.back is None else x_THD.index_select(0, split.back)
-    return _sent(x_THD.unflatten(0, (split.context.count, -1)), split.context).transpose(0, 1).flatten(1, 2)
+    return _sent(x_THD.unflatten(0, (split.context.inner, -1)), split.context).transpose(0, 1).flatten(1, 2)
 
 
 def _sent(parts: Tensor, context: Context) -> Tensor:
     """Part n to rank n; in place n what rank n sent."""
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=context.group)
+    dist.all_to_all_single(received, parts, group=context.inner_group)
     return received
 
 
 class _Gather(torch.autograd.Function):
-    """Keys or values ``[n, K, D]`` of this rank to those that its chunks attend to, ``[keys, K, D]``.
+    """Keys or values ``[n, K, D]`` that this rank has to those that its queries attend to, ``[keys, K, D]``.
 
     Backward each gathered token's gradients are added up in fp32 in the order of the chunks, and then over the ranks.
     """
@@ -123,8 +120,8 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, x_QKD: Tensor, split: SplitDocuments) -> Tensor:
         assert split.keys is not None
         ctx.split = split
-        gathered = x_QKD.new_empty(split.context.count * len(x_QKD), *x_QKD.shape[1:])
-        dist.all_gather_into_tensor(gathered, x_QKD.contiguous(), group=split.context.group)
+        gathered = x_QKD.new_empty(split.context.outer * len(x_QKD), *x_QKD.shape[1:])
+        dist.all_gather_into_tensor(gathered, x_QKD.contiguous(), group=split.context.outer_group)
         return gathered.index_select(0, split.keys.index)
 
     @staticmethod
@@ -136,6 +133,6 @@ class _Gather(torch.autograd.Function):
             for place in split.keys.places.unbind()
         )
         total = first.add_(second)
-        own = total.new_empty(split.tokens, *total.shape[1:])
-        dist.reduce_scatter_tensor(own, total, group=split.context.group)
+        own = total.new_empty(len(total) // split.context.outer, *total.shape[1:])
+        dist.reduce_scatter_tensor(own, total, group=split.context.outer_group)
         return own.to(dy.dtype), None

@@ -74,8 +74,8 @@ SIZES = (
 
 STEPS = {
     "batch_size", "max_seq_length", "gradient_accumulation_steps", "use_sequence_packing", "packing_strategy", "max_documents",
-    "overlong", "seed", "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "use_lora", "quantization",
-    "load_in_4bit",
+    "pack_parts", "overlong", "seed", "objective", "sections", "train_on", "train_on_roles", "train_on_turns", "use_lora",
+    "quantization", "load_in_4bit",
 }  # fmt: skip
 """Fields that decide what a step holds or trains; all arms must have the same."""
 

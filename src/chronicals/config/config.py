@@ -397,10 +397,10 @@ class ChronicalsConfig:
         description="Of several processes: how many share each pack; documents stay whole on one, those longer than its share "
         "are split over all",
     )
-    context_exchange: Literal["heads", "keys"] | None = Field(
+    context_heads: Positive | None = Field(
         default=None,
-        description="With context_parallel: how split documents are attended to: all tokens of some heads (all-to-all), or own "
-        "tokens to gathered keys (default: heads within a machine where their number divides those of keys)",
+        description="With context_parallel: how many neighbours exchange heads to attend to split documents; keys are gathered "
+        "from others (default: those of a machine, where their number divides the key heads)",
     )
     pack_parts: Positive | None = Field(
         default=None,

@@ -131,35 +131,40 @@ def _split(chunk: np.ndarray, context: Context, whole: np.ndarray, longest: int)
     Args:
         whole, longest: bounds of its other documents in its own tokens, and the one on their lengths.
     """
-    count, tokens = context.count, int(2 * chunk.sum())
-    sender, second = np.empty(2 * count, np.int64), np.empty(2 * count, np.int64)
-    for rank in range(count):
-        for place, number in enumerate(context.chunks(rank)):
-            sender[number], second[number] = rank, place
+    inner, outer, tokens = context.inner, context.outer, int(2 * chunk.sum())
     before = 2 * (np.cumsum(chunk) - chunk)
-    sent = sender * tokens + before[:, None] + second * chunk[:, None]  # where each chunk begins
-    order = ranges(sent.ravel(), np.repeat(chunk, 2 * count))
-    if context.way == "keys":
-        return _by_keys(chunk, context, order, tokens, _bounds(np.diff(whole)), longest)
+    first = context.rank - context.rank % inner
+    held = sorted((number, rank, place) for rank in range(inner) for place, number in enumerate(context.chunks(first + rank)))
+    _, sender, place = np.array(held).T  # of the chunks of ranks that exchange heads, in the order of the document
+    order = ranges((sender * tokens + before[:, None] + place * chunk[:, None]).ravel(), np.repeat(chunk, 2 * inner))
+    lengths, keys = 2 * inner * chunk, None
+    if outer > 1:
+        lengths = np.repeat(inner * chunk, 2)
+        keys = _gathered_keys(chunk, context, inner * tokens)
     found = SplitDocuments(
-        context, tokens, _bounds(2 * count * chunk), int(2 * count * chunk.max()), _bounds(np.diff(whole)), longest
-    )
+        context, tokens, _bounds(lengths), int(lengths.max()), _bounds(np.diff(whole)), longest, keys=keys
+    )  # fmt: skip
     if np.array_equal(order, np.arange(len(order))):
         return found
     return replace(found, order=torch.as_tensor(order), back=torch.as_tensor(np.argsort(order)))
 
 
-def _by_keys(
-    chunk: np.ndarray, context: Context, order: np.ndarray, tokens: int, whole: Tensor, longest: int
-) -> SplitDocuments:  # fmt: skip
-    """Args: order: where the documents' tokens lie among those that are gathered."""
-    count, numbers = context.count, np.array(context.chunks(context.rank))
-    seen = (chunk[:, None] * (numbers + 1)).ravel()  # by each of this rank's chunks: its document up to the chunk's end
-    index = order[ranges(np.repeat(2 * count * (np.cumsum(chunk) - chunk), 2), seen)]
-    places = np.full((2, count * tokens), -1, np.int64)
+def _gathered_keys(chunk: np.ndarray, context: Context, tokens: int) -> SharedKeys:
+    """What the two pieces of each document that this rank and its neighbours have attend to: the document up to their ends.
+
+    Args:
+        tokens: that each of ``outer`` neighbourhoods sends, a piece from the front and one from the back of each document.
+    """
+    outer, piece = context.outer, context.inner * chunk
+    own, numbers = context.rank // context.inner, np.arange(2 * outer)
+    sender, place = np.minimum(numbers, 2 * outer - 1 - numbers), (numbers >= outer).astype(np.int64)
+    begins = sender * tokens + 2 * (np.cumsum(piece) - piece)[:, None] + place * piece[:, None]
+    order = ranges(begins.ravel(), np.repeat(piece, 2 * outer))
+    seen = (piece[:, None] * np.array([own + 1, 2 * outer - own])).ravel()
+    index = order[ranges(np.repeat(2 * outer * (np.cumsum(piece) - piece), 2), seen)]
+    places = np.full((2, outer * tokens), -1, np.int64)
     places[np.repeat(np.tile([0, 1], len(chunk)), seen), index] = np.arange(len(index))
-    keys = SharedKeys(torch.as_tensor(index), _bounds(seen), torch.as_tensor(places), int(seen.max()))
-    return SplitDocuments(context, tokens, _bounds(np.repeat(chunk, 2)), int(chunk.max()), whole, longest, keys=keys)
+    return SharedKeys(torch.as_tensor(index), _bounds(seen), torch.as_tensor(places), int(seen.max()))
 
 
 def _bounds(lengths: np.ndarray) -> Tensor:

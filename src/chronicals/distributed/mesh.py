@@ -77,13 +77,17 @@ class Mesh:
             dist.init_process_group(backend, rank=launch.rank, world_size=launch.count)
         return cls(dist.get_rank(), dist.get_world_size(), local_rank)
 
-    def sharing_packs(self, number: int) -> Mesh:
+    def sharing_packs(self, number: int, inner: int | None = None) -> Mesh:
         """The same, of which so many neighbours share each pack. All ranks call it alike.
+
+        Args:
+            inner: how many of these, a divisor, exchange heads; all by default.
 
         Raises:
             ConfigurationError: they cannot be divided so.
         """
-        if number == (self.context.count if self.context else 1):
+        inner = inner or number
+        if (number, inner) == ((self.context.count, self.context.inner) if self.context else (1, 1)):
             return self
         if number == 1:
             return replace(self, context=None)
@@ -92,8 +96,20 @@ class Mesh:
                 f"context_parallel={number}: {self.count} processes cannot share packs {number} by {number}; start "
                 f"a multiple of {number} (--nproc {number}), or take a divisor"
             )
-        groups = [dist.new_group(list(range(first, first + number))) for first in range(0, self.count, number)]
-        return replace(self, context=Context(self.rank % number, number, groups[self.rank // number]))
+        if number % inner:
+            raise ConfigurationError(
+                f"context_heads={inner}: {number} processes that share packs cannot exchange heads {inner} by {inner}; take a "
+                f"divisor of {number}"
+            )
+        inner_group = outer_group = None  # every rank takes part in making every group
+        for first in range(0, self.count, number):
+            for begin in range(first, first + number, inner) if inner > 1 else ():
+                group = dist.new_group(ranks := list(range(begin, begin + inner)))
+                inner_group = group if self.rank in ranks else inner_group
+            for begin in range(first, first + inner) if inner < number else ():
+                group = dist.new_group(ranks := list(range(begin, first + number, inner)))
+                outer_group = group if self.rank in ranks else outer_group
+        return replace(self, context=Context(self.rank % number, number, inner, inner_group, outer_group))
 
     @property
     def data_rank(self) -> int:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from chronicals.attention import attend_split, why_not_divided
+from chronicals.attention import attend_split
 from chronicals.batch import Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data.dealing import share_of
@@ -29,6 +29,7 @@ from chronicals.data.parts import SPLIT
 from chronicals.distributed import Mesh, Shards
 from chronicals.memory import decoder_layers
 from chronicals.model_shape import ModelShape
+from chronicals.training.context import exchanging
 from chronicals.training.decisions import frozen_bytes
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, trains_layers
 
@@ -138,11 +139,11 @@ def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batc
 def _of_attention(model: Any, config: ChronicalsConfig, context: int) -> tuple[float, float]:
     """Bytes of one layer and micro-batch that is one document, forward and backward; on one machine where heads divide."""
     shape, tokens = ModelShape.of(model.config), config.batch_size * config.max_seq_length
-    divided = why_not_divided(shape.heads, shape.kv_heads, context) is None
-    way = config.context_exchange or ("heads" if divided else "keys")
+    inner = config.context_heads or exchanging([""] * context, context, shape.heads, shape.kv_heads)
     dtype = torch.float32 if config.mixed_precision == "fp32" else torch.bfloat16
     with counted_among(context) as sent:
-        share = share_of(np.array([0, tokens]), np.array([SPLIT]), Context(0, context, dist.group.WORLD, way))
+        groups = (dist.new_group(list(range(0, end, by))) for end, by in ((inner, 1), (context, inner)))
+        share = share_of(np.array([0, tokens]), np.array([SPLIT]), Context(0, context, inner, *groups))
         q, k, v = (
             torch.empty(len(share.rows), n, shape.head_dim, dtype=dtype, requires_grad=True)
             for n in (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -168,7 +169,7 @@ def counted_among(ranks: int) -> Iterator[dict[str, float]]:
         raise RuntimeError("this process trains with others; plan in a process of its own")
     dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
     try:
-        with warnings.catch_warnings(), FakeTensorMode(), _Counted(ranks) as counting:
+        with warnings.catch_warnings(), FakeTensorMode(), _Counted() as counting:
             warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)  # which has new names for two collectives
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # by which others' writes are noticed
             yield counting.sent
@@ -181,18 +182,27 @@ class _Counted(TorchDispatchMode):
     sent: bytes by collective.
     """
 
-    def __init__(self, ranks: int):
+    def __init__(self) -> None:
         super().__init__()
-        self.share, self.sent = (ranks - 1) / ranks, dict.fromkeys(NAMES.values(), 0.0)
+        self.sent = dict.fromkeys(NAMES.values(), 0.0)
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # fmt: skip
         if function.namespace == "c10d":
             name = NAMES[function.overloadpacket.__name__]
-            sizes = [x.nbytes for x in torch.utils._pytree.tree_leaves(args) if isinstance(x, Tensor)]
-            self.sent[name] += self.share * BYTES[name](sizes)
+            leaves = torch.utils._pytree.tree_leaves(args)
+            sizes = [x.nbytes for x in leaves if isinstance(x, Tensor)]
+            ranks = next(len(dist.get_process_group_ranks(x)) for x in map(_group, leaves) if x is not None)
+            self.sent[name] += BYTES[name](sizes) * (ranks - 1) / ranks
         return function(*args, **(kwargs or {}))
+
+
+def _group(argument: Any) -> dist.ProcessGroup | None:
+    """The process group that an operator was given, or None."""
+    if not isinstance(argument, torch.ScriptObject) or "ProcessGroup" not in argument._type().str():
+        return None
+    return dist.ProcessGroup.unbox(argument)
 
 
 BYTES: dict[str, Callable[[list[int]], int]] = {

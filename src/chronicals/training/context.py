@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -44,24 +44,33 @@ def sharing_packs(ranks: Mesh, config: ChronicalsConfig, model: Any) -> Mesh:
     Raises:
         ConfigurationError: they cannot be divided so.
     """
-    number, asked = config.context_parallel, config.context_exchange
+    number, asked = config.context_parallel, config.context_heads
     if number == 1 and asked is not None:
-        raise ConfigurationError(f"context_exchange={asked!r}: no pack is shared; set context_parallel too, or leave it out")
-    ranks = ranks.sharing_packs(number)
-    if ranks.context is None:
-        return ranks
+        raise ConfigurationError(f"context_heads={asked}: no pack is shared; set context_parallel too, or leave it out")
+    if number == 1 or ranks.count % number:
+        return ranks.sharing_packs(number)
     shape, machines = ModelShape.of(model.config), ranks.gather_values(socket.gethostname())
-    groups = [set(machines[first : first + number]) for first in range(0, ranks.count, number)]
-    reason = "as asked"
-    if asked is None:
-        apart = any(len(group) > 1 for group in groups)
-        divided = shape.kv_heads % number == 0 and shape.heads % number == 0
-        asked = "heads" if divided and not apart else "keys"
-        reason = f"{number} processes {'of several machines' if apart else 'of a machine'}, {shape.kv_heads} key heads"
+    inner = asked or exchanging(machines, number, shape.heads, shape.kv_heads)
     if ranks.writer:
-        means = {"heads": "heads are exchanged (all-to-all)", "keys": "keys and values are gathered"}[asked]
-        logger.info("context_parallel=%d: for split documents %s: %s", number, means, reason)
-    return replace(ranks, context=replace(ranks.context, way=asked))
+        among = "all" if inner == number else f"{inner} neighbours"
+        means = [f"{among} exchange heads (all-to-all)"] if inner > 1 else []
+        means += [f"keys and values of {number // inner} are gathered"] if inner < number else []
+        why = "as asked" if asked else f"{len(set(machines))} machine(s), {shape.kv_heads} key heads"
+        logger.info("context_parallel=%d: to attend to split documents %s (%s)", number, ", and ".join(means), why)
+    return ranks.sharing_packs(number, inner)
+
+
+def exchanging(machines: Sequence[str], number: int, heads: int, key_heads: int) -> int:
+    """The most neighbours of ``number`` that are on one machine and among which query and key heads can be divided.
+
+    Args:
+        machines: of each rank.
+    """
+    for inner in range(number, 1, -1):
+        divides = not (number % inner or heads % inner or key_heads % inner)
+        if divides and all(len({*machines[first : first + inner]}) == 1 for first in range(0, len(machines), inner)):
+            return inner
+    return 1
 
 
 def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfig) -> None:
@@ -104,8 +113,8 @@ def _why_not(presented: PresentedModel, width: int, context: Context) -> str | N
         return f"the router loss of {name} is one of whole packs"
     if reason := why_neighbours_matter(presented.model.config, width):
         return reason
-    if context.way == "heads" and (reason := why_not_divided(shape.heads, shape.kv_heads, context.count)):
-        return f"{reason}; context_exchange='keys' divides none"
+    if reason := why_not_divided(shape.heads, shape.kv_heads, context.inner):
+        return f"{reason}; context_heads=1 divides none"
     return None
 
 

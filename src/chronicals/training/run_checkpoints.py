@@ -30,7 +30,9 @@ from chronicals.training.run import Run
 
 logger = logging.getLogger(__name__)
 
-ORDERED_BY = ("seed", "use_sequence_packing", "packing_strategy", "max_documents", "validation_split")
+ORDERED_BY = (
+    "seed", "use_sequence_packing", "packing_strategy", "max_documents", "pack_parts", "context_parallel", "validation_split",
+)  # fmt: skip
 """Fields of the configuration that decide in which order documents come."""
 
 
