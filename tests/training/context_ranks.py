@@ -50,6 +50,8 @@ RUNS: dict[str, tuple[Any, dict]] = {
     "all documents whole": (tiny.llama, {"max_seq_length": 256}),
     "keys": (lambda: tiny.llama(num_attention_heads=3, num_key_value_heads=3, hidden_size=48), {}),
     "keys, as asked": (tiny.llama, {"context_heads": 1}),
+    "keys, recomputing": (tiny.llama, {"context_heads": 1, "memory": ["recompute_layers"]}),
+    "weights divided": (tiny.llama, {"sharding": "weights"}),
     "keys, windows": (lambda: families.build("gemma2", vocab_size=300), {"context_heads": 1}),
     **{name: (tiny.llama, {"objective": name, **PAIRS}) for name in ("dpo", "kto", "reward")},
 }

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 import families
+import runs
 import tiny
 import two_processes
 from chronicals.config import ConfigurationError
 from chronicals.distributed import Mesh
-from chronicals.training.context import exchanging
+from chronicals.training.context import exchanging, sharing_packs
 
 sys.path.insert(0, str(Path(__file__).parent))
 import context_ranks
@@ -111,3 +112,10 @@ def test_heads_are_exchanged_within_machines_where_they_divide(machines, number,
 def test_processes_that_are_no_multiple():
     with pytest.raises(ConfigurationError, match=r"context_parallel=2: 1 processes cannot share packs 2 by 2; .*--nproc 2"):
         Mesh().sharing_packs(2)
+
+
+def test_heads_that_no_processes_exchange(tmp_path):
+    with pytest.raises(ConfigurationError, match="context_heads=2: no pack is shared; set context_parallel too"):
+        sharing_packs(Mesh(), runs.config(tmp_path, context_heads=2), tiny.llama())
+    with pytest.raises(ConfigurationError, match="context_heads=3: 4 processes that share packs cannot exchange heads 3 by 3"):
+        Mesh(count=4).sharing_packs(4, 3)

@@ -148,6 +148,7 @@ def _of_attention(model: Any, config: ChronicalsConfig, context: int) -> tuple[f
             torch.empty(len(share.rows), n, shape.head_dim, dtype=dtype, requires_grad=True)
             for n in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
+        assert share.split is not None
         out = attend_split(lambda q, k, v, *_: q + (k.sum() + v.sum()), q, k, v, share.split)
         forward = sum(sent.values())
         out.sum().backward()
@@ -200,7 +201,7 @@ class _Counted(TorchDispatchMode):
 
 def _group(argument: Any) -> dist.ProcessGroup | None:
     """The process group that an operator was given, or None."""
-    if not isinstance(argument, torch.ScriptObject) or "ProcessGroup" not in argument._type().str():
+    if not isinstance(argument, torch.ScriptObject) or "ProcessGroup" not in str(argument._type()):
         return None
     return dist.ProcessGroup.unbox(argument)
 

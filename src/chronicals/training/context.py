@@ -113,9 +113,8 @@ def _why_not(presented: PresentedModel, width: int, context: Context) -> str | N
         return f"the router loss of {name} is one of whole packs"
     if reason := why_neighbours_matter(presented.model.config, width):
         return reason
-    if reason := why_not_divided(shape.heads, shape.kv_heads, context.inner):
-        return f"{reason}; context_heads=1 divides none"
-    return None
+    undivided = why_not_divided(shape.heads, shape.kv_heads, context.inner)
+    return undivided and f"{undivided}; context_heads=1 divides none"
 
 
 @torch.no_grad()
