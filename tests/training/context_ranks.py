@@ -7,8 +7,10 @@ import dataclasses
 import itertools
 import os
 import sys
+import weakref
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import patch
 
 import numpy as np
@@ -20,6 +22,7 @@ import preferences
 import runs
 import tiny
 from chronicals.attention import attend_split, document_attention
+from chronicals.attention import context as context_module
 from chronicals.config import ConfigurationError
 from chronicals.data.dealing import NOBODY, part_of, share_of
 from chronicals.data.parts import SPLIT
@@ -124,10 +127,39 @@ OPTIONS: dict[str, tuple[tuple[int, int], dict]] = {
     "keys": ((6, 3), {"inner": 1}), "keys, window": ((4, 2), {"inner": 1, "window": 5}),
     "keys, softcap": ((4, 4), {"inner": 1, "softcap": 3.0}), "keys, sinks": ((6, 2), {"inner": 1, "sinks": True}),
     "keys, narrow values": ((3, 3), {"inner": 1, "narrow": 8}),
+    "keys, two heads at a time": ((9, 3), {"inner": 1, "at_once": 2}),
+    "keys, kept": ((4, 2), {"inner": 1, "kept": True}),
+    "keys, kept, sinks": ((6, 2), {"inner": 1, "kept": True, "sinks": True, "at_once": 1}),
     "both": ((4, 2), {"inner": 2}), "both, window": ((4, 1), {"inner": 2, "window": 5}),
     "both, sinks": ((6, 2), {"inner": 2, "sinks": True}),
 }  # fmt: skip
 """Query and key heads, and what attention is asked for."""
+
+
+class Kept(torch.autograd.Function):
+    """Attention that keeps its inputs as they are for the backward pass, as libraries do."""
+
+    keys: ClassVar[list[weakref.ref]] = []
+    """Those that were gathered."""
+
+    @classmethod
+    def attend(cls, attend: Any, q: Any, k: Any, v: Any, *given: Any) -> torch.Tensor:
+        if len(k) > len(q):
+            cls.keys += [weakref.ref(k), weakref.ref(v)]
+        return cls.apply(attend, given[:4], q, k, v, *given[4:])
+
+    @staticmethod
+    def forward(ctx: Any, attend: Any, bounds: Any, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.attend, ctx.bounds = attend, bounds
+        ctx.save_for_backward(*tensors)
+        return attend(*tensors[:3], *bounds, *tensors[3:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.enable_grad():
+            given = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+            out = ctx.attend(*given[:3], *ctx.bounds, *given[3:])
+        return None, None, *torch.autograd.grad(out, given, dy)
 
 
 LENGTHS, RANKS = (1, 20, 3, 30, 5, 2, 19), (0, SPLIT, 1, SPLIT, 1, 0, SPLIT)
@@ -154,13 +186,19 @@ def attention(heads: tuple[int, int], options: dict, ranks: Mesh) -> dict[str, l
         sinks = given[4] if len(given) > 4 else None
         return document_attention(q, k, v, *given[:4], sinks=sinks, backend="per-document", **options)
 
+    if options.pop("kept", False):
+        attend = partial(Kept.attend, attend)
+    a_head = (1 if share.split.keys is None else len(share.split.keys.index)) * (widths[0] + widths[2]) * 8
+    context_module.AT_ONCE = options.pop("at_once", 10) * a_head
     whole = [x.clone().requires_grad_() for x in (*inputs, *sinks)]
     expected = attend(*whole[:3], bounds, 40, None, None, *whole[3:])
     dy[sum(LENGTHS) :] = 0.0
     grads = torch.autograd.grad(expected, whole, dy)
     parts = [x[at].clone().requires_grad_() for x in inputs]
     own_sinks = [x.clone().requires_grad_() for x in sinks]
+    Kept.keys.clear()
     out = attend_split(attend, *parts, share.split, *own_sinks)
+    assert not any(reference() is not None for reference in Kept.keys), "what was gathered is kept"
     found = torch.autograd.grad(out, [*parts, *own_sinks], dy[at] * there[:, None, None])
     for gradient in found[len(inputs) :]:
         dist.all_reduce(gradient)

@@ -12,7 +12,8 @@ A rank sends (2 H + 2 K) · D · n · (c − 1) / c values in a layer, of H quer
 Or keys and values of all ranks are gathered (as in Llama 3; Dubey et al., 2024, section 3.3.2), and each of the rank's chunks
 attends to its document up to the chunk's end, a causal mask aligned at the end. One chunk is from the front of a document and
 one from its back, so all ranks see as many keys. Gradients of keys and values are reduce-scattered in fp32. A rank receives
-2 K · D · n · (c − 1) values forward and sends as many backward, whatever H is and whether c divides it.
+2 K · D · n · (c − 1) values forward and sends as many backward, whatever H is and whether c divides it. What is gathered is not
+kept for the backward pass, which gathers it again, and of long documents it is a few key heads at a time.
 
 Ranks of several machines do both: those of a machine exchange heads, and keys are gathered, a share of the heads each, from the
 ranks in the same place on the others. Windows, softcaps and sinks are those of one rank.
@@ -20,14 +21,20 @@ ranks in the same place on the others. Windows, softcaps and sinks are those of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from chronicals.batch import Context, SplitDocuments
+from chronicals.batch import Context, SharedKeys, SplitDocuments
+
+AT_ONCE = 1 << 30
+"""Bytes of keys and values that are gathered at a time, at least those of one head; all of a million tokens of 8 heads are 4
+GiB."""
 
 Attend = Callable[..., Tensor]
 """``(q, k, v, cu_seqlens_q, max_seqlen_q, cu_seqlens_k, max_seqlen_k, *of_heads)`` to the output, as ``document_attention``."""
@@ -64,12 +71,64 @@ def _together(attend: Attend, q: Tensor, k: Tensor, v: Tensor, split: SplitDocum
             k, v = (x.repeat_interleave(inner // groups, dim=1) for x in (k, v))
         q, k, v = (_Exchange.apply(x, split, True) for x in (q, k, v))
         own = tuple(values.chunk(inner)[split.context.rank % inner] for values in of_heads)
-    of_keys: tuple[Tensor | None, int | None] = (None, None)
-    if split.keys is not None:
-        k, v = (_Gather.apply(x, split) for x in (k, v))
-        of_keys = split.keys.cu_seqlens, split.keys.max_seqlen
-    out = attend(q, k, v, split.cu_seqlens, split.max_seqlen, *of_keys, *own)
+    if split.keys is None:
+        out = attend(q, k, v, split.cu_seqlens, split.max_seqlen, None, None, *own)
+    else:
+        out = _to_gathered(attend, q, k, v, split, split.keys, *own)
     return _Exchange.apply(out, split, False) if inner > 1 else out
+
+
+def _to_gathered(
+    attend: Attend, q: Tensor, k: Tensor, v: Tensor, split: SplitDocuments, keys: SharedKeys, *of_heads: Tensor
+) -> Tensor:  # fmt: skip
+    """Output of queries that attend to the keys and values of all ranks, some heads at a time."""
+    heads, groups = q.shape[1], k.shape[1]
+    a_head = len(keys.index) * (k.shape[2] + v.shape[2]) * k.element_size()
+    at_once, ratio, outs = max(1, AT_ONCE // a_head), heads // groups, []
+    for first in range(0, groups, at_once):
+        of_k, of_q = slice(first, first + at_once), slice(first * ratio, (first + at_once) * ratio)
+        own = k[:, of_k], v[:, of_k]
+        gathered = [_Gather.apply(x, split) for x in own]
+        with _kept_as(own, gathered, split):
+            some = (values[of_q] for values in of_heads)
+            outs.append(
+                attend(q[:, of_q], *gathered, split.cu_seqlens, split.max_seqlen, keys.cu_seqlens, keys.max_seqlen, *some)
+            )
+        del gathered
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
+
+
+@contextmanager
+def _kept_as(own: Sequence[Tensor], gathered: Sequence[Tensor], split: SplitDocuments) -> Iterator[None]:
+    """Within: of what was gathered the backward pass keeps what it was gathered from. Not where others decide what is kept, as
+    recomputation does, for which a layer's are there only while it computes."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        yield
+        return
+
+    pairs = list(zip(own, gathered))
+
+    def pack(x: Tensor) -> Tensor | _Own:
+        for mine, whole in pairs:
+            if x.data_ptr() == whole.data_ptr() and x.shape == whole.shape and x.stride() == whole.stride():
+                return _Own(mine.detach(), split)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, _unpacked):
+        yield
+    pairs.clear()  # autograd keeps the function
+
+
+@dataclass(frozen=True)
+class _Own:
+    """Of the tokens of this rank what was gathered from all."""
+
+    x_QKD: Tensor
+    split: SplitDocuments
+
+
+def _unpacked(kept: Tensor | _Own) -> Tensor:
+    return _gathered(kept.x_QKD, kept.split) if isinstance(kept, _Own) else kept
 
 
 def why_not_divided(heads: int, groups: int, count: int) -> str | None:
@@ -118,11 +177,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_QKD: Tensor, split: SplitDocuments) -> Tensor:
-        assert split.keys is not None
         ctx.split = split
-        gathered = x_QKD.new_empty(split.context.outer * len(x_QKD), *x_QKD.shape[1:])
-        dist.all_gather_into_tensor(gathered, x_QKD.contiguous(), group=split.context.outer_group)
-        return gathered.index_select(0, split.keys.index)
+        return _gathered(x_QKD, split)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -136,3 +192,10 @@ class _Gather(torch.autograd.Function):
         own = total.new_empty(len(total) // split.context.outer, *total.shape[1:])
         dist.reduce_scatter_tensor(own, total, group=split.context.outer_group)
         return own.to(dy.dtype), None
+
+
+def _gathered(x_QKD: Tensor, split: SplitDocuments) -> Tensor:
+    assert split.keys is not None
+    gathered = x_QKD.new_empty(split.context.outer * len(x_QKD), *x_QKD.shape[1:])
+    dist.all_gather_into_tensor(gathered, x_QKD.contiguous(), group=split.context.outer_group)
+    return gathered.index_select(0, split.keys.index)
