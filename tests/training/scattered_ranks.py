@@ -5,6 +5,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -61,7 +62,8 @@ def train(within: bool, micro_batches: int, ranks: Mesh, twice: bool = False) ->
     optimizer = ShardedAdamW([{"params": parameters}], Shards(ranks, parameters, 1 << 13), lr=1e-2, weight_decay=0.1)
     optimizer.weights_moved()
     shards, objective = optimizer.shards, Loss(weights, ranks.rank, twice)
-    given = None, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, shards.norm
+    model = SimpleNamespace(as_forward=lambda compute: compute())
+    given = model, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, shards.norm
     parts = ScatteredStep(*given, shards=shards) if within else EagerStep(*given)
     norms, holders, alive = [], [], []
     torch.stack([weight.sum() for weight in parameters]).sum().backward()  # as what compiles kernels beforehand does

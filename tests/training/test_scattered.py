@@ -89,7 +89,7 @@ def test_a_card_without_room_for_all_gradients_decides_for_it(room, memory, runs
 
     own = decisions.estimate
     monkeypatch.setattr(decisions, "estimate", estimate)
-    monkeypatch.setattr(decisions, "_graphs", lambda *given: (not given[-1], "as told"))
+    monkeypatch.setattr(decisions, "_graphs", lambda *given: (not given[4], "as told"))
     config = runs.config(tmp_path, batch_size=1, max_seq_length=8, logits_chunk_size=8, memory=memory)
     made = decide(config, present(model, True, True, pack_width=8), ranks=2)
     assert made["reduce_in_backward"].runs == runs_in_backward == (not made["use_cuda_graphs"].runs)

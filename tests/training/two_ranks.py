@@ -84,7 +84,8 @@ def weights_replayed(ranks: Mesh, replays: bool, sharded: bool) -> dict[str, lis
         shown = Term(batch.targets[0].float(), coefficient=0.0)
         return {"sum": Term(sum((weight * batch.targets[0]).sin().sum() for weight in used)), "shown": shown}
 
-    parts = EagerStep(None, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, sums.norm)
+    model = SimpleNamespace(as_forward=lambda compute: compute())
+    parts = EagerStep(model, objective, parameters, optimizer, Precision("fp32", torch.device("cpu")), 1.0, sums.norm)
     graphed = EmulatedStep(parts, parameters, parameters, optimizer, with_update=not sharded)
     chosen, seen, shown = graphed if replays else parts, [], []
     for number in range(6):
