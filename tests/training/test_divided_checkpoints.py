@@ -51,6 +51,7 @@ def whole(tmp_path_factory):
 WAYS = {"1, 2, 4": (1, 2, 4), "4, 1, 2": (4, 1, 2), "2, 4, 2": (2, 4, 2)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_another_number_goes_on(tmp_path, whole, way):
     for number, count in enumerate(WAYS[way]):
@@ -61,6 +62,7 @@ def test_another_number_goes_on(tmp_path, whole, way):
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
 
 
+@pytest.mark.long
 def test_copies_go_on_from_divided_weights(tmp_path, whole):
     by(2, tmp_path / "a", max_steps=2)
     by(4, tmp_path / "a", max_steps=4, resume=True, sharding_ranks=2)
@@ -68,6 +70,7 @@ def test_copies_go_on_from_divided_weights(tmp_path, whole):
     torch.testing.assert_close(steps(tmp_path / "a"), steps(whole), rtol=1e-4, atol=0.0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fields", [{}, {"tied": True, "mixed_precision": "bf16"}], ids=["fp32", "bf16, tied"])
 def test_the_same_number_goes_on_to_the_bit(tmp_path, fields):
     by(2, tmp_path / "once", **fields)
@@ -79,6 +82,7 @@ def test_the_same_number_goes_on_to_the_bit(tmp_path, fields):
     assert all(torch.equal(once.read(name), twice.read(name)) for name in once.names())
 
 
+@pytest.mark.long
 def test_masters_are_carried_over_exactly(tmp_path):
     """One process splits a weight into bf16 and the rest, divided weights are fp32: what is read is what was written."""
     by(2, tmp_path / "a", max_steps=2, mixed_precision="bf16")
@@ -112,6 +116,7 @@ READ = {
 }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", READ)
 def test_weights_are_divided_while_they_are_read(tmp_path, kind):
     """No process has them whole; what it trains is what one process trains that has."""
