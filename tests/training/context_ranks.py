@@ -91,7 +91,7 @@ def mixing() -> Any:
     return model
 
 
-def train(made: Any, fields: dict, folder: Path, ranks: Mesh) -> dict[str, Any]:
+def train(made: Any, fields: dict, folder: Path, ranks: Mesh, resume: Path | bool = False) -> dict[str, Any]:
     """Losses, norms, the held-out loss and the weights of a run of as many packs as two data ranks take."""
     torch.manual_seed(0)
     shares = dist.get_world_size() if ranks.count > 1 else 1
@@ -106,11 +106,21 @@ def train(made: Any, fields: dict, folder: Path, ranks: Mesh) -> dict[str, Any]:
     with patch.object(Mesh, "current", return_value=ranks):
         trainer = ChronicalsTrainer(made(), tiny.tokenizer(), config)
     rows = ROWS.get(fields.get("objective", "sft"), tiny.chat_rows)(30)
-    result = trainer.train(rows)
+    result = trainer.train(rows, resume=resume)
     if not ranks.writer:
         return {}
     steps = torch.tensor(runs.trajectory(place), dtype=torch.float64)
     return {"steps": steps, "held out": result.evaluation.loss, "weights": runs.weights(place)}
+
+
+def resumed(folder: Path, ranks: Mesh) -> dict[str, Any]:
+    """A run of which two processes that share packs make the first steps, and one the last; and one that one makes."""
+    train(tiny.llama, {"max_steps": 2, "eval_steps": 2, "save_steps": 2}, folder, ranks)
+    if not ranks.writer:
+        return {}
+    begun = folder / "rank0-together" / "run"
+    found = train(tiny.llama, {}, folder / "resumed", Mesh(), resume=begun)
+    return {"together": found, "alone": train(tiny.llama, {}, folder / "whole", Mesh())}
 
 
 def refusal(made: Any, fields: dict, folder: Path, ranks: Mesh) -> str:
@@ -238,6 +248,8 @@ def main(folder: Path, cases: list[str]) -> None:
                 found = {"together": found, "alone": train(*RUNS[name], place if name != "distill" else folder, Mesh())}
         elif kind == "refused":
             found = refusal(*REFUSED[name], place, ranks)
+        elif kind == "resumed":
+            found = resumed(place, ranks)
         elif kind == "attention":
             found = attention(*OPTIONS[name], ranks)
         else:

@@ -24,6 +24,7 @@ CASES = [
     *(f"refused: {name}" for name in context_ranks.REFUSED),
     *(f"attention: {name}" for name in context_ranks.OPTIONS if "both" not in name),
     "fused: layers",
+    "resumed: by one",
 ]
 
 
@@ -57,6 +58,13 @@ def test_two_that_share_packs_train_what_one_trains(name, two):
     assert losses[0] != losses[-1]
 
 
+def test_one_goes_on_where_two_that_shared_packs_ended(two):
+    seen = torch.load(two / "resumed: by one.pt")
+    (last,) = seen["together"]["steps"].tolist()
+    assert last == pytest.approx(seen["alone"]["steps"][-1].tolist(), rel=1e-5)
+    agree({**seen["together"], "steps": seen["alone"]["steps"]}, seen["alone"])
+
+
 def test_four_of_which_two_share_each_pack(tmp_path):
     names = "all heads", "one key head", "sinks", "keys, window", "keys, narrow values", "both", "both, window", "both, sinks"
     launched(tmp_path, 4, ["run: all weights", *(f"attention: {name}" for name in names)])
@@ -81,7 +89,7 @@ def test_fused_layers_take_parts(two):
 
 
 WORDS = {
-    "dpo": "context_parallel=2: objective='dpo' compares whole documents, which must lie on one process",
+    "dpo": "pack_parts=2: objective='dpo' compares whole documents, which must lie on one process",
     "heads": "context_parallel=2: 3 query and 3 key heads cannot be divided among 2 ranks; context_heads=1 divides none",
     "padded rows": "context_parallel=2: MambaForCausalLM takes documents as padded rows",
     "router loss": "context_parallel=2: the router loss of MixtralForCausalLM is one of whole packs",

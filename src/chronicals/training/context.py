@@ -76,7 +76,7 @@ def exchanging(machines: Sequence[str], number: int, heads: int, key_heads: int)
 def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfig) -> None:
     """Raises ConfigurationError where an objective compares whole documents and those of an item do not fit in a part of a
     pack; says otherwise how many are split."""
-    parts = config.pack_parts or config.context_parallel
+    parts, field = config.pack_parts or config.context_parallel, "pack_parts" if config.pack_parts else "context_parallel"
     if parts == 1 or not len(store):
         return
     width = config.max_seq_length // parts
@@ -84,9 +84,9 @@ def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfi
     long = int((totals > width).sum())
     if long and not objective.of_tokens:
         raise ConfigurationError(
-            f"context_parallel={config.context_parallel}: objective={config.objective!r} compares whole documents, which must "
-            f"lie on one process, and those of {long} of {len(totals)} rows are longer than max_seq_length / {parts} = {width} "
-            f"tokens: up to {int(totals.max())}; raise max_seq_length to {parts * int(totals.max())}, or lower context_parallel"
+            f"{field}={parts}: objective={config.objective!r} compares whole documents, which must lie on one process, and "
+            f"those of {long} of {len(totals)} rows are longer than max_seq_length / {parts} = {width} tokens: up to "
+            f"{int(totals.max())}; raise max_seq_length to {2 * parts * -(-int(totals.max()) // 2)}, or lower {field}"
         )
     logger.info("%d of %d documents are longer than %d tokens: split over those that share packs", long, len(totals), width)
 
