@@ -93,6 +93,12 @@ def test_in_order_nothing_is_sorted():
     assert plan_parts(lengths, 96, None, "in-order", None, 2).documents.tolist() == list(range(len(lengths)))
 
 
+def test_in_order_a_split_document_counts_beside_those_before_it():
+    """6, the long one and 7 would be three in the first part, of which two may be."""
+    plan = plan_parts(np.array([6, 57, 7]), 96, 4, "in-order", None, 2)
+    assert plan.part_of.tolist() == [0, SPLIT, 1] and len(plan) == 1
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_items_are_whole_and_lie_in_one_part(strategy):
     lengths, items = np.random.randint(1, 17, 120), np.arange(0, 121, 3)

@@ -164,7 +164,7 @@ def _next_parts(
             if room.min() < split[item] or held.max() >= limit:
                 pack, last = pack + 1, 0
                 room[:] = width
-            held[:] = 0
+                held[:] = 0
             room -= split[item]
             held += 1
             pack_of[item], part_of[item] = pack, -1
