@@ -5,7 +5,8 @@
 First the errors against fp64, expert by expert, of ours and of transformers' grouped_mm, on few tokens of each shape. Then for
 each of the six products of a layer the median of several calls, by launch and ``as trained``, as the function chooses, beside
 torch's grouped product; then the kernels between them as shares of the copy rate; then the whole layer, forward and backward,
-beside grouped_mm and the loop over experts. Routing is random and uneven. All samples in the file; tables last. A launch that does not run is a line of the table.
+beside grouped_mm and the loop over experts. Routing is random and uneven. All samples in the file; tables last. A launch
+that does not run is a line of the table.
 """
 
 import argparse

@@ -38,6 +38,7 @@ def stand_in() -> None:
 
     driver.set_active(Card())
     torch.Tensor.is_cuda = property(lambda self: True)
+    torch.cuda.get_device_capability = lambda device=None: divmod(CAPABILITY, 10)
     own_mm, own_addmm = torch.mm, torch.addmm  # of a CPU, which has no out_dtype
     torch.mm = lambda a, b, out_dtype=None, **more: own_mm(a, b, **more).to(out_dtype or a.dtype)
     torch.addmm = lambda x, a, b, out_dtype=None, out=None, **more: out.copy_(own_addmm(x.to(a.dtype), a, b, **more))
