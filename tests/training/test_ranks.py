@@ -68,6 +68,7 @@ def test_two_train_what_one_does(tmp_path, whole, first, then):
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in theirs)
 
 
+@pytest.mark.long
 def test_two_train_what_one_does_where_each_has_all_states(tmp_path, whole):
     """And go on from where states were sharded."""
     train_by_two(tmp_path, 4, max_steps=2)
