@@ -394,7 +394,8 @@ def low_bits() -> list[str]:
         for name, row in result["rows"].items():
             if name.startswith(kinds):
                 times = {arm: statistics.median(samples) for arm, samples in row["milliseconds"].items()}
-                beside = [f"{times[peer] / times['ours']:.2f} ({peer})" for peer in ("bitsandbytes", "liger") if peer in times]
+                peers = [peer for peer in ("bitsandbytes", "unsloth", "liger") if peer in times]
+                beside = [f"{times[peer] / times['ours']:.2f} ({peer})" for peer in peers]
                 lines.append(f"| {name} | {_of_its_floor(row, times, result)} | {', '.join(beside) or '-'} |")
     return lines
 

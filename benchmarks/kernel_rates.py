@@ -68,6 +68,7 @@ SAMPLES, WARM_UP, ELEMENTS = 15, 3, 2**27
 
 LIGER = importlib.util.find_spec("liger_kernel") is not None
 BITSANDBYTES = importlib.util.find_spec("bitsandbytes") is not None
+UNSLOTH = importlib.util.find_spec("unsloth") is not None
 
 
 @dataclass
@@ -384,13 +385,15 @@ def in_8_bits(shapes: list[tuple[int, int]], factor: Tensor, applies: Tensor):
         arms: dict[str, Callable[[], object]] = {
             "ours": lambda t=tensors: adamw_8bit_(t, 1e-5, (0.9, 0.999), 1e-8, 0.01, factor, applies)
         }
+        moved = int((10 + 4 * master + 16 / SIZE) * elements)
+        name = f"adamw_8bit_ bf16 weights, {'with' if master else 'without'} masters"
+        yield Row(name, arms, bytes=moved)
         if BITSANDBYTES and not master:
             plain = [torch.nn.Parameter(weight.clone()) for weight in tensors.weights]
             for parameter, gradient in zip(plain, tensors.gradients):
                 parameter.grad = gradient
-            arms["bitsandbytes"] = importlib.import_module("bitsandbytes.optim").AdamW8bit(plain).step
-        moved = (10 + 4 * master + 16 / SIZE) * elements
-        yield Row(f"adamw_8bit_ bf16 weights, {'with' if master else 'without'} masters", arms, bytes=int(moved))
+            theirs = importlib.import_module("bitsandbytes.optim").AdamW8bit(plain).step
+            yield Row(f"{name}, in turn with bitsandbytes", {**arms, "bitsandbytes": theirs}, bytes=moved)
         torch.cuda.empty_cache()
 
 
@@ -616,6 +619,10 @@ def nf4():
             assert torch.equal(codes.view(-1), packed) and torch.equal(state.absmax, scales.absmax)
             assert torch.equal(theirs.dequantize_4bit(codes, state), dequantize_4bit(packed, scales, torch.empty_like(weight)))
             arms["bitsandbytes"] = partial(theirs.dequantize_4bit, codes, state)
+            if UNSLOTH:
+                fast = importlib.import_module("unsloth.kernels.utils").fast_dequantize
+                assert torch.equal(fast(codes, state), dequantize_4bit(packed, scales, torch.empty_like(weight)))
+                arms["unsloth"] = partial(fast, codes, state)
         yield Row(f"nf4 dequantise, {name} scales", arms, bytes=2 * count + count // 2 + scales.absmax.nbytes)
     apart = torch.empty((len(weight), weight.shape[1] + 64), dtype=weight.dtype, device=weight.device)[:, : weight.shape[1]]
     beside_adapters = {"ours": partial(dequantize_4bit, packed, quantised, apart)}
