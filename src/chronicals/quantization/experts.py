@@ -22,6 +22,7 @@ from chronicals.kernels.nf4 import Scales
 from chronicals.quantization.linear import SCALES
 from chronicals.quantization.nf4 import BLOCK, Packed
 from chronicals.quantization.packed import PackedBase
+from chronicals.quantization.packed_linear import keep_dtypes
 
 TAKES_STACKS = "takes_stacks"
 """Attribute of a function that replaces a layer's forward and is given its weights by name as ``stacks``: tensors, or what is
@@ -128,10 +129,7 @@ class Experts4bit(nn.Module):
         kept = dict(self.named_buffers(recurse=False))
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=next(iter(self.parameters())).device)).dtype
         super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            moved = getattr(self, name)
-            if moved.dtype != buffer.dtype:
-                setattr(self, name, buffer.to(moved.device))
+        keep_dtypes(self, kept)
         return self
 
     def extra_repr(self) -> str:

@@ -9,7 +9,7 @@ of ``torch.library``, which ``torch.compile`` sees as a whole.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -85,8 +85,13 @@ class PackedLinear(nn.Module):
         kept = {name: buffer for name, buffer in self.named_buffers(recurse=False)}
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         super()._apply(fn, recurse)
-        for name, buffer in kept.items():
-            moved = getattr(self, name)
-            if moved.dtype != buffer.dtype:
-                setattr(self, name, buffer.to(moved.device))
+        keep_dtypes(self, kept)
         return self
+
+
+def keep_dtypes(module: nn.Module, kept: Mapping[str, Tensor]) -> None:
+    """Put buffers that a cast of the module changed back to what they were, on their new device."""
+    for name, buffer in kept.items():
+        moved = getattr(module, name)
+        if moved.dtype != buffer.dtype:
+            setattr(module, name, buffer.to(moved.device))
