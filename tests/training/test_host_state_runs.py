@@ -125,6 +125,7 @@ def test_the_log_says_it(tmp_path, caplog):
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "bf16 states, no masters", "8 bits", "adapters"])
 def test_the_estimate_has_buffers_instead_of_states(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(host_states, "SMALLEST", 5000)
+    monkeypatch.setattr(host_states, "BUFFER", host_states.LEAST)
     found, usual = [], decisions.estimate
     monkeypatch.setattr(decisions, "estimate", lambda *given: found.append(usual(*given)) or found[-1])
     for memory in ([], AWAY):
