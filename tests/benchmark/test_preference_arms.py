@@ -76,6 +76,12 @@ def test_trl_trains_as_the_formula_does_on_its_own_steps(row):
     flat = [pair for step in work.pairs_by_step(8) for pair in step]
     assert all(pair in flat for step in held.steps for part in step for pair in part)
     assert found.tokens[0] == sum(pair.tokens for part in held.steps[0] for pair in part)
+    first = [pair for part in held.steps[0] for pair in part]
+    ours = next(work.pairs_by_step(1))
+    same = len(first) == len(ours) and all(pair in first for pair in ours)
+    assert found.begins_alike == (work.objective == "dpo" and same)
+    if found.begins_alike:
+        assert refusal(found, reference.first_step, TIGHT) is None
     (folder / "own.json").write_text(json.dumps(found.own_batches))
     own = measured(pair_reference.reference, work, folder, documents=folder / "own.json")
     assert refusal(found, own, TIGHT) is None

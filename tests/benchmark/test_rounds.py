@@ -44,7 +44,7 @@ def bench(tmp_path, monkeypatch):
     class Running:
         def __init__(self, work, arm, steps, trace=None, documents=None, label="", warm_up=None, further=0):
             self.name = arm if isinstance(arm, str) else arm.name
-            self.trace, self.further, self.rounds = trace, further, 0
+            self.trace, self.further, self.rounds, self.steps = trace, further, 0, steps
             bench.started.append(self.name)
             bench.processes.append(self)
 
@@ -65,7 +65,10 @@ def bench(tmp_path, monkeypatch):
             changes = bench.changes.get(self.name, {})
             if self.name == "reference" or not self.waits:
                 self.end()
-            return made.measurement(speed, **{"first": self.rounds == 1, "profile": profile, **changes})
+            measured = made.measurement(speed, **{"first": self.rounds == 1, "profile": profile, **changes})
+            if self.name == "reference":
+                measured.losses, measured.grad_norms = measured.losses[: self.steps], measured.grad_norms[: self.steps]
+            return measured
 
         def end(self):
             self.further = 0
@@ -281,6 +284,15 @@ def test_an_arm_that_takes_other_documents_has_a_reference_of_its_own(bench):
     row = bench.measure(against=["liger"], rounds=2)
     assert bench.ran.count("reference") == 2  # the second round takes what the first did
     assert json.loads((row.work.folder / "results" / "batches-liger-scout.json").read_text()) == [[[1, 2, 3]]]
+
+
+@pytest.mark.parametrize(("few", "alike", "steps"), [(False, True, [5, 5]), (True, False, [5, 1]), (True, True, [5])])
+def test_where_the_reference_takes_long_a_peer_is_compared_in_its_first_step(few, alike, steps, bench):
+    bench.changes = {"liger": {"own_batches": [[[1, 2, 3]]], "begins_alike": alike, "losses": [7.0, 9.0, 9.0, 9.0, 9.0]}}
+    bench.changes["reference"] = {"losses": [7.0, 6.9, 6.8], "grad_norms": [1.0, 1.1, 1.2]} if few else {}
+    row = bench.measure(against=["liger"], rounds=0)
+    assert [running.steps for running in bench.processes if running.name == "reference"] == steps
+    assert ("liger" in row.refused) == (not few)
 
 
 def test_the_time_limit_ends_the_rounds_and_says_so(bench):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Measurement:
         load_seconds: from the start of the process to the first step.
         own_batches: what the first steps held, if the arm took other documents than the work's: their token ids, or of pairs
             what ``pairs.py`` reads.
+        begins_alike: whether the very first of them held the work's.
         profile: breakdown of the time of further steps, if requested.
         first: whether these are the process's first steps, which have a reference.
         held_gib: device memory that the process keeps while it waits for another round.
@@ -58,6 +59,7 @@ class Measurement:
     moved_share: float
     load_seconds: float = 0.0
     own_batches: Any = None
+    begins_alike: bool = False
     profile: dict[str, Any] | None = None
     first: bool = True
     held_gib: float = 0.0
@@ -65,6 +67,12 @@ class Measurement:
     rounded_losses: list[float] | None = None
     rounded_norms: list[float] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def first_step(self) -> Measurement:
+        """Of a reference, with the losses and norms of the first step alone."""
+        names = "losses", "grad_norms", "rounded_losses", "rounded_norms"
+        return replace(self, **{name: (getattr(self, name) or [])[:1] or None for name in names})
 
     @property
     def rates(self) -> list[float]:

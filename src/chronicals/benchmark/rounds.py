@@ -189,9 +189,11 @@ class _Session:
         except ArmFailed as error:
             self.row.notes.append(f"no reference: {error}")
 
-    def _reference(self, documents: Path | None, label: str, changes: dict[str, Any] | None = None) -> Measurement:
-        """The fp32 steps. If they fail, they run again with all waiting processes ended, then the first step alone, which needs
-        no optimizer states.
+    def _reference(
+        self, documents: Path | None, label: str, changes: dict[str, Any] | None = None, steps: int = COMPARED
+    ) -> Measurement:
+        """The fp32 ``steps``. If they fail, they run again with all waiting processes ended, then the first step alone, which
+        needs no optimizer states.
 
         Args:
             changes: fields of other adapters than the row's.
@@ -204,13 +206,15 @@ class _Session:
             return reference.measure(self.options.within_limit(self.options.arm_timeout, self.began))
 
         try:
-            return run(COMPARED)
+            return run(steps)
         except ArmFailed as error:
             if self._late(0.0):
                 raise ArmFailed("the time limit was reached") from error
             if self.waiting:
                 self._end_waiting()
-                return self._reference(documents, label, changes)
+                return self._reference(documents, label, changes, steps)
+            if steps == 1:
+                raise
             self.row.notes.append(f"the reference has one step, more failed: {error}")
             return run(1)
 
@@ -379,7 +383,7 @@ class _Session:
             if changes:
                 reference = self._reference_with(changes)
             elif measured.own_batches:
-                reference = self._reference_on(measured.own_batches, arm, label)
+                reference = self._reference_on(measured, arm, label)
         except ArmFailed as error:
             return f"no reference {'with its own adapters' if changes else 'on its own batches'}: {error}"
         if reference is not None and reference is not self.row.reference:
@@ -394,13 +398,18 @@ class _Session:
             self.own_references[text] = self._reference(None, f"adapters{len(self.own_references)}", changes)
         return self.own_references[text]
 
-    def _reference_on(self, batches: Any, arm: Arm, label: str) -> Measurement:
-        text = json.dumps(batches)
+    def _reference_on(self, measured: Measurement, arm: Arm, label: str) -> Measurement:
+        """What the arm's own first steps should be. Of a model that fills the card, whose reference takes longer than most
+        arms, the very first alone, and that of the row where the arm begins as it does."""
+        few = self.row.reference is not None and len(self.row.reference.losses) < COMPARED
+        if few and measured.begins_alike:
+            return self.row.reference.first_step
+        text = json.dumps(measured.own_batches)
         if text not in self.own_references:
             path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-            self.own_references[text] = self._reference(path, f"{arm.kind}-{label}")
+            self.own_references[text] = self._reference(path, f"{arm.kind}-{label}", steps=1 if few else COMPARED)
         return self.own_references[text]
 
     def _late(self, needed: float) -> bool:

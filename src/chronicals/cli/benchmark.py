@@ -102,7 +102,7 @@ def benchmark(
 
             def say(words: str) -> None:
                 status.update(escape(words))
-                console.print(f"[dim]{escape(words)}[/]")
+                console.print(f"[dim]{time.perf_counter() - began:4.0f} s  {escape(words)}[/]")
 
             row = measure(work, options, say, keep, began)
         result = to_dict(row, commit)

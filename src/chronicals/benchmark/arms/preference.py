@@ -279,8 +279,16 @@ class PairWatch(Watch):
         """The steps as the reference reads them: a mean over pairs has no micro-batches; ORPO's is over tokens."""
         if self.objective == "orpo":
             return Held(self.batches, prompt_is_trained=True).to_json()
-        whole, expected = ([[_in_order(step)] for step in steps] for steps in (self.batches, self.expected))
+        whole, expected = _whole(self.batches), _whole(self.expected)
         return None if whole == expected else Held(whole).to_json()
+
+    def begins_alike(self) -> bool:
+        return self.objective == "dpo" and _whole(self.batches[:1]) == _whole(self.expected[:1])
+
+
+def _whole(steps: Sequence[Sequence[Sequence[Pair]]]) -> list[list[list[Pair]]]:
+    """Each step as one micro-batch."""
+    return [[_in_order(step)] for step in steps]
 
 
 def _in_order(step: Sequence[Sequence[Pair]]) -> list[Pair]:

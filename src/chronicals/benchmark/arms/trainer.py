@@ -158,6 +158,7 @@ class Watch:
                 moved_share=self.movement.moved_share(),
                 load_seconds=self.loaded,
                 own_batches=self.own_batches() if first else None,
+                begins_alike=first and self.begins_alike(),
                 first=first,
             )
         )
@@ -169,6 +170,10 @@ class Watch:
     def own_batches(self) -> Any:
         """What the first steps held, None where these are the work's."""
         return self.batches if self.batches != self.expected else None
+
+    def begins_alike(self) -> bool:
+        """Whether the loss of the first step is one of the same documents."""
+        return self.batches[:1] == self.expected[:1]
 
     def _see(self, inputs: dict[str, Any]) -> None:
         step = self.trainer.state.global_step
