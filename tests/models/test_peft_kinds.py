@@ -17,6 +17,7 @@ from chronicals.patching import patch_model, unpatch_model
 peft = pytest.importorskip("peft")
 
 BOTH = ["q_proj", "down_proj"]
+TOKENS = [1, 5, 9, 40]
 KINDS = {
     "VERA": lambda: peft.VeraConfig(r=8, target_modules=["o_proj", "down_proj"], d_initial=0.5),
     "OFT": lambda: peft.OFTConfig(r=0, oft_block_size=8, target_modules=BOTH),
@@ -32,7 +33,7 @@ KINDS = {
     "ROAD": lambda: peft.RoadConfig(target_modules=BOTH),
     "MISS": lambda: peft.MissConfig(r=4, target_modules=BOTH),
     "VBLORA": lambda: peft.VBLoRAConfig(num_vectors=8, vector_length=4, target_modules=BOTH),
-    "TRAINABLE_TOKENS": lambda: peft.TrainableTokensConfig(token_indices=[1, 5, 9, 40]),
+    "TRAINABLE_TOKENS": lambda: peft.TrainableTokensConfig(token_indices=TOKENS),
 }
 FOUR = ["VERA", "OFT", "IA3", "LOHA"]
 FIELDS = {"learning_rate": 2e-2, "warmup_steps": 1, "trackers": [], "lr_scheduler": "constant", "max_steps": 12}
@@ -94,6 +95,7 @@ def test_packed_is_separate(kind):
     assert presented.packed and presented.model is model.get_base_model()
     batch = families.documents_batch()
     batch = dataclasses.replace(batch, input_ids=batch.input_ids % 300)
+    batch.input_ids[: len(TOKENS)] = torch.tensor(TOKENS)
     trained = [p for p in model.parameters() if p.requires_grad]
     with presented.attending_documents():
         states = presented.hidden_states(batch)
