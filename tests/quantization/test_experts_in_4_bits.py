@@ -1,4 +1,4 @@
-"""Stacked experts in 4 bits: the same as their class over the values that the codes stand for."""
+"""Stacked experts in 4 bits: the same as their class over the values that the codes stand for, with adapters or without."""
 
 import copy
 
@@ -9,8 +9,9 @@ from torch import nn
 
 import families
 from chronicals import patch_model, unpatch_model
-from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.lora import LoRAConfig, adapters, apply_lora
 from chronicals.lora.merging import merge_adapters
+from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.models import count_values, quantise_experts
 from chronicals.patching.experts import BY
 from chronicals.quantization import Experts4bit
@@ -18,18 +19,23 @@ from chronicals.quantization import Experts4bit
 SIZES = {"hidden_size": 64, "moe_intermediate_size": 64, "intermediate_size": 64, "num_experts_per_tok": 2}
 SIZES |= {"experts_implementation": "eager", "head_dim": 16}
 FAMILIES = {"Qwen3Moe": {"num_experts": 4}, "GptOss": {"num_local_experts": 4, "sliding_window": 4, "swiglu_limit": 0.7}}
+ON_EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
-def build(name):
-    config = getattr(transformers, f"{name}Config")(**{**families.SIZES, **SIZES, **FAMILIES[name]})
+def build(name, **changes):
+    config = getattr(transformers, f"{name}Config")(**{**families.SIZES, **SIZES, **FAMILIES[name], **changes})
     return families.randomise(getattr(transformers, f"{name}ForCausalLM")(config).train())
 
 
-def quantised(name):
-    """A model with its experts in 4 bits and adapters beside them, and a plain one of the same values; in fp64."""
-    model = build(name)
+def quantised(name, parameters=None, **changes):
+    """A model with its experts in 4 bits and adapters, and a plain one of the same values.
+
+    Args:
+        parameters: of experts, that have adapters too.
+    """
+    model = build(name, **changes)
     assert quantise_experts(model) == 2
-    apply_lora(model, LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj", "o_proj"]))
+    apply_lora(model, LoRAConfig(rank=3, dropout=0.0, target_modules=["q_proj", "o_proj"], target_parameters=parameters))
     for parameter_name, parameter in model.named_parameters():
         if "lora_B" in parameter_name:
             nn.init.normal_(parameter, std=0.3)
@@ -52,20 +58,50 @@ def assert_same(got, expected, tolerance=2e-4):
         assert (got[1][name] - gradient).norm() <= tolerance * gradient.norm() + 1e-7, name
 
 
+@pytest.mark.parametrize("parameters", [None, ON_EXPERTS, ON_EXPERTS[1:]], ids=["frozen", "adapted", "down adapted"])
 @pytest.mark.parametrize("patched", [False, True], ids=["class", "patched"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_as_its_class_over_dequantised_weights(name, patched):
-    model, plain = quantised(name)
+def test_as_its_class_over_dequantised_weights(name, patched, parameters):
+    model, plain = quantised(name, parameters)
+    assert len([layer for _, layer in adapters(model) if isinstance(layer, LoRAParameter)]) == 2 * len(parameters or ())
     if patched:
         report = patch_model(model)
         assert report.counts()[BY] == 2
         assert all("forward" in vars(module.inner) for module in model.modules() if isinstance(module, Experts4bit))
     expected = loss_and_gradients(plain)
+    assert all(gradient.any() for gradient in expected[1].values())
     assert_same(loss_and_gradients(model), expected)
     if patched:
         unpatch_model(model)
         assert not any("forward" in vars(module.inner) for module in model.modules() if isinstance(module, Experts4bit))
         assert_same(loss_and_gradients(model), expected)
+
+
+@pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
+def test_under_autocast(parameters):
+    """Where patched experts run as their class does."""
+    model, plain = quantised("Qwen3Moe", parameters)
+    patch_model(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(loss_and_gradients(model), loss_and_gradients(plain), 2e-2)
+
+
+@pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
+def test_sizes_that_are_no_multiple_of_a_block(parameters):
+    """As linear layers: blocks go on over the ends of rows and experts."""
+    model, plain = quantised("Qwen3Moe", parameters, hidden_size=36, moe_intermediate_size=11, num_experts=3)
+    assert_same(loss_and_gradients(model), loss_and_gradients(plain))
+
+
+def test_a_hook_on_experts_with_adapters_sees_them(monkeypatch):
+    """They run as a call of the module, then, with adapted weights in the place of its own."""
+    model, plain = quantised("Qwen3Moe", ON_EXPERTS)
+    seen, expected = [], loss_and_gradients(plain)
+    for module in model.modules():
+        if isinstance(module, Experts4bit):
+            module.register_forward_hook(lambda module, *_: seen.append(module))
+    assert_same(loss_and_gradients(model), expected)
+    assert len(seen) == 2
 
 
 def test_another_layer_may_use_the_buffer_before_the_backward_pass():
@@ -83,9 +119,12 @@ def test_sizes_and_casts():
     quantise_experts(model)
     assert count_values(model) == values and sum(p.nbytes for p in model.parameters()) < 0.5 * bytes_before
     experts = next(module for module in model.modules() if isinstance(module, Experts4bit))
-    scales = experts.down_proj_absmax2.clone()
+    scales = {name: buffer.clone() for name, buffer in experts.named_buffers(remove_duplicate=False)}
+    assert len(scales) == 8
     model.to(torch.bfloat16)
-    assert experts.dtype == torch.bfloat16 and torch.equal(experts.down_proj_absmax2, scales)
+    assert experts.dtype == torch.bfloat16
+    for name, buffer in experts.named_buffers(remove_duplicate=False):
+        assert buffer.dtype == scales[name].dtype and torch.equal(buffer, scales[name]), name
     assert experts.stacks()["down_proj"]().dtype == torch.bfloat16 and experts.down_proj.dtype == torch.uint8
     weight = experts.plain().down_proj
     exact = build("Qwen3Moe")
@@ -100,15 +139,25 @@ def test_values_are_those_of_four_bits():
     assert 0.05 < (got - dense).norm() / dense.norm() < 0.13
 
 
-def test_what_cannot_be_quantised_or_merged_is_refused():
-    with pytest.raises(ValueError, match="multiple of 64"):
-        config = transformers.Qwen3MoeConfig(**{**families.SIZES, **SIZES, "moe_intermediate_size": 48, "num_experts": 4})
-        quantise_experts(transformers.Qwen3MoeForCausalLM(config))
+@pytest.mark.parametrize("parameters", [None, ON_EXPERTS], ids=["frozen", "adapted"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_merged_they_are_plain(name, parameters):
+    """Over the values that the codes stand for, those of experts without adapters too."""
+    model, plain = quantised(name, parameters)
+    expected = model(torch.arange(2, 26).view(2, 12), use_cache=False).logits
+    for each in (model, plain):
+        merge_adapters(each)
+    assert not any(isinstance(module, Experts4bit) for module in model.modules())
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert all(torch.equal(tensor, plain.state_dict()[key]) for key, tensor in model.state_dict().items())
+    got = model(torch.arange(2, 26).view(2, 12), use_cache=False).logits
+    assert (got - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_what_cannot_be_quantised_is_refused():
     with pytest.raises(ValueError, match="no stacked experts"):
         quantise_experts(families.build("llama"))
     with pytest.raises(ValueError, match="has adapters"):
         model = build("Qwen3Moe")
         apply_lora(model, LoRAConfig(rank=2, dropout=0.0, target_modules=["q_proj"], target_parameters=["down_proj"]))
         quantise_experts(model)
-    with pytest.raises(ValueError, match="experts in 4 bits"):
-        merge_adapters(quantised("Qwen3Moe")[0])

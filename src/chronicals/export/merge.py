@@ -21,6 +21,7 @@ from torch import Tensor
 
 from chronicals.export.additions import Addition, Additions
 from chronicals.export.compatible import OLD_TEMPLATE
+from chronicals.export.dequantised_experts import DequantisedExperts
 from chronicals.export.gguf_base import dequantised
 from chronicals.export.packed_tensors import PackedTensor, unpacked
 from chronicals.export.part_names import StoredNames
@@ -30,8 +31,9 @@ from chronicals.lora.loading import describe_adapter, shape_of
 from chronicals.lora.magnitude import SHORTEST
 from chronicals.lora.peft_format import CONFIG_FILE, PREFIX, WEIGHTS_FILE
 from chronicals.lora.tokens import FILE_NAME
+from chronicals.models.four_bits import linear_layers
 from chronicals.models.gguf_reader import gguf_of
-from chronicals.models.loading import DTYPES, quantised_names
+from chronicals.models.loading import DTYPES, load_without_weights
 from chronicals.quantization import Packed
 from chronicals.saving import MANIFEST, SavedModel, write_folder
 from chronicals.standard_json import to_json
@@ -125,7 +127,7 @@ def _merged(saved: SavedModel, base: Path, output: Path) -> Merged:
     files = unpacked({file: list(tensors_in(file)) for file in files_of(base)})
     adapter.place_in([stored for tensors in files.values() for stored in tensors], base)
     if adapter.quantised is not None:
-        adapter.place_quantised(quantised_names(base))
+        adapter.place_quantised(load_without_weights(base))
     _check_room(output, files)
     changes: dict[str, Change] = {}
 
@@ -175,7 +177,9 @@ class _Adapter:
         self.tokens: dict[str, tuple[list[int], str]] = {}
         self.changed: dict[str, Addition] = {}
         self.there = StoredNames()
+        self.stored: dict[str, StoredTensor] = {}
         self.dequantised: set[str] = set()
+        self.experts: DequantisedExperts | None = None
 
     def place_in(self, stored: list[StoredTensor], base: Path) -> None:
         """Find the weight of each layer and embedding.
@@ -187,6 +191,7 @@ class _Adapter:
             MergeError: one is not there.
         """
         self.there = StoredNames(tensor.name for tensor in stored)
+        self.stored = {tensor.name: tensor for tensor in stored}
         paths = {own.rpartition(".lora_")[0] for own in self.names if ".lora_" in own}
         if not paths:
             raise MergeError(f"{self.folder}: holds no matrices of an adapter")
@@ -234,13 +239,24 @@ class _Adapter:
         changes[stored.name] = Change(_ratio(changed, whole.norm()), _ratio(off, total.norm()), _ratio(off, changed))
         return total
 
-    def place_quantised(self, names: set[str]) -> None:
+    def place_quantised(self, model: Any) -> None:
         """Find the weights that were in 4 bits, those without adapters too.
+
+        Args:
+            model: the base, on the meta device.
 
         Raises:
             MergeError: one is not there.
         """
-        for name in sorted(names):
+        assert self.quantised is not None
+        kind = self.quantised["mixed_precision"]
+        if not any(isinstance(tensor, PackedTensor) for tensor in self.stored.values()):  # of those experts have 16 bits
+            try:
+                self.experts = DequantisedExperts.of(model, self.there, self.stored, DTYPES[kind], PRODUCTS[kind])
+            except ValueError as error:
+                raise MergeError(f"{self.folder}: {error}") from error
+            self.dequantised |= self.experts.names
+        for name in sorted(f"{path}.weight" for path in linear_layers(model)):
             found = self.there.find(name)
             if found is None:
                 raise MergeError(
@@ -251,6 +267,8 @@ class _Adapter:
 
     def _as_trained(self, weight: Tensor, name: str) -> Tensor:
         """A weight of the base as the adapter saw it: what its 4 bits stand for, where it had those."""
+        if self.experts is not None and name in self.experts:
+            return self.experts.read(name)
         if self.quantised is None or name not in self.dequantised:
             return weight
         kind = self.quantised["mixed_precision"]

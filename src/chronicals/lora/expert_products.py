@@ -59,8 +59,8 @@ def expert_inputs(layer: Any, names: Mapping[str, Any], inputs: tuple, named: Ma
     """
     if not all(hasattr(layer, flag) for flag in FLAGS) or is_parallel(layer):
         return None
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks
-    if hooks or ("forward" in vars(layer) and not takes_factors(layer)) or not names.keys() <= {_first(layer), "down_proj"}:
+    own = has_hooks(layer) or ("forward" in vars(layer) and not takes_factors(layer))
+    if own or not names.keys() <= {_first(layer), "down_proj"}:
         return None
     order = _argument_names(type(layer).forward)
     given = dict(zip(order, inputs)) | dict(named)
@@ -68,6 +68,11 @@ def expert_inputs(layer: Any, names: Mapping[str, Any], inputs: tuple, named: Ma
         return None
     routed = Routed(*(given[name] for name in order))
     return routed if all(isinstance(x, Tensor) and x.ndim == 2 for x in routed) else None
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether something is to be called when the layer is."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def is_parallel(layer: Any) -> bool:
@@ -92,20 +97,28 @@ def _first(layer: Any) -> str:
     return "gate_up_proj" if layer.has_gate else "up_proj"
 
 
-def adapted_experts(layer: Any, factors: Mapping[str, Factors], routed: Routed) -> Tensor:
-    """``[T, N]``, in the dtype of the hidden states."""
+def adapted_experts(
+    layer: Any, factors: Mapping[str, Factors], routed: Routed, stacks: Mapping[str, Any] | None = None
+) -> Tensor:  # fmt: skip
+    """``[T, N]``, in the dtype of the hidden states.
+
+    Args:
+        stacks: the layer's weights by name, where it has none: tensors, or ``Stack``.
+    """
     hidden_TK, experts_Tk, shares_Tk = routed
+    weights = dict(layer._parameters) if stacks is None else stacks
     if takes_factors(layer):
-        computed: Tensor | None = layer.forward(*routed, factors=factors)
+        given = {} if stacks is None else {"stacks": stacks}
+        computed: Tensor | None = layer.forward(*routed, factors=factors, **given)
         if computed is not None:
             return computed
     tokens, each = experts_Tk.shape
     experts_S, order_S = experts_Tk.reshape(-1).sort(stable=True)
     numbers_E = torch.arange(layer.num_experts, device=experts_S.device)
     groups = _Groups(experts_S, torch.searchsorted(experts_S, numbers_E, right=True))
-    rows_SN = _adapted_product(layer, _first(layer), factors, hidden_TK[order_S // each], groups)
+    rows_SN = _adapted_product(layer, _first(layer), weights, factors, hidden_TK[order_S // each], groups)
     rows_SN = layer._apply_gate(rows_SN) if layer.has_gate else layer.act_fn(rows_SN)
-    rows_SN = _adapted_product(layer, "down_proj", factors, rows_SN, groups)
+    rows_SN = _adapted_product(layer, "down_proj", weights, factors, rows_SN, groups)
     if getattr(layer, "has_post_expert_norm", False):
         rows_SN = layer.post_expert_norm(rows_SN)
     rows_SN = rows_SN * shares_Tk.reshape(-1)[order_S, None]
@@ -120,12 +133,14 @@ class _Groups(NamedTuple):
     ends_E: Tensor
 
 
-def _adapted_product(layer: Any, name: str, factors: Mapping[str, Factors], x_SK: Tensor, groups: _Groups) -> Tensor:
-    weight: nn.Parameter = layer.get_parameter(name)
+def _adapted_product(
+    layer: Any, name: str, weights: Mapping[str, Any], factors: Mapping[str, Factors], x_SK: Tensor, groups: _Groups
+) -> Tensor:  # fmt: skip
+    weight: Tensor = weights[name] if isinstance(weights[name], Tensor) else weights[name].dense()
     x_SK = x_SK.to(weight.dtype)
     y_SN = grouped_product(x_SK, weight if layer.is_transposed else weight.transpose(1, 2), groups.ends_E)
     if layer.has_bias:
-        y_SN = y_SN + layer.get_parameter(f"{name}_bias")[groups.experts_S]
+        y_SN = y_SN + weights[f"{name}_bias"][groups.experts_S]
     if name not in factors:
         return y_SN
     down_ERK, up_ENR, scale = factors[name]

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from chronicals.models import beside_text
+from chronicals.models import beside_text, count_values
 from chronicals.models.peft_kinds import within_adapters
+from chronicals.quantization import Experts4bit
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,12 @@ def report_frozen_experts(model: Any) -> None:
     towers = {text.get_submodule(path) for path in paths if not _is_parameter(text, path)}
     beside = {module for tower in towers for module in tower.modules()}
     frozen = {
-        path: sum(parameter.numel() for parameter in module.parameters())
+        path: count_values(module)
         for path, module in _experts(model)
         if module not in beside and not any(parameter.requires_grad for parameter in module.parameters())
     }
     if frozen:
-        ratio = sum(frozen.values()) / sum(parameter.numel() for parameter in model.parameters())
+        ratio = sum(frozen.values()) / count_values(model)
         others = f" and {len(frozen) - 1} others" if len(frozen) > 1 else ""
         message = "experts have no adapters and stay frozen: %s%s, %.0f%% of all weights%s"
         names = sorted({name for path in frozen for name, _ in stacked(model.get_submodule(path))})
@@ -56,6 +57,8 @@ def _experts(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module
 
 
 def stacked(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Its parameters with 3 dimensions, but those of convolutions."""
+    """Its parameters with 3 dimensions, but those of convolutions; the codes of those in 4 bits."""
+    if isinstance(module, Experts4bit):
+        return [(name, module.get_parameter(name)) for name in module.stacked]
     own = [] if isinstance(module, _ConvNd) else list(module.named_parameters(recurse=False))
     return [(name, parameter) for name, parameter in own if parameter.ndim == 3]

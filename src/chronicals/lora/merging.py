@@ -13,16 +13,16 @@ from chronicals.lora.layers import adapters
 from chronicals.lora.magnitude import is_plain
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import merge_tokens
-from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.quantization import Experts4bit, PackedLinear, Stack
 
 
 @torch.no_grad()
 def merge_adapters(model: Any) -> None:
     """Replace every adapted layer by its base layer with the merged weight, summed in fp32 and rounded once to its dtype.
 
-    Layers in 4 bits become plain ones of what they are dequantised to, those without an adapter too; rows of trained tokens go
-    into the embedding. A head that is tied to the embedding gets a weight of its own where one of the two is adapted. All
-    weights stay frozen, as with PEFT.
+    Layers and experts in 4 bits become plain ones of what they are dequantised to, those without an adapter too; rows of
+    trained tokens go into the embedding. A head that is tied to the embedding gets a weight of its own where one of the two is
+    adapted. All weights stay frozen, as with PEFT.
 
     Raises:
         ValueError: there are no adapters of ours, or a weight is quantised; the model is unchanged.
@@ -36,12 +36,9 @@ def merge_adapters(model: Any) -> None:
             f"the weights of {quantised[0]} are quantised and cannot take its adapter; save the adapter, load the base in 16 "
             "bit, attach it with chronicals.lora.load_adapter, and merge that"
         )
-    stacked = next((path for path, module in model.named_modules() if isinstance(module, Experts4bit)), None)
-    if stacked is not None:
-        raise ValueError(
-            f"{stacked} has its experts in 4 bits; save the adapter, load the base in 16 bit, attach it with "
-            "chronicals.lora.load_adapter, and merge that"
-        )
+    for path, module in list(model.named_modules()):
+        if isinstance(module, Experts4bit):
+            model.set_submodule(path, module.plain())
     _untie_adapted_head(model)
     for path, layer in reversed(adapted.items()):  # of several around one layer the innermost first
         if isinstance(layer.base_layer, PackedLinear):
@@ -57,7 +54,7 @@ def merge_adapters(model: Any) -> None:
 
 def _can_be_merged(adapted: AdapterLayer) -> bool:
     if isinstance(adapted, LoRAParameter):
-        return is_plain(adapted.parameter)
+        return isinstance(adapted.parameter, Stack) or is_plain(adapted.parameter)
     return isinstance(adapted.base_layer, PackedLinear) or is_plain(adapted.base_layer.weight)
 
 

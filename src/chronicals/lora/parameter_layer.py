@@ -6,7 +6,8 @@ In PEFT's format (``target_parameters``) A is ``[E · r, K]`` with the ranks of 
 experts of a rank together. A layer with several adapted parameters is wrapped several times, in the order of its parameters.
 
 Experts as transformers 5 computes them take A and B as products of their own beside the base's (``expert_products``). Any other
-layer runs with W' in the place of W: in the dtype of W, for the length of the call.
+layer runs with W' in the place of W: in the dtype of W, for the length of the call. Of experts in 4 bits (``Experts4bit``) W is
+what their codes stand for.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch.func import functional_call
 
 from chronicals.lora.adapter_layer import AdapterLayer, exact
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.expert_products import Factors, adapted_experts, expert_inputs
+from chronicals.lora.expert_products import Factors, adapted_experts, expert_inputs, has_hooks
 from chronicals.lora.layers import start
+from chronicals.quantization import Experts4bit, Stack
 
 WRAPPED = "base_layer"
 
@@ -45,9 +47,9 @@ class LoRAParameter(AdapterLayer):
         start(self.lora_A, self.lora_B, config)
 
     @property
-    def parameter(self) -> Tensor:
+    def parameter(self) -> Tensor | Stack:
         """W."""
-        return innermost(self).get_parameter(self.parameter_name)
+        return weight_of(innermost(self), self.parameter_name)
 
     def named_at(self, path: str) -> str:
         return f"{without_wraps(path)}.{self.parameter_name}"
@@ -61,7 +63,7 @@ class LoRAParameter(AdapterLayer):
 
     def adapted(self) -> Tensor:
         """W', in the dtype of W."""
-        weight = self.parameter
+        weight = dense(self.parameter)
         down_ERK, up_ENR, scale = self.factors(weight.dtype)
         with torch.autocast(weight.device.type, enabled=False):
             if weight.ndim == 2:
@@ -86,11 +88,14 @@ class LoRAParameter(AdapterLayer):
             return layer(*inputs, **named)
         if (y := _by_products(layer, on, inputs, named)) is not None:
             return y
-        return functional_call(layer, {name: found.adapted() for name, found in on.items()}, inputs, named)
+        adapted = {name: found.adapted() for name, found in on.items()}
+        if isinstance(layer, Experts4bit):
+            return layer(*inputs, instead=adapted, **named)
+        return functional_call(layer, adapted, inputs, named)
 
     @torch.no_grad()
     def merge(self) -> None:
-        weight, (down_ERK, up_ENR, scale) = self.parameter, self.factors(torch.float32)
+        weight, (down_ERK, up_ENR, scale) = dense(self.parameter), self.factors(torch.float32)
         transposed, matrices = is_transposed(innermost(self)), weight if weight.ndim == 3 else [weight]
         for own, down, up in zip(matrices, down_ERK, up_ENR, strict=True):
             update = scale * (up @ down)
@@ -101,18 +106,31 @@ class LoRAParameter(AdapterLayer):
 def _by_products(layer: Any, on: Mapping[str, LoRAParameter], inputs: tuple, named: Mapping[str, Any]) -> Tensor | None:
     """What the layer returns where its experts are computed with A and B as products of their own; else None. How many rows an
     expert has is no matter for a compiler, which would compile for each number."""
-    if (routed := expert_inputs(layer, on, inputs, named)) is None:
+    packed = isinstance(layer, Experts4bit)
+    inner, stacks = (layer.inner, layer.stacks()) if packed else (layer, None)
+    if (packed and has_hooks(layer)) or (routed := expert_inputs(inner, on, inputs, named)) is None:
         return None
-    return adapted_experts(layer, {name: found.factors(found.parameter.dtype) for name, found in on.items()}, routed)
+    return adapted_experts(inner, {name: found.factors(found.parameter.dtype) for name, found in on.items()}, routed, stacks)
 
 
 def shapes_for(layer: nn.Module, name: str, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     """Of A and B for a parameter of ``layer``."""
-    shape = layer.get_parameter(name).shape
+    shape = weight_of(layer, name).shape
     experts, narrow, wide = shape if len(shape) == 3 else (1, *shape)
     if len(shape) == 3 and is_transposed(layer):
         narrow, wide = wide, narrow
     return (experts * rank, wide), (narrow, experts * rank)
+
+
+def weight_of(layer: nn.Module, name: str) -> Tensor | Stack:
+    """A parameter of a layer; of experts in 4 bits a stacked weight, which its codes stand for."""
+    if isinstance(layer, Experts4bit) and name in layer.stacked:
+        return layer.stack(name)
+    return layer.get_parameter(name)
+
+
+def dense(weight: Tensor | Stack) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dense()
 
 
 def innermost(layer: nn.Module) -> nn.Module:
@@ -138,4 +156,4 @@ def _around(layer: nn.Module) -> list[LoRAParameter]:
 
 def is_transposed(layer: nn.Module) -> bool:
     """Whether the matrices of its experts are ``[in, out]``."""
-    return bool(getattr(layer, "is_transposed", False))
+    return bool(getattr(layer.inner if isinstance(layer, Experts4bit) else layer, "is_transposed", False))

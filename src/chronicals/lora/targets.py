@@ -18,7 +18,7 @@ from chronicals.lora.experts import stacked
 from chronicals.lora.layers import LoRALinear
 from chronicals.lora.parameter_layer import WRAPPED, LoRAParameter, shapes_for
 from chronicals.models import beside_text, is_within
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import Experts4bit, PackedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -152,6 +152,8 @@ def _check_parameter(model: Any, key: str) -> None:
             f"lora_target_parameters: {key!r} is of {type(layer).__name__}; a linear layer or embedding is adapted as such: "
             f"name {path.rpartition('.')[2]!r} in lora_target_modules instead"
         )
+    if isinstance(layer, Experts4bit) and key.rpartition(".")[2] in layer.stacked:
+        return
     if not parameter.is_floating_point() or parameter.element_size() == 1:
         raise ValueError(
             f"lora_target_parameters: {key!r} is quantised ({parameter.dtype}), and no adapter is computed over that; load the "

@@ -1,21 +1,24 @@
-"""Linear layers of decoder layers in 4 bits: quantised while a checkpoint is read, or in a model that is there.
+"""Linear layers and stacked experts of decoder layers in 4 bits: quantised while a checkpoint is read, or in a model that is
+there.
 
-Head, embeddings, norms, routers and whatever is no plain linear layer stay as they are. While reading, no more than one
-tensor exists in 16 bit beside those that stay so.
+Head, embeddings, norms, routers and whatever is neither a plain linear layer nor stacked experts stay as they are. While
+reading, no more than one weight exists in 16 bit beside those that stay so, with the tensors of a file that it is made of.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from chronicals.memory import decoder_layers
 from chronicals.quantization import Experts4bit, Linear4bit, Packed, PackedLinear
+from chronicals.quantization.experts import can_be_packed, pack_stack
 
 logger = logging.getLogger(__name__)
 
@@ -48,15 +51,17 @@ def has_packed_layers(model: nn.Module) -> bool:
 
 
 def quantise_layers(model: Any, watch: Watch | None = None) -> int:
-    """Quantise the linear layers of the decoder layers to NF4, in place, one after the other; how many there were.
+    """Quantise the linear layers and stacked experts of the decoder layers to NF4, in place, one after the other; how many
+    linear layers there were.
 
     Args:
-        watch: sees each weight; the model knows it afterwards.
+        watch: sees each weight of a linear layer; the model knows it afterwards.
 
     Raises:
-        ValueError: there is none, nor one in 4 bits already.
+        ValueError: there is none, nor one in 4 bits already; or experts have adapters.
     """
-    layers = linear_layers(model)
+    layers, experts = linear_layers(model), stacked_experts(model)
+    _check_bare(experts)
     if not layers and not has_4bit_layers(model):
         raise _no_layers(model)
     for path, layer in layers.items():
@@ -65,6 +70,7 @@ def quantise_layers(model: Any, watch: Watch | None = None) -> int:
             watch(path, layer.weight.detach(), quantised.packed)
         setattr(model, QUANTISED_FROM, layer.weight.dtype)
         model.set_submodule(path, quantised)
+    _quantise_experts(model, experts)
     if layers and watch is not None:
         setattr(model, WATCHED, watch)
     _report(model)
@@ -72,34 +78,42 @@ def quantise_layers(model: Any, watch: Watch | None = None) -> int:
 
 
 def quantise_experts(model: Any) -> int:
-    """Quantise the stacked experts of the decoder layers to NF4, in place, layer by layer; how many layers there were.
-
-    They are frozen. Adapters beside them are not merged into this model afterwards, but into its base in 16 bits.
+    """Quantise the stacked experts of the decoder layers to NF4, in place, layer by layer, and nothing else; how many layers
+    there were. They are frozen.
 
     Raises:
-        ValueError: there is none, or one of a size that does not fit, or it has adapters.
+        ValueError: there is none, or it has adapters.
     """
-    found = [
-        (path, module)
-        for layer in decoder_layers(model)
-        for path, module in layer.named_modules()
-        if sum(p.ndim == 3 for p in module.parameters(recurse=False)) > 1
-    ]
-    inside = {id(module) for _, module in found}
-    paths = {path: module for path, module in model.named_modules() if id(module) in inside}
-    if not paths:
+    found = stacked_experts(model)
+    if not found:
         raise ValueError(f"{type(model).__name__} has no stacked experts: nothing would be quantised")
-    for path, module in paths.items():
-        if path.rpartition(".")[2] == "base_layer":
-            raise ValueError(f"{path}: has adapters; quantise experts before, and adapt other layers")
-        setattr(model, QUANTISED_FROM, next(p.dtype for p in module.parameters()))
-        model.set_submodule(path, Experts4bit(module))
-    return len(paths)
+    _check_bare(found)
+    _quantise_experts(model, found)
+    return len(found)
+
+
+def _quantise_experts(model: Any, found: Mapping[str, nn.Module]) -> None:
+    for path, module in found.items():
+        setattr(model, QUANTISED_FROM, next(module.parameters()).dtype)
+        model.set_submodule(path, Experts4bit.of(module))
+
+
+def _check_bare(experts: Iterable[str]) -> None:
+    """Raises ValueError where experts have adapters already, whose sizes are those of what they are around."""
+    wrapped = next((path for path in experts if path.rpartition(".")[2] == "base_layer"), None)
+    if wrapped is not None:
+        raise ValueError(f"{wrapped}: has adapters; quantise experts before they are attached")
+
+
+def stacked_experts(model: Any) -> dict[str, nn.Module]:
+    """By their paths, the modules of decoder layers that hold experts as stacked weights, in 16 or 32 bit."""
+    inside = {id(module) for layer in decoder_layers(model) for module in layer.modules()}
+    return {path: module for path, module in model.named_modules() if id(module) in inside and can_be_packed(module)}
 
 
 def quantising_while_reading(watch: Watch | None = None, take: Take | None = None) -> Any:
-    """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers of the decoder layers to NF4, or
-    lets ``take`` replace them; nothing of it stays in the model's configuration."""
+    """``quantization_config`` for ``from_pretrained``, by which it quantises the linear layers and stacked experts of the
+    decoder layers to NF4, or lets ``take`` replace the linear layers; nothing of it stays in the model's configuration."""
     configuration = _classes()()
     configuration.watch, configuration.take = watch, take
     return configuration
@@ -107,10 +121,15 @@ def quantising_while_reading(watch: Watch | None = None, take: Take | None = Non
 
 def count_values(model: nn.Module) -> int:
     """Weights that a model's parameters stand for: of what is packed those of the layer; else a byte of codes holds two."""
-    layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    packed = {id(layer.weight) for layer in layers}
+    packed, inside = set[int](), 0
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            packed.add(id(module.weight))
+            inside += module.out_features * module.in_features
+        elif isinstance(module, Experts4bit):
+            packed |= {id(module.get_parameter(name)) for name in module.stacked}
+            inside += module.values
     others = (p for p in model.parameters() if id(p) not in packed)
-    inside = sum(layer.out_features * layer.in_features for layer in layers)
     return inside + sum(p.numel() * (2 if p.dtype == torch.uint8 else 1) for p in others)
 
 
@@ -134,11 +153,23 @@ def _no_layers(model: Any) -> ValueError:
 
 
 def _report(model: Any) -> None:
-    packed = [module for module in model.modules() if isinstance(module, Linear4bit)]
-    inside = sum(module.out_features * module.in_features for module in packed)
+    layers = [module for module in model.modules() if isinstance(module, Linear4bit)]
+    experts = [module for module in model.modules() if isinstance(module, Experts4bit)]
+    inside = sum(layer.out_features * layer.in_features for layer in layers) + sum(module.values for module in experts)
     others = sum(p.numel() for p in model.parameters() if p.is_floating_point())
-    share, size = inside / (inside + others), sum(module.packed.bytes for module in packed) / 2**30
-    logger.info("quantization: %d linear layers in NF4, %.1f %% of the weights, in %.2f GiB", len(packed), 100 * share, size)
+    size = sum(layer.packed.bytes for layer in layers) + sum(module.bytes for module in experts)
+    what = f"{len(layers)} linear layers" + (f" and the experts of {len(experts)} layers" if experts else "")
+    share = inside / (inside + others)
+    logger.info("quantization: %s in NF4, %.1f %% of the weights, in %.2f GiB", what, 100 * share, size / 2**30)
+    if left := sorted({type(module).__name__ for module in _left_experts(model)}):
+        message = "quantization: these experts stay in 16 bit, for they are no module of stacked weights and biases alone: %s"
+        logger.warning(message, ", ".join(left))
+
+
+def _left_experts(model: Any) -> list[nn.Module]:
+    """Modules of decoder layers with stacked weights that are not quantised."""
+    inside = (module for layer in decoder_layers(model) for module in layer.modules() if not isinstance(module, _ConvNd))
+    return [module for module in inside if any(p.ndim == 3 and min(p.shape) > 1 for p in module.parameters(recurse=False))]
 
 
 @functools.cache
@@ -155,30 +186,35 @@ def _classes() -> Any:
             self.quant_method = METHOD  # type: ignore[assignment]
 
     class Quantise(ConversionOps):
-        def __init__(self, left: set[str], watch: Watch | None, take: Take | None):
-            self.left, self.watch, self.take = left, watch, take
+        def __init__(self, left: set[str], stacks: _Stacks, watch: Watch | None, take: Take | None):
+            self.left, self.stacks, self.watch, self.take = left, stacks, watch, take
 
         def convert(self, input_dict: dict[str, Any], model: Any = None, **_: Any) -> dict[str, Tensor]:
             ((name, value),) = input_dict.items()
             self.left.discard(name)
             weight = value[0] if isinstance(value, list) else value
+            if name in self.stacks.names:
+                return {name: self.stacks.take(model, name, weight)}
             return {name: _take(model, name.removesuffix(".weight"), weight, self.watch, self.take)}
 
     @register_quantizer(METHOD)
     class Quantiser(HfQuantizer):
         left: set[str]
+        stacks: _Stacks
 
         def _process_model_before_weight_loading(self, model: Any, **_: Any) -> Any:
             self.left = {f"{path}.weight" for path in linear_layers(model)}
             if not self.left:
                 raise _no_layers(model)
+            self.stacks = _Stacks({} if self.quantization_config.take is not None else stacked_experts(model))
+            self.left |= self.stacks.names
             return model
 
         def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
             return param_name in self.left
 
         def get_quantize_ops(self) -> Any:
-            return Quantise(self.left, self.quantization_config.watch, self.quantization_config.take)
+            return Quantise(self.left, self.stacks, self.quantization_config.watch, self.quantization_config.take)
 
         def _process_model_after_weight_loading(self, model: Any, **_: Any) -> Any:
             if self.quantization_config.watch is not None:
@@ -192,6 +228,7 @@ def _classes() -> Any:
             for module in (module for module in model.modules() if hasattr(module, "config")):
                 vars(module.config).pop("_is_quantized", None)
             _check_shapes(model)
+            self.stacks.settle(model)
             if self.quantization_config.take is None:
                 _report(model)
             return model
@@ -204,6 +241,42 @@ def _classes() -> Any:
             return True
 
     return Configuration
+
+
+class _Stacks:
+    """Stacked experts of a model that is being read.
+
+    Args:
+        experts: by their paths.
+
+    Attributes:
+        names: of their stacked weights, in the model.
+    """
+
+    def __init__(self, experts: Mapping[str, nn.Module]):
+        self.shapes = {
+            path: {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.ndim == 3}
+            for path, module in experts.items()
+        }
+        self.names = {f"{path}.{name}" for path, shapes in self.shapes.items() for name in shapes}
+        self._packed: dict[str, dict[str, Packed]] = {path: {} for path in experts}
+
+    def take(self, model: Any, name: str, stack: Tensor) -> Tensor:
+        """Quantise a stack that was read, on a card where there is one, and return its codes; one of another shape stays what
+        it is, for the loader to complain of."""
+        path, _, own = name.rpartition(".")
+        if tuple(stack.shape) != self.shapes[path][own]:
+            return stack
+        packed = pack_stack(stack.to("cuda") if torch.cuda.is_available() else stack).moved(stack.device)
+        self._packed[path][own] = packed
+        model.get_submodule(path).register_parameter(own, nn.Parameter(packed.codes, requires_grad=False))
+        return packed.codes
+
+    def settle(self, model: Any) -> None:
+        """Put the quantised experts in the places of those that were read whole."""
+        for path, packed in self._packed.items():
+            if packed.keys() == self.shapes[path].keys():
+                model.set_submodule(path, Experts4bit(model.get_submodule(path), packed, self.shapes[path]))
 
 
 def _check_shapes(model: Any) -> None:

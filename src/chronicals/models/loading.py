@@ -81,8 +81,9 @@ def load_model(
     Of a GGUF file linear layers keep the file's blocks (``gguf_loading.py``).
 
     Args:
-        quantization: ``nf4``: the linear layers of its decoder layers are quantised to 4 bits as they are read; ``int8``: they
-            become bitsandbytes' layers in LLM.int8 (Dettmers et al., 2022), which are for computing alone, not to be trained.
+        quantization: ``nf4``: the linear layers and stacked experts of its decoder layers are quantised to 4 bits as they are
+            read; ``int8``: linear layers become bitsandbytes' layers in LLM.int8 (Dettmers et al., 2022), which are for
+            computing alone, not to be trained.
         watch: sees each weight when it is quantised, and is then known to the model (``lora.loftq``).
 
     Raises:
@@ -223,7 +224,7 @@ def _config(name: str | Path, trust_remote_code: bool) -> Any:
 
 
 def quantised_names(name: str | Path, trust_remote_code: bool = False) -> set[str]:
-    """Names of the weights that ``load_model`` quantises.
+    """Names of the weights of linear layers that ``load_model`` quantises.
 
     Raises:
         ValueError: there is no such model.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chronicals.quantization import Linear4bit, LinearGGUF
+from chronicals.quantization import Experts4bit, Linear4bit, LinearGGUF
 from chronicals.quantization.bitsandbytes_layer import is_of_bitsandbytes
 
 
@@ -19,8 +19,14 @@ def describe_packed(model: Any) -> None:
     To be called after layers became ``Linear4bit`` or plain, and before ``save_pretrained``.
 
     Raises:
-        ValueError: layers are in blocks of GGUF, which safetensors have no form for.
+        ValueError: layers are in blocks of GGUF, or experts in 4 bits, which no files of transformers have a form for.
     """
+    experts = next((path for path, module in model.named_modules() if isinstance(module, Experts4bit)), None)
+    if experts is not None:
+        raise ValueError(
+            f"{experts}: its experts are in 4 bits, which neither transformers nor bitsandbytes reads from files; save its "
+            "adapters, or what model.merge_and_unload() returns"
+        )
     if any(isinstance(layer, LinearGGUF) for layer in model.modules()):
         raise ValueError(
             f"{type(model).__name__} has layers in blocks of GGUF, which no file but that it was loaded from holds; save its "

@@ -127,12 +127,14 @@ def _forward(
     factors: Mapping[str, Factors] | None = None, stacks: Mapping[str, Any] | None = None, **named: Any,
 ) -> Tensor | None:  # fmt: skip
     if _runs_otherwise(module, hidden_states) or uncalled.changed(module):
+        if factors is not None:
+            return None
         if stacks is not None:
             with _own_forward(module):
                 computed: Tensor = as_class(module, stacks, (hidden_states, *routed), named)
             return computed
         own: Tensor = type(module).forward(module, hidden_states, *routed, **named)
-        return own if factors is None else None
+        return own
     experts, shares = (*routed, *named.values())
     return _compute(gate_of, module, hidden_states, experts, shares, factors, stacks)
 

@@ -2,7 +2,7 @@
 
 from chronicals.quantization.base import Base, Operand, Storage
 from chronicals.quantization.dense import Dense
-from chronicals.quantization.experts import Experts4bit
+from chronicals.quantization.experts import Experts4bit, Stack
 from chronicals.quantization.fp8 import FP8
 from chronicals.quantization.gguf import GGUF, Blocks
 from chronicals.quantization.gguf_linear import LinearGGUF
@@ -28,5 +28,6 @@ __all__ = [
     "PackedBase",
     "PackedLinear",
     "PackedWeight",
+    "Stack",
     "Storage",
 ]

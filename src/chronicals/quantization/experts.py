@@ -1,10 +1,10 @@
 """Experts4bit: the experts of a layer with their stacked weights in 4 bits and no other.
 
-    W [E, N, K] as the rows of one matrix [E · N, K], quantised to NF4 (``nf4.py``); K a multiple of the block
+    W [E, N, K] as the rows of one matrix [E · N, K], quantised to NF4 (``nf4.py``), whatever E, N and K are
 
-It takes the place of the module that holds the experts, computes as that does, and is frozen. Each product has the weight
-dequantised in the buffer that all layers of its shape share; where the class computes its experts itself, in a tensor of its
-own.
+It takes the place of the module that holds the experts, computes as that does, and is frozen; adapters beside its weights
+(``lora/parameter_layer.py``) are computed as those of the class. Each product has the weight dequantised in the buffer that all
+layers of its shape share; where the class computes its experts itself, in a tensor of its own.
 """
 
 from __future__ import annotations
@@ -54,40 +54,58 @@ class Stack:
         return self.base.dense().view(self.shape)
 
 
+def can_be_packed(module: nn.Module) -> bool:
+    """Whether the module is the experts of a layer: several stacked weights, and beside them nothing but biases of its own."""
+    own = [p for p in module._parameters.values() if p is not None]
+    several = sum(p.ndim == 3 for p in own) > 1
+    return several and next(module.buffers(), None) is None and len(list(module.parameters())) == len(own)
+
+
 class Experts4bit(nn.Module):
     """Args:
-    experts: whose parameters with three dimensions are quantised, and all of whose parameters are frozen.
-
-    Raises:
-        ValueError: it has none, or one whose last size is no multiple of the block.
+    experts: whose parameters with three dimensions are replaced, and all of whose parameters are frozen.
+    packed: these in 4 bits, each ``[E · N, K]``, by name.
+    shapes: what each is in the class, ``(E, N, K)``.
     """
 
     inner: Any
     """A module of the class, with its settings and without memory: no submodule, so nothing casts or moves it."""
 
-    def __init__(self, experts: nn.Module):
+    def __init__(self, experts: nn.Module, packed: Mapping[str, Packed], shapes: Mapping[str, tuple[int, ...]]):
         super().__init__()
-        own = {name: p for name, p in experts._parameters.items() if p is not None}
-        self.stacked = {name: tuple(p.shape) for name, p in own.items() if p.ndim == 3}
-        wrong = [name for name, shape in self.stacked.items() if shape[-1] % BLOCK]
-        if not self.stacked or wrong or any(True for _ in experts.buffers()):
-            found = f"{wrong[0]} is {self.stacked[wrong[0]]}" if wrong else f"{type(experts).__name__} holds something else"
-            raise ValueError(f"{found}: expected stacked weights whose last size is a multiple of {BLOCK}, and biases")
-        self.dtype = next(p.dtype for name, p in own.items() if name in self.stacked)
-        for name, parameter in own.items():
+        self.stacked = dict(shapes)
+        self.dtype = next(iter(packed.values())).dtype
+        inner, places = copy.copy(experts), {}
+        for name, parameter in experts._parameters.items():
+            if parameter is None:
+                continue
             value = parameter.detach()
-            if name in self.stacked:
-                packed = Packed.of(value.reshape(-1, value.shape[-1]))
-                value = packed.codes
+            if name in packed:
+                places[name] = torch.empty(shapes[name], dtype=self.dtype, device="meta")
+                value = packed[name].codes
                 for scale in SCALES:
-                    self.register_buffer(f"{name}_{scale}", getattr(packed.scales, scale))
+                    self.register_buffer(f"{name}_{scale}", getattr(packed[name].scales, scale))
+            else:
+                places[name] = value.to("meta")
             self.register_parameter(name, nn.Parameter(value, requires_grad=False))
-        inner = copy.copy(experts)
-        empty = {name: nn.Parameter(p.detach().to("meta"), requires_grad=False) for name, p in own.items()}
+        empty = {name: nn.Parameter(place, requires_grad=False) for name, place in places.items()}
         vars(inner).update(_parameters=empty, _buffers={}, _modules=dict(experts._modules))
         object.__setattr__(self, "inner", inner)
         self._bases: dict[str, tuple[tuple, PackedBase]] = {}
         self.train(experts.training)
+
+    @classmethod
+    def of(cls, experts: nn.Module) -> Self:
+        """Experts of transformers, their stacked weights quantised to NF4 in blocks of 64 with nested scales.
+
+        Raises:
+            ValueError: they hold something else.
+        """
+        if not can_be_packed(experts):
+            raise ValueError(f"{type(experts).__name__} holds something else than stacked weights and biases")
+        stacks = {name: p.detach() for name, p in experts._parameters.items() if p is not None and p.ndim == 3}
+        packed = {name: pack_stack(stack) for name, stack in stacks.items()}
+        return cls(experts, packed, {name: tuple(stack.shape) for name, stack in stacks.items()})
 
     def packed(self, name: str) -> Packed:
         """A stacked weight, ``[E · N, K]``."""
@@ -96,22 +114,38 @@ class Experts4bit(nn.Module):
         scales = Scales(*(getattr(self, f"{name}_{scale}") for scale in SCALES))
         return Packed(self.get_parameter(name), scales, (count, columns), self.dtype)
 
+    @property
+    def values(self) -> int:
+        """How many weights the codes stand for."""
+        return sum(torch.Size(shape).numel() for shape in self.stacked.values())
+
+    @property
+    def bytes(self) -> int:
+        """Memory that the stacked weights take."""
+        return sum(self.packed(name).bytes for name in self.stacked)
+
+    def stack(self, name: str) -> Stack:
+        """A stacked weight."""
+        key = self.get_parameter(name).data_ptr(), self.dtype, self.get_parameter(name).device
+        if name not in self._bases or self._bases[name][0] != key:
+            self._bases[name] = key, Packed.base([self.packed(name)])
+        return Stack(self.stacked[name], self._bases[name][1])
+
     def stacks(self) -> dict[str, Any]:
         """Weights by name: ``Stack`` of what is packed, tensors else."""
-        found: dict[str, Any] = dict(self._parameters)
-        for name, shape in self.stacked.items():
-            key = self.get_parameter(name).data_ptr(), self.dtype, self.get_parameter(name).device
-            if name not in self._bases or self._bases[name][0] != key:
-                self._bases[name] = key, Packed.base([self.packed(name)])
-            found[name] = Stack(shape, self._bases[name][1])
-        return found
+        return {**self._parameters, **{name: self.stack(name) for name in self.stacked}}
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which has bases of its own."""
         return {**vars(self), "_bases": {}}
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        stacks, forward = self.stacks(), vars(self.inner).get("forward")
+    def forward(self, *inputs: Any, instead: Mapping[str, Tensor] | None = None, **named: Any) -> Any:
+        """As the class.
+
+        Args:
+            instead: weights in the place of its own, by name, in their shapes.
+        """
+        stacks, forward = {**self.stacks(), **(instead or {})}, vars(self.inner).get("forward")
         if hasattr(getattr(forward, "__func__", None), TAKES_STACKS):
             return self.inner.forward(*inputs, stacks=stacks, **named)
         return as_class(self.inner, stacks, inputs, named)
@@ -122,18 +156,28 @@ class Experts4bit(nn.Module):
         vars(plain).pop("forward", None)
         values = {name: x.dense() if isinstance(x, Stack) else x for name, x in self.stacks().items()}
         vars(plain)["_parameters"] = {name: nn.Parameter(x.detach(), requires_grad=False) for name, x in values.items()}
-        return plain
+        return plain.train(self.training)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """What casts casts the type that weights are dequantised to, never codes or scales."""
-        kept = dict(self.named_buffers(recurse=False))
+        kept = dict(self.named_buffers(recurse=False, remove_duplicate=False))  # stacks share a table of codes
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=next(iter(self.parameters())).device)).dtype
         super()._apply(fn, recurse)
         keep_dtypes(self, kept)
         return self
 
     def extra_repr(self) -> str:
-        return f"{type(self.inner).__name__}, {', '.join(self.stacked)} in nf4, blocks of {BLOCK}, dtype={self.dtype}"
+        return f"{type(self.inner).__name__}, {', '.join(self.stacked)} in {self.format}, dtype={self.dtype}"
+
+    @property
+    def format(self) -> str:
+        """In words, as of linear layers."""
+        return f"nf4 in blocks of {BLOCK}"
+
+
+def pack_stack(stack: Tensor) -> Packed:
+    """A stacked weight ``[E, N, K]``, quantised as one matrix ``[E · N, K]``."""
+    return Packed.of(stack.reshape(-1, stack.shape[-1]))
 
 
 def as_class(inner: Any, stacks: Mapping[str, Any], inputs: tuple, named: Mapping[str, Any]) -> Any:

@@ -59,6 +59,12 @@ class Packed:
         """The same, dequantised to another dtype."""
         return replace(self, dtype=dtype)
 
+    def moved(self, device: torch.device) -> Packed:
+        """The same on another device."""
+        scales = self.scales
+        nested = (None if x is None else x.to(device) for x in (scales.absmax2, scales.code2, scales.offset))
+        return replace(self, codes=self.codes.to(device), scales=Scales(scales.absmax.to(device), *nested, scales.block2))
+
     def into(self, out: Tensor) -> Tensor:
         """Write the values to ``out``, ``[n, K]``, rows dense; by one launch."""
         return dequantize_4bit(self.codes, self.scales, out, self.block, self.code)

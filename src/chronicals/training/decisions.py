@@ -40,7 +40,7 @@ from chronicals.optimizers.adam_8bit import SMALLEST
 from chronicals.patching import has_gated_mlps
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
-from chronicals.quantization import FP8, Dense, FP8InHost, PackedLinear
+from chronicals.quantization import FP8, Dense, Experts4bit, FP8InHost, PackedLinear
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible, trains_layers
 
 PLAIN = {
@@ -355,9 +355,12 @@ def _decide(config: ChronicalsConfig, field: str, runs: bool, reason: str) -> De
 
 def _quantization(model: Any) -> Decision:
     layers = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    experts = [module for module in model.modules() if isinstance(module, Experts4bit)]
     formats = " and ".join(sorted({layer.format for layer in layers}))
-    said = f"{len(layers)} linear layers in {formats}, dequantised for each product"
-    return Decision("quantization", bool(layers), said if layers else "not asked for")
+    said = [f"{len(layers)} linear layers in {formats}"] if layers else []
+    said += [f"the experts of {len(experts)} layers in {experts[0].format}"] if experts else []
+    reason = f"{' and '.join(said)}, dequantised for each product" if said else "not asked for"
+    return Decision("quantization", bool(said), reason)
 
 
 def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device, context: int) -> Decision:

@@ -18,7 +18,7 @@ from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import watcher
 from chronicals.training.decisions import choose_sharding, sharing_of
-from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS
+from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +61,9 @@ def _with_sharding(
     if ranks.writer and "sharding" not in config.explicit:
         logger.info("sharding: weights, for they do not fit a card of %.0f GiB whole beside the rest", total / 2**30)
     model.requires_grad_(not config.use_lora)
-    return config.fitted(sharding=WEIGHTS, sharding_ranks=sharing_of(config, model, ranks.count, total))
+    sharing = sharing_of(config, model, ranks.count, total)
+    check_divisible(model, config, sharing)
+    return config.fitted(sharding=WEIGHTS, sharding_ranks=sharing)
 
 
 def _divided(place: Path | str, config: ChronicalsConfig, ranks: Mesh, trust_remote_code: bool) -> Any:

@@ -1,5 +1,5 @@
 """Linear layers with quantised weights as plain torch: the dense weight that a layer multiplies by, and the dtype of its
-product.
+product; and stacked experts, whose values are dequantised by the definition.
 
 The dense weight is what the layer returns for the identity matrix. That of the backward pass may differ: bitsandbytes rounds it
 to the dtype the weight had before it was quantised, and that of the forward pass to the dtype of the product.
@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.config import ConfigurationError
+from chronicals.kernels.nf4 import dequantize_4bit_reference
 from chronicals.lora.targets import linear_shape
+from chronicals.quantization import Experts4bit
+from chronicals.verification.modules import plain_name
 
 ROWS = 1024
 """Rows of the identity that a layer multiplies at a time."""
@@ -33,6 +36,20 @@ def quantised_layers(model: nn.Module) -> dict[str, nn.Module]:
         weight = getattr(layer, "weight", None) if linear_shape(layer) else None
         if isinstance(weight, Tensor) and (not weight.is_floating_point() or weight.element_size() == 1):
             found[path.removesuffix(".base_layer")] = layer
+    return found
+
+
+def quantised_experts(model: nn.Module) -> dict[str, Experts4bit]:
+    """Stacked experts in 4 bits, by their paths without adapters."""
+    return {plain_name(path): module for path, module in model.named_modules() if isinstance(module, Experts4bit)}
+
+
+def weights_of_experts(path: str, experts: Experts4bit) -> dict[str, Tensor]:
+    """By the names of their class's parameters in the model: the values that codes stand for, and biases."""
+    found = {f"{path}.{name}": parameter.detach() for name, parameter in experts.named_parameters()}
+    for name, shape in experts.stacked.items():
+        packed = experts.packed(name)
+        found[f"{path}.{name}"] = dequantize_4bit_reference(packed.codes, packed.scales, shape, packed.dtype, packed.block)
     return found
 
 

@@ -26,7 +26,13 @@ from chronicals.models.router_loss import SWITCH, asks_for_router_loss, read_rou
 from chronicals.objectives import Count, Objective, ScoredDocument, divide
 from chronicals.verification.modules import plain_name
 from chronicals.verification.plain_adapters import PlainAdapters, adapter_fields
-from chronicals.verification.quantised import dense_weight, multiply_as, quantised_layers
+from chronicals.verification.quantised import (
+    dense_weight,
+    multiply_as,
+    quantised_experts,
+    quantised_layers,
+    weights_of_experts,
+)
 
 ROW_TOKENS, LOGITS = 4096, 2**28
 """Tokens of padded rows in a forward pass, and elements of logits: whole logits, and whole attention weights of so many
@@ -273,6 +279,8 @@ class PlainArm:
 def _take_types(plain: nn.Module, model: Any) -> None:
     """Keep every weight of ``plain`` in the type it has in ``model``, quantised ones in that of their products."""
     types = {plain_name(name): parameter.dtype for name, parameter in model.named_parameters()}
+    for path, experts in quantised_experts(model).items():
+        types |= {f"{path}.{name}": experts.dtype for name in experts.stacked}
     quantised = quantised_layers(model)
     for name, parameter in plain.named_parameters():
         name = name.replace("parametrizations.weight.original", "weight")
@@ -310,6 +318,9 @@ def _fresh(model: Any, device: torch.device, sdpa: bool) -> Any:
     quantised = quantised_layers(model)
     for path in quantised:  # of which a state dictionary has the format, too
         weights = {name: x for name, x in weights.items() if not name.startswith(f"{path}.") or name == f"{path}.bias"}
+    for path, experts in quantised_experts(model).items():
+        weights = {name: x for name, x in weights.items() if not name.startswith(f"{path}.")}
+        weights |= weights_of_experts(path, experts)
     if score is not None:
         weights = {name: x for name, x in weights.items() if name in fresh.state_dict()}
     missing = fresh.load_state_dict(weights, strict=not quantised).missing_keys

@@ -1,0 +1,104 @@
+"""Stacked experts of a base as an adapter over 4 bits saw them: what their codes stand for, by the tensors of the base's files.
+
+The scales of a stack are quantised together, so one is made whole, of all tensors that it is in, whenever a tensor of it is
+asked for; the stacks of a decoder layer are kept meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chronicals.export.additions import Part, parts_in_files
+from chronicals.export.part_names import StoredNames
+from chronicals.export.weight_files import StoredTensor
+from chronicals.models.four_bits import stacked_experts
+from chronicals.quantization.experts import pack_stack
+
+KEPT = 2
+"""Stacks of a decoder layer, whose tensors alternate in files."""
+
+
+class DequantisedExperts:
+    """Args:
+    stacks: the shape of each, ``(E, N, K)``, by its name in the model.
+    parts: of each stack, by the names of the tensors that it is in.
+    stored: tensors of files, by name.
+    dtype: from which they were quantised.
+    product: to which they were dequantised.
+    """
+
+    def __init__(
+        self, stacks: Mapping[str, tuple[int, ...]], parts: Mapping[str, Mapping[str, Part]],
+        stored: Mapping[str, StoredTensor], dtype: torch.dtype, product: torch.dtype,
+    ):  # fmt: skip
+        self.stacks, self.parts, self.stored, self.dtype, self.product = stacks, parts, stored, dtype, product
+        self._owners = {name: stack for stack, inside in parts.items() for name in inside}
+        self._values = functools.lru_cache(KEPT)(self._dequantised)
+
+    @classmethod
+    def of(
+        cls, model: Any, there: StoredNames, stored: Mapping[str, StoredTensor], dtype: torch.dtype, product: torch.dtype
+    ) -> DequantisedExperts:
+        """Of a base.
+
+        Args:
+            model: it, on the meta device.
+            there: names of the tensors of its files.
+
+        Raises:
+            ValueError: a stack is not in the files, or made of other than blocks of theirs.
+        """
+        stacks, parts = {}, {}
+        for path, module in stacked_experts(model).items():
+            for own, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 3:
+                    name = f"{path}.{own}"
+                    stacks[name] = tuple(parameter.shape)
+                    parts[name] = _found(model, name, parameter.shape, there)
+        return cls(stacks, parts, stored, dtype, product)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._owners
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tensors in files."""
+        return set(self._owners)
+
+    def read(self, name: str) -> Tensor:
+        """The values of a tensor of the files, fp32, in its shape.
+
+        Raises:
+            ValueError: a tensor of its stack is quantised in the files, or of another shape.
+        """
+        stack = self._owners[name]
+        return _within(self._values(stack), self.parts[stack][name]).float()
+
+    def _dequantised(self, stack: str) -> Tensor:
+        whole = torch.empty(self.stacks[stack], dtype=self.dtype)
+        for name, part in self.parts[stack].items():
+            value, place = self.stored[name].read(), _within(whole, part)
+            if value.shape != place.shape:
+                shapes = f"{list(value.shape)} there, {list(place.shape)} here"
+                raise ValueError(f"{name} ({shapes}): of another shape than config.json says")
+            place.copy_(value)
+        packed = pack_stack(whole).to(self.product)
+        return packed.dense().view(whole.shape)
+
+
+def _within(whole: Tensor, part: Part) -> Tensor:
+    """A view of a stack."""
+    return whole if part.expert is None else part.of(whole[part.expert])
+
+
+def _found(model: Any, name: str, shape: torch.Size, there: StoredNames) -> dict[str, Part]:
+    parts = {name: Part()} if there.find(name) is not None else parts_in_files(model, name, shape)
+    named = {there.find(written): part for written, part in parts.items()}
+    if None in named:
+        raise ValueError(f"the base was in 4 bits, and its files have no weight {name}, nor the parts that it is saved as")
+    return {found: part for found, part in named.items() if found is not None}
