@@ -7,6 +7,7 @@ import made
 import pytest
 import torch
 
+import families
 import tiny
 from chronicals.benchmark.arms import ours, unsloth
 from chronicals.benchmark.arms.weights import load_dequantised, load_for_peers, load_in_4_bits, with_peft
@@ -17,16 +18,16 @@ from chronicals.cli import benchmark as command
 from chronicals.config import ConfigurationError
 from chronicals.lora import adapters
 from chronicals.models import load_model
-from chronicals.quantization import NF4, Linear4bit
+from chronicals.quantization import NF4, Experts4bit, Linear4bit
 
 UNEVEN = {"lora_rank_pattern": {"q_proj": 3}, "lora_alpha_pattern": {"down_proj": 5}, "lora_layers": [1], "use_dora": True}
 
 
-def planned(folder, mode="lora", **changes):
+def planned(folder, mode="lora", model=None, **changes):
     """A work with weights in 128 columns: of others bitsandbytes' products are wrong on a CPU."""
     work = made.work(folder, mode=mode, **{"lora_rank": 4, "lora_alpha": 6, **changes})
     byte_tokenizer().save_pretrained(work.model)
-    tiny.llama(intermediate_size=128).save_pretrained(work.model)
+    (model or tiny.llama(intermediate_size=128)).save_pretrained(work.model)
     prepare(work)
     return work
 
@@ -81,6 +82,22 @@ def test_the_reference_has_the_weights_that_the_codes_stand_for(tmp_path, dtype)
             assert weight.dtype == torch.float32 and torch.equal(weight, layer.packed.dense().float())
             assert not torch.equal(weight, sixteen.get_submodule(path).weight)
     assert layers == 14 and torch.equal(plain.lm_head.weight, sixteen.lm_head.weight)
+
+
+def test_experts_have_the_same_values_in_every_arm(tmp_path):
+    """Ours in 4 bits; the reference in fp32, and peers over bitsandbytes, which has no stacked experts, in 16."""
+    sizes = {"hidden_size": 64, "head_dim": 16, "moe_intermediate_size": 64, "vocab_size": 300, "max_position_embeddings": 512}
+    work = planned(tmp_path, "qlora", families.mixture("qwen3_moe", **sizes), lora_target_modules="q_proj")
+    packed = {path: m for path, m in load_in_4_bits(work.model, torch.float32).named_modules() if isinstance(m, Experts4bit)}
+    others = [load_dequantised(work.model, torch.float32)]
+    others += [] if missing("transformers", "qlora") else [load_for_peers(work, torch.float32)]
+    sixteen = load_model(work.model, torch.float32)
+    assert len(packed) == 2
+    for path, experts in packed.items():
+        for name in experts.stacked:
+            expected = experts.stack(name).dense()
+            assert not torch.equal(sixteen.get_parameter(f"{path}.{name}"), expected)
+            assert all(torch.equal(other.get_parameter(f"{path}.{name}"), expected) for other in others)
 
 
 def test_peers_have_bitsandbytes_layers(tmp_path):

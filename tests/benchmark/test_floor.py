@@ -202,6 +202,14 @@ def test_weights_in_4_bits_are_read_and_written_twice_a_step_whatever_its_tokens
     assert found.products == plain.products and needed_flops(job) == needed_flops(packed)
 
 
+def test_of_a_mixture_in_4_bits_all_experts_are_dequantised():
+    """However few a token meets; routers are in 16 bits."""
+    shape = DecoderShape(3, 8, 2, 1, 4, 20, 50, experts=6, chosen=2)
+    job = Job(shape, tokens=10, mean_length=5.0, rank=2, dequantised_bytes=2.5)
+    layer = 8 * (8 + 2 * 4) + 8 * 8 + 6 * 3 * 8 * 20
+    assert dequantised_bytes(job) == 2.5 * (2 * 3 * layer - 8 * (8 + 2 * 4))
+
+
 def test_adapters_that_are_not_counted_have_no_mfu():
     job = Job(shape(SMALL), 16384, 2048, 32)
     assert mfu(job, 1.0, "NVIDIA H200") and mfu(replace(job, uneven=True), 1.0, "NVIDIA H200") is None

@@ -8,16 +8,16 @@ mixture: E experts of inner width F, k of them for a token.
     of a mixture, what a token meets:     Nb = L·(D(q + 2kv) + qD + DE + k·3DF)
     FLOPs a token, full:  6·Nb + 6·Nh·f + 3a
     FLOPs a token, LoRA:  4·Nb − 2·D(q + 2kv) + 6·P + 4·Nh·f + 3a
-    bytes a step to dequantise weights held in 4 bits:  (2·Nb − D(q + 2kv)) · (read + written for a value)
+    bytes a step to dequantise weights held in 4 bits:  (2·N4 − D(q + 2kv)) · (read + written for a value)
+                                          N4 = Nb, of a mixture L·(D(q + 2kv) + qD + E·3DF)
     elementwise bytes a token:  L · 2·(16D + 4(q + kv) + 8F + 7q)      loss bytes a token:  4·V·f
     of a mixture:               L · 2·(16D + 4(q + kv) + k·(9F + 2D) + 7q)
 
 Recomputation and padding do not count. The products of experts are timed as one product over the k·T rows of all, so what
-routing costs is not in the reference; in 4 bits are linear layers alone. The reference step has five parts: its products,
-attention by the best backend, and the bytes of elementwise operations (dequantising is one), loss and optimizer at the copy
-bandwidth. Each part counts with the best time seen for it, by itself or in our own step (``best_seen``). Both times were
-achieved, so neither is a lower bound: another kernel may be faster. Since the times of our own step are among them, our step
-never exceeds 100 % of it, whatever the kernels.
+routing costs is not in the reference. The reference step has five parts: its products, attention by the best backend, and the
+bytes of elementwise operations (dequantising is one), loss and optimizer at the copy bandwidth. Each part counts with the best
+time seen for it, by itself or in our own step (``best_seen``). Both times were achieved, so neither is a lower bound: another
+kernel may be faster. Since the times of our own step are among them, our step never exceeds 100 % of it, whatever the kernels.
 """
 
 from __future__ import annotations
@@ -121,9 +121,9 @@ class DecoderShape(ModelShape):
         return self.layers * (self.attention_weights + self.router + self.each * self.mlp)
 
     @property
-    def linear_body(self) -> int:
-        """Weights of the layers' linear layers, which experts are not."""
-        return self.layers * self.attention_weights if self.routed else self.body
+    def packed_body(self) -> int:
+        """N4, the weights of the layers that a base in 4 bits has so: all experts, and no router."""
+        return self.layers * (self.attention_weights + max(1, self.experts) * self.mlp)
 
     @property
     def head(self) -> int:
@@ -229,7 +229,7 @@ def dequantised_bytes(job: Job) -> float:
     """Bytes of a step that dequantise its layers' weights, one pass over all forward and one backward, in which the first
     layer's queries, keys and values are not needed."""
     first = job.shape.width * (job.shape.q + 2 * job.shape.kv)
-    return job.dequantised_bytes * (2 * job.shape.linear_body - first)
+    return job.dequantised_bytes * (2 * job.shape.packed_body - first)
 
 
 def loss_bytes(job: Job) -> float:

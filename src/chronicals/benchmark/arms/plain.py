@@ -10,7 +10,7 @@ import torch
 
 from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import load, load_dequantised, load_for_peers, with_peft
+from chronicals.benchmark.arms.weights import base_of_peers, load, load_dequantised, load_for_peers, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import Document, Work
 from chronicals.models.loading import DTYPES as OURS
@@ -30,7 +30,7 @@ def _model(work: Work) -> tuple[Any, list[str]]:
 
 def _kept_in(work: Work) -> str:
     kept = {torch.bfloat16: "weights and states bf16", torch.float32: "fp32"}[DTYPES[work.config().mixed_precision]]
-    return f"base in bitsandbytes' NF4, the rest {kept}" if work.in_4_bits else kept
+    return f"{base_of_peers(work)}, the rest {kept}" if work.in_4_bits else kept
 
 
 def transformers(work: Work, plan: ArmPlan) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from chronicals.benchmark.arms.plain import DTYPES
 from chronicals.benchmark.arms.trainer import Enough, Watch, usual_arguments
 from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import load_for_peers, with_peft
+from chronicals.benchmark.arms.weights import base_of_peers, load_for_peers, with_peft
 from chronicals.benchmark.measurement import COMPARED, ArmPlan, device, reset_peak
 from chronicals.benchmark.pairs import Held, Pair, PairWork, equal_steps
 from chronicals.benchmark.work import SPARE_STEPS
@@ -54,7 +54,7 @@ def _trl(work: PairWork, plan: ArmPlan, recompute: bool) -> None:
     liger = device().type == "cuda" and find_spec("liger_kernel") is not None
     words = [f"{work.objective.upper()}Trainer", *(["Liger kernels"] if liger else [])]
     words += ["gradient checkpointing"] if recompute else []
-    words += ["base in bitsandbytes' NF4"] if work.in_4_bits else []
+    words += [base_of_peers(work)] if work.in_4_bits else []
     options: dict[str, Any] = {"use_liger_kernel": liger, "bf16": False, "fp16": False, "use_cpu": device().type == "cpu"}
     if recompute:
         options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}

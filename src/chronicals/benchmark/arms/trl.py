@@ -9,7 +9,7 @@ from typing import Any
 from chronicals.benchmark.arms.plain import DTYPES
 from chronicals.benchmark.arms.trainer import train_with_trainer, with_flash_lengths
 from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import load_for_peers, with_peft
+from chronicals.benchmark.arms.weights import base_of_peers, load_for_peers, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import Work
 from chronicals.models import load_tokenizer
@@ -51,7 +51,7 @@ def _trl(work: Work, plan: ArmPlan, recompute: bool) -> None:
         rows = f"{mean // accumulation} rows x {accumulation} sorted by length"
         how = f"padded, {rows}, sdpa: no attention for packed rows runs here"
     settings = f"SFTTrainer, {how}" + (", Liger kernels" if liger else "") + (", gradient checkpointing" if recompute else "")
-    settings += ", base in bitsandbytes' NF4" if work.in_4_bits else ""
+    settings += f", {base_of_peers(work)}" if work.in_4_bits else ""
     if recompute:
         options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     train_with_trainer(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from chronicals.benchmark.floor import DecoderShape
 from chronicals.benchmark.measurement import device
 from chronicals.benchmark.work import Work, adapter_shape, start_of
 
@@ -30,14 +31,15 @@ def load(path: str, dtype: torch.dtype, **options: Any) -> Any:
 
 
 def load_in_4_bits(path: str, dtype: torch.dtype) -> Any:
-    """The same with layers in 4 bits as our run has them."""
+    """The same with layers and experts in 4 bits as our run has them."""
     from chronicals.models import load_model
 
     return _settled(load_model(path, dtype, quantization="nf4").to(device()))
 
 
 def load_for_peers(work: Work, dtype: torch.dtype, **options: Any) -> Any:
-    """The row's model as a peer on transformers has it: over layers of bitsandbytes where the row is in 4 bits.
+    """The row's model as a peer on transformers has it: over layers of bitsandbytes where the row is in 4 bits. Stacked
+    experts, which that library leaves, have the values of ours in 16 bits.
 
     Raises:
         ImportError, ValueError: it cannot be loaded.
@@ -48,19 +50,44 @@ def load_for_peers(work: Work, dtype: torch.dtype, **options: Any) -> Any:
 
     if not work.in_4_bits:
         return load(work.model, dtype, **options)
-    return _settled(load_by_bitsandbytes(AutoModelForCausalLM, work.model, dtype, device(), **options))
+    model = _settled(load_by_bitsandbytes(AutoModelForCausalLM, work.model, dtype, device(), **options))
+    if _has_experts(work):
+        _take_experts(model, load_in_4_bits(work.model, dtype))
+    return model
+
+
+def base_of_peers(work: Work) -> str:
+    """In words what ``load_for_peers`` gives where the row is in 4 bits."""
+    return "base in bitsandbytes' NF4" + (", its experts in 16 bits" if _has_experts(work) else "")
+
+
+def _has_experts(work: Work) -> bool:
+    from transformers import AutoConfig
+
+    return DecoderShape.of(AutoConfig.from_pretrained(work.model)).routed
 
 
 def load_dequantised(path: str, dtype: torch.dtype, **options: Any) -> Any:
-    """A plain fp32 model of the weights that layers in 4 bits stand for, which were quantised from ``dtype``; options are of
-    ``from_pretrained``."""
+    """A plain fp32 model of the weights that layers and experts in 4 bits stand for, which were quantised from ``dtype``;
+    options are of ``from_pretrained``."""
     from chronicals.quantization import Linear4bit
 
     model, packed = load(path, torch.float32, **options), load_in_4_bits(path, dtype)
     for name, layer in packed.named_modules():
         if isinstance(layer, Linear4bit):
             model.get_submodule(name).weight.data.copy_(layer.packed.dense())
+    _take_experts(model, packed)
     return model
+
+
+def _take_experts(model: Any, packed: Any) -> None:
+    """Copy the values of another model's experts in 4 bits."""
+    from chronicals.quantization import Experts4bit
+
+    for path, experts in packed.named_modules():
+        if isinstance(experts, Experts4bit):
+            for name in experts.stacked:
+                model.get_parameter(f"{path}.{name}").data.copy_(experts.stack(name).dense())
 
 
 def _settled(model: Any) -> Any:
