@@ -94,6 +94,30 @@ def test_bytes_of_divided_codes(tmp_path):
     assert divided.all_gather - whole.all_gather == pytest.approx(6 * 0.516 * layers * 3 / 4, rel=0.01)
 
 
+def test_a_mixture_in_4_bits(tmp_path):
+    """Its experts stay whole, however small the card; a token meets some of them."""
+    import transformers
+
+    sizes = {**SIZES, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 512, "head_dim": 128}
+    with torch.device("meta"):
+        model, plain = (transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(**sizes)) for _ in range(2))
+    experts = 4 * 8 * 3 * 2048 * 512
+    others = sum(p.numel() for p in plain.parameters() if p.ndim == 2) - plain.model.embed_tokens.weight.numel()
+    quantise_layers(model)
+    fields = {"mixed_precision": "bf16", "lora_rank": 8, "batch_size": 1, "max_seq_length": 512}
+    config = runs.config(tmp_path, quantization="nf4", **fields)
+    apply_lora(model, LoRAConfig(rank=8, target_modules=["q_proj"])), plain.requires_grad_(False)
+    attention = 3.5 * 2 * 4 * 16 * 128 * 512
+    for each, tolerance in ((plain, 1e-6), (model, 1e-2)):
+        products = 4 * (others + experts * 2 / 8)
+        assert _flops_a_token(each, config, 0.0) == pytest.approx(products + attention, rel=tolerance)
+    small = plan(model, config, 4, Machines(memory=GB // 10))
+    assert not small.fits and small.sharding == "optimizer"
+    sixteen = runs.config(tmp_path, use_lora=True, **fields)
+    saved = plan(plain, sixteen, 1, Machines()).held - plan(model, config, 1, Machines()).held
+    assert saved > 1.2 * experts
+
+
 def test_weights_are_divided_where_they_would_not_fit(tmp_path):
     model = large(num_hidden_layers=16)
     config = runs.config(tmp_path, **ALL, batch_size=1, max_seq_length=64)

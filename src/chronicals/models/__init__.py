@@ -8,6 +8,7 @@ from chronicals.models.classifier import SCORE, attach_score, load_scored, saved
 from chronicals.models.four_bits import (
     QUANTISED_FROM,
     count_values,
+    has_4bit_experts,
     has_4bit_layers,
     has_packed_layers,
     quantise_experts,
@@ -55,6 +56,7 @@ __all__ = [
     "count_values",
     "describe_packed",
     "embedding_table",
+    "has_4bit_experts",
     "has_4bit_layers",
     "has_packed_layers",
     "in_evaluation",

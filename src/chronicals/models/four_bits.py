@@ -45,6 +45,11 @@ def has_4bit_layers(model: nn.Module) -> bool:
     return any(isinstance(module, PackedLinear) and module.in_4_bits for module in model.modules())
 
 
+def has_4bit_experts(model: nn.Module) -> bool:
+    """Whether stacked experts are in 4 bits."""
+    return any(isinstance(module, Experts4bit) for module in model.modules())
+
+
 def has_packed_layers(model: nn.Module) -> bool:
     """Whether layers have their weight packed, in 4 bits or in another format that is dequantised for each product."""
     return any(isinstance(module, PackedLinear) for module in model.modules())

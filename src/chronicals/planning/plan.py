@@ -6,7 +6,7 @@
 in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation, is hidden beside it, one
 after it is not. Where weights are divided, they are gathered for each layer beside the one before it. Computation is FLOPs over
 the rate that a card reaches: 2 N a token forward and as many for each of the two gradients, of N weights that are multiplied
-by, and 2 · heads · width · length for the causal attention to a document.
+by, and 2 · heads · width · length for the causal attention to a document. Of stacked experts those count that a token meets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
 from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, traffic
-from chronicals.quantization import PackedLinear
+from chronicals.quantization import Experts4bit, PackedLinear
 from chronicals.training.decisions import choose_sharding, expected_memory, sharing_of
 from chronicals.training.weight_sharding import WEIGHTS
 
@@ -151,10 +151,14 @@ def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
         again: ratio of the layers that are computed twice.
     """
     shape = ModelShape.of(model.config)
+    each = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or shape.experts
+    met = each / max(shape.experts, 1)
     packed = sum(m.out_features * m.in_features for m in model.modules() if isinstance(m, PackedLinear))
+    packed += sum(met * m.values for m in model.modules() if isinstance(m, Experts4bit))
     modules = [m for m in model.modules() if not isinstance(m, (nn.Embedding, PackedLinear))]
     dense = {id(p): p for m in (*modules, model.get_output_embeddings()) for p in m.parameters(recurse=False) if p.ndim > 1}
-    trained = sum(p.numel() for p in dense.values() if p.requires_grad)
-    multiplied = packed + sum(p.numel() for p in dense.values())
+    sizes = {key: p.numel() * (met if p.ndim == 3 and shape.experts else 1) for key, p in dense.items()}
+    trained = sum(sizes[key] for key, p in dense.items() if p.requires_grad)
+    multiplied = packed + sum(sizes.values())
     attention = 2 * shape.layers * shape.heads * shape.head_dim * config.max_seq_length
     return (2 + again) * 2 * multiplied + 2 * trained + (3.5 + again) * attention

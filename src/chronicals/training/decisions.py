@@ -28,7 +28,7 @@ from chronicals.memory import (
     makes_tiles,
     recomputes,
 )
-from chronicals.models import ModelShape, PresentedModel, input_device, unfused_kind
+from chronicals.models import ModelShape, PresentedModel, has_4bit_experts, input_device, unfused_kind
 from chronicals.optimizers import (
     buffer_bytes,
     host_states,
@@ -229,12 +229,14 @@ def frozen_bytes(module: Any, product: int) -> int:
 
 
 def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int) -> str:
-    """``sharding`` as asked; where nothing is asked, the weights are divided if they do not fit a card of so many bytes whole.
+    """``sharding`` as asked; where nothing is asked, the weights are divided if they can be, and do not fit a card of so many bytes
+    whole.
 
     Args:
         model: as it was loaded; adapters that the run attaches may be there or not.
     """
-    if ranks == 1 or "sharding" in config.explicit or not total or not decoder_layers(model):
+    whole = not decoder_layers(model) or has_4bit_experts(model)
+    if ranks == 1 or "sharding" in config.explicit or not total or whole:
         return config.sharding
     kept = [(p, p.requires_grad) for p in model.parameters()]
     frozen = config.use_lora and not hasattr(model, "chronicals_lora")

@@ -22,11 +22,11 @@ from chronicals.distributed import (
     whole_parts,
 )
 from chronicals.memory import decoder_layers
+from chronicals.models import has_4bit_experts
 from chronicals.models.rows import STORED, StoredRows
 from chronicals.objectives import Count
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.patching.decoder_layer import names_of_products
-from chronicals.quantization import Experts4bit
 from chronicals.training.alike import fingerprint, prove_alike
 from chronicals.training.precision import kept_in_fp32
 from chronicals.training.step import EagerStep
@@ -60,7 +60,7 @@ def check_divisible(model: Any, config: ChronicalsConfig, sharing: int) -> None:
         reason = f"{name} has no list of decoder layers"
     elif config.use_fp8:
         reason = "use_fp8=True quantises weights that are whole"
-    elif any(isinstance(module, Experts4bit) for module in model.modules()):
+    elif has_4bit_experts(model):
         reason = f"{name} has its experts in 4 bits, which stay whole: leave quantization out"
     elif "offload_frozen_weights" in config.memory_policies:
         reason = "memory=['offload_frozen_weights'] moves weights that are whole"
