@@ -34,6 +34,7 @@ from chronicals.lora.tokens import FILE_NAME
 from chronicals.models.four_bits import linear_layers
 from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import DTYPES, load_without_weights
+from chronicals.models.lookahead_heads import is_of_head
 from chronicals.quantization import Packed
 from chronicals.saving import MANIFEST, SavedModel, write_folder
 from chronicals.standard_json import to_json
@@ -157,10 +158,8 @@ class _Adapter:
         self.folder, self.described, self.quantised = folder, describe_adapter(folder), quantised
         self._read = functools.lru_cache(KEPT)(self._load)
         self.shape = shape_of(self.described, self.described["target_modules"])
-        if self.shape.modules_to_save:
-            raise MergeError(
-                f"{folder}: modules_to_save={self.shape.modules_to_save}: load it, and call its merge_and_unload()"
-            )
+        if whole := [name for name in self.shape.modules_to_save or () if not is_of_head(name)]:
+            raise MergeError(f"{folder}: modules_to_save={whole}: load it, and call its merge_and_unload()")
         if self.shape.takes_from_weights:
             raise MergeError(
                 f"{folder}: init_lora_weights={self.shape.init!r}: an adapter over changed weights; load it with "
@@ -375,7 +374,7 @@ def _copy_small_files(base: Path, adapter: Path, target: Path) -> None:
 
 def _write_rows(folder: Path, shapes: Mapping[str, torch.Size]) -> None:
     """The number of tokens, where the adapter has an embedding of its own."""
-    rows = {shape[0] for shape in shapes.values()}
+    rows = {shape[0] for name, shape in shapes.items() if not is_of_head(name)}
     if not rows:
         return
     file = folder / "config.json"

@@ -34,7 +34,8 @@ class LoRAConfig:
             see ``starting_values``; or ``loftq``, see ``loftq.py``.
         trainable_token_indices: ids of tokens whose rows of the embedding are trained, and of the head where that is one weight
             with it; or lists of them by the names of embedding and head (``tokens.py``).
-        modules_to_save: names of the embedding and the head, if they are to be trained whole and saved with the adapters.
+        modules_to_save: names of the embedding, the head, and heads that predict experts, if they are to be trained whole and
+            saved with the adapters.
     """
 
     rank: int = 64

@@ -1,4 +1,8 @@
-"""Embeddings that are saved with an adapter, because tokens were added and the base's files lack their rows."""
+"""What is saved with an adapter beside its matrices.
+
+Embeddings are, where tokens were added and the base's files lack their rows; and modules that are trained whole: embedding and
+head, the score of a reward model, heads that predict experts.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 
 from chronicals.lora.config import LoRAConfig
 from chronicals.models import BASE_ROWS, SCORE, ModelShape, embedding_table, score_of
+from chronicals.models.lookahead_heads import lookahead_heads
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +39,11 @@ def _layers(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def _score(model: Any) -> dict[str, nn.Module]:
-    """The score by path, of a model that has one."""
-    score = score_of(model)
-    return {} if score is None else {SCORE: score}
+def _others(model: Any) -> dict[str, nn.Module]:
+    """By path, what may be trained whole and has no rows of tokens: the score, and the heads that predict experts."""
+    score, heads = score_of(model), list(lookahead_heads(model).values())
+    found = {path: module for path, module in model.named_modules() if any(module is head for head in heads)} if heads else {}
+    return found if score is None else {SCORE: score, **found}
 
 
 def with_score(config: LoRAConfig, model: Any) -> LoRAConfig:
@@ -49,30 +55,30 @@ def with_score(config: LoRAConfig, model: Any) -> LoRAConfig:
 
 
 def modules_to_save(model: Any, names: Collection[str] | None) -> dict[str, nn.Module]:
-    """The embedding, the head and the score by path, of those that ``names`` names by the end of their path.
+    """The embedding, the head, the score and heads that predict experts by path, of those that ``names`` names by the end of
+    their path.
 
     Raises:
-        ValueError: a name is of neither, or they share a weight.
+        ValueError: a name is of none, or embedding and head share a weight.
     """
-    ends, found = _layers(model), dict[str, nn.Module]()
-    score = {path: layer for path, layer in _score(model).items() if path in (names or ())}
+    ends, others, found, beside = _layers(model), _others(model), dict[str, nn.Module](), dict[str, nn.Module]()
     for name in names or ():
-        if name in score:
-            continue
-        named = {path: layer for path, layer in ends.items() if f".{path}".endswith(f".{name}")}
-        if not named:
+        named, more = ({path: m for path, m in all.items() if f".{path}".endswith(f".{name}")} for all in (ends, others))
+        if not named and not more:
+            known = ", ".join([*ends, *(path for path in others if path != SCORE)])
             raise ValueError(
-                f"lora_modules_to_save: {name!r} is neither the embedding nor the head ({', '.join(ends)}), which alone are "
+                f"lora_modules_to_save: {name!r} is neither the embedding nor the head ({known}), which alone are "
                 "trained whole beside adapters; name it in lora_target_modules if it is a linear layer, or leave it out"
             )
         found |= named
+        beside |= more
     weights = [layer.weight for layer in ends.values()]
     if found and any(a is b for n, a in enumerate(weights) for b in weights[:n]):
         raise ValueError(
             f"lora_modules_to_save={list(names or ())!r}: embedding and head are one weight here, of which PEFT makes "
             "two; leave it out, or untie them in the base first (tie_word_embeddings: false, with a weight for each)"
         )
-    return found | score
+    return found | beside
 
 
 def embeddings_to_store(model: Any, base: str | None) -> list[str]:
@@ -132,14 +138,13 @@ def _is_resized(model: Any, base: str | None) -> bool:
 
 
 def stored_embeddings(model: Any, tensors: dict[str, Tensor], prefix: str) -> Weights:
-    """Remove the weights of embedding, head and score from an adapter's tensors, whose names begin with ``prefix``, and return
-    them.
+    """Remove the weights of what is saved whole from an adapter's tensors, whose names begin with ``prefix``, and return them.
 
     Raises:
         ValueError: the base weight that PEFT stored for an adapted head is not the model's.
     """
     found: Weights = {}
-    for path, layer in {**_layers(model), **_score(model)}.items():
+    for path, layer in {**_layers(model), **_others(model)}.items():
         for name, own in layer.named_parameters(recurse=False):
             for beneath in ("", ".base_layer", ".token_adapter.base_layer"):
                 stored = tensors.pop(f"{prefix}{path}{beneath}.{name}", None)
@@ -160,7 +165,8 @@ def _is_of_another_model(stored: Tensor, own: Tensor) -> bool:
 
 def rows_of(model: Any, stored: Weights) -> int:
     """The number of rows of the stored embedding; without one, of the model's."""
-    known = [len(tensor) for (path, _), tensor in stored.items() if path != SCORE]
+    others = _others(model)
+    known = [len(tensor) for (path, _), tensor in stored.items() if path not in others]
     return known[0] if known else embedding_table(model).shape[0]
 
 
@@ -171,8 +177,9 @@ def take_embeddings(model: Any, stored: Weights) -> None:
         return
     if (rows := rows_of(model, stored)) != embedding_table(model).shape[0]:
         model.resize_token_embeddings(rows, mean_resizing=False)
-    layers = {**_layers(model), **_score(model)}
+    others = _others(model)
+    layers = {**_layers(model), **others}
     for (path, name), tensor in stored.items():
         layers[path].get_parameter(name).copy_(tensor)
-    if any(path != SCORE for path, _ in stored):
+    if any(path not in others for path, _ in stored):
         setattr(model, STORED, True)

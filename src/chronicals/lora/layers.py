@@ -27,6 +27,7 @@ from chronicals.lora.adapter_layer import AdapterLayer, exact
 from chronicals.lora.config import LoRAConfig
 from chronicals.lora.magnitude import SHORTEST, adapted_norms, crossed, is_plain, squared_norms_of, unbiased
 from chronicals.lora.tokens import TrainedTokens
+from chronicals.models.lookahead_heads import is_of_head
 from chronicals.quantization import PackedLinear
 
 
@@ -191,11 +192,11 @@ def has_magnitudes(model: nn.Module) -> bool:
 
 
 def adapters_are_fresh(model: nn.Module) -> bool:
-    """Whether the model without its adapters, which are ours and all that is trained, is still what it is with them. Waits for
-    the device."""
+    """Whether the model without its adapters, which are ours and all that is trained beside heads that predict experts, is
+    still what it is with them. Waits for the device."""
     layers = [layer for _, layer in adapters(model)]
     own = {id(p) for layer in layers for name, p in layer.named_parameters() if name.startswith("lora_")}
-    if not layers or any(p.requires_grad and id(p) not in own for p in model.parameters()):
+    if not layers or any(p.requires_grad and id(p) not in own and not is_of_head(name) for name, p in model.named_parameters()):
         return False
     return all(layer.is_fresh for layer in layers)
 
@@ -210,7 +211,8 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     Raises:
         ValueError: embedding or head are trained whole (``modules_to_save``), so that the base is no longer there.
     """
-    if whole := getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None):
+    named = getattr(getattr(model, "chronicals_lora", None), "modules_to_save", None) or ()
+    if whole := [name for name in named if not is_of_head(name)]:
         raise ValueError(f"without_adapters: {', '.join(whole)} is trained whole (modules_to_save); load the base beside it")
     found: list[Any] = [*(layer for _, layer in adapters(model)), *(m for m in model.modules() if isinstance(m, TrainedTokens))]
     layers = [layer for layer in found if layer.enabled]

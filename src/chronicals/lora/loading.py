@@ -26,6 +26,7 @@ from chronicals.lora.targets import targeted_paths, targets_of
 from chronicals.lora.tokens import FILE_NAME, plan_tokens, trained_tokens
 from chronicals.models import SCORE, embedding_table, score_of
 from chronicals.models.loading import DAMAGED
+from chronicals.models.lookahead_heads import is_of_head
 from chronicals.models.reward_model import why_no_language_model
 
 NEEDED = ("r", "lora_alpha", "target_modules")
@@ -58,8 +59,9 @@ def load_adapter(model: Any, folder: str | Path) -> Any:
     whole = modules_to_save(model, config.modules_to_save)
     tensors = _tensors(folder)
     embeddings = _embeddings(model, folder, tensors, fixed=bool(attached))
-    if absent := [path for path in whole if (path, "weight") not in embeddings]:
-        raise ValueError(f"{folder}: {absent[0]} is in modules_to_save, and its weight is missing: save the adapter again")
+    own = ((path, name) for path, module in whole.items() for name, _ in module.named_parameters())
+    if absent := [f"{path} is in modules_to_save, and its {name}" for path, name in own if (path, name) not in embeddings]:
+        raise ValueError(f"{folder}: {absent[0]} is missing: save the adapter again")
     targets = [] if attached else targets_of(model, config, whole)
     shapes = {path: _shapes_of(layer) for path, layer in attached.items()}
     shapes |= {target.path: target.shapes(model, config, rows_of(model, embeddings)) for target in targets}
@@ -219,7 +221,7 @@ def stored_rows(folder: Path) -> int | None:
     """Rows of the embedding that is stored with an adapter; None where there is none."""
     with _readable(folder), safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         others = (".lora_", FILE_NAME, f"{PREFIX}{SCORE}.")
-        names = [name for name in list(file.keys()) if not any(other in name for other in others)]
+        names = [name for name in list(file.keys()) if not is_of_head(name) and not any(other in name for other in others)]
         return max((file.get_slice(name).get_shape()[0] for name in names), default=None)
 
 

@@ -21,6 +21,7 @@ from chronicals.lora.layers import adapters
 from chronicals.lora.parameter_layer import LoRAParameter
 from chronicals.lora.tokens import FILE_NAME, TrainedTokens, tokens_for_file, trained_tokens
 from chronicals.models import SCORE, score_of
+from chronicals.models.lookahead_heads import is_of_head
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ def _described(model: Any, config: LoRAConfig, layers: Mapping[str, Any], base: 
 def save_adapter(
     model: Any, folder: str | Path, base_model: str | None = None, state_dict: Mapping[str, Tensor] | None = None
 ) -> None:  # fmt: skip
-    """Write the adapters of ``model`` so that PEFT loads them; with the embedding and head where it was resized.
+    """Write the adapters of ``model`` so that PEFT loads them; with what is trained whole beside them, and embedding and head
+    where they were resized.
 
     vLLM loads them too, but none with an embedding: that is merged for it, which the log says.
 
@@ -93,7 +95,7 @@ def save_adapter(
     learned = [f"{path}.{name}" for path, module in whole.items() for name, _ in module.named_parameters()]
     if embeddings := sorted({*learned, *embeddings_to_store(model, base)}):
         tensors |= {_in_file(name, model): values[name].detach().contiguous() for name in embeddings}
-    if embeddings and embeddings != [f"{SCORE}.weight"]:
+    if any(name != f"{SCORE}.weight" and not is_of_head(name) for name in embeddings):
         message = "%s holds an embedding: PEFT loads it, vLLM does not; for vLLM save what merge_and_unload() gives"
         logger.warning(message, folder)
     Path(folder).mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from chronicals.models import asks_for_router_loss
+from chronicals.models.lookahead_heads import HEADS, lookahead_heads
 from chronicals.models.router_loss import SWITCH
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
 from chronicals.moe.mixture_parts import chosen_experts, is_experts
@@ -48,19 +49,12 @@ def check_routers(model: Any, settings: RouterSettings) -> None:
             "loss; leave one of them out"
         )
     heads = lookahead_heads(model)
-    for name in ("layer_ahead", "token_ahead"):
+    for name in HEADS:
         if getattr(settings, name) and name not in heads:
             raise ValueError(
                 f"router.{name}={getattr(settings, name)}: {type(model).__name__} has no such heads; leave it out, or make "
                 "heads for a frozen model (chronicals moe predict-train)"
             )
-
-
-def lookahead_heads(model: Any) -> dict[str, nn.Module]:
-    """By name, the heads of the native model; none of any other."""
-    decoder = model.get_decoder()
-    there = {name: getattr(decoder, name, None) for name in ("layer_ahead", "token_ahead")}
-    return {name: module for name, module in there.items() if isinstance(module, nn.Module)}
 
 
 def why_not_softmax(model: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from chronicals.lora.embeddings import modules_to_save, with_score
 from chronicals.lora.loading import stored_start
 from chronicals.lora.loftq import LoftQ
 from chronicals.lora.peft_format import CHANGED, WEIGHTS_FILE
+from chronicals.lora.targets import ends_in
 from chronicals.lora.tokens import trained_tokens
 from chronicals.models import (
     beside_text,
@@ -25,6 +27,7 @@ from chronicals.models import (
     within_adapters,
 )
 from chronicals.models.gguf_loading import GGUF_FILE
+from chronicals.models.lookahead_heads import is_of_head, lookahead_heads
 from chronicals.models.peft_kinds import REFUSED, kinds
 
 logger = logging.getLogger(__name__)
@@ -50,30 +53,37 @@ FEW = 4
 """Names of layers that an error tells."""
 
 
-def attach_adapters(model: Any, config: ChronicalsConfig, resumed: Path | None = None) -> None:
+def attach_adapters(
+    model: Any, config: ChronicalsConfig, resumed: Path | None = None, heads: Collection[str] = ()
+) -> None:  # fmt: skip
     """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze what reads no text.
 
     Args:
         resumed: the folder of the model in a checkpoint, from which the run goes on: of starting values that were taken from
             the weights it holds the very ones.
+        heads: names of the lookahead heads that have a loss: beside adapters they are trained whole and saved with them.
 
     Raises:
         ConfigurationError: the model's adapters have another shape than was asked for; there are none and its weights cannot
             be trained; something is trained that would not be saved; or PEFT's adapters are prompts, frozen or merged.
     """
-    _attach(model, config, resumed)
+    _attach(model, config, resumed, heads)
+    if hasattr(model, "chronicals_lora"):
+        for name, module in lookahead_heads(model).items():
+            module.requires_grad_(name in heads)
     _freeze_what_reads_no_text(model)
     _check_what_is_trained(model)
 
 
-def _attach(model: Any, config: ChronicalsConfig, resumed: Path | None) -> None:
+def _attach(model: Any, config: ChronicalsConfig, resumed: Path | None, heads: Collection[str]) -> None:
     usual = ChronicalsConfig()
     quantise_as_asked(model, config)
     _check_that_pefts_learn(model)
     if hasattr(model, "chronicals_lora"):
         _keep_adapters(model, config)
+        model.chronicals_lora = _with_heads(model.chronicals_lora, heads)
     elif config.use_lora:
-        shape = shape_of(config)
+        shape = _with_heads(shape_of(config), heads)
         start = None
         if resumed is not None and (resumed / WEIGHTS_FILE).exists():
             start = stored_start(resumed) if shape.takes_from_weights else {}
@@ -87,6 +97,13 @@ def _attach(model: Any, config: ChronicalsConfig, resumed: Path | None) -> None:
 def shape_of(config: ChronicalsConfig) -> LoRAConfig:
     """The adapters that the configuration asks for."""
     return LoRAConfig(**{own: getattr(config, name) for name, own in ADAPTERS.items()})
+
+
+def _with_heads(shape: LoRAConfig, heads: Collection[str]) -> LoRAConfig:
+    """Adapters beside which these are trained whole."""
+    named = list(shape.modules_to_save or ())
+    more = [head for head in heads if not any(ends_in(name, head) for name in named)]
+    return replace(shape, modules_to_save=[*named, *more] or None)
 
 
 def watcher(config: ChronicalsConfig) -> LoftQ | None:
@@ -243,6 +260,8 @@ def _is_as_asked(model: Any, config: ChronicalsConfig, name: str) -> bool:
     unlimited = config.lora_target_modules is None and config.lora_layers is None
     if name == "lora_target_parameters":
         return adapts_parameters(model, asked, config.lora_layers)
+    if name == "lora_modules_to_save":  # beside those that the run adds
+        return set(asked or ()) == {module for module in found or () if not is_of_head(module) or module in (asked or ())}
     if name in ("lora_target_modules", "lora_layers"):
         return unlimited or adapts(model, config.lora_target_modules, config.lora_layers)
     return bool(asked == found)

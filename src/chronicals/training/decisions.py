@@ -229,8 +229,8 @@ def frozen_bytes(module: Any, product: int) -> int:
 
 
 def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int) -> str:
-    """``sharding`` as asked; where nothing is asked, the weights are divided if they can be, and do not fit a card of so many bytes
-    whole.
+    """``sharding`` as asked; where nothing is asked, the weights are divided if they can be, and do not fit a card of so many
+    bytes whole.
 
     Args:
         model: as it was loaded; adapters that the run attaches may be there or not.

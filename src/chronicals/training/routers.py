@@ -13,6 +13,7 @@ from torch import Tensor
 from chronicals.config import ConfigurationError
 from chronicals.data import TokenStore
 from chronicals.models import PresentedModel
+from chronicals.models.lookahead_heads import lookahead_heads
 from chronicals.models.peft_kinds import within_adapters
 from chronicals.moe.anchor import FILE, Anchor, first_tokens
 from chronicals.moe.router_settings import RouterSettings
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def prepare_routers(model: Any, settings: RouterSettings | None, adapters: bool) -> None:
+def prepare_routers(model: Any, settings: RouterSettings | None) -> list[str]:
     """Before adapters are attached and an optimizer is built: check the model, and let the heads train that have a loss.
 
-    Args:
-        adapters: whether adapters are trained, and nothing else.
+    Returns:
+        The names of these heads, which are trained whole beside adapters.
 
     Raises:
         ConfigurationError: its routers cannot be trained so; the message names the setting.
@@ -40,14 +41,9 @@ def prepare_routers(model: Any, settings: RouterSettings | None, adapters: bool)
             check_routers(model, settings)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
-        if settings.lookahead and adapters:
-            name = "layer_ahead" if settings.layer_ahead else "token_ahead"
-            raise ConfigurationError(
-                f"router.{name}={getattr(settings, name)}: heads are trained whole and saved with the model, and use_lora=True "
-                "trains adapters alone; leave one of them out"
-            )
     if idle := choose_heads(model, settings):
         logger.info("lookahead heads without a loss are not trained: %s", ", ".join(f"router.{name}" for name in idle))
+    return [name for name in lookahead_heads(model) if name not in idle]
 
 
 def add_router_terms(presented: PresentedModel, settings: RouterSettings | None) -> None:

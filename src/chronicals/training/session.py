@@ -88,8 +88,8 @@ def prepare(
     bring_frozen(objective, model, tokenizer, config)
     torch.manual_seed(config.seed)  # adapters are the same on all ranks
     objective.prepare(model, tokenizer, config)
-    prepare_routers(model, objective.router, config.use_lora)
-    attach_adapters(model, config, None if resumed is None else resumed / MODEL)
+    heads = prepare_routers(model, objective.router)
+    attach_adapters(model, config, None if resumed is None else resumed / MODEL, heads)
     presented = present(model, config.use_fused_kernels, config.use_flash_attention, pack_width=config.max_seq_length)
     add_router_terms(presented, objective.router)
     check_context(presented, objective, config, ranks)

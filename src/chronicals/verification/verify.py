@@ -156,7 +156,7 @@ def verify(
     quantise_as_asked(model, config)
     torch.manual_seed(config.seed)
     objective.prepare(model, tokenizer, config)
-    prepare_routers(model, None, config.use_lora)  # their losses are in no arm
+    prepare_routers(model, None)  # their losses are in no arm
     config, notes = _exactly(model, config)
     embedding_rows = embedding_table(model).shape[0]
     store, _ = open_stores(train_dataset, eval_dataset, embedding_rows, tokenizer, config, Mesh())
