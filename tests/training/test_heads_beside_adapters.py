@@ -184,9 +184,11 @@ def test_preferences_have_the_base_as_their_reference(tmp_path):
 
 
 def test_the_embedding_beside_them_has_its_rows(tmp_path):
-    """In a file with heads, whose tensors have other numbers of rows."""
+    """In a file with heads, whose tensors have other numbers of rows, and more."""
+    mixtures.mixture(random=False, vocab_size=300, num_experts=24).save_pretrained(tmp_path / "base")
     model = loaded(tmp_path)
     model.resize_token_embeddings(310)
+    assert len(model.get_decoder().layer_ahead.up) > 310
     result = runs.train(tmp_path, model=model, **FIELDS)
     assert SavedModel.find(result.model_dir).embedding_rows() == 310
     again = SavedModel.find(result.model_dir).model(torch.float32)
