@@ -132,6 +132,8 @@ def calls() -> dict[str, Callable[[], object]]:
         found[f"adapters {rank}"] = partial(adapters, rank)
     if CAPABILITY >= 89:
         found["fp8"] = eight_bits
+        for rank in (0, 64):
+            found[f"experts in fp8 {rank}"] = partial(experts_in_eight_bits, rank)
     return found
 
 
@@ -218,6 +220,32 @@ def eight_bits() -> None:
 
     for scaling in SCALINGS:
         fp8_quantize(torch.randn(256, 1024).to(HALF), scaling, layout="both")
+
+
+def experts_in_eight_bits(rank: int) -> None:
+    """Products by launches that the function chooses, of few rows and many, gathered or not, with both kinds of sums."""
+    from chronicals.kernels.expert_dispatch import dispatch_to_experts
+    from chronicals.kernels.fp8 import Scaled
+    from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
+    from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
+    from chronicals.kernels.grouped_product import Adapted
+
+    count, width, inner = 8, 768, 512
+    weight = torch.randn(count, inner, width).to(HALF)
+    rows, columns = fp8_quantize_experts(weight, "both")
+    fp8_quantize_experts(weight[:, :33], "columns", rows.scale)
+    fp8_experts_transposed(rows)
+    for tokens in (64, 1024):
+        to = dispatch_to_experts(torch.zeros(tokens, 2, dtype=torch.int64), count)
+        x, dy = (
+            Scaled(torch.zeros(*size, dtype=torch.float8_e4m3fn), torch.ones(size[0], 1))
+            for size in ((tokens, width), (2 * tokens, inner))
+        )
+        for given, w, of_tokens, fast in ((x, rows, True, True), (dy, columns, False, False)):
+            out = w.values.shape[1]
+            bias = None if rank else torch.randn(count, out).to(HALF)
+            thin = [torch.randn(*shape).to(HALF) for shape in ((2 * tokens, rank), (count, out, rank))]
+            fp8_grouped_product(given, w, to, of_tokens, bias, Adapted(*thin) if rank else None, HALF, fast)
 
 
 def blocks_of_gguf(gguf_blocks) -> None:

@@ -290,7 +290,7 @@ def _quantize(
 
 def _in_fours(columns: Tensor) -> Tensor:
     """As numbers of 32 bits; as bytes where their rows are no whole number of such."""
-    return columns.view(torch.uint8 if columns.shape[1] % 4 else torch.uint32)
+    return columns.view(torch.uint8 if columns.shape[-1] % 4 else torch.uint32)
 
 
 def _tiles(x: Tensor) -> int:

@@ -5,6 +5,7 @@
 
 Rows of x may be those of tokens: row s is then ``order[s] // k``, so the k copies of a token never exist. dx = dy W is the
 first product with ``W.transpose(1, 2)``. Sums are fp32, each in one order; no atomics, no host synchronisation, no capacity.
+In FP8, with scales of rows and of experts: ``fp8_grouped_product.py``.
 
 Floor of the first at S rows: ``2 · S · N · K`` FLOP; bytes in 16 bit: ``2 · (S · K + E · N · K + S · N)``. Tiles of an expert
 follow each other, so that its rows and its weight stay in the L2 cache.
@@ -80,13 +81,16 @@ def _tile_of(number, tiles, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def _product_kernel(
-    x_ptr, x_box, w_ptr, w_box, y_ptr, bias_ptr, u_ptr, up_ptr, order_ptr, bounds_ptr, tiles_ptr, tiles, width, depth, each,
-    x_stride, w_stride_e, w_stride_n, w_stride_k, y_stride, bias_stride, u_stride, up_stride_e, up_stride_n, up_stride_r,
-    factor, experts, GATHERS: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr, HELD: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, WHOLE_DEPTH: tl.constexpr,
-    WHOLE_COLUMNS: tl.constexpr, BOXES: tl.constexpr, KIND: tl.constexpr,
+    x_ptr, x_box, w_ptr, w_box, y_ptr, bias_ptr, u_ptr, up_ptr, x_scale_ptr, w_scale_ptr, order_ptr, bounds_ptr, tiles_ptr,
+    tiles, width, depth, each, x_stride, w_stride_e, w_stride_n, w_stride_k, y_stride, bias_stride, u_stride, up_stride_e,
+    up_stride_n, up_stride_r, factor, experts, GATHERS: tl.constexpr, HAS_BIAS: tl.constexpr, RANK: tl.constexpr,
+    HELD: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr,
+    WHOLE_DEPTH: tl.constexpr, WHOLE_COLUMNS: tl.constexpr, BOXES: tl.constexpr, KIND: tl.constexpr, THIN: tl.constexpr,
+    SCALED: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """BOXES: of ``_boxes``; those of x and of w come from the copy engine, the others through pointers."""
+    """BOXES: of ``_boxes``; those of x and of w come from the copy engine, the others through pointers. THIN: of an adapter's
+    operands. SCALED: x has scales of rows, w of experts. FAST: sums in FP8 stay in the tensor cores' own registers."""
+    steps: tl.constexpr = None if FAST else DEPTH
     columns = tl.cdiv(width, COLUMNS)
     for number in range(tl.program_id(0), tiles * columns, tl.num_programs(0)):
         tile, block = _tile_of(number, tiles, columns, GROUP)
@@ -118,17 +122,19 @@ def _product_kernel(
                     w = tl.load(w_at)
                 else:
                     w = tl.load(w_at, mask=(step + k < depth)[:, None] & (column < width)[None, :], other=0.0)
-                total = tl.dot(x.to(KIND), w.to(KIND), total, input_precision="ieee")
+                total = tl.dot(x.to(KIND), w.to(KIND), total, input_precision="ieee", max_num_imprecise_acc=steps)
                 x_at += DEPTH
                 w_at += DEPTH * w_stride_k
             total *= factor
+            if SCALED:
+                total = total * tl.load(x_scale_ptr + source)[:, None] * tl.load(w_scale_ptr + expert)
             if RANK:
                 r = tl.arange(0, HELD)
                 u_at = u_ptr + taken.to(tl.int64)[:, None] * u_stride + r[None, :]
                 u = tl.load(u_at, mask=(r < RANK)[None, :], other=0.0)
                 up_at = up_ptr + expert.to(tl.int64) * up_stride_e + column[None, :] * up_stride_n + r[:, None] * up_stride_r
                 up = tl.load(up_at, mask=(r < RANK)[:, None] & (column < width)[None, :], other=0.0)
-                total = tl.dot(u.to(KIND), up.to(KIND), total, input_precision="ieee")
+                total = tl.dot(u.to(THIN), up.to(THIN), total, input_precision="ieee")
             if HAS_BIAS:
                 bias = tl.load(bias_ptr + expert.to(tl.int64) * bias_stride + column, mask=column < width, other=0.0)
                 total += bias.to(tl.float32)[None, :]
@@ -306,22 +312,26 @@ def _(
 
 def launch_product(
     launch: ProductLaunch, x: Tensor, w: Tensor, to: Dispatch, gathers: bool, bias: Tensor | None = None,
-    u: Tensor | None = None, up: Tensor | None = None, factor: float = 1.0,
+    u: Tensor | None = None, up: Tensor | None = None, factor: float = 1.0, scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None, fast: bool = True,
 ) -> Tensor:  # fmt: skip
-    """The first product by a launch of one's own; arguments as of ``grouped_product``."""
+    """The first product by a launch of one's own; arguments as of ``grouped_product``, and of operands in FP8 their
+    ``scales``, the result's ``dtype`` and ``fast`` as of ``fp8_grouped_product``."""
     width, depth = w.shape[1:]
-    y = x.new_empty(len(to.order_S), width)
+    y = x.new_empty(len(to.order_S), width, dtype=dtype)
+    of_x, of_w = scales or (None, None)
     x_box, w_box, boxes = _boxes(x, w, gathers, launch, to.rows)
     most = to.tiles.shape[1]
     blocks = most * triton.cdiv(width, launch.columns)
     grid = min(blocks, multiprocessors(x.device)) if launch.persistent else blocks
     rank = 0 if up is None else up.shape[2]
     _product_kernel[(grid,)](
-        x, x_box, w, w_box, y, bias, u, up, to.order_S, to.bounds, to.tiles, most, width, depth, to.each, x.stride(0),
-        *w.stride(), y.stride(0), 0 if bias is None else bias.stride(0), 0 if u is None else u.stride(0),
+        x, x_box, w, w_box, y, bias, u, up, of_x, of_w, to.order_S, to.bounds, to.tiles, most, width, depth, to.each,
+        x.stride(0), *w.stride(), y.stride(0), 0 if bias is None else bias.stride(0), 0 if u is None else u.stride(0),
         *((0, 0, 0) if up is None else up.stride()), factor, to.experts, gathers, bias is not None, rank,
         max(16, next_power_of_2(rank)), to.rows, launch.columns, launch.depth, launch.group, depth % launch.depth == 0,
-        width % launch.columns == 0, boxes, multiplied_in(x.dtype), num_warps=launch.warps, num_stages=launch.stages,
+        width % launch.columns == 0, boxes, multiplied_in(x.dtype), multiplied_in(x.dtype if u is None else u.dtype),
+        scales is not None, fast, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return y
 

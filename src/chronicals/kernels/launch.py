@@ -77,7 +77,10 @@ def runs_in_16_bit(*tensors: Tensor) -> bool:
 
 def multiplied_in(dtype: torch.dtype) -> Any:
     """What operands of ``tl.dot`` are made into; the interpreter multiplies in fp32 only."""
-    kinds = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    kinds = {
+        torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16,
+        torch.float8_e4m3fn: tl.float8e4nv,
+    }  # fmt: skip
     return tl.float32 if triton.knobs.runtime.interpret else kinds[dtype]
 
 
