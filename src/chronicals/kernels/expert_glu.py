@@ -7,7 +7,8 @@ p is the share of the row's pair, g the gradient of ``y = p · W u`` by ``W u``,
 product of its size made for dp. ``p · u`` comes beside it, for the gradient of W. α, l and o are gpt-oss's (its reference
 implementation); 1, none and 0 give SwiGLU. Gate and up are side by side ``[S, 2F]``, or in turns.
 
-All in fp32, rounded once; u is computed again. Bytes a row in 16 bit: 6 · F forward, 12 · F backward.
+All in fp32, rounded once; u is computed again. Bytes a row in 16 bit: 6 · F forward, 12 · F backward. In FP8:
+``expert_glu_fp8.py``.
 
 Shapes: S pairs sorted by expert, F inner width.
 """
@@ -20,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from chronicals.kernels.amax import magnitude
+from chronicals.kernels.fp8 import _inverse, _scale_of
 from chronicals.kernels.glu import _activate, _sigmoid
 from chronicals.kernels.launch import runs_triton, tl, triton
 
@@ -63,60 +66,115 @@ def _activated(g, alpha, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def _unit(h_ptr, row, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
+          INTERLEAVED: tl.constexpr):  # fmt: skip
+    gate, up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
+    if LIMITED:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    activated, _ = _activated(gate, alpha, ACTIVATION)
+    return activated * (up + offset)
+
+
+@triton.jit
 def _expert_glu_forward_kernel(
-    h_ptr, u_ptr, rows, width, h_stride, u_stride, alpha, limit, offset, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
-    INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    h_ptr, u_ptr, values_ptr, scale_ptr, rows, width, h_stride, u_stride, alpha, limit, offset, ACTIVATION: tl.constexpr,
+    LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_UNIT: tl.constexpr, IN_FP8: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """IN_FP8: values with scales of rows are written, too; rows are then gone through twice. MOST: the largest such value."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    if IN_FP8:
+        most = tl.zeros((ROWS,), tl.float32)
+        for first in range(0, width, BLOCK):
+            column = (first + tl.arange(0, BLOCK))[None, :]
+            inside = (row < rows) & (column < width)
+            u = _unit(h_ptr, row, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION, LIMITED, INTERLEAVED)
+            most = tl.maximum(most, tl.max(tl.where(inside, magnitude(u), 0.0), 1))
+        scale = _scale_of(most, MOST)[:, None]
+        tl.store(scale_ptr + row, scale, mask=row < rows)
+        inverse = _inverse(scale)
     for first in range(0, width, BLOCK):
         column = (first + tl.arange(0, BLOCK))[None, :]
         inside = (row < rows) & (column < width)
-        gate, up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
-        if LIMITED:
-            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        activated, _ = _activated(gate, alpha, ACTIVATION)
-        u = activated * (up + offset)
-        tl.store(u_ptr + row * u_stride + column, u.to(u_ptr.dtype.element_ty), mask=inside)
+        u = _unit(h_ptr, row, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION, LIMITED, INTERLEAVED)
+        if HAS_UNIT:
+            tl.store(u_ptr + row * u_stride + column, u.to(u_ptr.dtype.element_ty), mask=inside)
+        if IN_FP8:
+            tl.store(values_ptr + row * width + column, (u * inverse).to(values_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gradients(g_ptr, h_ptr, share, row, g_stride, h_stride, column, width, inside, alpha, limit, offset,
+               ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr):  # fmt: skip
+    """dgate, dup, the unit and g · unit."""
+    raw_gate, raw_up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
+    gate, up = raw_gate, raw_up
+    if LIMITED:
+        gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
+    activated, slope = _activated(gate, alpha, ACTIVATION)
+    g = tl.load(g_ptr + row * g_stride + column, mask=inside, other=0.0).to(tl.float32)
+    u = activated * (up + offset)
+    d_u = share * g
+    d_gate, d_up = d_u * (up + offset) * slope, d_u * activated
+    if LIMITED:
+        d_gate = tl.where(raw_gate <= limit, d_gate, 0.0)
+        d_up = tl.where((raw_up <= limit) & (raw_up >= -limit), d_up, 0.0)
+    return d_gate, d_up, u, g * u
+
+
+@triton.jit
+def _put_halves(out_ptr, row, stride, column, width, inside, of_gate, of_up, INTERLEAVED: tl.constexpr):
+    kind = out_ptr.dtype.element_ty
+    if INTERLEAVED:
+        at = out_ptr + row * stride + 2 * column
+        tl.store(at, of_gate.to(kind), mask=inside)
+        tl.store(at + 1, of_up.to(kind), mask=inside)
+    else:
+        at = out_ptr + row * stride + column
+        tl.store(at, of_gate.to(kind), mask=inside)
+        tl.store(at + width, of_up.to(kind), mask=inside)
 
 
 @triton.jit
 def _expert_glu_backward_kernel(
-    g_ptr, h_ptr, shares_ptr, order_ptr, d_h_ptr, unit_ptr, d_shares_ptr, rows, width, g_stride, h_stride, d_h_stride,
-    unit_stride, alpha, limit, offset, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_UNIT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    g_ptr, h_ptr, shares_ptr, order_ptr, d_h_ptr, values_ptr, scale_ptr, unit_ptr, d_shares_ptr, rows, width, g_stride,
+    h_stride, d_h_stride, unit_stride, alpha, limit, offset, ACTIVATION: tl.constexpr, LIMITED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, HAS_GRADIENT: tl.constexpr, HAS_UNIT: tl.constexpr, IN_FP8: tl.constexpr, MOST: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """IN_FP8, MOST: as of the forward kernel, of dh."""
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(order_ptr + number, mask=number < rows, other=0)
     share = tl.load(shares_ptr + pair, mask=number < rows, other=0.0).to(tl.float32)[:, None]
     row = number.to(tl.int64)[:, None]
+    if IN_FP8:
+        most = tl.zeros((ROWS,), tl.float32)
+        for first in range(0, width, BLOCK):
+            column = (first + tl.arange(0, BLOCK))[None, :]
+            inside = (row < rows) & (column < width)
+            d_gate, d_up, _, _ = _gradients(
+                g_ptr, h_ptr, share, row, g_stride, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION, LIMITED,
+                INTERLEAVED,
+            )  # fmt: skip
+            most = tl.maximum(most, tl.max(tl.where(inside, tl.maximum(magnitude(d_gate), magnitude(d_up)), 0.0), 1))
+        scale = _scale_of(most, MOST)[:, None]
+        tl.store(scale_ptr + row, scale, mask=row < rows)
+        inverse = _inverse(scale)
     d_share = tl.zeros((ROWS, BLOCK), tl.float32)
-    kind = d_h_ptr.dtype.element_ty
     for first in range(0, width, BLOCK):
         column = (first + tl.arange(0, BLOCK))[None, :]
         inside = (row < rows) & (column < width)
-        raw_gate, raw_up = _halves(h_ptr, row, h_stride, column, width, inside, INTERLEAVED)
-        gate, up = raw_gate, raw_up
-        if LIMITED:
-            gate, up = tl.minimum(gate, limit), tl.minimum(tl.maximum(up, -limit), limit)
-        activated, slope = _activated(gate, alpha, ACTIVATION)
-        g = tl.load(g_ptr + row * g_stride + column, mask=inside, other=0.0).to(tl.float32)
-        u = activated * (up + offset)
-        d_share += g * u
-        d_u = share * g
-        d_gate, d_up = d_u * (up + offset) * slope, d_u * activated
-        if LIMITED:
-            d_gate = tl.where(raw_gate <= limit, d_gate, 0.0)
-            d_up = tl.where((raw_up <= limit) & (raw_up >= -limit), d_up, 0.0)
-        if INTERLEAVED:
-            at = d_h_ptr + row * d_h_stride + 2 * column
-            tl.store(at, d_gate.to(kind), mask=inside)
-            tl.store(at + 1, d_up.to(kind), mask=inside)
-        else:
-            at = d_h_ptr + row * d_h_stride + column
-            tl.store(at, d_gate.to(kind), mask=inside)
-            tl.store(at + width, d_up.to(kind), mask=inside)
+        d_gate, d_up, u, product = _gradients(
+            g_ptr, h_ptr, share, row, g_stride, h_stride, column, width, inside, alpha, limit, offset, ACTIVATION, LIMITED,
+            INTERLEAVED,
+        )  # fmt: skip
+        d_share += product
+        if HAS_GRADIENT:
+            _put_halves(d_h_ptr, row, d_h_stride, column, width, inside, d_gate, d_up, INTERLEAVED)
+        if IN_FP8:
+            _put_halves(values_ptr, row, 2 * width, column, width, inside, d_gate * inverse, d_up * inverse, INTERLEAVED)
         if HAS_UNIT:
-            tl.store(unit_ptr + row * unit_stride + column, (share * u).to(kind), mask=inside)
+            tl.store(unit_ptr + row * unit_stride + column, (share * u).to(unit_ptr.dtype.element_ty), mask=inside)
     tl.store(d_shares_ptr + pair, tl.sum(d_share, 1), mask=number < rows)
 
 
@@ -132,8 +190,8 @@ def _forward(h: Tensor, activation: str, alpha: float, limit: float | None, offs
     block = _block(width)
     held = ELEMENTS // block
     _expert_glu_forward_kernel[(triton.cdiv(rows, held),)](
-        h, u, rows, width, h.stride(0), u.stride(0), alpha, limit or 0.0, offset, activation, limit is not None, interleaved,
-        held, block, num_warps=4,
+        h, u, None, None, rows, width, h.stride(0), u.stride(0), alpha, limit or 0.0, offset, activation, limit is not None,
+        interleaved, True, False, 0.0, held, block, num_warps=4,
     )  # fmt: skip
     return u
 
@@ -153,8 +211,9 @@ def _backward(
     block = _block(width)
     held = ELEMENTS // block
     _expert_glu_backward_kernel[(triton.cdiv(rows, held),)](
-        g, h, shares, order, d_h, unit if has_unit else None, d_shares, rows, width, g.stride(0), h.stride(0), d_h.stride(0),
-        width, alpha, limit or 0.0, offset, activation, limit is not None, interleaved, has_unit, held, block, num_warps=4,
+        g, h, shares, order, d_h, None, None, unit if has_unit else None, d_shares, rows, width, g.stride(0), h.stride(0),
+        d_h.stride(0), width, alpha, limit or 0.0, offset, activation, limit is not None, interleaved, True, has_unit, False,
+        0.0, held, block, num_warps=4,
     )  # fmt: skip
     return d_h, unit, d_shares
 

@@ -6,8 +6,8 @@ A product along the last dimension of both operands needs W as it is stored or i
 have the same scale, and so the same values. A scale of an expert's own is what the scale of a tensor is to a linear layer: it
 leaves the sum.
 
-W is ``[E, A, B]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read for the maximum, unless the scale is known; 2 read and
-1 written for each layout.
+W is ``[E, A, B]`` in fp32, bf16 or fp16. Bytes an element in 16 bit: 2 read for the maximum, unless the scale is known; 2 read
+and 1 written for each layout.
 """
 
 from __future__ import annotations

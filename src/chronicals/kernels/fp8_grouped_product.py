@@ -2,15 +2,16 @@
 
     y_s = (σ_s · τ_e) Σ_k x_sk W_nk[e_s] + u_s B[e_s]ᵀ + b[e_s]        x = σ · values, W[e] = τ_e · values
 
-A row of x has a scale of its own and an expert one for its whole weight, so both leave the sum: the loop over K holds no
-scales. Each is that of the present maximum, as in ``fp8_linear.py``; the scale of a whole tensor is there that of x, too, which
-a token chosen with a small share would have to share with all others. An adapter's u and B stay in 16 bit. Sums are fp32, in the
-forward pass as far as the tensor cores' own registers are (``fast``).
+A row of x has a scale of its own, an expert one for its whole weight, so both leave the sum: the loop over K holds none. Each
+is that of the present maximum, as in ``fp8_linear.py``. There x has one scale, too; here the gradients of rows differ by the
+shares of their experts, and kernels that hold whole rows find their maxima in passing. An adapter's u and B stay in 16 bit.
+Sums are fp32, in the forward pass as far as the tensor cores' own registers are (``fast``).
 
 dx = dy W is the same product with the transpose of W, which the tensor cores want beside it: of one scale, it has the same
-values. The gradient of W is a product in 16 bit (``grouped_product.py``): its sum runs over the rows, whose scales do not leave it.
+values. The gradient of W is a product in 16 bit (``grouped_product.py``): its sum runs over rows, whose scales do not leave
+it.
 
-Floor at S rows: ``2 · S · N · K`` FLOP; bytes: ``S · K + E · N · K + 2 · S · N``. Values ``[·, K]`` e4m3 and dense, scales fp32.
+Floor at S rows: ``2 · S · N · K`` FLOP; bytes: ``S · K + E · N · K + 2 · S · N``. Values are e4m3 and dense along K.
 
 Shapes: S pairs of token and expert, T tokens, E experts, K inputs, N outputs, R rank of an adapter.
 """

@@ -6,6 +6,10 @@ Kept for the backward pass: x, what goes into the unit ``[S, 2F]`` and the thin 
 to their experts, and down's outputs are not kept (see ``expert_glu.py``). A frozen weight has no product for its gradient.
 Every shape is known beforehand and the host waits for nothing, so CUDA graphs capture it.
 
+In FP8 (``fp8_grouped_product.py``) the products with W and with its transpose take e4m3: x and dy are quantised once a token,
+before they go to k experts, the unit and dh by the kernels that make them. Adapters, biases and gradients of weights read 16
+bit.
+
 FLOP: ``6 · S · D · F`` forward and twice that backward where both weights are trained.
 
 Shapes: T tokens, k experts of a token, S = T · k pairs, E experts, D model width, F inner width, R rank.
@@ -13,7 +17,7 @@ Shapes: T tokens, k experts of a token, S = T · k pairs, E experts, D model wid
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +25,9 @@ from torch import Tensor
 from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import Dispatch, dispatch_to_experts
 from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient, expert_glu_reference
+from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
+from chronicals.kernels.fp8 import Scaled, fp8_quantize
+from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.grouped_product import (
     FIRST,
     NEITHER,
@@ -36,6 +43,16 @@ COLUMNS_OF_ONES = 16
 """The fewest that a product takes."""
 
 
+class InFP8(Protocol):
+    """A weight of all experts in e4m3, each expert with one scale."""
+
+    def rows(self) -> Scaled:
+        """``[E, N, K]``, for ``y = x Wᵀ``."""
+
+    def columns(self, scale: Tensor) -> Scaled:
+        """``[E, K, N]``, for ``dx = dy W``; ``scale`` is that of the rows in the forward pass."""
+
+
 class ExpertWeights(NamedTuple):
     """Of one of the two products of all experts.
 
@@ -45,6 +62,7 @@ class ExpertWeights(NamedTuple):
         bias: ``[E, N]``.
         down, up: A ``[E, R, K]`` and B ``[E, N, R]`` of an adapter.
         scale: of the adapter.
+        in_fp8: multiplies in place of the weight, which is read where it is trained alone.
     """
 
     weight: Any
@@ -53,6 +71,7 @@ class ExpertWeights(NamedTuple):
     down: Tensor | None = None
     up: Tensor | None = None
     scale: float = 1.0
+    in_fp8: InFP8 | None = None
 
     @property
     def weight_ENK(self) -> Tensor:
@@ -65,23 +84,60 @@ class ExpertWeights(NamedTuple):
         count, narrow, wide = self.weight.shape
         return (count, wide, narrow) if self.transposed else (count, narrow, wide)
 
+    @property
+    def held(self) -> Tensor | None:
+        """The weight, where the function's backward pass reads it."""
+        frozen = self.in_fp8 is not None and not getattr(self.weight, "requires_grad", False)
+        return self.weight if isinstance(self.weight, Tensor) and not frozen else None
 
-def _thin(x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
+
+class Rows(NamedTuple):
+    """What goes into a product: in the type of x, where something reads that, and in FP8, where the product takes it."""
+
+    dense: Tensor | None
+    in_fp8: Scaled | None = None
+
+
+def _rows(x: Tensor, of: ExpertWeights) -> Rows:
+    return Rows(x) if of.in_fp8 is None else Rows(x, fp8_quantize(x, "row")[0])
+
+
+def _thin(x: Tensor | None, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> Tensor | None:
     """``s · x Aᵀ``, ``[S, R]``."""
-    return None if of.down is None else grouped_product(x, of.down, to, of_tokens, factor=of.scale)
+    return None if of.down is None or x is None else grouped_product(x, of.down, to, of_tokens, factor=of.scale)
 
 
-def _through(x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: bool, thin: Tensor | None) -> Tensor:
+def _through(
+    x: Rows, of: ExpertWeights, to: Dispatch, of_tokens: bool, thin: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The product, and the scales of the weight that it took in FP8."""
     adapted = None if thin is None or of.up is None else Adapted(thin, of.up)
-    return grouped_product(x, of.weight_ENK, to, of_tokens, of.bias, adapted)
+    if of.in_fp8 is None:
+        assert x.dense is not None
+        return grouped_product(x.dense, of.weight_ENK, to, of_tokens, of.bias, adapted), None
+    assert x.in_fp8 is not None
+    weight = of.in_fp8.rows()
+    return fp8_grouped_product(x.in_fp8, weight, to, of_tokens, of.bias, adapted, dtype, fast=True), weight.scale
 
 
-def _back(dy: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: bool) -> tuple[Tensor, Tensor | None]:
-    """The gradient of the rows that went in, and ``s · dy B``."""
-    if of.down is None or of.up is None:
-        return grouped_product(dy, of.weight_ENK.mT, to, of_tokens), None
-    thin = grouped_product(dy, of.up.mT, to, of_tokens, factor=of.scale)
-    return grouped_product(dy, of.weight_ENK.mT, to, of_tokens, adapted=Adapted(thin, of.down.mT)), thin
+def _back(
+    dy: Rows, of: ExpertWeights, to: Dispatch, of_tokens: bool, scale: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """The gradient of the rows that went in, and ``s · dy B``.
+
+    Args:
+        scale: of the weight, in FP8.
+    """
+    thin = adapted = None
+    if of.down is not None and of.up is not None:
+        assert dy.dense is not None
+        thin = grouped_product(dy.dense, of.up.mT, to, of_tokens, factor=of.scale)
+        adapted = Adapted(thin, of.down.mT)
+    if of.in_fp8 is None:
+        assert dy.dense is not None
+        return grouped_product(dy.dense, of.weight_ENK.mT, to, of_tokens, adapted=adapted), thin
+    assert dy.in_fp8 is not None and scale is not None
+    return fp8_grouped_product(dy.in_fp8, of.in_fp8.columns(scale), to, of_tokens, adapted=adapted, dtype=dtype), thin
 
 
 def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens: int) -> Tensor:
@@ -92,38 +148,61 @@ def _of_weight(dy: Tensor, x: Tensor, of: ExpertWeights, to: Dispatch, of_tokens
     return grouped_weight_gradient(x, dy, to, other, dtype=of.weight.dtype)
 
 
+class _Kept(NamedTuple):
+    """Of the two products: what is no tensor, or is not differentiated.
+
+    Attributes:
+        weights: those that are not ``held``.
+    """
+
+    gate: Gate
+    transposed: tuple[bool, bool]
+    scales: tuple[float, float]
+    weights: tuple[Any, Any]
+    in_fp8: tuple[InFP8 | None, InFP8 | None]
+
+    def product(self, number: int, weight: Tensor | None, *others: Tensor | None) -> ExpertWeights:
+        given = self.weights[number] if weight is None else weight
+        return ExpertWeights(given, self.transposed[number], *others, self.scales[number], self.in_fp8[number])  # type: ignore[arg-type]
+
+
 class _FusedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, shares: Tensor, w1: Tensor | None, b1: Tensor | None, a1: Tensor | None, u1: Tensor | None,
-        w2: Tensor | None, b2: Tensor | None, a2: Tensor | None, u2: Tensor | None, experts: Tensor, to: Dispatch,
-        options: tuple[Gate, tuple[bool, bool], tuple[float, float], tuple[Any, Any]],
+        w2: Tensor | None, b2: Tensor | None, a2: Tensor | None, u2: Tensor | None, experts: Tensor, to: Dispatch, kept: _Kept,
     ) -> Tensor:  # fmt: skip
-        gate, transposed, scales, given = options
-        first = ExpertWeights(given[0] if w1 is None else w1, transposed[0], b1, a1, u1, scales[0])
-        second = ExpertWeights(given[1] if w2 is None else w2, transposed[1], b2, a2, u2, scales[1])
+        first, second = kept.product(0, w1, b1, a1, u1), kept.product(1, w2, b2, a2, u2)
         thin = _thin(x, first, to, True)
-        h = _through(x, first, to, True, thin)
-        unit = expert_glu(h, gate)
-        z = _through(unit, second, to, False, _thin(unit, second, to, False))
-        ctx.options, ctx.sizes = options, (to.each, to.rows)
-        ctx.save_for_backward(x, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, experts, *to[:4])
+        h, of_first = _through(_rows(x, first), first, to, True, thin, x.dtype)
+        if second.in_fp8 is None:
+            unit = Rows(expert_glu(h, kept.gate))
+        else:
+            unit = Rows(*expert_glu_fp8(h, kept.gate, dense=a2 is not None))
+        z, of_second = _through(unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype)
+        ctx.kept, ctx.sizes = kept, (to.each, to.rows)
+        ctx.save_for_backward(x, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, of_first, of_second, experts, *to[:4])
         return expert_combine(z, to.places_S, to.each, shares.reshape(-1))
 
     @staticmethod
     @differentiable_once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, experts, *placed = ctx.saved_tensors
-        gate, transposed, scales, given = ctx.options
+        x, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, of_first, of_second, experts, *placed = ctx.saved_tensors
+        kept: _Kept = ctx.kept
         to = Dispatch(*placed, *ctx.sizes)
-        first = ExpertWeights(given[0] if w1 is None else w1, transposed[0], b1, a1, u1, scales[0])
-        second = ExpertWeights(given[1] if w2 is None else w2, transposed[1], b2, a2, u2, scales[1])
+        first, second = kept.product(0, w1, b1, a1, u1), kept.product(1, w2, b2, a2, u2)
         wanted = dict(zip(("x", "shares", "w1", "b1", "a1", "u1", "w2", "b2", "a2", "u2"), ctx.needs_input_grad))
         dy = dy.contiguous()
-        g, thin_dy = _back(dy, second, to, True)
+        g, thin_dy = _back(_rows(dy, second), second, to, True, of_second, x.dtype)
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
-        d_h, unit, d_shares = expert_glu_gradient(g, h, flat, to.order_S, gate, has_unit)
+        if first.in_fp8 is None:
+            gradient, unit, d_shares = expert_glu_gradient(g, h, flat, to.order_S, kept.gate, has_unit)
+            d_h = Rows(gradient)
+        else:
+            dense = wanted["w1"] or wanted["b1"] or a1 is not None
+            gradient, scaled, unit, d_shares = expert_glu_fp8_gradient(g, h, flat, to.order_S, kept.gate, dense, has_unit)
+            d_h = Rows(gradient, scaled)
         found: dict[str, Tensor] = {}
         if unit is not None and wanted["w2"]:
             found["w2"] = _of_weight(dy, unit, second, to, FIRST)
@@ -137,15 +216,16 @@ class _FusedExperts(torch.autograd.Function):
             if wanted["b2"]:
                 found["b2"] = product(_weights_of_tokens(shares, experts, len(b2), dy.dtype).t(), dy, b2.dtype)
         found["shares"] = d_shares.view_as(shares).to(shares.dtype)
-        d_x, thin_dh = _back(d_h, first, to, False)
-        if wanted["w1"]:
-            found["w1"] = _of_weight(d_h, x, first, to, SECOND)
-        if thin_dh is not None and thin is not None:
-            found["a1"] = grouped_weight_gradient(thin_dh, x, to, SECOND, dtype=x.dtype)
-            found["u1"] = grouped_weight_gradient(d_h, thin, to, dtype=x.dtype)
-        if b1 is not None and wanted["b1"]:
-            ones = d_h.new_ones(len(d_h), COLUMNS_OF_ONES)
-            found["b1"] = grouped_weight_gradient(ones, d_h, to, dtype=b1.dtype)[:, 0]
+        d_x, thin_dh = _back(d_h, first, to, False, of_first, x.dtype)
+        if gradient is not None:
+            if wanted["w1"]:
+                found["w1"] = _of_weight(gradient, x, first, to, SECOND)
+            if thin_dh is not None and thin is not None:
+                found["a1"] = grouped_weight_gradient(thin_dh, x, to, SECOND, dtype=x.dtype)
+                found["u1"] = grouped_weight_gradient(gradient, thin, to, dtype=x.dtype)
+            if b1 is not None and wanted["b1"]:
+                ones = gradient.new_ones(len(gradient), COLUMNS_OF_ONES)
+                found["b1"] = grouped_weight_gradient(ones, gradient, to, dtype=b1.dtype)[:, 0]
         if wanted["x"]:
             found["x"] = expert_combine(d_x, to.places_S, to.each)
         return tuple(found.get(name) if needed else None for name, needed in wanted.items())
@@ -175,12 +255,13 @@ def fused_experts(
     gate = gate or Gate()
     _check(x, experts, shares, first, second)
     to = dispatch_to_experts(experts, first.sizes[0])
-    held = [of.weight if isinstance(of.weight, Tensor) else None for of in (first, second)]
-    given = tuple(of.weight if weight is None else None for of, weight in zip((first, second), held))
-    options = gate, (first.transposed, second.transposed), (first.scale, second.scale), given
+    held = first.held, second.held
+    given = (first.weight if held[0] is None else None, second.weight if held[1] is None else None)
+    scales, in_fp8 = (first.scale, second.scale), (first.in_fp8, second.in_fp8)
+    kept = _Kept(gate, (first.transposed, second.transposed), scales, given, in_fp8)
     of_first = held[0], first.bias, first.down, first.up
     of_second = held[1], second.bias, second.down, second.up
-    y: Tensor = _FusedExperts.apply(x.contiguous(), shares, *of_first, *of_second, experts, to, options)
+    y: Tensor = _FusedExperts.apply(x.contiguous(), shares, *of_first, *of_second, experts, to, kept)
     return y
 
 
@@ -195,6 +276,8 @@ def _check(x: Tensor, experts: Tensor, shares: Tensor, first: ExpertWeights, sec
         raise ValueError(f"down is {second.sizes}: gate and up are {first.sizes}, so it must be {(count, width, inner // 2)}")
     if not x.dtype == first.weight.dtype == second.weight.dtype:
         raise ValueError(f"x is {x.dtype}, the weights {first.weight.dtype} and {second.weight.dtype}: they must be alike")
+    if (first.in_fp8 is None) != (second.in_fp8 is None):
+        raise ValueError("in_fp8: one of the two products has it; give it to both or to none")
 
 
 def fused_experts_reference(

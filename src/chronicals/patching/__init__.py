@@ -1,6 +1,7 @@
 """Replacing parts of a Hugging Face model by kernels: norms, gated MLPs, rotary embedding, the loss; whole layers."""
 
 from chronicals.patching.decoder_layer import fuse_weights, recompute_norms_and_units
+from chronicals.patching.fp8_experts import experts_in_fp8, offload_frozen_experts, run_experts_in_fp8
 from chronicals.patching.fp8_layers import layers_in_fp8, offload_frozen_weights, run_in_format, run_in_fp8
 from chronicals.patching.fused_weights import forget_row_norms, unfuse_weights
 from chronicals.patching.patch import patch_model, patch_parts, unpatch_model
@@ -11,15 +12,18 @@ __all__ = [
     "Left",
     "PatchReport",
     "Replaced",
+    "experts_in_fp8",
     "forget_policies",
     "forget_row_norms",
     "fuse_weights",
     "has_gated_mlps",
     "layers_in_fp8",
+    "offload_frozen_experts",
     "offload_frozen_weights",
     "patch_model",
     "patch_parts",
     "recompute_norms_and_units",
+    "run_experts_in_fp8",
     "run_in_format",
     "run_in_fp8",
     "tile_mlps",

@@ -21,6 +21,7 @@ from chronicals.kernels.expert_glu import ACTIVATIONS, Gate
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
 from chronicals.lora.expert_products import FLAGS, TAKES_FACTORS, Factors, is_parallel
 from chronicals.patching.forms import Form, is_proved, random_numbers
+from chronicals.patching.fp8_experts import device_of_waiting, format_of
 from chronicals.patching.gated_mlps import Uncalled
 from chronicals.quantization.experts import TAKES_STACKS, as_class
 
@@ -33,6 +34,8 @@ NUMBERS = (("alpha", "limit"), ("swiglu_alpha", "swiglu_limit"))
 """Names under which classes keep the numbers of a clamped unit."""
 
 PRODUCTS = ("gate_up_proj", "down_proj")
+OTHERWISE = "has adapters beside products of its class, which look for its weights on the card"
+
 KINDS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -117,9 +120,11 @@ def _weights(module: Any, name: str, factors: Factors | None, stacks: Mapping[st
     names = (name, f"{name}_bias") if module.has_bias else (name,)
     weight, *biases = (getattr(module, name) if stacks is None else stacks[name] for name in names)
     bias = biases[0] if biases else None
+    in_fp8 = format_of(module, name) if stacks is None else None
     if factors is None:
-        return ExpertWeights(weight, module.is_transposed, bias)
-    return ExpertWeights(weight, module.is_transposed, bias, factors.down_ERK, factors.up_ENR.contiguous(), factors.scale)
+        return ExpertWeights(weight, module.is_transposed, bias, in_fp8=in_fp8)
+    down, up = factors.down_ERK, factors.up_ENR.contiguous()
+    return ExpertWeights(weight, module.is_transposed, bias, down, up, factors.scale, in_fp8)
 
 
 def _forward(
@@ -127,8 +132,13 @@ def _forward(
     factors: Mapping[str, Factors] | None = None, stacks: Mapping[str, Any] | None = None, **named: Any,
 ) -> Tensor | None:  # fmt: skip
     if _runs_otherwise(module, hidden_states) or uncalled.changed(module):
+        waits_for = device_of_waiting(module) if stacks is None else None
         if factors is not None:
+            if waits_for is not None:
+                raise ValueError(f"memory=['offload_frozen_weights']: {type(module).__name__} {OTHERWISE}; leave it out")
             return None
+        if waits_for is not None:
+            stacks = {name: p.to(waits_for) for name, p in module._parameters.items() if p is not None}
         if stacks is not None:
             with _own_forward(module):
                 computed: Tensor = as_class(module, stacks, (hidden_states, *routed), named)

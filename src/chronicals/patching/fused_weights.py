@@ -24,6 +24,7 @@ from chronicals.kernels.amax import Amax
 from chronicals.lora.magnitude import RowNorms
 from chronicals.lora.merged_linear import Format, Merged, Remake, merged_linear
 from chronicals.models.linear import UnknownLinear, read_linear
+from chronicals.patching.fp8_experts import experts_in_16_bit
 from chronicals.quantization import FP8InHost, PackedLinear
 
 logger = logging.getLogger(__name__)
@@ -253,6 +254,7 @@ def use_16_bit(model: nn.Module) -> None:
             merged = known.pop(names, None)
             if merged is not None and merged.is_fused and names not in vars(owner).get(DEVICES, {}):
                 known[names] = merged.in_16_bit()
+    experts_in_16_bit(model)
     bring_back(model)
 
 

@@ -4,6 +4,7 @@ from chronicals.quantization.base import Base, Operand, Storage
 from chronicals.quantization.dense import Dense
 from chronicals.quantization.experts import Experts4bit, Stack
 from chronicals.quantization.fp8 import FP8
+from chronicals.quantization.fp8_experts import FP8Experts, FP8ExpertsInHost
 from chronicals.quantization.gguf import GGUF, Blocks
 from chronicals.quantization.gguf_linear import LinearGGUF
 from chronicals.quantization.host import FP8InHost
@@ -20,6 +21,8 @@ __all__ = [
     "Blocks",
     "Dense",
     "Experts4bit",
+    "FP8Experts",
+    "FP8ExpertsInHost",
     "FP8InHost",
     "Linear4bit",
     "LinearGGUF",
