@@ -1,16 +1,17 @@
 """Runs of mixtures whose experts are grouped products, beside runs in which the class computes them."""
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import families
 import runs
-import tiny
+from chronicals.config import ConfigurationError
 from chronicals.models import quantise_experts
-from chronicals.patching import experts, patch_parts
-from chronicals.training import session
+from chronicals.patching import experts, experts_in_fp8, fp8_experts, fp8_layers, patch_parts
+from chronicals.training import decisions, session
 
 
 def trained(folder, name, monkeypatch, patched, **fields):
@@ -45,12 +46,114 @@ def test_the_same_run(name, lora, tmp_path, monkeypatch):
         assert loss == pytest.approx(other_loss, rel=2e-5) and norm == pytest.approx(other_norm, rel=2e-4)
 
 
-def test_experts_that_stay_in_16_bit_are_named(caplog):
-    caplog.set_level(logging.WARNING)
-    session._name_experts(tiny.llama())
-    assert not caplog.text
-    session._name_experts(families.mixture("qwen3_moe"))
-    assert "these experts stay in 16 bit: Qwen3MoeExperts" in caplog.text
+@pytest.fixture
+def anywhere(monkeypatch):
+    """Fused layers and FP8, which a run has on a card only, for products of every size."""
+    for module in (decisions, session):
+        monkeypatch.setattr(module, "why_not_fused", lambda *given: None)
+    for limit in ("NARROWEST", "FEWEST"):
+        monkeypatch.setattr(fp8_experts, limit, 1)
+
+
+SIZES = {"vocab_size": 300, "max_position_embeddings": 512}
+
+
+def mixture(name, **sizes):
+    model = families.mixture(name, **SIZES, **({"moe_intermediate_size": 32} if name == "qwen3_moe" else {}), **sizes)
+    patch_parts(model, whole_layers=True)
+    return model
+
+
+IN_EXPERTS = {
+    "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "q_proj", "use_lora_plus": False,
+    "lora_target_parameters": "mlp.experts.gate_up_proj,mlp.experts.down_proj",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "gpt_oss"])
+@pytest.mark.usefixtures("anywhere")
+def test_in_fp8_it_trains_as_without(name, lora, tmp_path, caplog):
+    fields = {"mixed_precision": "bf16", "max_steps": 12, "learning_rate": 3e-3, "trackers": [], "save_steps": None}
+    fields |= IN_EXPERTS if lora else {}
+    runs.train(tmp_path / "without", model=mixture(name), **fields)
+    with caplog.at_level(logging.INFO):
+        model = mixture(name)
+        runs.train(tmp_path / "with", model=model, use_fp8=True, **fields)
+    assert "use_fp8: both products of the experts of 2 layers; gradients of their weights in 16 bit" in caplog.text
+    without, ours = (runs.trajectory(tmp_path / arm) for arm in ("without", "with"))
+    assert ours != without and ours[-1][1] < ours[0][1]
+    for (_, loss, norm), (_, our_loss, our_norm) in zip(without, ours, strict=True):
+        assert our_loss == pytest.approx(loss, rel=0.01) and our_norm == pytest.approx(norm, rel=0.1)
+    assert not experts_in_fp8(model)  # the run is over
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
+@pytest.mark.usefixtures("anywhere")
+def test_in_fp8_policies_of_memory_change_nothing(lora, tmp_path, caplog):
+    fields = {"mixed_precision": "bf16", "max_steps": 4, "use_fp8": True, "trackers": [], "save_steps": None}
+    fields |= IN_EXPERTS if lora else {}
+    arms = {"kept": [], "again": ["recompute_layers"]}
+    arms |= {"away": ["offload_frozen_weights", "recompute_layers"]} if lora else {}
+    with caplog.at_level(logging.INFO):
+        for arm, memory in arms.items():
+            model = mixture("qwen3_moe")
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+            runs.train(tmp_path / arm, model=model, memory=memory, **fields)
+    kept, *others = (runs.trajectory(tmp_path / arm) for arm in arms)
+    assert all(other == kept for other in others)
+    if lora:
+        assert len([line for line in caplog.messages if "GiB wait in host memory" in line]) == 1
+        after = {name.replace(".base_layer", ""): p for name, p in model.named_parameters() if "lora_" not in name}
+        assert all(torch.equal(p, before[name].to(p)) for name, p in after.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.usefixtures("anywhere")
+def test_in_fp8_replayed_and_offloaded_is_as_usual(name, lora, tmp_path, caplog):
+    """CUDA graphs, and activations that wait in host memory."""
+    fields = {"mixed_precision": "bf16", "max_steps": 4, "use_fp8": True, "trackers": [], "save_steps": None}
+    fields |= IN_EXPERTS if lora else {}
+    arms = {"usual": {"use_cuda_graphs": False}, "graphs": {}, "offloaded": {"activation_offload": True}}
+    with caplog.at_level(logging.WARNING):
+        for arm, changes in arms.items():
+            runs.train(tmp_path / arm, model=mixture(name).cuda(), **fields, **changes)
+    assert "could not be captured" not in caplog.text
+    usual, *others = (runs.trajectory(tmp_path / arm) for arm in arms)
+    for other in others:
+        for (_, loss, norm), (_, other_loss, other_norm) in zip(usual, other, strict=True):
+            assert other_loss == pytest.approx(loss, rel=2e-3) and other_norm == pytest.approx(norm, rel=2e-2)
+
+
+@pytest.mark.usefixtures("anywhere")
+def test_experts_that_stay_in_16_bit_are_named(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(fp8_layers, "LEAST", 16)
+    fields = {"mixed_precision": "bf16", "max_steps": 1, "use_fp8": True, "trackers": [], "save_steps": None}
+    monkeypatch.setattr(fp8_experts, "FEWEST", 4096)
+    runs.train(tmp_path / "few", model=mixture("qwen3_moe"), **fields)
+    assert "use_fp8: some experts stay in 16 bit: Qwen3MoeExperts (" in caplog.text and "rows an expert" in caplog.text
+    monkeypatch.setattr(fp8_layers, "LEAST", 4096)
+    with pytest.raises(ConfigurationError, match="use_fp8=True.*no product.*its experts stay in 16 bit: Qwen3MoeExperts"):
+        runs.train(tmp_path / "none", model=mixture("qwen3_moe"), **fields)
+
+
+def test_in_fp8_without_fused_layers(tmp_path, monkeypatch):
+    """As gpt-oss, whose layers are of no known form: its experts suffice, unless they do not run as products either."""
+    config = runs.config(tmp_path, use_fp8=True, mixed_precision="bf16")
+    presented = SimpleNamespace(model=families.mixture("gpt_oss", **SIZES))
+    with pytest.raises(ConfigurationError, match="only fused decoder layers and experts have FP8 products, and none run"):
+        decisions._fp8(config, presented, "GptOss has none that were proved", 1)
+    monkeypatch.setattr(decisions, "input_device", lambda model: torch.device("cuda", 0))
+    monkeypatch.setattr(decisions, "lacks_fp8", lambda device: "")
+    assert decisions._fp8(config, presented, "GptOss has none that were proved", 1).runs
+    dense = SimpleNamespace(model=families.build("llama"))
+    with pytest.raises(ConfigurationError, match="and none run"):
+        decisions._fp8(config, dense, "not on a card", 1)
+    runs_compiled, reason = decisions._compilation(presented.model, True, False, False, 1, False, True)
+    assert not runs_compiled and reason == "weights in FP8 are kept between calls"
 
 
 def test_adapters_beside_experts_in_4_bits(tmp_path, monkeypatch):

@@ -37,7 +37,8 @@ from chronicals.optimizers import (
     states_in_host_memory,
 )
 from chronicals.optimizers.adam_8bit import SMALLEST
-from chronicals.patching import has_gated_mlps
+from chronicals.patching import experts, has_gated_mlps
+from chronicals.patching.forms import signature
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
 from chronicals.quantization import FP8, Dense, Experts4bit, FP8InHost, PackedLinear
@@ -129,14 +130,14 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
             presented.packed, "documents do not affect each other" if presented.packed else "documents become padded rows"
         ),
         "use_torch_compile": _compilation(
-            model, on_card and presented.packed, fused, presented.records_routers, context, divided
+            model, on_card and presented.packed, fused, presented.records_routers, context, divided, config.use_fp8
         ),
         "use_cuda_graphs": (graphs, why_not_graphs),
     }  # fmt: skip
     made = [_decide(config, field, *can) for field, can in possible.items()]
     shown = ("use_sequence_packing", "use_fused_kernels")
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
-    made += [_quantization(model), _fp8(config, why_not, device, context), _recomputation(config, needed, why_not, presented)]
+    made += [_quantization(model), _fp8(config, presented, why_not, context), _recomputation(config, needed, why_not, presented)]
     made += [_offload(config, on_card), _tiles(config, model, context), _frozen_weights(config)]
     made += [
         sharding,
@@ -259,12 +260,13 @@ def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> Chronica
 
 
 def _compilation(
-    model: Any, on_card: bool, fused: bool, router_loss: bool, context: int, divided: bool
+    model: Any, on_card: bool, fused: bool, router_loss: bool, context: int, divided: bool, in_fp8: bool
 ) -> tuple[bool, str]:  # fmt: skip
     obstacles = {
         SHARED: context > 1,
         GATHERED: divided,
         "decoder layers run fused": fused,
+        "weights in FP8 are kept between calls": in_fp8,
         "only packs on a card are compiled for": not on_card,
         f"{type(model).__name__} has no list of layers": not decoder_layers(model),
         "its layers' router logits are recorded for the router loss": router_loss,
@@ -365,20 +367,30 @@ def _quantization(model: Any) -> Decision:
     return Decision("quantization", bool(said), reason)
 
 
-def _fp8(config: ChronicalsConfig, why_not: str | None, device: torch.device, context: int) -> Decision:
+def _fp8(config: ChronicalsConfig, presented: PresentedModel, why_not: str | None, context: int) -> Decision:
     field, tokens = "use_fp8", config.batch_size * config.max_seq_length // context
-    shared = " / context_parallel" if context > 1 else ""
+    shared, lacks = " / context_parallel" if context > 1 else "", lacks_fp8(input_device(presented.model))
     if not config.use_fp8:
         return Decision(field, False, "not asked for")
+    none = f"only fused decoder layers and experts have FP8 products, and none run ({why_not})"
+    rows = f"batch_size * max_seq_length{shared}={tokens} is no multiple of {MULTIPLE}"
     obstacles = {
-        lacks_fp8(device): bool(lacks_fp8(device)),
-        f"only fused decoder layers have FP8 products, and none run ({why_not})": why_not is not None,
-        f"batch_size * max_seq_length{shared}={tokens} is no multiple of {MULTIPLE}": bool(tokens % MULTIPLE),
+        lacks: bool(lacks),
+        none: why_not is not None and not has_fused_experts(config, presented),
+        rows: why_not is None and bool(tokens % MULTIPLE),
     }
     for reason, there in obstacles.items():
         if there:
             raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}; leave it out")
     return Decision(field, True, "as asked, frozen weights quantised once, trained ones at each use")
+
+
+def has_fused_experts(config: ChronicalsConfig, presented: PresentedModel) -> bool:
+    """Whether experts run as grouped products, also where no layer around them runs fused."""
+    model, forms = presented.model, plan_for(presented.model).forms
+    if input_device(model).type != "cuda" or not config.use_fused_kernels or config.mixed_precision == "fp16":
+        return False
+    return any(forms[key][1].by == experts.BY for m in model.modules() if (key := signature(m)) in forms)
 
 
 def _recomputation(

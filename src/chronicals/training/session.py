@@ -29,20 +29,22 @@ from chronicals.memory import (
     recomputes,
 )
 from chronicals.models import PresentedModel, input_device, present, why_neighbours_matter
+from chronicals.moe.routers import experts_per_token
 from chronicals.objectives import Objective
 from chronicals.optimizers import Adam8bit, FusedAdamW, HostStates, keep_full_moments, lora_plus_groups
 from chronicals.patching import (
     forget_policies,
     forget_row_norms,
     fuse_weights,
+    offload_frozen_experts,
     offload_frozen_weights,
     patch_parts,
     recompute_norms_and_units,
+    run_experts_in_fp8,
     run_in_fp8,
     tile_mlps,
     unfuse_weights,
 )
-from chronicals.patching.forms import holds_experts
 from chronicals.patching.fp8_layers import LEAST
 from chronicals.training.adapters import attach_adapters
 from chronicals.training.alike import prove_alike
@@ -107,7 +109,7 @@ def prepare(
         precision.prepare(model, optimizer)
         fuse_weights(model)
     if config.use_fp8:
-        _run_in_fp8(model)
+        _run_in_fp8(model, config.batch_size * config.max_seq_length * ranks.data_count // ranks.count)
     if "offload_frozen_weights" in config.memory_policies:
         _offload_frozen_weights(model)
     optimizer.weights_moved()
@@ -355,30 +357,40 @@ def build_optimizer(model: Any, config: ChronicalsConfig, ranks: Mesh | None = N
     return optimizer
 
 
-def _run_in_fp8(model: Any) -> None:
-    """Raises ConfigurationError where no product is large enough for FP8."""
+def _run_in_fp8(model: Any, tokens: int) -> None:
+    """Raises ConfigurationError where no product is large enough for FP8.
+
+    Args:
+        tokens: of a forward pass.
+    """
     found = run_in_fp8(model)
-    if not found.chosen:
+    experts = run_experts_in_fp8(model, tokens * _experts_per_token(model))
+    if not found.chosen and not experts.layers:
         small = f"no product of this model has inputs and outputs of a harmonic mean of {LEAST}, and FP8 does not pay for less"
         reason = f"its layers do not run fused: {', '.join(found.left)}" if found.left else small
-        raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}; leave it out")
+        stay = f"; its experts stay in 16 bit: {', '.join(experts.left)}" if experts.left else ""
+        raise ConfigurationError(f"use_fp8=True cannot be honoured here: {reason}{stay}; leave it out")
     if found.left:
         logger.warning("use_fp8: some layers do not run fused and stay in 16 bit: %s", ", ".join(found.left))
-    _name_experts(model)
+    if experts.left:
+        logger.warning("use_fp8: some experts stay in 16 bit: %s", ", ".join(experts.left))
     sizes = f"those whose inputs and outputs have a harmonic mean of at least {LEAST}"
     logger.info("use_fp8: %d of %d products of fused layers, %s", found.chosen, found.there, sizes)
+    if experts.layers:
+        logger.info("use_fp8: both products of the experts of %d layers; gradients of their weights in 16 bit", experts.layers)
 
 
-def _name_experts(model: Any) -> None:
-    """Warn of stacked experts, whose grouped products have no FP8."""
-    stacked = sorted({type(module).__name__ for module in model.modules() if holds_experts(module)})
-    if stacked:
-        logger.warning("use_fp8: grouped products have no FP8, so these experts stay in 16 bit: %s", ", ".join(stacked))
+def _experts_per_token(model: Any) -> int:
+    """1 where the configuration does not say, as where there are no experts."""
+    try:
+        return experts_per_token(model)
+    except ValueError:
+        return 1
 
 
 def _offload_frozen_weights(model: Any) -> None:
     """Raises ConfigurationError where no product in FP8 has a frozen weight."""
-    moved = offload_frozen_weights(model)
+    moved = offload_frozen_weights(model) + offload_frozen_experts(model)
     if not moved:
         raise ConfigurationError("memory=['offload_frozen_weights']: every weight that runs in FP8 is trained; leave it out")
     logger.info("offload_frozen_weights: %.1f GiB wait in host memory", moved / 2**30)

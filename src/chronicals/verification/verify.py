@@ -38,7 +38,7 @@ from chronicals.models import ModelShape, check_positions, embedding_table
 from chronicals.models.router_loss import SWITCH
 from chronicals.objectives import Objective, build_objective
 from chronicals.objectives.registry import BESIDE
-from chronicals.patching import layers_in_fp8
+from chronicals.patching import experts_in_fp8, layers_in_fp8
 from chronicals.training.adapters import quantise_as_asked, with_token_ids
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.preparation import Source, check_precision, one_device, open_stores
@@ -49,7 +49,7 @@ from chronicals.training.stored_reference import StoredReference
 from chronicals.verification import comparison
 from chronicals.verification.bitsandbytes_arm import ARM, BitsAndBytesArm, NotRun, wants_bitsandbytes
 from chronicals.verification.comparison import Deviation, StepLoss, Tally, rounding_walk
-from chronicals.verification.eight_bits import round_products
+from chronicals.verification.eight_bits import round_experts, round_products
 from chronicals.verification.modules import Modules
 from chronicals.verification.path import Made, TrainingPath
 from chronicals.verification.reference import (
@@ -270,6 +270,8 @@ class _Arms:
         if self.config.use_fp8:
             for name in layers_in_fp8(model):
                 round_products(self.plain.model.get_submodule(name))
+            for name in experts_in_fp8(model):
+                round_experts(self.plain.model.get_submodule(name.replace(".base_layer", "")))
 
 
 def _others(model: Any, fp32: PlainArm, config: ChronicalsConfig) -> tuple[BitsAndBytesArm | None, list[str]]:
