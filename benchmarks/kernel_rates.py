@@ -37,7 +37,10 @@ from chronicals.kernels.column_scaling import scale_columns, scaled_columns_grad
 from chronicals.kernels.expert_combine import expert_combine
 from chronicals.kernels.expert_dispatch import dispatch_to_experts
 from chronicals.kernels.expert_glu import Gate, expert_glu, expert_glu_gradient
-from chronicals.kernels.fp8 import SCALINGS, fp8_quantize, fp8_quantize_reference, fp8_transposed
+from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
+from chronicals.kernels.fp8 import SCALINGS, Scaled, fp8_quantize, fp8_quantize_reference, fp8_transposed
+from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_experts
+from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.fp8_linear import SCALINGS as OF_WEIGHTS
 from chronicals.kernels.fp8_linear import Layouts, fp8_linear, scaled_product
 from chronicals.kernels.fused_experts import ExpertWeights, fused_experts
@@ -682,10 +685,51 @@ def experts():
     yield Row("fused_experts, forward and backward", arms, products=dense)
 
 
+def experts_in_fp8():
+    """The same layer's parts in FP8: ``fp8_experts`` (weights trained: rows, then columns with known scales),
+    ``fp8_grouped_product`` beside torch's with scales of rows and columns, ``expert_glu_fp8`` where adapters alone, or nothing,
+    learns."""
+    tokens, count, each, width, inner = 32768, 128, 8, 2048, 768
+    shares, chosen = torch.randn(tokens, count, device="cuda").softmax(1).topk(each, 1)
+    to, pairs = dispatch_to_experts(chosen, count), tokens * each
+    x, unit, both = random(tokens, width), random(pairs, inner), random(pairs, 2 * inner)
+    weight, flat, ends = random(count, 2 * inner, width, scale=0.02), shares.reshape(-1), to.bounds[1:].contiguous()
+    (x8, _), (both8, _) = fp8_quantize(x, "row"), fp8_quantize(both, "row")
+    rows, columns = fp8_quantize_experts(weight, "both")
+    sizes = weight.numel()
+    yield Row("fp8_experts rows", {"ours": lambda: fp8_quantize_experts(weight)}, bytes=5 * sizes)
+    again = partial(fp8_quantize_experts, weight, "columns", rows.scale)
+    yield Row("fp8_experts columns, known scales", {"ours": again}, bytes=3 * sizes)
+    yield Row("fp8_experts transposed", {"ours": lambda: fp8_experts_transposed(rows)}, bytes=2 * sizes)
+    yield Row("expert_glu_fp8 forward", {"ours": lambda: expert_glu_fp8(both, Gate(), False)}, bytes=5 * inner * pairs)
+    gradient = partial(expert_glu_fp8_gradient, unit, both, flat, to.order_S, Gate(), False, False)
+    yield Row("expert_glu_fp8 backward", {"ours": gradient}, bytes=8 * inner * pairs)
+    token_of = to.order_S.long() // each
+    sorted_values, sorted_scale = (part[token_of] for part in x8)
+
+    def theirs(values: Tensor, scale: Tensor, weight: Scaled, fast: bool) -> Tensor:
+        of_columns = weight.scale[:, None].expand(-1, weight.values.shape[1]).contiguous()
+        options = {"offs": ends, "out_dtype": torch.bfloat16, "use_fast_accum": fast}
+        return torch._scaled_grouped_mm(values, weight.values.mT, scale.flatten(), of_columns, **options)
+
+    first = {
+        "ours": lambda: fp8_grouped_product(x8, rows, to, True, fast=True),
+        "bf16": lambda: grouped_product(x, weight, to, True),
+        "torch": lambda: theirs(sorted_values, sorted_scale, rows, True),
+    }
+    yield Row("fp8_grouped_product gate and up", first)
+    of_x = {
+        "ours": lambda: fp8_grouped_product(both8, columns, to),
+        "bf16": lambda: grouped_product(both, weight.mT, to),
+        "torch": lambda: theirs(*both8, columns, False),
+    }
+    yield Row("fp8_grouped_product gradient of x", of_x)
+
+
 GROUPS = {
     "optimizers": optimizers, "norms": norms, "others": others, "gated": gated, "rotations": rotations, "heads": heads,
     "distillation": distillation, "adapters": adapters, "layers": layers, "fp8": fp8, "nf4": nf4,
-    "gguf": gguf_blocks, "experts": experts,
+    "gguf": gguf_blocks, "experts": experts, "experts_in_fp8": experts_in_fp8,
 }  # fmt: skip
 
 

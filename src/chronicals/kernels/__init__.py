@@ -2,6 +2,8 @@
 
 from chronicals.kernels.adamw import fused_adamw_
 from chronicals.kernels.fp8 import fp8_quantize
+from chronicals.kernels.fp8_experts import fp8_quantize_experts
+from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
 from chronicals.kernels.fp8_linear import fp8_linear
 from chronicals.kernels.fused_experts import fused_experts
 from chronicals.kernels.glu import fused_geglu, fused_swiglu
@@ -16,8 +18,10 @@ from chronicals.kernels.softmax import fused_softmax
 from chronicals.kernels.token_log_probability import token_log_probability
 
 __all__ = [
+    "fp8_grouped_product",
     "fp8_linear",
     "fp8_quantize",
+    "fp8_quantize_experts",
     "fused_adamw_",
     "fused_add_rmsnorm",
     "fused_cross_entropy",

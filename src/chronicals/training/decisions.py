@@ -137,8 +137,9 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     made = [_decide(config, field, *can) for field, can in possible.items()]
     shown = ("use_sequence_packing", "use_fused_kernels")
     made = [replace(d, matters=d.field in shown and getattr(config, d.field)) for d in made]
-    made += [_quantization(model), _fp8(config, presented, why_not, context), _recomputation(config, needed, why_not, presented)]
-    made += [_offload(config, on_card), _tiles(config, model, context), _frozen_weights(config)]
+    made += [_quantization(model), _fp8(config, presented, why_not, context)]
+    made += [_recomputation(config, needed, why_not, presented), _offload(config, on_card)]
+    made += [_tiles(config, model, context), _frozen_weights(config)]
     made += [
         sharding,
         _reduce_in_backward(config, sharding, graphs and config.use_cuda_graphs, frees, context),
