@@ -717,13 +717,14 @@ def experts_in_fp8():
         "bf16": lambda: grouped_product(x, weight, to, True),
         "torch": lambda: theirs(sorted_values, sorted_scale, rows, True),
     }
-    yield Row("fp8_grouped_product gate and up", first)
+    in_order = x[token_of]
+    yield Row("fp8_grouped_product gate and up", first, products=lambda: in_order @ weight[0].t())
     of_x = {
         "ours": lambda: fp8_grouped_product(both8, columns, to),
         "bf16": lambda: grouped_product(both, weight.mT, to),
         "torch": lambda: theirs(*both8, columns, False),
     }
-    yield Row("fp8_grouped_product gradient of x", of_x)
+    yield Row("fp8_grouped_product gradient of x", of_x, products=lambda: both @ weight[0])
 
 
 GROUPS = {
