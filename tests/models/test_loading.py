@@ -1,10 +1,18 @@
 """What is said of a folder from which no model can be loaded."""
 
+import json
+import logging
+
 import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
+import families
 import tiny
 from chronicals.models import load_config, load_model
+from chronicals.models.loading import load_for_rows
+from chronicals.training.adapters import _is_quantised
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsize 429816\n"
 
@@ -23,3 +31,78 @@ def test_a_folder_that_is_there_is_not_said_to_be_missing(tmp_path):
         load_config(tmp_path)
     with pytest.raises(ValueError, match=f"^model='{tmp_path}/x': there is no such folder here, and as a hub name: no config"):
         load_config(tmp_path / "x")
+
+
+def in_blocks(weight):
+    """e4m3 with a scale of each 128 × 128, and what that stands for (DeepSeek-AI, 2024, section 3.3.2)."""
+    rows, columns = weight.shape
+    padded = F.pad(weight.float(), (0, -columns % 128, 0, -rows % 128)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = padded.abs().amax((1, 3)).clamp(min=1e-12) / 448
+    values = (padded / scale[:, None, :, None]).to(torch.float8_e4m3fn)
+    means = (values.float() * scale[:, None, :, None]).flatten(2, 3).flatten(0, 1)[:rows, :columns]
+    return values.flatten(2, 3).flatten(0, 1)[:rows, :columns].contiguous(), scale, means
+
+
+def saved_in_fp8(folder, model, kept=()):
+    """As such checkpoints are; what each weight stands for."""
+    model.save_pretrained(folder)
+    weights, written, meant = load_file(folder / "model.safetensors"), {}, {}
+    for name, weight in weights.items():
+        written[name] = meant[name] = weight
+        if weight.ndim == 2 and "_proj" in name and not any(word in name for word in kept):
+            written[name], written[f"{name}_scale_inv"], meant[name] = in_blocks(weight)
+    save_file(written, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    described = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config["quantization_config"] = described | {"modules_to_not_convert": [*kept, "lm_head"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+def refuse_to_keep(monkeypatch):
+    """As on a card: what is not asked to be dequantised would stay in FP8."""
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    def validate(self, *given, **named):
+        assert self.quantization_config.dequantize
+
+    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", validate)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_weights_in_fp8_are_dequantised_on_any_machine(family, dtype, tmp_path, monkeypatch, caplog):
+    """Of linear layers and of experts, whose matrices are one by one in the files."""
+    sizes = {"hidden_size": 256, "head_dim": 32}
+    model = families.mixture(family, moe_intermediate_size=384, **sizes) if family == "qwen3_moe" else families.build(family)
+    meant = saved_in_fp8(tmp_path, model.bfloat16(), kept=["o_proj"])
+    assert family == "llama" or any(".experts.3.up_proj" in name for name in meant)
+    refuse_to_keep(monkeypatch)
+    caplog.set_level(logging.INFO)
+    loaded = load_model(tmp_path, dtype)
+    assert "its weights are in FP8 with scales of blocks; they are dequantised as they are read" in caplog.text
+    assert not _is_quantised(loaded) and getattr(loaded.config, "quantization_config", None) is None
+    loaded.save_pretrained(tmp_path / "again")
+    found = load_file(tmp_path / "again" / "model.safetensors")
+    assert found.keys() == meant.keys()
+    for name, weight in meant.items():
+        assert found[name].dtype == dtype
+        torch.testing.assert_close(found[name].float(), weight.float(), rtol=2**-8, atol=0)
+
+
+def test_blocks_that_end_within_a_weight_are_refused(tmp_path):
+    """Which transformers would dequantise by blocks of another size without a word, or refuse without a name."""
+    saved_in_fp8(tmp_path, families.mixture("qwen3_moe", moe_intermediate_size=144).bfloat16())
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj is \[144, 32\] in FP8 .* take a checkpoint in 16 bit"):
+        load_model(tmp_path, torch.bfloat16)
+    saved_in_fp8(tmp_path, families.mixture("qwen3_moe", head_dim=40).bfloat16(), kept=["q_proj", "o_proj"])
+    assert load_model(tmp_path, torch.bfloat16) is not None, "what is not in FP8 may have any size"
+
+
+def test_weights_in_fp8_are_not_read_by_rows(tmp_path):
+    """Whose scales would be left out."""
+    saved_in_fp8(tmp_path, families.build("llama").bfloat16())
+    with pytest.raises(ValueError, match=r"sharding='weights': .* are quantised already \(fp8\); take the model in 16 bit"):
+        load_for_rows(tmp_path, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"quantization='nf4': its weights are quantised already \(fp8\); leave it out"):
+        load_model(tmp_path, torch.bfloat16, quantization="nf4")

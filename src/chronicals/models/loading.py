@@ -13,6 +13,8 @@ from chronicals.config.paths import lasting
 from chronicals.model_shape import ModelShape
 from chronicals.models.completeness import check_whole
 from chronicals.models.four_bits import Take, Watch, linear_layers, quantising_while_reading
+from chronicals.models.fp8_blocks import METHOD as IN_FP8
+from chronicals.models.fp8_blocks import dequantising
 from chronicals.models.gguf_config import config_of
 from chronicals.models.gguf_loading import load_gguf
 from chronicals.models.gguf_reader import File, gguf_of
@@ -32,7 +34,6 @@ RUNS_ON = "_chronicals_runs_on"
 
 DAMAGED = "damaged or cut, or a Git LFS pointer instead of weights; download it again"
 """Said in errors about a safetensors file that cannot be read."""
-
 
 def load_tokenizer(name: str | Path, trust_remote_code: bool = False) -> Any:
     """A tokenizer from a folder, a hub name or a GGUF file.
@@ -78,7 +79,8 @@ def load_model(
 ) -> Any:  # fmt: skip
     """A causal language model, or one of images and text, from a folder, a hub name or a GGUF file, in host memory.
 
-    Of a GGUF file linear layers keep the file's blocks (``gguf_loading.py``).
+    Of a GGUF file linear layers keep the file's blocks (``gguf_loading.py``). Weights in FP8 with scales of blocks, as DeepSeek
+    V3's, are dequantised as they are read, those of experts too, on any machine.
 
     Args:
         quantization: ``nf4``: the linear layers and stacked experts of its decoder layers are quantised to 4 bits as they are
@@ -99,6 +101,8 @@ def load_model(
         load = load_packed if is_packed(config) else load_whole
         if quantization is not None and load is load_whole:
             options |= _quantising(config, watch, quantization)
+        elif _quantization(config).get("quant_method") == IN_FP8:
+            options |= dequantising(config, load_without_weights(name, trust_remote_code))
         model = load(_auto_class(config), name, **options)
     except (OSError, ValueError) as error:
         raise ValueError(f"model={str(name)!r}: {_where(name)}cannot be loaded: {error}") from error
@@ -186,6 +190,7 @@ def load_for_rows(name: str | Path, dtype: torch.dtype, trust_remote_code: bool 
     from transformers import GenerationConfig
 
     config = load_config(name, trust_remote_code)
+    _check_in_16_bit(config, name)
     folder = Path(name)
     if not folder.is_dir():
         folder = Path(snapshot_download(str(name), allow_patterns=["*.safetensors", "*.json"]))
@@ -206,15 +211,19 @@ def load_replacing(name: str | Path, dtype: torch.dtype, take: Take, trust_remot
         ValueError: as there.
     """
     config = load_config(name, trust_remote_code)
+    _check_in_16_bit(config, name)
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
+    model = load_whole(_auto_class(config), name, quantization_config=quantising_while_reading(None, take), **options)
+    read_processors(_named(model, name))
+    return model
+
+
+def _check_in_16_bit(config: Any, name: str | Path) -> None:
     if described := _quantization(config):
         raise ValueError(
             f"sharding='weights': the weights of {name} are quantised already ({described.get('quant_method')}); take the "
             "model in 16 bit, or sharding='optimizer'"
         )
-    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "use_safetensors": True}
-    model = load_whole(_auto_class(config), name, quantization_config=quantising_while_reading(None, take), **options)
-    read_processors(_named(model, name))
-    return model
 
 
 def _config(name: str | Path, trust_remote_code: bool) -> Any:
