@@ -161,9 +161,11 @@ class _Kept(NamedTuple):
     weights: tuple[Any, Any]
     in_fp8: tuple[InFP8 | None, InFP8 | None]
 
-    def product(self, number: int, weight: Tensor | None, *others: Tensor | None) -> ExpertWeights:
+    def product(
+        self, number: int, weight: Tensor | None, bias: Tensor | None, down: Tensor | None, up: Tensor | None
+    ) -> ExpertWeights:  # fmt: skip
         given = self.weights[number] if weight is None else weight
-        return ExpertWeights(given, self.transposed[number], *others, self.scales[number], self.in_fp8[number])  # type: ignore[arg-type]
+        return ExpertWeights(given, self.transposed[number], bias, down, up, self.scales[number], self.in_fp8[number])
 
 
 class _FusedExperts(torch.autograd.Function):
@@ -196,6 +198,7 @@ class _FusedExperts(torch.autograd.Function):
         g, thin_dy = _back(_rows(dy, second), second, to, True, of_second, x.dtype)
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
+        gradient: Tensor | None
         if first.in_fp8 is None:
             gradient, unit, d_shares = expert_glu_gradient(g, h, flat, to.order_S, kept.gate, has_unit)
             d_h = Rows(gradient)
