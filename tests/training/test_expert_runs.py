@@ -111,16 +111,15 @@ def test_in_fp8_policies_of_memory_change_nothing(lora, tmp_path, caplog):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "adapters"])
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
 @pytest.mark.usefixtures("anywhere")
-def test_in_fp8_replayed_and_offloaded_is_as_usual(name, lora, tmp_path, caplog):
+def test_in_fp8_replayed_and_offloaded_is_as_usual(lora, tmp_path, caplog):
     """CUDA graphs, and activations that wait in host memory."""
     fields = {"mixed_precision": "bf16", "max_steps": 4, "use_fp8": True, "trackers": [], "save_steps": None}
     fields |= IN_EXPERTS if lora else {}
     arms = {"usual": {"use_cuda_graphs": False}, "graphs": {}, "offloaded": {"activation_offload": True}}
     with caplog.at_level(logging.WARNING):
         for arm, changes in arms.items():
-            runs.train(tmp_path / arm, model=mixture(name).cuda(), **fields, **changes)
+            runs.train(tmp_path / arm, model=mixture("qwen3_moe").cuda(), **fields, **changes)
     assert "could not be captured" not in caplog.text
     usual, *others = (runs.trajectory(tmp_path / arm) for arm in arms)
     for other in others:
