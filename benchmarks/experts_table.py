@@ -38,4 +38,31 @@ def experts() -> list[str]:
         for part, said in words.items():
             times = [statistics.median(found["layer"][arm][part]) for arm in ("ours", "grouped_mm", "loop")]
             lines.append(f"| {name} | {said} | {' | '.join(f'{time:.1f}' for time in times)} |")
+    return lines + in_fp8(result)
+
+
+def in_fp8(result: dict) -> list[str]:
+    """The same in FP8, where they were measured."""
+    shapes = {name: found for name, found in result["shapes"].items() if "fp8" in found}
+    if not shapes:
+        return []
+    lines = [
+        "",
+        "Products of experts in FP8, TFLOP/s, of operands quantised beforehand: ours, the same in bf16, and torch's scaled grouped "
+        "product over rows sorted beforehand:",
+        "",
+        "| shape | product | ours | in bf16 | torch |",
+        "|---|---|---|---|---|",
+    ]
+    for name, found in shapes.items():
+        for product, row in found["fp8"].items():
+            rates = {arm: f"{row['flop'] / statistics.median(times) / 1e9:.0f}" for arm, times in row["milliseconds"].items()}
+            told = (rates.get(arm, "-") for arm in ("as trained", "bf16 as trained", "torch"))
+            lines.append(f"| {name} | {product} | {' | '.join(told)} |")
+    lines += ["", "The whole layer with its quantising, milliseconds:", "", "| shape | | in FP8 | in bf16 |", "|---|---|---|---|"]
+    words = {"forward": "forward, weights trained", "both": "forward and backward", "frozen": "the same, weights frozen"}
+    for name, found in shapes.items():
+        for part, said in words.items():
+            times = (statistics.median(found["layer"][arm][part]) for arm in ("fp8", "ours"))
+            lines.append(f"| {name} | {said} | {' | '.join(f'{time:.1f}' for time in times)} |")
     return lines

@@ -246,6 +246,17 @@ def experts_in_eight_bits(rank: int) -> None:
             bias = None if rank else torch.randn(count, out).to(HALF)
             thin = [torch.randn(*shape).to(HALF) for shape in ((2 * tokens, rank), (count, out, rank))]
             fp8_grouped_product(given, w, to, of_tokens, bias, Adapted(*thin) if rank else None, HALF, fast)
+    units_in_eight_bits(inner, dense=bool(rank))
+
+
+def units_in_eight_bits(inner: int, dense: bool) -> None:
+    from chronicals.kernels.expert_glu import Gate
+    from chronicals.kernels.expert_glu_fp8 import expert_glu_fp8, expert_glu_fp8_gradient
+
+    h, g, shares = torch.randn(256, 2 * inner).to(HALF), torch.randn(256, inner).to(HALF), torch.rand(256)
+    for gate in (Gate(), Gate("silu", 1.702, 7.0, 1.0, True)):
+        expert_glu_fp8(h, gate, dense)
+        expert_glu_fp8_gradient(g, h, shares, torch.arange(256, dtype=torch.int32), gate, dense, dense)
 
 
 def blocks_of_gguf(gguf_blocks) -> None:
