@@ -20,12 +20,12 @@ from chronicals.batch import IGNORED, Batch
 from chronicals.config import ConfigurationError
 from chronicals.data.steps import Step
 from chronicals.distributed import LinearInShards, Mesh
-from chronicals.models import quantise_layers
+from chronicals.models import embedding_table, quantise_layers
 from chronicals.objectives import build_objective
 from chronicals.patching import decoder_layer, patch_parts
 from chronicals.training.session import prepared
 
-STEPS, LENGTHS = 4, (7, 1, 12, 4)
+STEPS, LENGTHS, OTHERS = 4, (7, 1, 12, 4), (6, 7, 3, 8)
 LORA = {"learning_rate": 1e-3, "use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 RECOMPUTED = {"memory": ["recompute_layers"]}
 ROWS_OF_SCALES = {"hidden_size": 256, "intermediate_size": 512}
@@ -44,6 +44,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full in copies": ({}, {"sharding_ranks": 2}),
     "full tied in copies recomputed": ({"tie_word_embeddings": True}, {"sharding_ranks": 2, **RECOMPUTED}),
     "LoRA": ({}, LORA),
+    "LoRA tied": ({"tie_word_embeddings": True}, LORA),
+    "LoRA on the embedding": ({}, {**LORA, "lora_target_modules": ["q_proj", "embed_tokens"]}),
+    "LoRA and trained tokens": ({}, {**LORA, "lora_trainable_tokens": [3, 5, 8]}),
+    "LoRA in padded rows": ({}, LORA),
     "LoRA recomputed": ({}, {**LORA, **RECOMPUTED}),
     "LoRA in copies": ({}, {**LORA, "sharding_ranks": 2}),
     "NF4": (ROWS_OF_SCALES, LORA),
@@ -60,13 +64,14 @@ CASES[DIFFER] = {}, LORA
 
 
 def batch_of(number: int, vocabulary: int) -> Batch:
-    """Packed documents, drawn by their number."""
-    ids = torch.randint(0, vocabulary, (sum(LENGTHS),), generator=torch.Generator().manual_seed(number))
-    bounds = torch.tensor([0, *LENGTHS]).cumsum(0)
+    """Packed documents, drawn by their number; every other batch has other lengths."""
+    lengths = OTHERS if number % 2 else LENGTHS
+    ids = torch.randint(0, vocabulary, (sum(lengths),), generator=torch.Generator().manual_seed(number))
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
     targets = ids.roll(-1)
     targets[bounds[1:] - 1] = IGNORED
     return Batch(
-        ids, targets, torch.cat([torch.arange(length) for length in LENGTHS]), bounds.to(torch.int32), max(LENGTHS),
+        ids, targets, torch.cat([torch.arange(length) for length in lengths]), bounds.to(torch.int32), max(LENGTHS),
         trained=int((targets != IGNORED).sum()),
     )  # fmt: skip
 
@@ -94,16 +99,20 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
     own = {"learning_rate": 1e-2, "gradient_accumulation_steps": together // ranks.count, **own}
     config = runs.config(folder, objective="pretraining", **own)
     before, seen = decoder_layer.runs.total(), []
-    with prepared(model, config, build_objective(config), ranks) as session, session.stepping():
-        session.model.train()
-        for number in range(STEPS):
-            scalars = session.train_once(step_of(number, ranks, together, sizes.get("vocab_size", 300)))
-            seen.append([float(scalars["loss"]), float(scalars["grad_norm"])])
+    with prepared(model, config, build_objective(config), ranks) as session:
+        if "padded" in case:
+            session.presented.packed = False
+        with session.stepping():
+            session.model.train()
+            for number in range(STEPS):
+                scalars = session.train_once(step_of(number, ranks, together, sizes.get("vocab_size", 300)))
+                seen.append([float(scalars["loss"]), float(scalars["grad_norm"])])
     weights = {name: whole(p) for name, p in model.named_parameters() if p.requires_grad}
     held = sum(getattr(p, "_local_tensor", p).numel() for p in model.parameters())
     return {
         "seen": torch.tensor(seen, dtype=torch.float64), "weights": weights, "fused": decoder_layer.runs.total() - before,
         "parts": sum(isinstance(module, LinearInShards) for module in model.modules()), "held": held,
+        "columns": embedding_table(model).shape[1],
     }  # fmt: skip
 
 

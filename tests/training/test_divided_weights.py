@@ -37,7 +37,8 @@ def check(case, found):
     for name, expected in alone["weights"].items():  # one whose gradient is almost zero may take a step to the other side
         error = (together["weights"][name] - expected).norm() / expected.norm()
         assert error < (2e-2 if case in CLOSE else 1e-3), f"{case}, {name}: {error}"
-    assert together["fused"] >= divided_ranks.STEPS * 2, "layers do not run fused"
+    expected = together["fused"] == 0 if "padded" in case else together["fused"] >= divided_ranks.STEPS * 2
+    assert expected, f"{case}: {together['fused']} layers ran fused"
 
 
 BY_TWO = [case for case in divided_ranks.CASES if "copies" not in case and case != divided_ranks.DIFFER]
@@ -52,6 +53,8 @@ def test_two_train_what_one_does(tmp_path):
             assert together["held"] < 0.6 * alone["held"]
         else:
             assert together["parts"] == 14 and alone["parts"] == 0
+            whole = "tied" in case or "embedding" in case or "tokens" in case
+            assert together["columns"] == alone["columns"] // (1 if whole else 2), case
 
 
 def test_frozen_weights_that_differ_are_refused(tmp_path):

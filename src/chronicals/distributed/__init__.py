@@ -1,5 +1,11 @@
 """Processes that train together."""
 
+from chronicals.distributed.embedding_shards import (
+    EmbeddingInShards,
+    looking_up_as_many,
+    shard_embedding,
+    why_embedding_stays_whole,
+)
 from chronicals.distributed.frozen_shards import DenseRows, LinearInShards, PackedRows, RowsRead, put_whole, shard_frozen
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
 from chronicals.distributed.mesh import Mesh
@@ -11,6 +17,7 @@ from chronicals.distributed.weight_shards import (
     VALUE,
     WeightShards,
     copies_of,
+    divided_among,
     is_divided,
     last_micro_batch,
     local,
@@ -22,6 +29,7 @@ from chronicals.distributed.weight_shards import (
 __all__ = [
     "VALUE",
     "DenseRows",
+    "EmbeddingInShards",
     "Launch",
     "LinearInShards",
     "Mesh",
@@ -34,14 +42,18 @@ __all__ = [
     "Shards",
     "WeightShards",
     "copies_of",
+    "divided_among",
     "is_divided",
     "last_micro_batch",
     "local",
+    "looking_up_as_many",
     "put_whole",
     "require_one_process",
+    "shard_embedding",
     "shard_frozen",
     "shard_weights",
     "warn_of_other_processes",
     "weight_mesh",
     "whole_parts",
+    "why_embedding_stays_whole",
 ]  # fmt: skip

@@ -257,7 +257,6 @@ class LinearInShards(PackedLinear):
     def __init__(self, form: Form, unit: Unit, outputs: int, dtype: torch.dtype, bias: Tensor | None):
         super().__init__(torch.empty(0, dtype=torch.uint8), (outputs, form.shape[1]), dtype, bias)
         self.form, self.unit, self.places = form, unit, unit.place(form)
-        setattr(self.weight, PART, unit.gathers.count)
         self.in_4_bits = isinstance(form, PackedRows)
 
     @torch.no_grad()
@@ -267,7 +266,8 @@ class LinearInShards(PackedLinear):
             begin, size, _, _ = self.places[name]
             self.unit.own[begin : begin + size].copy_(tensor.contiguous().view(-1).view(torch.uint8))
         first, (last, size, _, _) = min(begin for begin, *_ in self.places.values()), max(self.places.values(), key=_begins)
-        self.weight.data = self.unit.own[first : last + size]
+        self.weight = nn.Parameter(self.unit.own[first : last + size], requires_grad=False)
+        setattr(self.weight, PART, self.unit.gathers.count)
         self.form = _without_data(self.form)
 
     @property

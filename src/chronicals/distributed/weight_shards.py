@@ -223,6 +223,12 @@ PART = "_chronicals_part"
 """Attribute of parameters that are one rank's part of a frozen weight: among how many ranks it is divided."""
 
 
+def divided_among(module: Any) -> int:
+    """How many ranks have a part of the frozen weight of a layer; 1 where each has all."""
+    among: int = getattr(getattr(module, "weight", None), PART, 1)
+    return among
+
+
 def copies_of(weight: Tensor, ranks: int) -> int:
     """How many copies so many ranks have of a weight that is divided; 0 where it is not, and each has all."""
     if isinstance(weight, DTensor):

@@ -1,7 +1,7 @@
 """A run on some number of cards: what each holds, what it sends, and how much of its time it computes.
 
     efficiency = compute / (compute + exposed)
-    exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + all-to-all
+    exposed    = max(0, reduce-scatter − ⅔ compute) + all-gather + all-reduce + attention + embedding
 
 in seconds of a step; a reduce-scatter in the backward pass, which is two thirds of the computation, is hidden beside it, one
 after it is not. Where weights are divided, they are gathered for each layer beside the one before it. Computation is FLOPs over
@@ -115,7 +115,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
     hidden = min(seconds["reduce_scatter"], BACKWARD * computing) if frees else 0.0
     if config.sharding == WEIGHTS and gpus > 1:
         among = config.sharding_ranks or gpus
-        seconds |= {name: getattr(sent, name) / machines.rate(among) for name in ("all_gather", "reduce_scatter")}
+        seconds |= {name: getattr(sent, name) / machines.rate(among) for name in ("all_gather", "reduce_scatter", "embedding")}
         gathered = seconds["all_gather"] / 2
         hidden = min(gathered, (1 - BACKWARD) * computing)
         hidden += min(gathered + seconds["reduce_scatter"], BACKWARD * computing)

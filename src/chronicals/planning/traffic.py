@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from chronicals.attention import attend_split
@@ -26,9 +26,10 @@ from chronicals.batch import Context
 from chronicals.config import ChronicalsConfig
 from chronicals.data.dealing import share_of
 from chronicals.data.parts import SPLIT
-from chronicals.distributed import Mesh, Shards
+from chronicals.distributed import EmbeddingInShards, Mesh, Shards, why_embedding_stays_whole
 from chronicals.memory import decoder_layers
 from chronicals.model_shape import ModelShape
+from chronicals.models import embedding_table
 from chronicals.training.context import exchanging
 from chronicals.training.decisions import frozen_bytes
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, trains_layers
@@ -49,16 +50,18 @@ class Traffic:
         all_gather: of updated weights.
         all_reduce: of scalars, or of gradients where every rank updates all.
         attention: of heads, or of keys and their gradients, among ranks that share packs, were every document split.
+        embedding: of ids, and of their rows of a frozen embedding that is divided.
     """
 
     reduce_scatter: float = 0.0
     all_gather: float = 0.0
     all_reduce: float = 0.0
     attention: float = 0.0
+    embedding: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.reduce_scatter + self.all_gather + self.all_reduce + self.attention
+        return self.reduce_scatter + self.all_gather + self.all_reduce + self.attention + self.embedding
 
 
 def traffic(model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool, recomputed: int = 0) -> Traffic:
@@ -79,10 +82,11 @@ def traffic(model: Any, config: ChronicalsConfig, ranks: int, in_backward: bool,
         with counted_among(among) as sent:
             _gather_and_sum(model, config, among, micro_batches)
         found = {name: sent[name] for name in found}
+        found["embedding"] = _of_embedding(model, config, among)
     if config.sharding != WEIGHTS or not trains_layers(model):
         with counted_among(ranks) as sent:
             _sum_and_update(weights, config, ranks, micro_batches if in_backward else 1)
-        found = {name: found[name] + sent[name] for name in found}
+        found |= {name: found[name] + sent[name] for name in ("reduce_scatter", "all_gather", "all_reduce")}
     elif among < ranks:
         with counted_among(ranks // among) as sent:
             dist.all_reduce(torch.empty(-(-sum(p.numel() for p in weights) // among)))
@@ -134,6 +138,19 @@ def _gather_and_sum(model: Any, config: ChronicalsConfig, among: int, micro_batc
             dist.all_gather_into_tensor(torch.empty(held * among, dtype=dtype), torch.empty(held, dtype=dtype))
         for _ in range(micro_batches):
             dist.reduce_scatter_tensor(torch.empty(trained), torch.empty(trained * among))
+
+
+def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:
+    """Of all micro-batches, where a frozen embedding is divided."""
+    if trains_layers(model) or why_embedding_stays_whole(model, among):
+        return 0.0
+    tokens = config.batch_size * config.max_seq_length // config.context_parallel
+    with counted_among(among) as sent:
+        table = nn.Embedding(*embedding_table(model).shape, dtype=PRODUCTS[config.mixed_precision])
+        divided = EmbeddingInShards(table, 0, among, torch.device("cpu"))
+        divided.equal_lengths = True
+        divided(torch.zeros(tokens, dtype=torch.int64))
+        return config.gradient_accumulation_steps * sum(sent.values())
 
 
 def _of_attention(model: Any, config: ChronicalsConfig, context: int) -> tuple[float, float]:

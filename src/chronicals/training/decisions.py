@@ -12,7 +12,7 @@ from torch import Tensor
 
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Mesh
+from chronicals.distributed import Mesh, divided_among, why_embedding_stays_whole
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import MULTIPLE
 from chronicals.kernels.host_memory import available_memory
@@ -28,7 +28,7 @@ from chronicals.memory import (
     makes_tiles,
     recomputes,
 )
-from chronicals.models import ModelShape, PresentedModel, has_4bit_experts, input_device, unfused_kind
+from chronicals.models import ModelShape, PresentedModel, embedding_table, has_4bit_experts, input_device, unfused_kind
 from chronicals.optimizers import (
     buffer_bytes,
     host_states,
@@ -194,7 +194,12 @@ def _with_weights_divided(
     config: ChronicalsConfig, model: Any, tokens: int, whole: bool, among: int, total: int
 ) -> Estimate:  # fmt: skip
     """What each process holds where weights are divided among so many: shares, two layers that are gathered, and where layers
-    are trained the gradients of one before and after they are summed, and all of the embedding and the head."""
+    are trained the gradients of one before and after they are summed, and all of the embedding and the head; where they are
+    frozen, all of the head.
+
+    Args:
+        model: whose frozen layers may be divided already.
+    """
     product = PRODUCTS[config.mixed_precision].itemsize
     frozen, trained, states = float(product), 0.0, _states_on_device(config, model)
     full = trains_layers(model)
@@ -210,9 +215,25 @@ def _with_weights_divided(
         others = sum(p.numel() for p in model.parameters()) - sum(sizes)
         extra = max(sizes) * (3 * product + 8) + others * (2 * product + 4)
     else:
-        held = [sum(frozen_bytes(module, product) for module in layer.modules()) for layer in layers]
-        extra = 2 * max(held) - int(sum(held) * (1 - 1 / among))
+        extra = _beside_frozen_shares(model, product, among)
     return replace(found, fixed=found.fixed + extra, total=total)
+
+
+def _beside_frozen_shares(model: Any, product: int, among: int) -> int:
+    """What frozen weights take where they are divided among so many, less what they take as they are: shares, two layers that
+    are gathered, and where products read whole weights in place, a dense layer that they read instead."""
+    sizes, here, gathered, read = 0, 0, 0, 0
+    for layer in decoder_layers(model):
+        held = {module: size for module in layer.modules() if (size := frozen_bytes(module, product))}
+        whole = sum(held.values())
+        sizes, gathered = sizes + whole, max(gathered, whole)
+        here += sum(size // divided_among(module) for module, size in held.items())
+        in_place = (m for m in held if divided_among(m) == 1 and m.weight.is_floating_point())
+        read = max(read, sum(held[module] for module in in_place))
+    extra = sizes // among - here + 2 * gathered + read
+    if why_embedding_stays_whole(model, among) is None and divided_among(model.get_input_embeddings()) == 1:
+        extra -= embedding_table(model).numel() * (among - 1) // among * product
+    return extra
 
 
 def _memory_of(model: Any) -> int:
@@ -222,12 +243,11 @@ def _memory_of(model: Any) -> int:
 
 
 def frozen_bytes(module: Any, product: int) -> int:
-    """Of a frozen linear layer's weight, as it is held."""
+    """Of a frozen linear layer's weight, as it is held by all ranks that divide it."""
     if not hasattr(module, "out_features") or any(p.requires_grad for p in module.parameters(recurse=False)):
         return 0
-    return sum(p.numel() * (product if p.is_floating_point() else 1) for p in module.parameters(recurse=False)) + sum(
-        buffer.nbytes for buffer in module.buffers(recurse=False)
-    )
+    held = sum(p.numel() * (product if p.is_floating_point() else 1) for p in module.parameters(recurse=False))
+    return held * divided_among(module) + sum(buffer.nbytes for buffer in module.buffers(recurse=False))
 
 
 def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.steps import Step
-from chronicals.distributed import Mesh, ShardedAdam8bit, ShardedAdamW, Shards, WeightShards, is_divided
+from chronicals.distributed import Mesh, ShardedAdam8bit, ShardedAdamW, Shards, WeightShards, is_divided, looking_up_as_many
 from chronicals.lora import has_magnitudes
 from chronicals.memory import (
     CHEAP,
@@ -175,6 +175,8 @@ class Session:
         with ExitStack() as around:
             around.callback(_leave, self.model)
             around.enter_context(self.presented.attending_documents())
+            if self.presented.packed:  # of which all batches have as many tokens
+                around.enter_context(looking_up_as_many(self.model))
             around.enter_context(frozen_attending(self.objective))
             for presented in (self.presented, *self.objective.frozen.values()):
                 prove_context(presented, self.ranks)

@@ -16,6 +16,7 @@ from chronicals.distributed import (
     Mesh,
     is_divided,
     last_micro_batch,
+    shard_embedding,
     shard_frozen,
     shard_weights,
     weight_mesh,
@@ -98,6 +99,9 @@ def divide_weights(model: Any, config: ChronicalsConfig, ranks: Mesh, sharing: i
         if not any(isinstance(module, LinearInShards) for module in model.modules()):
             prove_alike(ranks, {"weights": fingerprint(model.parameters())})  # each rank keeps rows of its own
             shard_frozen(layers, ranks, sharing, device, PRODUCTS[config.mixed_precision])
+        gathers = next(module.unit.gathers for module in model.modules() if isinstance(module, LinearInShards))
+        if reason := shard_embedding(model, gathers.rank, gathers.count, device, gathers.group):
+            logger.info("sharding: the embedding stays whole on every process: %s", reason)
         model.to(device)
         ranks.same_weights(whole_parts(model.parameters()))
         return
