@@ -116,6 +116,17 @@ READ = {
 }  # fmt: skip
 
 
+def test_adapters_beside_a_divided_base_go_on(tmp_path):
+    """By as many processes, and by one."""
+    fields = {**LORA, "learning_rate": 1e-3}
+    for number, count in enumerate((2, 2, 1)):
+        by(count, tmp_path / "a", max_steps=2 * (number + 1), resume=number > 0, **fields)
+    by(1, tmp_path / "alone", **fields)
+    torch.testing.assert_close(steps(tmp_path / "a"), steps(tmp_path / "alone"), rtol=1e-4, atol=0.0)
+    names = runs.weights(tmp_path / "a").keys()
+    assert names == runs.weights(tmp_path / "alone").keys() and all("lora_" in name for name in names)
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", READ)
 def test_weights_are_divided_while_they_are_read(tmp_path, kind):

@@ -10,8 +10,12 @@ import runs
 import tiny
 import two_processes
 from chronicals.config import ConfigurationError
+from chronicals.distributed import shard_embedding
+from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present
+from chronicals.objectives import build_objective
 from chronicals.training.decisions import choose_sharding, decide
+from chronicals.training.session import prepare
 from chronicals.training.weight_sharding import check_divisible
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -99,6 +103,14 @@ def test_weights_kept_in_fp32_are_refused(tmp_path):
     model._keep_in_fp32_modules_strict = ["norm"]
     with pytest.raises(ConfigurationError, match="keeps norm in fp32.*sharding='optimizer'"):
         check_divisible(model, runs.config(tmp_path, sharding="weights", mixed_precision="bf16"), 2)
+
+
+def test_weights_that_a_run_before_divided_are_not_taken_for_whole_ones(tmp_path):
+    model = apply_lora(tiny.llama(), LoRAConfig(rank=2))
+    shard_embedding(model, 0, 2, torch.device("cpu"))
+    config = runs.config(tmp_path, use_lora=True, objective="pretraining")
+    with pytest.raises(ConfigurationError, match="sharding='optimizer': a run before divided.* set sharding='weights'"):
+        prepare(model, config, build_objective(config))
 
 
 def test_memory_chooses(tmp_path):

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Steps
-from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, is_divided
+from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, is_divided, whole_parts
 from chronicals.optimizers import FusedAdamW
 from chronicals.saving import Background, Staging, text_files
 from chronicals.training import checkpoint
@@ -154,10 +154,12 @@ class RunCheckpoints:
         return {name: f"{name}={now[name]!r} (before: {before[name]!r})" for name in sorted(changed)}
 
     def _send_weights(self) -> None:
-        """The first rank's weights to all; those that wait in host memory are frozen, and the same everywhere."""
+        """The first rank's weights to all, but what a rank has of frozen ones that are divided; those that wait in host memory
+        are frozen, and the same everywhere."""
         buffers = (buffer for buffer in self.model.buffers() if buffer.is_floating_point())
         trained = {p.device for p in self.model.parameters() if p.requires_grad}
-        self.ranks.same_weights(tensor for tensor in (*self.model.parameters(), *buffers) if tensor.device in trained)
+        sent = (*whole_parts(self.model.parameters()), *buffers)
+        self.ranks.same_weights(tensor for tensor in sent if tensor.device in trained)
 
     def _send_optimizer(self, optimizer: FusedAdamW, states: Mapping[str, Mapping[str, Tensor]]) -> None:
         """The states that the first rank has read to all, a weight at a time."""

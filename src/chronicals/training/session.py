@@ -59,7 +59,7 @@ from chronicals.training.precision import Precision
 from chronicals.training.routers import add_router_terms, prepare_routers
 from chronicals.training.scattered import ScatteredStep
 from chronicals.training.step import EagerStep, StepParts, counts_of, known_before, train_step
-from chronicals.training.weight_sharding import WEIGHTS, GatheredStep, divide_weights
+from chronicals.training.weight_sharding import WEIGHTS, GatheredStep, check_whole, divide_weights
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +101,7 @@ def prepare(
     if sharding.how == WEIGHTS:
         divide_weights(model, config, ranks, sharding.among)
     else:
+        check_whole(model, config)
         ranks.same_weights(model.parameters())
     optimizer = build_optimizer(model, config, ranks if decisions["sharding"].runs else None)
     precision = Precision(config.mixed_precision, input_device(model))

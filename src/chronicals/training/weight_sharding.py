@@ -79,6 +79,15 @@ def check_divisible(model: Any, config: ChronicalsConfig, sharing: int) -> None:
         raise ConfigurationError(f"sharding='weights': {reason}; or take sharding='optimizer'")
 
 
+def check_whole(model: Any, config: ChronicalsConfig) -> None:
+    """Raises ConfigurationError where a run before divided the model's weights, and this one is not to."""
+    if len(list(whole_parts(model.parameters()))) < len(list(model.parameters())):
+        raise ConfigurationError(
+            f"sharding={config.sharding!r}: a run before divided the weights of this model among the processes; set "
+            "sharding='weights', or load the model again"
+        )
+
+
 def _cut_blocks(model: Any, sharing: int) -> str | None:
     """The name of a weight whose shards would begin within a block of its 8-bit states."""
     narrow = {id(p) for p in moments_in_8_bits(model)}
