@@ -11,8 +11,10 @@ import runs
 import tiny
 from chronicals.cli.app import app
 from chronicals.config import ConfigurationError
+from chronicals.distributed import Mesh, shard_embedding, shard_frozen
 from chronicals.lora import apply_lora
 from chronicals.lora.config import LoRAConfig
+from chronicals.memory import decoder_layers
 from chronicals.memory.recompute import RESERVE
 from chronicals.models import present, quantise_layers
 from chronicals.planning import Machines, plan, traffic
@@ -116,6 +118,40 @@ def test_a_mixture_in_4_bits(tmp_path):
     sixteen = runs.config(tmp_path, use_lora=True, **fields)
     saved = plan(plain, sixteen, 1, Machines()).held - plan(model, config, 1, Machines()).held
     assert saved > 1.2 * experts
+
+
+@pytest.mark.parametrize(("ranks", "among"), [(4, None), (8, 2)])
+def test_bytes_of_a_divided_embedding(ranks, among, tmp_path):
+    """Of each micro-batch: ids of 8 bytes to all, and rows in 16 bit in as many parts as there are ranks."""
+    fields = {"use_lora": True, "lora_rank": 64, "mixed_precision": "bf16", "gradient_accumulation_steps": 3}
+    config = runs.config(tmp_path, **fields, batch_size=2, max_seq_length=512, sharding="weights", sharding_ranks=among)
+    sent = traffic(apply_lora(large(), LoRAConfig(rank=64)), config, ranks, in_backward=False)
+    tokens, share = 2 * 512, among or ranks
+    assert sent.embedding == 3 * (share - 1) * (8 * tokens + 2 * tokens * 2048 / share) and sent.total > sent.embedding
+    tied = apply_lora(large(tie_word_embeddings=True), LoRAConfig(rank=64))
+    assert traffic(tied, config, ranks, in_backward=False).embedding == 0
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "LoRA over NF4"])
+@pytest.mark.parametrize("among", [2, 4])
+def test_memory_of_divided_frozen_weights(kind, among, tmp_path):
+    """The same before they are divided and afterwards; less by a share of the embedding where that is divided, too."""
+    config = runs.config(tmp_path, use_lora=True, mixed_precision="bf16", sharding="weights", memory=[])
+    table = SIZES["vocab_size"] * SIZES["hidden_size"]
+
+    def held(tied, divided=False):
+        model = large(tie_word_embeddings=tied).bfloat16()
+        if "NF4" in kind:
+            quantise_layers(model)
+        apply_lora(model, LoRAConfig(rank=8))
+        if divided:
+            shard_frozen(decoder_layers(model), Mesh(0, among), among, torch.device("meta"), torch.bfloat16)
+            shard_embedding(model, 0, among, torch.device("meta"))
+        return decisions.expected_memory(config, model, among, 1, True, total=GB)[1].fixed
+
+    assert held(False) - held(True) == 2 * table // among
+    assert held(False, divided=True) == pytest.approx(held(False), rel=1e-3)
+    assert held(True, divided=True) == pytest.approx(held(True), rel=1e-3)
 
 
 def test_weights_are_divided_where_they_would_not_fit(tmp_path):
@@ -224,6 +260,8 @@ def test_the_command(tmp_path):
     shown = CliRunner().invoke(app, [*given, "--gpu-memory", "0.001"])
     assert shown.exit_code == 0, shown.output
     assert "too much" in shown.output and "Cards of 0.001 GB, 8 a machine" in shown.output
+    assert "weights are on every card, but divided where there are 2." in shown.output
+    assert "every card.\n" in CliRunner().invoke(app, given).output
     told = CliRunner().invoke(app, [*given, "--json"])
     one, two = json.loads(told.stdout)
     assert (one["gpus"], two["gpus"]) == (1, 2) and one["sent"]["total"] == 0 < two["sent"]["total"]

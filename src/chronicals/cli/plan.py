@@ -84,8 +84,11 @@ def _show(found: list[Plan], machines: Machines) -> None:
             f"{one.exposed:.3f} s", f"{one.efficiency:.0%}", f"{one.tokens_per_second:,.0f}",
         )  # fmt: skip
     console.print(table)
+    divided = ", ".join(f"{one.gpus:,}" for one in found if one.sharding == "weights" and one.gpus > 1)
+    beside = f", but divided where there are {divided}" if divided else ""
     console.print(
         f"Cards of {machines.memory / GIGA:g} GB, {machines.cards} a machine, {machines.link / GIGA:g} GB/s within one and "
-        f"{machines.network / GIGA:g} between machines, {machines.flops / 1e12:g} TFLOP/s reached; weights are on every card.",
+        f"{machines.network / GIGA:g} between machines, {machines.flops / 1e12:g} TFLOP/s reached; "
+        f"weights are on every card{beside}.",
         soft_wrap=True,
     )
