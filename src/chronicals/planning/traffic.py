@@ -146,7 +146,8 @@ def _of_embedding(model: Any, config: ChronicalsConfig, among: int) -> float:
         return 0.0
     tokens = config.batch_size * config.max_seq_length // config.context_parallel
     with counted_among(among) as sent:
-        table = nn.Embedding(*embedding_table(model).shape, dtype=PRODUCTS[config.mixed_precision])
+        rows, width = embedding_table(model).shape
+        table = nn.Embedding(rows, width, dtype=PRODUCTS[config.mixed_precision])
         divided = EmbeddingInShards(table, 0, among, torch.device("cpu"))
         divided.equal_lengths = True
         divided(torch.zeros(tokens, dtype=torch.int64))

@@ -224,7 +224,7 @@ def _beside_frozen_shares(model: Any, product: int, among: int) -> int:
     are gathered, and where products read whole weights in place, a dense layer that they read instead."""
     sizes, here, gathered, read = 0, 0, 0, 0
     for layer in decoder_layers(model):
-        held = {module: size for module in layer.modules() if (size := frozen_bytes(module, product))}
+        held: dict[Any, int] = {module: size for module in layer.modules() if (size := frozen_bytes(module, product))}
         whole = sum(held.values())
         sizes, gathered = sizes + whole, max(gathered, whole)
         here += sum(size // divided_among(module) for module, size in held.items())
