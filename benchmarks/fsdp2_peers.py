@@ -17,22 +17,24 @@ from torch.distributed.fsdp import fully_shard
 
 from chronicals.benchmark.arms.ways import FLASH_ATTENTION
 
-WAY = "fsdp2"
+WAY, PARTS = "fsdp2", {"compile", "liger", "recompute"}
 
 
 def is_peer(way: str) -> bool:
     return way.split("-")[0] == WAY
 
 
-def wrapped(model: Any, way: str) -> Any:
-    """The model in shards, in training mode.
-
-    Raises:
-        ValueError: the way has an unknown part.
-    """
+def parts_of(way: str) -> set[str]:
+    """Raises ValueError where the way has an unknown part."""
     parts = set(way.split("-")[1:])
-    if unknown := parts - {"compile", "liger", "recompute"}:
-        raise ValueError(f"{way}: no part {', '.join(sorted(unknown))}; there are compile, liger, recompute")
+    if unknown := parts - PARTS:
+        raise ValueError(f"{way}: no part {', '.join(sorted(unknown))}; there are {', '.join(sorted(PARTS))}")
+    return parts
+
+
+def wrapped(model: Any, way: str) -> Any:
+    """The model in shards, in training mode."""
+    parts = parts_of(way)
     if "liger" in parts:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
@@ -49,12 +51,16 @@ def wrapped(model: Any, way: str) -> Any:
 
 
 def choose_attention(model: Any, ids: Tensor) -> str:
-    """The first of transformers' flash attentions that runs here, else sdpa; the model is left with it."""
+    """The first of transformers' flash attentions that trains here, else sdpa; the model is left with it.
+
+    Args:
+        ids: of a short document.
+    """
+    first = next(model.get_decoder().layers[0].parameters())
     for name in FLASH_ATTENTION if ids.is_cuda else ():
         try:
             model.set_attn_implementation(name)
-            with torch.no_grad():
-                model(input_ids=ids, use_cache=False, logits_to_keep=1)
+            torch.autograd.grad(model(input_ids=ids, labels=ids, use_cache=False).loss, first)
             return name
         except Exception as error:
             print(f"{name} did not run: {type(error).__name__}: {error}", flush=True)
@@ -72,7 +78,7 @@ def train(model: Any, way: str, batches: list[Any], fields: dict[str, Any], comp
         warm_up: further steps before those that are timed.
     """
     device = next(model.parameters()).device
-    attention = choose_attention(model, _rows(batches[0], device)[0][:1])
+    attention = choose_attention(model, _rows(batches[0], device)[0][:1, :256])
     model = wrapped(model, way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=fields["learning_rate"], fused=True, weight_decay=0.0)
     losses, norms, marks = [], [], []
