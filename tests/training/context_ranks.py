@@ -55,6 +55,7 @@ RUNS: dict[str, tuple[Any, dict]] = {
     "keys, as asked": (tiny.llama, {"context_heads": 1}),
     "keys, recomputing": (tiny.llama, {"context_heads": 1, "memory": ["recompute_layers"]}),
     "weights divided": (tiny.llama, {"sharding": "weights"}),
+    "LoRA over divided weights": (tiny.llama, {**LORA, "sharding": "weights"}),
     "keys, windows": (lambda: families.build("gemma2", vocab_size=300), {"context_heads": 1}),
     **{name: (tiny.llama, {"objective": name, **PAIRS}) for name in ("dpo", "kto", "reward")},
 }

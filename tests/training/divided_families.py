@@ -1,6 +1,7 @@
 """One of two processes that divide the weights of models of many families: the program of ``test_divided_families.py``.
 
 ``python divided_families.py FOLDER FAMILY …``: losses and norms of both together and of the first alone are in ``FAMILY.json``.
+All weights are trained, or of ``FAMILY+LoRA`` adapters.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from chronicals.patching import patch_parts
 from chronicals.training.session import prepared
 
 STEPS, LENGTHS = 2, (7, 3, 12)
+LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}
 
 
 def step_of(number: int, ranks: Mesh) -> Step:
@@ -42,9 +44,11 @@ def step_of(number: int, ranks: Mesh) -> Step:
 
 def train(family: str, ranks: Mesh, folder: Path) -> list[list[float]]:
     torch.manual_seed(0)
-    model = families.build(family)
+    name, _, adapters = family.partition("+")
+    model = families.build(name)
     patch_parts(model, whole_layers=True)
     own = {"sharding": "weights"} if ranks.count > 1 else {}
+    own |= LORA if adapters else {}
     config = runs.config(
         folder, gradient_accumulation_steps=2 // ranks.count, learning_rate=1e-3, objective="pretraining", **own
     )
