@@ -48,8 +48,8 @@ def in_fp8(result: dict) -> list[str]:
         return []
     lines = [
         "",
-        "Products of experts in FP8, TFLOP/s, of operands quantised beforehand: ours, the same in bf16, and torch's scaled grouped "
-        "product over rows sorted beforehand:",
+        "Products of experts in FP8, TFLOP/s, of operands quantised beforehand: ours, the same in bf16, and torch's scaled "
+        "grouped product over rows sorted beforehand:",
         "",
         "| shape | product | ours | in bf16 | torch |",
         "|---|---|---|---|---|",
@@ -59,7 +59,8 @@ def in_fp8(result: dict) -> list[str]:
             rates = {arm: f"{row['flop'] / statistics.median(times) / 1e9:.0f}" for arm, times in row["milliseconds"].items()}
             told = (rates.get(arm, "-") for arm in ("as trained", "bf16 as trained", "torch"))
             lines.append(f"| {name} | {product} | {' | '.join(told)} |")
-    lines += ["", "The whole layer with its quantising, milliseconds:", "", "| shape | | in FP8 | in bf16 |", "|---|---|---|---|"]
+    lines += ["", "The whole layer with its quantising, milliseconds:", ""]
+    lines += ["| shape | | in FP8 | in bf16 |", "|---|---|---|---|"]
     words = {"forward": "forward, weights trained", "both": "forward and backward", "frozen": "the same, weights frozen"}
     for name, found in shapes.items():
         for part, said in words.items():

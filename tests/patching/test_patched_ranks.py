@@ -18,10 +18,11 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the ranks wou
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """Where the first of two ranks put what it found in every case."""
-    place = tmp_path_factory.mktemp("ranks")
-    codes, words = two_processes.run(patched_ranks.__file__, place, *patched_ranks.CASES)
+def folder(request, tmp_path_factory):
+    """Where the first of two ranks put what it found in every case that is tested."""
+    place, test = tmp_path_factory.mktemp("ranks"), request.node.nodeid
+    cases = [item.callspec.params["case"] for item in request.session.items if item.nodeid.startswith(f"{test}::")]
+    codes, words = two_processes.run(patched_ranks.__file__, place, *cases)
     assert codes == [0, 0], words
     return place
 

@@ -291,7 +291,8 @@ class ChronicalsConfig:
     lora_plus_ratio: Finite = Field(default=16.0, ge=1, description="How many times faster B learns")
 
     quantization: Literal["nf4"] | None = Field(
-        default=None, description="Hold the decoder's linear layers and experts in 4 bits, frozen, under adapters (docs/quantization.md)"
+        default=None,
+        description="Hold the decoder's linear layers and experts in 4 bits, frozen, under adapters (docs/quantization.md)",
     )
     load_in_4bit: bool = Field(default=False, description="Another way to say quantization='nf4'")
 
