@@ -56,7 +56,8 @@ def in_fp8(result: dict) -> list[str]:
     ]
     for name, found in shapes.items():
         for product, row in found["fp8"].items():
-            rates = {arm: f"{row['flop'] / statistics.median(times) / 1e9:.0f}" for arm, times in row["milliseconds"].items()}
+            medians = {arm: statistics.median(times) for arm, times in row["milliseconds"].items()}
+            rates = {arm: f"{row['flop'] / time / 1e9:.0f}" for arm, time in medians.items()}
             told = (rates.get(arm, "-") for arm in ("as trained", "bf16 as trained", "torch"))
             lines.append(f"| {name} | {product} | {' | '.join(told)} |")
     lines += ["", "The whole layer with its quantising, milliseconds:", ""]
