@@ -377,8 +377,9 @@ def _run_in_fp8(model: Any, tokens: int) -> None:
         logger.warning("use_fp8: some layers do not run fused and stay in 16 bit: %s", ", ".join(found.left))
     if experts.left:
         logger.warning("use_fp8: some experts stay in 16 bit: %s", ", ".join(experts.left))
-    sizes = f"those whose inputs and outputs have a harmonic mean of at least {LEAST}"
-    logger.info("use_fp8: %d of %d products of fused layers, %s", found.chosen, found.there, sizes)
+    if found.there:
+        sizes = f"those whose inputs and outputs have a harmonic mean of at least {LEAST}"
+        logger.info("use_fp8: %d of %d products of fused layers, %s", found.chosen, found.there, sizes)
     if experts.layers:
         logger.info("use_fp8: both products of the experts of %d layers; gradients of their weights in 16 bit", experts.layers)
 
