@@ -138,6 +138,24 @@ def test_a_frozen_layer_still_passes_gradients(device):
     assert torch.autograd.grad(out.sum(), alone)[0].abs().sum() > 0
 
 
+@pytest.mark.parametrize("learns", [None, 2, 3, 4], ids=["nothing", "W", "A", "B"])
+def test_x_is_kept_where_something_reads_it(learns, device):
+    """A weight, or A of an adapter: B's gradient reads what A made of x."""
+    case, kept = CASES[1], []
+    tensors = [torch.randn(*shape, device=device).bfloat16() for shape in shapes(case, rank=4)]
+    for n in [0] + [learns] * (learns is not None):
+        tensors[n].requires_grad_()
+    x, shares, first, second = built(tensors, rank=4)
+    experts = drawn(*case[:3], device)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
+        out = fused_experts(x, experts, shares, first, second)
+    assert (x.data_ptr() in kept) == (learns in (2, 3))
+    leaves = [tensor for tensor in tensors if tensor.requires_grad]
+    expected = torch.autograd.grad(fused_experts_reference(x, experts, shares, first, second).sum(), leaves)
+    for one, other in zip(torch.autograd.grad(out.sum(), leaves), expected, strict=True):
+        assert (one - other).norm() <= 2e-2 * other.norm()
+
+
 def test_twice_the_same_bits(device):
     case = CASES[2]
     tensors = [torch.randn(*shape, device=device).bfloat16().requires_grad_() for shape in shapes(case)]

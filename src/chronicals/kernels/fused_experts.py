@@ -2,8 +2,9 @@
 
     y_t = Σ_j p_tj · down(unit(up(x_t))) of expert e_tj        up(x) = x W₁ᵀ + b₁ + s₁ (x A₁ᵀ) B₁ᵀ,   down likewise
 
-Kept for the backward pass: x, what goes into the unit ``[S, 2F]`` and the thin sides of adapters; the rows of x are not copied
-to their experts, and down's outputs are not kept (see ``expert_glu.py``). A frozen weight has no product for its gradient.
+Kept for the backward pass: x, where the first weight or its adapter learns, what goes into the unit ``[S, 2F]`` and the thin
+sides of adapters; the rows of x are not copied to their experts, and down's outputs are not kept (see ``expert_glu.py``). A
+frozen weight has no product for its gradient.
 Every shape is known beforehand and the host waits for nothing, so CUDA graphs capture it.
 
 In FP8 (``fp8_grouped_product.py``) the products with W and with its transpose take e4m3: x and dy are quantised once a token,
@@ -183,7 +184,8 @@ class _FusedExperts(torch.autograd.Function):
             unit = Rows(*expert_glu_fp8(h, kept.gate, dense=a2 is not None))
         z, of_second = _through(unit, second, to, False, _thin(unit.dense, second, to, False), x.dtype)
         ctx.kept, ctx.sizes = kept, (to.each, to.rows)
-        ctx.save_for_backward(x, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, of_first, of_second, experts, *to[:4])
+        read = x if ctx.needs_input_grad[2] or ctx.needs_input_grad[4] else None
+        ctx.save_for_backward(read, shares, h, thin, w1, b1, a1, u1, w2, b2, a2, u2, of_first, of_second, experts, *to[:4])
         return expert_combine(z, to.places_S, to.each, shares.reshape(-1))
 
     @staticmethod
@@ -195,7 +197,7 @@ class _FusedExperts(torch.autograd.Function):
         first, second = kept.product(0, w1, b1, a1, u1), kept.product(1, w2, b2, a2, u2)
         wanted = dict(zip(("x", "shares", "w1", "b1", "a1", "u1", "w2", "b2", "a2", "u2"), ctx.needs_input_grad))
         dy = dy.contiguous()
-        g, thin_dy = _back(_rows(dy, second), second, to, True, of_second, x.dtype)
+        g, thin_dy = _back(_rows(dy, second), second, to, True, of_second, dy.dtype)
         flat = shares.reshape(-1)
         has_unit = wanted["w2"] or wanted["a2"] or wanted["u2"]
         gradient: Tensor | None
@@ -219,13 +221,14 @@ class _FusedExperts(torch.autograd.Function):
             if wanted["b2"]:
                 found["b2"] = product(_weights_of_tokens(shares, experts, len(b2), dy.dtype).t(), dy, b2.dtype)
         found["shares"] = d_shares.view_as(shares).to(shares.dtype)
-        d_x, thin_dh = _back(d_h, first, to, False, of_first, x.dtype)
+        d_x, thin_dh = _back(d_h, first, to, False, of_first, dy.dtype)
         if gradient is not None:
             if wanted["w1"]:
                 found["w1"] = _of_weight(gradient, x, first, to, SECOND)
-            if thin_dh is not None and thin is not None:
-                found["a1"] = grouped_weight_gradient(thin_dh, x, to, SECOND, dtype=x.dtype)
-                found["u1"] = grouped_weight_gradient(gradient, thin, to, dtype=x.dtype)
+            if thin_dh is not None and wanted["a1"]:
+                found["a1"] = grouped_weight_gradient(thin_dh, x, to, SECOND, dtype=dy.dtype)
+            if thin is not None and wanted["u1"]:
+                found["u1"] = grouped_weight_gradient(gradient, thin, to, dtype=dy.dtype)
             if b1 is not None and wanted["b1"]:
                 ones = gradient.new_ones(len(gradient), COLUMNS_OF_ONES)
                 found["b1"] = grouped_weight_gradient(ones, gradient, to, dtype=b1.dtype)[:, 0]
