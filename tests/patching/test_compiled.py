@@ -57,6 +57,7 @@ def packed(device):
     }  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("family", "batch"), [("llama", padded), ("gemma2", masked), ("qwen3", packed)])
 def test_a_patched_model(family, batch, device):
     model = families.build(family).to(device)
@@ -73,6 +74,7 @@ def test_a_patched_model(family, batch, device):
     families.assert_same(*found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("four", "dora", "patched"),
     [(True, False, False), (True, True, False), (True, True, True), (False, True, False)],

@@ -7,7 +7,7 @@ import pytest
 from patching.architectures import architectures, cover
 
 ALWAYS = ["Llama", "Qwen3", "Gemma2", "Mixtral", "GptOss", "GPT2", "OPT", "JetMoe", "Bloom", "Mamba"]
-SAMPLE = 10
+SAMPLE = 5
 """So many others are taken in the ordinary run; all of them in the long one."""
 
 BUILT, WHOLE = 120, 70

@@ -71,8 +71,8 @@ class Measurement:
     @property
     def first_step(self) -> Measurement:
         """Of a reference, with the losses and norms of the first step alone."""
-        names = "losses", "grad_norms", "rounded_losses", "rounded_norms"
-        return replace(self, **{name: (getattr(self, name) or [])[:1] or None for name in names})
+        rounded = {name: getattr(self, name) and getattr(self, name)[:1] for name in ("rounded_losses", "rounded_norms")}
+        return replace(self, losses=self.losses[:1], grad_norms=self.grad_norms[:1], **rounded)
 
     @property
     def rates(self) -> list[float]:

@@ -401,9 +401,10 @@ class _Session:
     def _reference_on(self, measured: Measurement, arm: Arm, label: str) -> Measurement:
         """What the arm's own first steps should be. Of a model that fills the card, whose reference takes longer than most
         arms, the very first alone, and that of the row where the arm begins as it does."""
-        few = self.row.reference is not None and len(self.row.reference.losses) < COMPARED
-        if few and measured.begins_alike:
-            return self.row.reference.first_step
+        of_row = self.row.reference
+        few = of_row is not None and len(of_row.losses) < COMPARED
+        if of_row and few and measured.begins_alike:
+            return of_row.first_step
         text = json.dumps(measured.own_batches)
         if text not in self.own_references:
             path = self.row.work.folder / "results" / f"batches-{arm.kind}-{label}.json"

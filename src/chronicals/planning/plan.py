@@ -153,7 +153,7 @@ def _flops_a_token(model: Any, config: ChronicalsConfig, again: float) -> float:
     shape = ModelShape.of(model.config)
     each = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or shape.experts
     met = each / max(shape.experts, 1)
-    packed = sum(m.out_features * m.in_features for m in model.modules() if isinstance(m, PackedLinear))
+    packed: float = sum(m.out_features * m.in_features for m in model.modules() if isinstance(m, PackedLinear))
     packed += sum(met * m.values for m in model.modules() if isinstance(m, Experts4bit))
     modules = [m for m in model.modules() if not isinstance(m, (nn.Embedding, PackedLinear))]
     dense = {id(p): p for m in (*modules, model.get_output_embeddings()) for p in m.parameters(recurse=False) if p.ndim > 1}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,9 +62,8 @@ class Packed:
 
     def moved(self, device: torch.device) -> Packed:
         """The same on another device."""
-        scales = self.scales
-        nested = (None if x is None else x.to(device) for x in (scales.absmax2, scales.code2, scales.offset))
-        return replace(self, codes=self.codes.to(device), scales=Scales(scales.absmax.to(device), *nested, scales.block2))
+        scales: dict[str, Any] = {name: x.to(device) for name, x in vars(self.scales).items() if isinstance(x, Tensor)}
+        return replace(self, codes=self.codes.to(device), scales=replace(self.scales, **scales))
 
     def into(self, out: Tensor) -> Tensor:
         """Write the values to ``out``, ``[n, K]``, rows dense; by one launch."""
