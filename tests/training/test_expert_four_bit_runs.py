@@ -153,6 +153,7 @@ def test_experts_of_another_kind_stay_and_are_named(tmp_path, caplog):
     model = load_model(tmp_path, torch.float32, quantization="nf4")
     assert "these experts stay in 16 bit" in caplog.text and "JetMoeParallelExperts" in caplog.text
     assert not packed_experts(model)
+    assert type(model.model.layers[0].mlp.router.layer) is nn.Linear, "a router, though it is a linear layer of another name"
 
 
 # --- training ----------------------------------------------------------------------------------------------------------
@@ -322,6 +323,13 @@ def test_the_command_takes_nothing_else(tmp_path, monkeypatch, capsys, caplog, n
 
 
 # --- what is asked -----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_with_experts_in_4_bits_is_not_trained_whole(tmp_path):
+    model = load_model(base(tmp_path), torch.float32)
+    quantise_experts(model)
+    with pytest.raises(ConfigurationError, match="quantised and cannot be trained; set use_lora=True"):
+        runs.train(tmp_path, model=model)
 
 
 def test_experts_with_adapters_are_not_quantised_beneath_them(tmp_path):

@@ -38,7 +38,7 @@ QUANTISED_FROM = "_chronicals_quantised_from"
 """Attribute of a model with layers that were quantised here: the dtype that their weights had before."""
 
 ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of small linear layers that choose experts, where a rounding would choose others."""
+"""Names of small linear layers that choose experts, where a rounding would choose others, or of what holds these."""
 
 
 def has_4bit_layers(model: nn.Module) -> bool:
@@ -146,7 +146,7 @@ def linear_layers(model: Any) -> dict[str, nn.Linear]:
         for path, module in model.named_modules()
         if type(module) is nn.Linear
         and id(module) in inside
-        and path.removesuffix(".base_layer").rpartition(".")[2] not in ROUTERS
+        and not any(part in ROUTERS for part in path.split("."))
     }
 
 

@@ -18,6 +18,7 @@ from chronicals.lora.targets import ends_in
 from chronicals.lora.tokens import trained_tokens
 from chronicals.models import (
     beside_text,
+    has_4bit_experts,
     has_4bit_layers,
     has_packed_layers,
     is_within,
@@ -233,7 +234,7 @@ def _is_quantised(model: Any) -> bool:
     """Whether we or transformers loaded it so, and not in a way that is made for training."""
     quantiser = getattr(model, "hf_quantizer", None)
     theirs = bool(getattr(model, "is_quantized", False)) and not getattr(quantiser, "is_qat_trainable", False)
-    return theirs or has_packed_layers(model)
+    return theirs or has_packed_layers(model) or has_4bit_experts(model)
 
 
 def _keep_adapters(model: Any, config: ChronicalsConfig) -> None:
