@@ -255,7 +255,7 @@ def a_weight_that_is_not_updated(monkeypatch, model):
 
 def an_expert_left_out(monkeypatch, model):
     right = expert_products.adapted_experts
-    monkeypatch.setattr(parameter_layer, "adapted_experts", lambda layer, factors, routed: right(
+    monkeypatch.setattr(parameter_layer, "adapted_experts", lambda layer, factors, routed, *stacks: right(
         layer, {name: found for name, found in factors.items() if name != "down_proj"}, routed))  # fmt: skip
 
 
