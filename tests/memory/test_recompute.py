@@ -48,6 +48,13 @@ def test_the_fastest_that_fits(total, choice, needed):
     assert estimated.choice() == choice and estimated.needed(*choice) == needed * GIB
 
 
+@pytest.mark.parametrize(("gradients", "again", "needed"), [(5, 0, 120), (85, 0, 120), (95, 0, 125), (95, 6, 20 + 6 + 105)])
+def test_gradients_come_as_activations_go(gradients, again, needed):
+    """Ten layers keep 10 each: all before the backward pass, all gradients and one layer at its end."""
+    found = Estimate(20 * GIB, 10, KEPT, 0, gradients * GIB)
+    assert found.needed(NOTHING, again) == needed * GIB
+
+
 def test_without_fused_layers_nothing_is_cheap():
     kept = {name: size for name, size in KEPT.items() if name != CHEAP}
     assert Estimate(20 * GIB, 10, kept, 100 * GIB).choice() == (NOTHING, 4)
@@ -92,6 +99,9 @@ def test_what_is_counted():
     assert wide.kept[NOTHING] == 2 * found.kept[NOTHING] and wide.fixed - found.fixed == 1000 * 300 * 2 + 2 * frozen
     assert found.fixed - estimate(model, 1000, True, 2, 2, 14, 100).fixed == 900 * 300 * 2
     assert found.choice() == (NOTHING, 0) and found.layers == 2
+    early = estimate(model, 1000, True, 2, 2, 10, 4352, gradient=4.0)
+    weights = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert found.fixed - early.fixed == early.gradients == 4 * weights and not found.gradients
     model.get_decoder().layers.requires_grad_(False)
     others = sum(p.numel() for p in model.get_decoder().layers.parameters())
     assert found.fixed - estimate(model, 1000, True, 2, 1, 14, 4352).fixed == 13 * others

@@ -30,24 +30,28 @@ class Estimate:
     """Bytes that a training run is expected to hold.
 
     Attributes:
-        fixed: weights, gradients, optimizer states, and the logits of a chunk.
+        fixed: weights, optimizer states, the logits of a chunk, and gradients that are there while activations are.
         layers: number of decoder layers.
         kept: activations of one layer, by what is recomputed.
         total: memory of the card; 0 without one.
+        gradients: that the backward pass makes as it frees activations.
     """
 
     fixed: int
     layers: int
     kept: Mapping[str, int]
     total: int
+    gradients: int = 0
 
     def needed(self, cheap: str, again: int = 0) -> int:
         """Bytes where the first ``again`` layers are recomputed whole, and of the others what ``cheap`` says.
 
-        When the backward pass recomputes one of the first layers, the activations of the others are freed already.
+        When the backward pass recomputes one of the first layers, the activations of the others are freed already. At its end
+        the gradients and the first layer are there, and before it the activations of all.
         """
         others = (self.layers - again) * self.kept[cheap]
-        return self.fixed + again * self.kept[LAYERS] + (max(others, self.kept[NOTHING]) if again else others)
+        last = self.gradients + self.kept[NOTHING] if again or self.gradients else 0
+        return self.fixed + again * self.kept[LAYERS] + max(others, last)
 
     def choice(self) -> tuple[str, int]:
         """What is recomputed, and how many of the first layers are recomputed whole: the fastest that fits, else the
@@ -76,7 +80,7 @@ class Estimate:
 
 def estimate(
     model: Any, tokens: int, fused: bool, size: int, frozen: float, trained: float, chunk: int,
-    in_fp8: Callable[[int, int], bool] | None = None, magnitudes: bool = False,
+    in_fp8: Callable[[int, int], bool] | None = None, magnitudes: bool = False, gradient: float = 0.0,
 ) -> Estimate:  # fmt: skip
     """Estimate the memory of training ``model``.
 
@@ -85,12 +89,13 @@ def estimate(
         fused: whether decoder layers run fused; else activations are those of an unfused layer of width D with an MLP of
             width F, ``30 D + 5 F`` elements a token and layer.
         size: bytes of an element of the activations.
-        frozen, trained: bytes of a weight of either kind, gradient and optimizer states included; frozen embeddings and heads
-            are of ``size``.
+        frozen, trained: bytes of a weight of either kind, with its optimizer states, and with its gradient where that is there
+            while activations are; frozen embeddings and heads are of ``size``.
         chunk: rows of logits that exist at a time.
         in_fp8: of inputs and outputs, whether such trained products are in FP8, which keep what norms and units make in 8 bits.
         magnitudes: whether adapters have them (DoRA), whose gradients are made of what products return; a fused layer keeps the
             gates and ups anyway.
+        gradient: bytes of that of a trained weight, where the backward pass makes it as it frees activations.
     """
     parameters = list(model.parameters())
     device = parameters[0].device
@@ -115,7 +120,8 @@ def estimate(
     total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     head = _head_of(model)
     fixed += head.numel() * 4 * head.requires_grad + min(chunk, tokens) * len(head) * size
-    return Estimate(fixed, shape.layers, {name: tokens * size * count for name, count in kept.items()}, total)
+    gradients = int(sum(p.numel() for p in floats if p.requires_grad) * gradient)
+    return Estimate(fixed, shape.layers, {name: tokens * size * count for name, count in kept.items()}, total, gradients)
 
 
 def _quantised(model: Any, layers: int, size: int) -> int:

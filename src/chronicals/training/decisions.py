@@ -178,8 +178,10 @@ def expected_memory(
         states = (states + (2 if _splits(config) else 4) + 4) / ranks
 
     def estimated(frees: bool) -> Estimate:
-        sizes = _bytes(config, PRODUCTS[config.mixed_precision], ranks, states, frees)
-        found = estimate(model, tokens, whole, *sizes, config.logits_chunk_size, in_fp8, has_magnitudes(model))
+        narrow, frozen, trained, gradient = _bytes(config, PRODUCTS[config.mixed_precision], ranks, states, frees)
+        sizes = narrow, frozen, trained + gradient * _keeps_gradients(config)
+        given = config.logits_chunk_size, in_fp8, has_magnitudes(model), gradient * (not _keeps_gradients(config))
+        found = estimate(model, tokens, whole, *sizes, *given)
         return found if total is None else replace(found, total=total)
 
     frees = "reduce_in_backward" in config.memory_policies and sharded and context == 1
@@ -201,22 +203,25 @@ def _with_weights_divided(
         model: whose frozen layers may be divided already.
     """
     product = PRODUCTS[config.mixed_precision].itemsize
-    frozen, trained, states = float(product), 0.0, _states_on_device(config, model)
+    frozen, states = float(product), _states_on_device(config, model)
     full = trains_layers(model)
     if full:
         states -= 2 * config.master_weights * _splits(config)  # shards are whole fp32 weights
-        trained, frozen = (4 + 4 + states) / among, product / among
+        trained, gradient, frozen = (4 + states) / among, 4 / among, product / among
     else:
-        trained = 4 + 4 + (states + 8) / among
-    found = estimate(model, tokens, whole, product, frozen, trained, config.logits_chunk_size, None, has_magnitudes(model))
+        trained, gradient = 4 + (states + 8) / among, 4.0
+    sizes = product, frozen, trained + gradient * _keeps_gradients(config)
+    given = config.logits_chunk_size, None, has_magnitudes(model), gradient * (not _keeps_gradients(config))
+    found = estimate(model, tokens, whole, *sizes, *given)
     layers = decoder_layers(model)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     if full:
         others = sum(p.numel() for p in model.parameters()) - sum(sizes)
-        extra = max(sizes) * (3 * product + 8) + others * (2 * product + 4)
+        extra, summed = max(sizes) * (3 * product + 8) + others * product, others * (product + 4)
     else:
-        extra = _beside_frozen_shares(model, product, among)
-    return replace(found, fixed=found.fixed + extra, total=total)
+        extra, summed = _beside_frozen_shares(model, product, among), 0
+    kept = summed * _keeps_gradients(config)
+    return replace(found, fixed=found.fixed + extra + kept, total=total, gradients=found.gradients + summed - kept)
 
 
 def _beside_frozen_shares(model: Any, product: int, among: int) -> int:
@@ -321,8 +326,8 @@ def _splits(config: ChronicalsConfig) -> bool:
 
 def _bytes(
     config: ChronicalsConfig, product_type: torch.dtype, ranks: int, states: float, frees: bool
-) -> tuple[int, float, float]:  # fmt: skip
-    """Of an activation, of a frozen weight, with what it is in FP8, and of a trained one with its gradient and ``states``.
+) -> tuple[int, float, float, float]:  # fmt: skip
+    """Of an activation, of a frozen weight, with what it is in FP8, of a trained one with ``states``, and of its gradient.
 
     Args:
         frees: gradients are summed over the ranks in the backward pass, and freed.
@@ -331,7 +336,12 @@ def _bytes(
     sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or _has_tiles(config)
     gradient = 0 if frees or "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
     frozen = FP8InHost if _leaves(config) else FP8 if config.use_fp8 else Dense
-    return narrow, frozen.bytes_a_value(narrow), (2 if split else 4) + gradient + states
+    return narrow, frozen.bytes_a_value(narrow), (2 if split else 4) + states, gradient
+
+
+def _keeps_gradients(config: ChronicalsConfig) -> bool:
+    """Whether gradients of one micro-batch are there during the next one's forward pass; else activations make way for them."""
+    return config.gradient_accumulation_steps > 1
 
 
 def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:
