@@ -132,6 +132,20 @@ def test_bytes_of_a_divided_embedding(ranks, among, tmp_path):
     assert traffic(tied, config, ranks, in_backward=False).embedding == 0
 
 
+@pytest.mark.parametrize("sharding", ["optimizer", "weights"])
+def test_gradients_of_one_micro_batch_make_room_for_no_other(sharding, tmp_path):
+    """They come as activations go, but stay for the next micro-batch."""
+    once, often = (
+        decisions.expected_memory(
+            runs.config(tmp_path, **{**ALL, "gradient_accumulation_steps": count}, sharding=sharding), large(), 2, 1, True,
+            total=100 * GB,
+        )[1]
+        for count in (1, 2)
+    )  # fmt: skip
+    assert often.gradients == 0 and often.fixed - once.fixed == once.gradients
+    assert once.gradients >= 4 * trained(large()) / (2 if sharding == "weights" else 1)
+
+
 @pytest.mark.parametrize("kind", ["LoRA", "LoRA over NF4"])
 @pytest.mark.parametrize("among", [2, 4])
 def test_memory_of_divided_frozen_weights(kind, among, tmp_path):
