@@ -22,7 +22,7 @@ from chronicals.data.steps import Step
 from chronicals.distributed import LinearInShards, Mesh
 from chronicals.models import embedding_table, quantise_layers
 from chronicals.objectives import build_objective
-from chronicals.patching import decoder_layer, patch_parts
+from chronicals.patching import decoder_layer, patch_parts, recompute_norms_and_units
 from chronicals.training.session import prepared
 
 STEPS, LENGTHS, OTHERS = 4, (7, 1, 12, 4), (6, 7, 3, 8)
@@ -37,6 +37,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full tied": ({"tie_word_embeddings": True}, {}),
     "full, biases": ({"attention_bias": True}, {}),
     "full recomputed": ({}, RECOMPUTED),
+    "full, norms and units recomputed": ({}, {}),
     "full clipped": ({}, {"max_grad_norm": 0.01}),
     "full, rows that do not divide": ({"intermediate_size": 97, "vocab_size": 301}, {}),
     "full in 8 bits": ({"hidden_size": 256}, {"use_8bit_optimizer": True}),
@@ -52,6 +53,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LoRA in copies": ({}, {**LORA, "sharding_ranks": 2}),
     "NF4": (ROWS_OF_SCALES, LORA),
     "NF4 recomputed": (ROWS_OF_SCALES, {**LORA, **RECOMPUTED}),
+    "NF4, norms and units recomputed": (ROWS_OF_SCALES, LORA),
     "NF4 in copies": (ROWS_OF_SCALES, {**LORA, "sharding_ranks": 2}),
     "DoRA over NF4": (ROWS_OF_SCALES, {**LORA, "use_dora": True}),
 }
@@ -102,6 +104,8 @@ def train(case: str, ranks: Mesh, together: int, folder: Path) -> dict[str, Any]
     with prepared(model, config, build_objective(config), ranks) as session:
         if "padded" in case:
             session.presented.packed = False
+        if "units recomputed" in case:  # which is chosen on cards alone
+            recompute_norms_and_units(model)
         with session.stepping():
             session.model.train()
             for number in range(STEPS):
