@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
 from chronicals.benchmark.arms.ways import FLASH_ATTENTION
@@ -39,10 +40,10 @@ def wrapped(model: Any, way: str) -> Any:
         from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
         _apply_liger_kernel_to_instance(model=model)
-    if "recompute" in parts:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    layers: list[nn.Module] = list(model.get_decoder().layers)
-    for layer in layers:
+    layers = model.get_decoder().layers
+    for number, layer in enumerate(layers):
+        if "recompute" in parts:  # within what is compiled, as torchtitan does
+            layer = layers[number] = checkpoint_wrapper(layer)
         if "compile" in parts:
             layer.compile()
         fully_shard(layer)

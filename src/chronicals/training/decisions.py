@@ -179,9 +179,11 @@ def expected_memory(
 
     def estimated(frees: bool) -> Estimate:
         narrow, frozen, trained, gradient = _bytes(config, PRODUCTS[config.mixed_precision], ranks, states, frees)
-        sizes = narrow, frozen, trained + gradient * _keeps_gradients(config)
-        given = config.logits_chunk_size, in_fp8, has_magnitudes(model), gradient * (not _keeps_gradients(config))
-        found = estimate(model, tokens, whole, *sizes, *given)
+        kept = gradient * _keeps_gradients(config)
+        found = estimate(
+            model, tokens, whole, narrow, frozen, trained + kept, config.logits_chunk_size, in_fp8, has_magnitudes(model),
+            gradient - kept,
+        )  # fmt: skip
         return found if total is None else replace(found, total=total)
 
     frees = "reduce_in_backward" in config.memory_policies and sharded and context == 1
@@ -210,9 +212,11 @@ def _with_weights_divided(
         trained, gradient, frozen = (4 + states) / among, 4 / among, product / among
     else:
         trained, gradient = 4 + (states + 8) / among, 4.0
-    sizes = product, frozen, trained + gradient * _keeps_gradients(config)
-    given = config.logits_chunk_size, None, has_magnitudes(model), gradient * (not _keeps_gradients(config))
-    found = estimate(model, tokens, whole, *sizes, *given)
+    kept = gradient * _keeps_gradients(config)
+    found = estimate(
+        model, tokens, whole, product, frozen, trained + kept, config.logits_chunk_size, None, has_magnitudes(model),
+        gradient - kept,
+    )  # fmt: skip
     layers = decoder_layers(model)
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     if full:
@@ -220,8 +224,8 @@ def _with_weights_divided(
         extra, summed = max(sizes) * (3 * product + 8) + others * product, others * (product + 4)
     else:
         extra, summed = _beside_frozen_shares(model, product, among), 0
-    kept = summed * _keeps_gradients(config)
-    return replace(found, fixed=found.fixed + extra + kept, total=total, gradients=found.gradients + summed - kept)
+    stays = summed * _keeps_gradients(config)
+    return replace(found, fixed=found.fixed + extra + stays, total=total, gradients=found.gradients + summed - stays)
 
 
 def _beside_frozen_shares(model: Any, product: int, among: int) -> int:
