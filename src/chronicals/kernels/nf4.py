@@ -44,6 +44,9 @@ SMALLEST = 1e-38
 ELEMENTS = 1024
 """That a program quantizes."""
 
+PIECE = 1 << 24
+"""That plain torch takes at a time, which makes some twenty bytes of each; a multiple of all blocks."""
+
 TILE = 4096
 """That one dequantizes: 32 a thread, whose codes are one load of 16 bytes."""
 
@@ -136,7 +139,8 @@ def quantize_nf4(weight: Tensor, block: int = 64) -> tuple[Tensor, Tensor]:
         raise ValueError(f"weight is {weight.dtype}; give float32, bfloat16 or float16")
     flat = weight.detach().reshape(-1)
     if not runs_triton(flat):
-        return quantize_nf4_reference(flat, block)
+        codes, scales = zip(*(quantize_nf4_reference(piece, block) for piece in flat.split(PIECE)))
+        return torch.cat(codes), torch.cat(scales)
     count = flat.numel()
     packed = torch.empty(-(-count // 2), dtype=torch.uint8, device=flat.device)
     absmax = torch.empty(-(-count // block), dtype=torch.float32, device=flat.device)
@@ -239,7 +243,10 @@ def _dequantize(
     rows, columns = out.shape
     if not runs_triton(out):
         scales = Scales(absmax, absmax2, code2, offset, block2)
-        out.copy_(dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code))
+        if out.is_contiguous():
+            _dequantize_pieces(packed, scales.plain(), out.view(-1), block, code)
+        else:
+            out.copy_(dequantize_4bit_reference(packed, scales, (rows, columns), out.dtype, block, code))
     elif rows * columns:
         nested, count, blocks = absmax2 is not None, rows * columns, TILE // block
         _dequantize_kernel[(triton.cdiv(absmax.numel(), blocks),)](
@@ -248,6 +255,15 @@ def _dequantize(
             count % TILE == 0, blocks, block,
             enable_fp_fusion=False,  # a product and a sum are rounded one after the other
         )  # fmt: skip
+
+
+def _dequantize_pieces(packed: Tensor, absmax: Tensor, out: Tensor, block: int, code: str) -> None:
+    """Into ``out`` ``[elements]``, in plain torch, with fp32 scales."""
+    for start in range(0, out.numel(), PIECE):
+        piece = out[start : start + PIECE]
+        scales = Scales(absmax[start // block : -(-(start + len(piece)) // block)])
+        codes = packed[start // 2 : -(-(start + len(piece)) // 2)]
+        piece.copy_(dequantize_4bit_reference(codes, scales, tuple(piece.shape), out.dtype, block, code))
 
 
 @triton.jit
