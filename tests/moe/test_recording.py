@@ -10,7 +10,8 @@ import families
 import runs
 import tiny
 from chronicals.batch import Batch
-from chronicals.models import present
+from chronicals.lora import LoRAConfig, apply_lora
+from chronicals.models import present, quantise_layers
 from chronicals.moe.distil_heads import Distillation, checksum, distil, head_loss, train_predictor
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.moe.predictor import ExpertPredictor, HeadSizes
@@ -31,7 +32,19 @@ def native():
     return mixture(vocab_size=300)
 
 
+def in_4_bits():
+    """With adapters on its experts."""
+    model = qwen3_moe()
+    quantise_layers(model)
+    apply_lora(model, LoRAConfig(2, 4, 0.0, ["q_proj"], target_parameters=["experts.down_proj", "experts.gate_up_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model.eval()
+
+
 FAMILIES = {"native": native, "qwen3_moe": qwen3_moe, "mixtral": lambda: families.mixture("mixtral", vocab_size=300).eval()}
+FAMILIES |= {"qwen3_moe in 4 bits": in_4_bits}
 
 
 def batch(lengths=(9, 5, 12), filler=6):
@@ -63,7 +76,7 @@ def test_it_is_what_the_routers_did(family):
             experts = logits.topk(K).indices
             assert torch.equal(found.experts[n, place].sort(-1).values, experts.sort(-1).values)
             weights = logits.softmax(-1).gather(-1, found.experts[n, place])
-            if family != "qwen3_moe":  # whose configuration leaves them as they are
+            if "qwen3_moe" not in family:  # whose configuration leaves them as they are
                 weights = weights / weights.sum(-1, keepdim=True)
             torch.testing.assert_close(found.weights[n, place], weights, rtol=1e-4, atol=1e-5)
             norm = model.get_decoder().layers[layer.number].input_layernorm

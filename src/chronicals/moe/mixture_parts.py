@@ -1,7 +1,7 @@
 """The parts of a Hugging Face mixture: of each layer with routed experts its attention, its router and its experts.
 
-Found by structure: experts are the module that holds stacked weights (``down_proj`` ``[E, ., .]``), the router a module beside
-it with a weight ``[E, D]``, attention the module whose class is called so.
+Found by structure: experts are the module that holds stacked weights (``down_proj`` ``[E, ., .]``), in 4 bits too, the router a
+module beside it, or beside the adapters around it, with a weight ``[E, D]``, attention the module whose class is called so.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from chronicals.memory import decoder_layers
+from chronicals.quantization import Experts4bit
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,14 @@ class MixtureLayer:
 
 def is_experts(module: nn.Module) -> bool:
     """Whether it holds stacked experts, and is called with the chosen ones."""
-    weights = dict(module.named_parameters(recurse=False))
-    return "down_proj" in weights and weights["down_proj"].ndim == 3 and bool(weights.keys() & {"gate_up_proj", "up_proj"})
+    shapes = _shapes(module)
+    return len(shapes.get("down_proj", ())) == 3 and bool(shapes.keys() & {"gate_up_proj", "up_proj"})
+
+
+def _shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Of its parameters; of stacked weights in 4 bits those that they have in the class."""
+    shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters(recurse=False)}
+    return {**shapes, **module.stacked} if isinstance(module, Experts4bit) else shapes
 
 
 def mixture_layers(model: Any) -> list[MixtureLayer]:
@@ -60,8 +67,9 @@ def mixture_layers(model: Any) -> list[MixtureLayer]:
         path, experts = next(((path, module) for path, module in layer.named_modules() if is_experts(module)), ("", None))
         if experts is None:
             continue
-        count = experts.down_proj.shape[0]
-        router = next(_routers(layer.get_submodule(path.rpartition(".")[0]), count, width), None)
+        count = _shapes(experts)["down_proj"][0]
+        block = path.partition(".base_layer")[0].rpartition(".")[0]
+        router = next(_routers(layer.get_submodule(block), count, width), None)
         attention = next((module for module in layer.modules() if "Attention" in type(module).__name__), None)
         if router is None or attention is None:
             raise ValueError(f"layer {number} of {name}: its {'router' if router is None else 'attention'} is not found")
