@@ -25,6 +25,7 @@ def output(program: str) -> str:
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("first", FIRST)
 def test_registered_in_any_order(first):
     assert output(f"{first}; {THEN}").split() == ["ChronicalsMoeForCausalLM"]

@@ -126,6 +126,7 @@ def running_in(folder):
     return [link for link in links if str(link).startswith(f"{folder}/")]
 
 
+@pytest.mark.long
 def test_adapters_over_4_bits_train_alike_in_ours_and_in_peft_over_bitsandbytes(tmp_path):
     """With DoRA and a rank pattern, which peers have too; a variant with other adapters has a reference of its own."""
     pytest.importorskip("bitsandbytes")

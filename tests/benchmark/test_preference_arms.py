@@ -104,6 +104,7 @@ def test_unsloth_trains_through_the_trainer_that_it_patches(tmp_path, monkeypatc
     assert found.settings.startswith("its DPOTrainer, no recomputation, fused AdamW")
 
 
+@pytest.mark.long
 def test_the_command_measures_ours_and_trl(tmp_path):
     pytest.importorskip("trl")
     ran, result, _ = run(

@@ -113,6 +113,7 @@ def test_a_built_in_teacher_lies_beside_the_student(tmp_path, monkeypatch):
     assert work.described() == {"objective": "distill", "teacher": "qwen3-8b"}
 
 
+@pytest.mark.long
 def test_the_command_measures_ours_and_transformers(tmp_path, teacher):
     _, result, _ = run(
         tmp_path, "--objective", "distill", "--distill.teacher", teacher, "--distill.teacher-precision", "fp32", "--steps", 2,

@@ -100,7 +100,7 @@ FAULTS = {
     "columns of the first expert": (
         "into = columns_ptr + (place // 4 if columns_ptr.dtype.element_ty == tl.uint32 else place)", "into = columns_ptr",
     ),
-    "the end of an expert has no part": ("at = first + step * BLOCK", "at = 128 + first + step * BLOCK"),
+    "the first block of an expert has no part": ("at = first + step * BLOCK", "at = BLOCK + first + step * BLOCK"),
 }  # fmt: skip
 
 

@@ -72,6 +72,7 @@ def test_three_train_what_one_does(tmp_path):
     check("full", outcomes(tmp_path, 3, "full")["full"])
 
 
+@pytest.mark.long
 def test_four_train_what_one_does(tmp_path):
     """All four dividing the weights, and two copies of two."""
     cases = [case for case in divided_ranks.CASES if "copies" in case] + ["full tied", "NF4"]

@@ -27,6 +27,7 @@ def ended(folder, how):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="both would compute on one card")
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
