@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from chronicals.moe.lookahead import LayerAhead
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.audit import FirstStepAudit
 
@@ -61,3 +62,11 @@ def test_of_an_embedding_b_waits_for_a():
     model = nn.ModuleDict({"used": AdaptedEmbedding(0.5)})
     model["used"].lora_embedding_B.register_hook(torch.zeros_like)
     assert audited(model).idle == ("used.lora_embedding_B",)
+
+
+def test_of_a_head_the_way_down_waits_for_the_way_up():
+    head = LayerAhead(2, 3, 4, 1, 2)
+    gates = [torch.ones(4, 3)] * 2
+    head.forward = lambda x, predicted=head.forward: sum(predicted(layer, x, gates).logsumexp(-1).sum() for layer in range(2))
+    found = audited(nn.ModuleDict({"layer_ahead": head}))
+    assert found.waiting == head.down.numel() and not found.idle

@@ -87,7 +87,7 @@ def test_a_model_in_pefts_wrapping_trains_in_packs(tmp_path, caplog):
     with caplog.at_level("INFO"):
         runs.train(tmp_path, model=peft.get_peft_model(tiny.llama(), config), max_steps=2)
     assert "sequence packing (documents do not affect each other)" in caplog.text and "loss without whole" in caplog.text
-    assert "of LoRA's A follow in step 2" in caplog.text and "got no gradient" not in caplog.text
+    assert "follow in step 2" in caplog.text and "got no gradient" not in caplog.text
     with pytest.raises(ValueError, match="leave use_lora out"):
         runs.train(tmp_path / "both", model=peft.get_peft_model(tiny.llama(), config), use_lora=True)
 

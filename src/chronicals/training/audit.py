@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 SMALL = 1 << 16
 """Tensors up to this many elements are compared whole, larger ones by the sums of their bit patterns."""
 
-WAITS_FOR = {"lora_A": "lora_B", "lora_embedding_B": "lora_embedding_A"}
-"""Matrices of adapters, and those that begin at zero, without which they have no gradient."""
+WAITS_FOR = {"lora_A": "lora_B", "lora_embedding_B": "lora_embedding_A", "down": "up"}
+"""Matrices of adapters and of heads, and those that begin at zero, without which they have no gradient."""
 
 AT_A_TIME = 1 << 22
 """Elements that are summed at a time: torch makes 8 bytes of each."""
@@ -36,8 +36,8 @@ class Coverage:
         attached: of those, held by the optimizer.
         with_gradient: of those, in tensors with a gradient that is not zero.
         moved: of those, in tensors that the first step changed.
-        waiting: of those attached, matrices of adapters, ours or PEFT's, whose other one was zero and has a gradient: they
-            learn from the second step on.
+        waiting: of those attached, matrices of adapters, ours or PEFT's, and of heads, whose other one was zero and has a
+            gradient: they learn from the second step on.
         idle: names of the other asked-for tensors without a gradient.
     """
 
@@ -58,7 +58,7 @@ class Coverage:
         return (
             f"trainable {self.asked:,} of {self.total:,} parameters ({self.share:.2%}); after step 1: in the optimizer "
             f"{self.attached:,}, with a gradient {self.with_gradient:,}, changed {self.moved:,}"
-            + (f"; the {self.waiting:,} of LoRA's A follow in step 2, because B begins at zero" if self.waiting else "")
+            + (f"; {self.waiting:,} follow in step 2, because the other factor began at zero" if self.waiting else "")
         )
 
     def check(self) -> None:
@@ -92,7 +92,7 @@ class FirstStepAudit:
         self.asked = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self.attached = {name: p for name, p in self.asked.items() if id(p) in held}
         self.before = {name: self._mark(p) for name, p in self.attached.items()}
-        begins_at_zero = [name for name in self.attached if any(zero in name for zero in WAITS_FOR.values())]
+        begins_at_zero = [name for name in self.attached if not set(WAITS_FOR.values()).isdisjoint(name.split("."))]
         self.zero = {name for name in begins_at_zero if not bool(local(self.attached[name]).count_nonzero())}
         self.with_gradient: dict[str, Tensor] = {}
 
@@ -119,8 +119,7 @@ class FirstStepAudit:
         moved = [p for name, p in self.attached.items() if not torch.equal(self.before[name], self._mark(p))]
         idle = set(self.asked) - set(self.with_gradient)
         learning = self.zero & set(self.with_gradient)
-        pairs = [(name, name.replace(own, zero)) for name in idle for own, zero in WAITS_FOR.items() if own in name]
-        waiting = {name for name, other in pairs if other in learning}
+        waiting = {name for name in idle if ".".join(WAITS_FOR.get(part, part) for part in name.split(".")) in learning}
         return Coverage(
             total=count_values(self.model),
             asked=_count(self.asked.values()),
