@@ -73,9 +73,7 @@ def test_what_is_no_blocks_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_with_adapters_they_are_as_exact_as_the_plain_formula(dtype, device):
-    weights = [by_gguf(torch.randn(rows, 32), kind).to(dtype) for rows, kind in zip(SIZES, ("Q4_0", "Q8_0", "Q4_0"))]
-    weights = [replace(part, codes=part.codes.to(device)) for part in weights]
-    ranks, scales = (3, 0, 5), (0.5, 1.0, 2.0)
+    ranks, scales, weights = (3, 0, 5), (0.5, 1.0, 2.0), []
 
     def adapters(given):
         pairs = {0: given[0::2][0:1] + given[1::2][0:1], 2: given[0::2][1:] + given[1::2][1:]}
@@ -88,6 +86,8 @@ def test_with_adapters_they_are_as_exact_as_the_plain_formula(dtype, device):
         return merged_linear_reference(x, [part.dense().to(x) for part in weights], [None] * 3, adapters(given))
 
     def draw():
+        parts = (by_gguf(torch.randn(rows, 32), kind).to(dtype) for rows, kind in zip(SIZES, ("Q4_0", "Q8_0", "Q4_0")))
+        weights[:] = (replace(part, codes=part.codes.to(device)) for part in parts)
         pairs = [torch.randn(shape, device=device) for rank, rows in ((3, 24), (5, 13)) for shape in ((rank, 32), (rows, rank))]
         return [torch.randn(13, 32, device=device).to(dtype), *pairs]
 

@@ -118,9 +118,16 @@ def test_forward_and_backward_of_a_recomputed_layer_dequantise_once(device):
 
 def functions(ranks, biased, dtype, device, of=module):
     """Ours over packed weights, twice in a row with two weights of one shape, and the plain formula of what they stand for; of
-    x, the biases, and the A and B of the layers that have them."""
-    adapted, scales = [n for n, rank in enumerate(ranks) if rank], (0.5, 1.5, 2.5)
-    drawn = [packed_weights(SIZES, WIDTH, dtype, device) for _ in range(2)]
+    x, the biases, and the A and B of the layers that have them. The third draws these, and other weights."""
+    adapted, scales, drawn = [n for n, rank in enumerate(ranks) if rank], (0.5, 1.5, 2.5), []
+
+    def draw():
+        drawn[:] = (packed_weights(SIZES, WIDTH, dtype, device) for _ in range(2))
+        there = [(rank, size) for rank, size in zip(ranks, SIZES) if rank]
+        biases = [torch.randn(size, device=device).to(dtype) for size in SIZES] if biased else []
+        downs = [torch.randn(rank, WIDTH, device=device) * 0.3 for rank, _ in there]
+        ups = [torch.randn(size, rank, device=device) for rank, size in there]
+        return [torch.randn(13, WIDTH, device=device).to(dtype), *biases, *downs, *ups]
 
     def parts(tensors, number):
         biases, rest = (tensors[:3], tensors[3:]) if biased else ([None] * 3, tensors)
@@ -143,18 +150,7 @@ def functions(ranks, biased, dtype, device, of=module):
         weights, biases, adapters = given
         return merged_linear_reference(x, [part.dense().to(x) for part in weights], biases, adapters)
 
-    return both(ours), both(plain)
-
-
-def draw(ranks, biased, dtype, device):
-    def drawn():
-        there = [(rank, size) for rank, size in zip(ranks, SIZES) if rank]
-        biases = [torch.randn(size, device=device).to(dtype) for size in SIZES] if biased else []
-        downs = [torch.randn(rank, WIDTH, device=device) * 0.3 for rank, _ in there]
-        ups = [torch.randn(size, rank, device=device) for rank, size in there]
-        return [torch.randn(13, WIDTH, device=device).to(dtype), *biases, *downs, *ups]
-
-    return drawn
+    return both(ours), both(plain), draw
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -162,8 +158,7 @@ def draw(ranks, biased, dtype, device):
 @pytest.mark.parametrize("biased", [False, True], ids=["", "biased"])
 def test_with_adapters_they_are_as_exact_as_the_plain_formula(ranks, biased, dtype, device):
     """Two layers of one shape, whose adapters stand in the same padding, one after the other."""
-    ours, plain = functions(ranks, biased, dtype, device)
-    assert_as_exact_as_plain(ours, plain, draw(ranks, biased, dtype, device))
+    assert_as_exact_as_plain(*functions(ranks, biased, dtype, device))
 
 
 @pytest.mark.parametrize(
@@ -175,9 +170,9 @@ def test_with_adapters_they_are_as_exact_as_the_plain_formula(ranks, biased, dty
     ids=["adapters of the other layer", "weights in another order"],
 )
 def test_a_planted_fault_is_seen(old, new, device):
-    ours, plain = functions((3, 3, 3), False, torch.float32, device, mutant(module, old, new))
+    given = functions((3, 3, 3), False, torch.float32, device, mutant(module, old, new))
     with pytest.raises((AssertionError, RuntimeError)):
-        assert_as_exact_as_plain(ours, plain, draw((3, 3, 3), False, torch.float32, device))
+        assert_as_exact_as_plain(*given)
 
 
 # --- the layer ---------------------------------------------------------------------------------------------------------
