@@ -1,8 +1,11 @@
 """Small native mixtures with random weights."""
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from chronicals.moe import ChronicalsMoeConfig, ChronicalsMoeForCausalLM
 
@@ -44,6 +47,17 @@ def mixture(seed: int = 0, random: bool = True, **changes: Any) -> ChronicalsMoe
                     torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
                 else:
                     torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def in_fp64(model: ChronicalsMoeForCausalLM) -> ChronicalsMoeForCausalLM:
+    """The model in fp64, and its norms, which transformers computes in fp32 whatever the model is in; grouped products have
+    no fp64."""
+    model.double().set_experts_implementation("eager")
+    for norm in model.modules():
+        if isinstance(norm, Qwen3MoeRMSNorm):
+            shape, epsilon = norm.weight.shape, norm.variance_epsilon
+            norm.forward = partial(F.rms_norm, normalized_shape=shape, weight=norm.weight, eps=epsilon)
     return model
 
 

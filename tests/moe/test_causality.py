@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from transformers import StaticCache
 
 from chronicals.moe.latent_attention import LatentAttention
-from mixtures import WINDOW, mixture, token_ids
+from mixtures import WINDOW, in_fp64, mixture, token_ids
 
 LENGTH = 4 * WINDOW + 1
 IMPLEMENTATIONS = ["sdpa", "eager"]
@@ -17,6 +18,17 @@ def _no_gradients():
         yield
 
 
+@pytest.fixture(autouse=True)
+def _softmax_in_fp64(monkeypatch):
+    """Of what is in fp64; transformers' eager attention asks for fp32."""
+    usual = F.softmax
+
+    def softmax(x, dim, dtype=None):
+        return usual(x, dim, dtype=torch.promote_types(x.dtype, dtype or x.dtype))
+
+    monkeypatch.setattr(F, "softmax", softmax)
+
+
 def stepwise(model, ids, chunk=1, cache=None, **given):
     """Logits of all tokens, so many at a time."""
     found = []
@@ -25,11 +37,6 @@ def stepwise(model, ids, chunk=1, cache=None, **given):
         cache = out.cache
         found.append(out.logits)
     return torch.cat(found, 1)
-
-
-def apart(found, expected):
-    """The largest difference, over the largest logit."""
-    return float((found - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -63,27 +70,28 @@ def test_a_sliding_layer_sees_its_window(seed):
 @pytest.mark.parametrize("chunk", [1, 3, WINDOW + 2])
 def test_steps_are_one_shot(implementation, chunk, seed):
     """Beyond the window, with a prompt in pieces of any size."""
-    model, ids = mixture(seed), token_ids(2, LENGTH)
+    model, ids = in_fp64(mixture(seed)), token_ids(2, LENGTH)
     model.set_attn_implementation(implementation)
-    assert apart(stepwise(model, ids, chunk), model(ids).logits) <= 1e-5
+    assert (stepwise(model, ids, chunk) - model(ids).logits).abs().max() <= 1e-10
 
 
 def test_steps_are_one_shot_with_a_static_cache(seed):
-    model, ids = mixture(seed), token_ids(2, LENGTH)
+    model, ids = in_fp64(mixture(seed)), token_ids(2, LENGTH)
     cache = StaticCache(config=model.config, max_cache_len=LENGTH + 3)
-    assert apart(stepwise(model, ids, cache=cache), model(ids).logits) <= 1e-5
+    assert (stepwise(model, ids, cache=cache) - model(ids).logits).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_padding_on_the_left_changes_nothing(implementation, seed):
-    model, pad = mixture(seed), 5
+    """But for cosines and sines of other positions, which are in fp32."""
+    model, pad = in_fp64(mixture(seed)), 5
     model.set_attn_implementation(implementation)
     short, long = token_ids(1, LENGTH - pad), token_ids(1, LENGTH)
     ids = torch.cat((torch.cat((torch.zeros(1, pad, dtype=torch.long), short), 1), long))
     mask = (torch.arange(LENGTH) >= torch.tensor([pad, 0])[:, None]).long()
     found = model(ids, attention_mask=mask).logits
-    assert apart(found[0, pad:], model(short).logits[0]) <= 1e-5
-    assert apart(found[1], model(long).logits[0]) <= 1e-5
+    assert (found[0, pad:] - model(short).logits[0]).abs().max() <= 1e-5
+    assert (found[1] - model(long).logits[0]).abs().max() <= 1e-5
 
 
 def test_a_padded_batch_generates_what_each_does_alone(seed):
@@ -113,7 +121,7 @@ def test_beams_reorder_the_cache(beams, seed):
 
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens_q", "both"])
 def test_packed_documents_do_not_see_each_other(given, seed):
-    model, lengths = mixture(seed), (WINDOW + 4, 1, 2 * WINDOW, 5)
+    model, lengths = in_fp64(mixture(seed)), (WINDOW + 4, 1, 2 * WINDOW, 5)
     ids = token_ids(1, sum(lengths))
     bounds = torch.tensor([0, *lengths]).cumsum(0).int()
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
@@ -122,7 +130,7 @@ def test_packed_documents_do_not_see_each_other(given, seed):
         arguments = {given: arguments[given]}
     packed = model(ids, use_cache=False, **arguments).logits.split(lengths, 1)
     for document, found in zip(ids.split(lengths, 1), packed):
-        assert apart(found, model(document).logits) <= 1e-5
+        assert (found - model(document).logits).abs().max() <= 1e-10
 
 
 @pytest.mark.parametrize("q_lora_rank", [None, 10])
@@ -155,14 +163,14 @@ def test_absorbed_products_see_an_adapter(seed):
     import chronicals
 
     model, ids = mixture(seed), token_ids(1, LENGTH)
-    before = model(ids).logits
+    before = model(ids).logits.double()
     chronicals.apply_lora(model, chronicals.LoRAConfig(rank=2, alpha=8, dropout=0.0, target_modules=["kv_b_proj"]))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.normal_()
-    model.eval()
+    in_fp64(model.eval())
     after = model(ids).logits
-    assert not torch.allclose(before, after) and apart(stepwise(model, ids), after) <= 1e-5
+    assert not torch.allclose(before, after) and (stepwise(model, ids) - after).abs().max() <= 1e-10
 
 
 def test_positions_go_on_beyond_the_window(seed):

@@ -123,7 +123,7 @@ class LatentAttention(nn.Module):
         B, H, Q, _ = q_BHQR.shape
         rows_BXR, rows_BXP = q_BHQR.reshape(B, H * Q, -1), q_BHQP.reshape(B, H * Q, -1)
         scores = rows_BXR @ c_B1TR[:, 0].mT + rows_BXP @ k_B1TP[:, 0].mT  # one product for all heads: they share the keys
-        scores = scores.view(B, H, Q, -1).float() * self.scaling
+        scores = scores.view(B, H, Q, -1).to(torch.promote_types(scores.dtype, torch.float32)) * self.scaling
         if mask is not None:
             scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
         weights = scores.softmax(-1).nan_to_num(0.0).to(q_BHQN.dtype)  # a padding token sees nothing
