@@ -10,6 +10,9 @@ from chronicals.config.config import ChronicalsConfig, laid_over
 from chronicals.training import ChronicalsTrainer, TrainingResult
 from chronicals.training.callbacks import read_metrics
 
+SHORT = ["--max-steps", "2", "--max-seq-length", "128", "--cache-dir", "tokens", "--no-use-torch-compile"]
+"""Of a run by the command."""
+
 
 def config(folder: Path, **changes: Any) -> ChronicalsConfig:
     usual = {

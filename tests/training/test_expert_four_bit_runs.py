@@ -11,7 +11,6 @@ from torch import nn
 import families
 import runs
 import tiny
-from chronicals.cli import main
 from chronicals.config import ConfigurationError
 from chronicals.export.merge import merge
 from chronicals.generation import load_trained
@@ -293,29 +292,17 @@ def test_verify_compares_with_the_dequantised_model(tmp_path, monkeypatch, param
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "gpt_oss"])
-def test_the_command_takes_nothing_else(tmp_path, monkeypatch, capsys, caplog, name):
+def test_the_command_takes_nothing_else(tmp_path, chronicals, caplog, name):
     """Trained, asked, scored, merged; and the next run over the adapter has the same base."""
     base(tmp_path, name)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(20)))
-    monkeypatch.chdir(tmp_path)
-
-    def chronicals(*words):
-        monkeypatch.setattr("sys.argv", ["chronicals", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code, capsys.readouterr().err
-        return caplog.text
-
-    short = ["--max-steps", "2", "--max-seq-length", "128", "--cache-dir", "tokens", "--no-use-torch-compile"]
-    caplog.set_level("INFO", "chronicals")
     model = ["--model", "base", "--load-in-4bit", "--lora-target-modules", "q_proj,k_proj"]
     model += ["--lora-target-parameters", "mlp.experts.down_proj"]
-    said = chronicals("train", *model, "--data", "data.jsonl", "--output-dir", "out", *short)
+    said = chronicals("train", *model, "--data", "data.jsonl", "--output-dir", "out", *runs.SHORT)
     assert "8 linear layers in nf4 in blocks of 64 and the experts of 2 layers in nf4 in blocks of 64, dequantised" in said
     caplog.clear()
     chronicals("evaluate", "out", "--data", "data.jsonl"), chronicals("generate", "out", "--prompt", "what is 3?")
     chronicals("merge", "out", "--output", "merged")
-    said = chronicals("train", "--model", "out", "--data", "data.jsonl", "--output-dir", "on", *short)
+    said = chronicals("train", "--model", "out", "--data", "data.jsonl", "--output-dir", "on", *runs.SHORT)
     assert "the experts of 2 layers in nf4" in said
     first = load_model("merged", torch.float32).get_decoder().layers[0].mlp.experts
     seen = packed_experts(SavedModel.find("out").model(torch.bfloat16))["model.layers.0.mlp.experts.base_layer"]

@@ -8,7 +8,6 @@ from torch import nn
 
 import runs
 import tiny
-from chronicals.cli import main
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.export.merge import merge
 from chronicals.generation import load_trained
@@ -183,28 +182,17 @@ def test_verify_compares_with_the_dequantised_model(tmp_path, monkeypatch):
     assert not verify(load_model(place, torch.float32, quantization="nf4"), tiny.tokenizer(), *given).passed
 
 
-def test_the_command_takes_nothing_else(tmp_path, monkeypatch, capsys, caplog):
+def test_the_command_takes_nothing_else(tmp_path, chronicals, caplog):
     """Trained, asked, scored, merged; and the next run over the adapter has the same base."""
     base(tmp_path)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(20)))
-    monkeypatch.chdir(tmp_path)
-
-    def chronicals(*words):
-        monkeypatch.setattr("sys.argv", ["chronicals", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code, capsys.readouterr().err
-        return caplog.text
-
-    short = ["--max-steps", "2", "--max-seq-length", "128", "--cache-dir", "tokens", "--no-use-torch-compile"]
-    caplog.set_level("INFO", "chronicals")
-    said = chronicals("train", "--model", "base", "--data", "data.jsonl", "--load-in-4bit", "--output-dir", "out", *short)
+    said = chronicals("train", "--model", "base", "--data", "data.jsonl", "--load-in-4bit", "--output-dir", "out", *runs.SHORT)
     assert "packed base weights (14 linear layers in nf4" in said
     caplog.clear()
     assert (tmp_path / "out/model/adapter_model.safetensors").exists()
     chronicals("evaluate", "out", "--data", "data.jsonl"), chronicals("generate", "out", "--prompt", "what is 3?")
     chronicals("merge", "out", "--output", "merged")
-    assert "14 linear layers" in chronicals("train", "--model", "out", "--data", "data.jsonl", "--output-dir", "on", *short)
+    said = chronicals("train", "--model", "out", "--data", "data.jsonl", "--output-dir", "on", *runs.SHORT)
+    assert "14 linear layers" in said
     weight = load_model("merged", torch.float32).get_decoder().layers[0].mlp.up_proj.weight
     assert torch.equal(weight, merged_weight("out"))
 

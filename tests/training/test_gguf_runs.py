@@ -10,7 +10,6 @@ import torch
 import gguf_files
 import runs
 import tiny
-from chronicals.cli import main
 from chronicals.config import ConfigurationError
 from chronicals.export.merge import merge
 from chronicals.generation import load_trained
@@ -140,30 +139,18 @@ def test_values_and_bytes_are_counted(tmp_path):
     assert ours == whole - 2 * values + sum(layer.packed.bytes for layer in in_blocks(packed)) + values // 2 * 2
 
 
-def test_the_command_takes_nothing_else(tmp_path, monkeypatch, capsys, caplog):
+def test_the_command_takes_nothing_else(tmp_path, chronicals):
     """Trained, asked, scored, verified, exported; and the next run over the adapter has the same base."""
     path = base(tmp_path)
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in tiny.chat_rows(20)))
-    monkeypatch.chdir(tmp_path)
-
-    def chronicals(*words):
-        monkeypatch.setattr("sys.argv", ["chronicals", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        assert not ended.value.code, capsys.readouterr().err
-        return caplog.text
-
-    short = ["--max-steps", "2", "--max-seq-length", "128", "--cache-dir", "tokens", "--no-use-torch-compile"]
-    caplog.set_level("INFO", "chronicals")
     given = ["--data", "data.jsonl", "--use-lora"]
-    said = chronicals("train", "--model", "base/model-q8_0.gguf", *given, "--output-dir", "out", *short)
+    said = chronicals("train", "--model", "base/model-q8_0.gguf", *given, "--output-dir", "out", *runs.SHORT)
     assert "packed base weights (14 linear layers in Q8_0 of GGUF" in said
     shutil.rmtree(tmp_path / "source")
     described = json.loads((tmp_path / "out/model/adapter_config.json").read_text())
     assert described["base_model_name_or_path"] == str(path)
     chronicals("evaluate", "out", "--data", "data.jsonl"), chronicals("generate", "out", "--prompt", "what is 3?")
-    chronicals("train", "--model", "out", *given, "--output-dir", "on", *short)
-    chronicals("train", "--model", "base", *given, "--output-dir", "folder", *short)
+    chronicals("train", "--model", "out", *given, "--output-dir", "on", *runs.SHORT)
+    chronicals("train", "--model", "base", *given, "--output-dir", "folder", *runs.SHORT)
     chronicals("evaluate", "base", "--data", "data.jsonl")
     chronicals("export", "out", "--to", "gguf-adapter")
     assert list((tmp_path / "out").rglob("*.gguf"))
