@@ -12,7 +12,7 @@ from torch import nn
 
 from chronicals.models import quantise_layers
 from chronicals.training.adapters import attach_adapters
-from chronicals.training.decisions import expected_memory
+from chronicals.training.needed_memory import expected_memory
 
 rows, ways, models = (scripts.script(name) for name in ("cards_rows", "cards_ways", "cards_models"))
 peers, cards, table = (scripts.script(name) for name in ("fsdp2_peers", "several_cards", "cards_table"))

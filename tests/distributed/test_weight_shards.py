@@ -9,7 +9,7 @@ import tiny
 from chronicals import ChronicalsConfig
 from chronicals.config import ConfigurationError
 from chronicals.distributed.weight_shards import rows_of
-from chronicals.training.decisions import sharing_of
+from chronicals.training.needed_memory import sharing_of
 
 
 def test_rows_are_cut_as_torch_cuts_chunks():

@@ -19,7 +19,7 @@ from chronicals.memory.recompute import RESERVE
 from chronicals.models import present, quantise_layers
 from chronicals.planning import Machines, plan, traffic
 from chronicals.planning.plan import _flops_a_token
-from chronicals.training import decisions
+from chronicals.training import decisions, needed_memory
 
 GB = 10**9
 SIZES = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 4, "num_attention_heads": 16,
@@ -138,7 +138,7 @@ def test_gradients_of_one_micro_batch_come_as_activations_go(sharding, tmp_path)
 
     def expected(count, graphs):
         fields = {**ALL, "gradient_accumulation_steps": count, "sharding": sharding, "use_cuda_graphs": graphs}
-        return decisions.expected_memory(runs.config(tmp_path, **fields), large(), 2, 1, True, total=100 * GB)[1]
+        return needed_memory.expected_memory(runs.config(tmp_path, **fields), large(), 2, 1, True, total=100 * GB)[1]
 
     once, often = expected(1, False), expected(2, False)
     assert often.gradients == 0 and often.fixed - once.fixed == once.gradients
@@ -161,7 +161,7 @@ def test_memory_of_divided_frozen_weights(kind, among, tmp_path):
         if divided:
             shard_frozen(decoder_layers(model), Mesh(0, among), among, torch.device("meta"), torch.bfloat16)
             shard_embedding(model, 0, among, torch.device("meta"))
-        return decisions.expected_memory(config, model, among, 1, True, total=GB)[1].fixed
+        return needed_memory.expected_memory(config, model, among, 1, True, total=GB)[1].fixed
 
     assert held(False) - held(True) == 2 * table // among
     assert held(False, divided=True) == pytest.approx(held(False), rel=1e-3)
@@ -213,7 +213,7 @@ def test_a_process_that_trains_with_others_does_not_plan(tmp_path):
 @pytest.mark.parametrize("kind", ["all weights", "LoRA", "LoRA over NF4"])
 def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):
     fields = {**ALL, "use_lora": kind != "all weights", "max_seq_length": 512, "memory": []}
-    config, own, found = runs.config(tmp_path, **fields), decisions.estimate, []
+    config, own, found = runs.config(tmp_path, **fields), needed_memory.estimate, []
     models = [tiny.llama(**SIZES) if kind == "all weights" else tiny.llama(), None]
     models[1] = large() if kind == "all weights" else large(**{name: getattr(models[0].config, name) for name in SIZES})
     for model in models:
@@ -221,7 +221,7 @@ def test_memory_is_what_the_trainer_expects(kind, ranks, tmp_path, monkeypatch):
             quantise_layers(model)
         if kind != "all weights":
             apply_lora(model, LoRAConfig(rank=8))
-    monkeypatch.setattr(decisions, "estimate", lambda *given: (found.append(own(*given)), found[-1])[1])
+    monkeypatch.setattr(needed_memory, "estimate", lambda *given: (found.append(own(*given)), found[-1])[1])
     decisions.decide(config, present(models[0], True, True, pack_width=512), ranks=ranks)
     made = plan(models[1], config, ranks, Machines(memory=10**15))
     assert made.fits and made.recomputed == 0 and found[1].fixed == found[0].fixed > 0
@@ -236,7 +236,7 @@ def test_what_is_asked_for_is_recomputed(memory, again, kept, tmp_path):
     """Whether it fits or not."""
     config = runs.config(tmp_path, **ALL, memory=memory)
     made = plan(large(), config, 1, Machines(memory=GB))
-    _, needed = decisions.expected_memory(config, large(), 1, 1, True, total=GB)
+    _, needed = needed_memory.expected_memory(config, large(), 1, 1, True, total=GB)
     assert made.recomputed == again and not made.fits
     assert made.held == needed.fixed + 4 * needed.kept[kept]
 

@@ -14,7 +14,7 @@ from chronicals.config import ConfigurationError
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present
 from chronicals.optimizers import Adam8bit
-from chronicals.training import Callback, CheckpointError, decisions, session
+from chronicals.training import Callback, CheckpointError, decisions, needed_memory, session
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_ranks
@@ -125,8 +125,8 @@ def test_the_log_says_it(tmp_path, caplog):
 
 @pytest.mark.parametrize("changes", [{}, {"use_lora": True}], ids=str)
 def test_the_estimate_counts_the_bytes_that_there_are(tmp_path, changes, monkeypatch):
-    fixed, usual = [], decisions.estimate
-    monkeypatch.setattr(decisions, "estimate", lambda *given: fixed.append((given[5], usual(*given))) or fixed[-1][1])
+    fixed, usual = [], needed_memory.estimate
+    monkeypatch.setattr(needed_memory, "estimate", lambda *given: fixed.append((given[5], usual(*given))) or fixed[-1][1])
     sizes = []
     for more in ({}, IN_8_BITS):
         model, config = tiny.llama(), runs.config(tmp_path, **changes, **more)

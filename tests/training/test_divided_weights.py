@@ -14,7 +14,8 @@ from chronicals.distributed import shard_embedding
 from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models import present
 from chronicals.objectives import build_objective
-from chronicals.training.decisions import choose_sharding, decide
+from chronicals.training.decisions import decide
+from chronicals.training.needed_memory import choose_sharding
 from chronicals.training.session import prepare
 from chronicals.training.weight_sharding import check_divisible
 

@@ -13,7 +13,7 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.memory import NOTHING
 from chronicals.models import present
 from chronicals.optimizers import buffer_bytes, host_states
-from chronicals.training import Callback, decisions, session
+from chronicals.training import Callback, decisions, needed_memory, session
 from chronicals.training.out_of_memory import what_helps
 
 AWAY = ["offload_optimizer_states"]
@@ -126,8 +126,8 @@ def test_the_log_says_it(tmp_path, caplog):
 def test_the_estimate_has_buffers_instead_of_states(kind, tmp_path, monkeypatch):
     monkeypatch.setattr(host_states, "SMALLEST", 5000)
     monkeypatch.setattr(host_states, "BUFFER", host_states.LEAST)
-    found, usual = [], decisions.estimate
-    monkeypatch.setattr(decisions, "estimate", lambda *given: found.append(usual(*given)) or found[-1])
+    found, usual = [], needed_memory.estimate
+    monkeypatch.setattr(needed_memory, "estimate", lambda *given: found.append(usual(*given)) or found[-1])
     for memory in ([], AWAY):
         model, config = tiny.llama(), runs.config(tmp_path, **RUNS[kind], memory=memory)
         if "use_lora" in RUNS[kind]:

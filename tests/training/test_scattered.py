@@ -13,7 +13,7 @@ import two_processes
 from chronicals.config import ConfigurationError
 from chronicals.memory.recompute import RESERVE
 from chronicals.models import present
-from chronicals.training import decisions
+from chronicals.training import decisions, needed_memory
 from chronicals.training.decisions import Decision, _reduce_in_backward, decide
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -87,8 +87,8 @@ def test_a_card_without_room_for_all_gradients_decides_for_it(room, memory, runs
         estimates.append(found)
         return replace(found, total=int(room * estimates[0].needed(*estimates[0].choice()) / RESERVE) + 1)
 
-    own = decisions.estimate
-    monkeypatch.setattr(decisions, "estimate", estimate)
+    own = needed_memory.estimate
+    monkeypatch.setattr(needed_memory, "estimate", estimate)
     monkeypatch.setattr(decisions, "_graphs", lambda *given: (not given[4], "as told"))
     config = runs.config(tmp_path, batch_size=1, max_seq_length=8, logits_chunk_size=8, memory=memory)
     made = decide(config, present(model, True, True, pack_width=8), ranks=2)

@@ -21,7 +21,7 @@ from chronicals.memory import CHEAP, LAYERS, NOTHING, Estimate
 from chronicals.model_shape import ModelShape
 from chronicals.planning.traffic import Traffic, traffic
 from chronicals.quantization import Experts4bit, PackedLinear
-from chronicals.training.decisions import choose_sharding, expected_memory, sharing_of
+from chronicals.training.needed_memory import choose_sharding, expected_memory, sharing_of
 from chronicals.training.weight_sharding import WEIGHTS
 
 BACKWARD = 2 / 3

@@ -31,7 +31,7 @@ from chronicals.memory import decoder_layers
 from chronicals.model_shape import ModelShape
 from chronicals.models import embedding_table
 from chronicals.training.context import exchanging
-from chronicals.training.decisions import frozen_bytes
+from chronicals.training.needed_memory import frozen_bytes
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, trains_layers
 
 NAMES = {

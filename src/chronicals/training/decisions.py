@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from chronicals.attention import FLASH, choose_backend
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Mesh, divided_among, why_embedding_stays_whole
 from chronicals.kernels.fp8 import lacks_fp8
 from chronicals.kernels.fp8_linear import MULTIPLE
 from chronicals.kernels.host_memory import available_memory
-from chronicals.lora import has_magnitudes
 from chronicals.memory import (
     CHEAP,
     LAYERS,
@@ -24,15 +18,11 @@ from chronicals.memory import (
     Estimate,
     decoder_layers,
     enters_again,
-    estimate,
-    makes_tiles,
     recomputes,
 )
-from chronicals.models import ModelShape, PresentedModel, embedding_table, has_4bit_experts, input_device, unfused_kind
+from chronicals.models import ModelShape, PresentedModel, input_device, unfused_kind
 from chronicals.optimizers import (
-    buffer_bytes,
     host_states,
-    moment_bytes,
     moments_in_8_bits,
     states_in_host_memory,
 )
@@ -41,7 +31,8 @@ from chronicals.patching import experts, has_gated_mlps
 from chronicals.patching.forms import signature
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
-from chronicals.quantization import FP8, Dense, Experts4bit, FP8InHost, PackedLinear
+from chronicals.quantization import Experts4bit, PackedLinear
+from chronicals.training.needed_memory import expected_memory, has_tiles, leaves_the_card, sharing_of, state_bytes
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible, trains_layers
 
 PLAIN = {
@@ -155,140 +146,6 @@ GATHERED = "weights are gathered for each layer"
 SHARED = "processes that share packs exchange heads within each layer"
 
 
-def expected_memory(
-    config: ChronicalsConfig, model: Any, ranks: int, context: int, whole: bool,
-    in_fp8: Callable[[int, int], bool] | None = None, total: int | None = None,
-) -> tuple[bool, Estimate]:  # fmt: skip
-    """What each of so many processes holds, and whether it sums gradients in the backward pass to free them: as asked, or where
-    all of them would not fit.
-
-    Args:
-        model: with adapters, if any; may be on the meta device.
-        whole: whether decoder layers run fused.
-        in_fp8: as for ``estimate``.
-        total: bytes of a card; by default those of the model's device.
-    """
-    sharding, tokens = _sharding(config, model, ranks, total), config.batch_size * config.max_seq_length // context
-    if sharding.how == WEIGHTS:
-        held = _memory_of(model) if total is None else total
-        return False, _with_weights_divided(config, model, tokens, whole, sharding.among, held)
-    sharded = sharding.runs
-    states = _states_on_device(config, model)
-    if sharded:  # beside the states of a share, the share itself and the sums of its gradients
-        states = (states + (2 if _splits(config) else 4) + 4) / ranks
-
-    def estimated(frees: bool) -> Estimate:
-        narrow, frozen, trained, gradient = _bytes(config, PRODUCTS[config.mixed_precision], ranks, states, frees)
-        kept = gradient * _keeps_gradients(config, divided=False)
-        found = estimate(
-            model, tokens, whole, narrow, frozen, trained + kept, config.logits_chunk_size, in_fp8, has_magnitudes(model),
-            gradient - kept,
-        )  # fmt: skip
-        return found if total is None else replace(found, total=total)
-
-    frees = "reduce_in_backward" in config.memory_policies and sharded and context == 1
-    needed = estimated(frees)
-    wants_graphs = config.use_cuda_graphs and "use_cuda_graphs" in config.explicit
-    if sharded and context == 1 and config.memory is None and not wants_graphs and not needed.fits:
-        return True, estimated(True)
-    return frees, needed
-
-
-def _with_weights_divided(
-    config: ChronicalsConfig, model: Any, tokens: int, whole: bool, among: int, total: int
-) -> Estimate:  # fmt: skip
-    """What each process holds where weights are divided among so many: shares, two layers that are gathered, and where layers
-    are trained the gradients of one before and after they are summed, and all of the embedding and the head; where they are
-    frozen, all of the head.
-
-    Args:
-        model: whose frozen layers may be divided already.
-    """
-    product = PRODUCTS[config.mixed_precision].itemsize
-    frozen, states = float(product), _states_on_device(config, model)
-    full = trains_layers(model)
-    if full:
-        states -= 2 * config.master_weights * _splits(config)  # shards are whole fp32 weights
-        trained, gradient, frozen = (4 + states) / among, 4 / among, product / among
-    else:
-        trained, gradient = 4 + (states + 8) / among, 4.0
-    kept = gradient * _keeps_gradients(config, divided=True)
-    found = estimate(
-        model, tokens, whole, product, frozen, trained + kept, config.logits_chunk_size, None, has_magnitudes(model),
-        gradient - kept,
-    )  # fmt: skip
-    layers = decoder_layers(model)
-    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    if full:
-        others = sum(p.numel() for p in model.parameters()) - sum(sizes)
-        extra, summed = max(sizes) * (3 * product + 8) + others * product, others * (product + 4)
-    else:
-        extra, summed = _beside_frozen_shares(model, product, among), 0
-    stays = summed * _keeps_gradients(config, divided=True)
-    return replace(found, fixed=found.fixed + extra + stays, total=total, gradients=found.gradients + summed - stays)
-
-
-def _beside_frozen_shares(model: Any, product: int, among: int) -> int:
-    """What frozen weights take where they are divided among so many, less what they take as they are: shares, two layers that
-    are gathered, and where products read whole weights in place, a dense layer that they read instead."""
-    sizes, here, gathered, read = 0, 0, 0, 0
-    for layer in decoder_layers(model):
-        held: dict[Any, int] = {module: size for module in layer.modules() if (size := frozen_bytes(module, product))}
-        whole = sum(held.values())
-        sizes, gathered = sizes + whole, max(gathered, whole)
-        here += sum(size // divided_among(module) for module, size in held.items())
-        in_place = (m for m in held if divided_among(m) == 1 and m.weight.is_floating_point())
-        read = max(read, sum(held[module] for module in in_place))
-    extra = sizes // among - here + 2 * gathered + read
-    if why_embedding_stays_whole(model, among) is None and divided_among(model.get_input_embeddings()) == 1:
-        extra -= embedding_table(model).numel() * (among - 1) // among * product
-    return extra
-
-
-def _memory_of(model: Any) -> int:
-    """Bytes of the card that a model runs on, though its weights may be elsewhere as yet; 0 without one."""
-    device = input_device(model)
-    return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-
-
-def frozen_bytes(module: Any, product: int) -> int:
-    """Of a frozen linear layer's weight, as it is held by all ranks that divide it."""
-    if not hasattr(module, "out_features") or any(p.requires_grad for p in module.parameters(recurse=False)):
-        return 0
-    held = sum(p.numel() * (product if p.is_floating_point() else 1) for p in module.parameters(recurse=False))
-    return held * divided_among(module) + sum(buffer.nbytes for buffer in module.buffers(recurse=False))
-
-
-def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int) -> str:
-    """``sharding`` as asked; where nothing is asked, the weights are divided if they can be, and do not fit a card of so many
-    bytes whole.
-
-    Args:
-        model: as it was loaded; adapters that the run attaches may be there or not.
-    """
-    whole = not decoder_layers(model) or has_4bit_experts(model)
-    if ranks == 1 or "sharding" in config.explicit or not total or whole:
-        return config.sharding
-    kept = [(p, p.requires_grad) for p in model.parameters()]
-    frozen = config.use_lora and not hasattr(model, "chronicals_lora")
-    try:
-        for p, trained in kept:
-            p.requires_grad_(trained and not frozen)
-        _, needed = expected_memory(config, model, ranks, config.context_parallel, True, None, total)
-    finally:
-        for p, trained in kept:
-            p.requires_grad_(trained)
-    return config.sharding if needed.fits else WEIGHTS
-
-
-def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> ChronicalsConfig:
-    """The configuration with what ``choose_sharding`` says for the card of this process."""
-    device = ranks.device
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    chosen = choose_sharding(config, model, ranks.count, total)
-    return config if chosen == config.sharding else config.fitted(sharding=chosen)
-
-
 def _compilation(
     model: Any, on_card: bool, fused: bool, router_loss: bool, context: int, divided: bool, in_fp8: bool
 ) -> tuple[bool, str]:  # fmt: skip
@@ -304,53 +161,6 @@ def _compilation(
     }
     reason = next((reason for reason, there in obstacles.items() if there), None)
     return reason is None, reason or "decoder layers"
-
-
-def _states_on_device(config: ChronicalsConfig, model: Any) -> float:
-    """Bytes of the optimizer states of a trained weight, in the mean: buffers instead of those in host memory."""
-    moved = states_in_host_memory(model) if "offload_optimizer_states" in config.memory_policies else []
-    away, trained = {id(p) for p in moved}, [p for p in model.parameters() if p.requires_grad]
-    here = _state_bytes(config, model, [p for p in trained if id(p) not in away])
-    return (here + buffer_bytes(_state_bytes(config, model, moved))) / max(sum(p.numel() for p in trained), 1)
-
-
-def _state_bytes(config: ChronicalsConfig, model: Any, weights: Sequence[Tensor]) -> int:
-    """Of both moments of these trained weights and, in bf16, the lower halves of their masters."""
-    count = sum(p.numel() for p in weights)
-    lows = 2 * config.master_weights * _splits(config) * count
-    if config.use_8bit_optimizer:
-        return lows + moment_bytes(model, weights)
-    return lows + 2 * count * (2 if config.optimizer_state_dtype == "bf16" else 4)
-
-
-def _splits(config: ChronicalsConfig) -> bool:
-    """Whether trained weights are in bf16, which leaves a lower half of a master."""
-    return config.mixed_precision == "bf16" and not config.use_lora
-
-
-def _bytes(
-    config: ChronicalsConfig, product_type: torch.dtype, ranks: int, states: float, frees: bool
-) -> tuple[int, float, float, float]:  # fmt: skip
-    """Of an activation, of a frozen weight, with what it is in FP8, of a trained one with ``states``, and of its gradient.
-
-    Args:
-        frees: gradients are summed over the ranks in the backward pass, and freed.
-    """
-    narrow, split = product_type.itemsize, _splits(config)
-    sums = config.gradient_accumulation_steps > 1 or ranks > 1 or not split or _has_tiles(config)
-    gradient = 0 if frees or "optimizer_in_backward" in config.memory_policies else 4 if sums else 2
-    frozen = FP8InHost if _leaves(config) else FP8 if config.use_fp8 else Dense
-    return narrow, frozen.bytes_a_value(narrow), (2 if split else 4) + states, gradient
-
-
-def _keeps_gradients(config: ChronicalsConfig, divided: bool) -> bool:
-    """Whether gradients are there during a forward pass: those of the micro-batch before, or those that CUDA graphs write,
-    which stay where they are; else activations make way for them.
-
-    Args:
-        divided: weights are divided among processes, so that there are no graphs.
-    """
-    return config.gradient_accumulation_steps > 1 or (config.use_cuda_graphs and not divided)
 
 
 def why_not_fused(config: ChronicalsConfig, presented: PresentedModel) -> str | None:
@@ -483,21 +293,13 @@ def _tiles(config: ChronicalsConfig, model: Any, context: int) -> Decision:
         return Decision("tiled_mlp", False, "not asked for")
     if not has_gated_mlps(model):
         raise ConfigurationError(f"memory=['tiled_mlp']: needs gated MLPs, {type(model).__name__} has none; leave it out")
-    if not _has_tiles(config, context):
+    if not has_tiles(config, context):
         return Decision("tiled_mlp", False, "a batch has no more rows than a tile")
     return Decision("tiled_mlp", True, "as asked")
 
 
-def _has_tiles(config: ChronicalsConfig, context: int = 1) -> bool:
-    return "tiled_mlp" in config.memory_policies and makes_tiles(config.batch_size * config.max_seq_length // context)
-
-
-def _leaves(config: ChronicalsConfig) -> bool:
-    return "offload_frozen_weights" in config.memory_policies
-
-
 def _frozen_weights(config: ChronicalsConfig) -> Decision:
-    if not _leaves(config):
+    if not leaves_the_card(config):
         return Decision("offload_frozen_weights", False, "not asked for")
     return Decision("offload_frozen_weights", True, "as asked, of products in FP8")
 
@@ -517,41 +319,18 @@ def _8bit_optimizer(config: ChronicalsConfig, model: Any) -> Decision:
     return Decision(field, True, f"as asked, the moments of {share:.1%} of the trained weights; {others}")
 
 
-def _sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None) -> Decision:
+def _sharding(config: ChronicalsConfig, model: Any, ranks: int) -> Decision:
     if ranks == 1:
         return Decision("sharding", False, "one process")
     if config.sharding == "none":
         return Decision("sharding", False, "as asked, every process has all optimizer states", matters=True)
     if config.sharding == WEIGHTS:
-        among = sharing_of(config, model, ranks, total)
+        among = sharing_of(config, model, ranks)
         check_divisible(model, config, among)
         copies = f", {ranks // among} copies" if among < ranks else ""
         what = "weights, gradients' sums and optimizer states" if trains_layers(model) else "frozen weights"
         return Decision("sharding", True, f"{what}, a share of 1/{among} in each process{copies}", WEIGHTS, among=among)
     return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
-
-
-def sharing_of(config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None, here: int | None = None) -> int:
-    """How many neighbours share one copy of the weights: as asked, or those of a machine where that fits their cards, else all.
-
-    Args:
-        total: bytes of a card; by default those of the model's device.
-        here: processes of a machine; by default as torchrun says.
-    """
-    asked = config.sharding_ranks
-    if asked is None:
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "0")) if here is None else here
-        if not 1 < here < ranks or ranks % here:
-            return ranks
-        tokens = config.batch_size * config.max_seq_length // config.context_parallel
-        fits = _with_weights_divided(config, model, tokens, True, here, _memory_of(model) if total is None else total).fits
-        return here if fits else ranks
-    if asked < 2 or ranks % asked:
-        raise ConfigurationError(
-            f"sharding_ranks={asked}: {ranks} processes cannot share weights {asked} by {asked}; take a divisor of {ranks} "
-            "from 2 on, or leave it out"
-        )
-    return asked
 
 
 def _reduce_in_backward(
@@ -603,7 +382,7 @@ def _host_states(config: ChronicalsConfig, model: Any, on_card: bool) -> Decisio
             f"memory=['{field}']: no trained weight has {host_states.SMALLEST} elements, and smaller ones keep their states "
             "where they are; leave it out"
         )
-    share, size = sum(p.numel() for p in moved) / max(trained, 1), _state_bytes(config, model, moved)
+    share, size = sum(p.numel() for p in moved) / max(trained, 1), state_bytes(config, model, moved)
     available = available_memory()
     if available is not None and size > available:
         sizes = f"states of {size / 2**30:.2f} GiB, and {available / 2**30:.2f} GiB of host memory are free"

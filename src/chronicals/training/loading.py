@@ -17,7 +17,7 @@ from chronicals.models.loading import DTYPES, is_packed, load_for_rows, load_rep
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import watcher
-from chronicals.training.decisions import choose_sharding, sharing_of
+from chronicals.training.needed_memory import choose_sharding, sharing_of
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
 
 logger = logging.getLogger(__name__)

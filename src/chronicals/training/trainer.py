@@ -22,7 +22,6 @@ from chronicals.training.adapters import with_token_ids
 from chronicals.training.alike import fingerprint, prove_alike, shared_settings
 from chronicals.training.callbacks import Callback, Callbacks, MetricsFile, ProgressBar
 from chronicals.training.context import check_dealt, sharing_packs
-from chronicals.training.decisions import with_sharding
 from chronicals.training.errors import TrainingError
 from chronicals.training.finish import about_data, finish
 from chronicals.training.frozen import check_frozen_positions
@@ -30,6 +29,7 @@ from chronicals.training.guard import check_that_something_was_applied
 from chronicals.training.heard import heard
 from chronicals.training.length import Length, fit_batch, fit_learning_rate
 from chronicals.training.loop import Loop
+from chronicals.training.needed_memory import with_sharding
 from chronicals.training.out_of_memory import saying_what_helps
 from chronicals.training.preparation import (
     Source,
