@@ -15,7 +15,7 @@ import tiny
 from chronicals.memory import LAYERS, NOTHING, ActivationOffload, Estimate, tiling
 from chronicals.patching import halves, patch_parts
 from chronicals.patching.plan import PatchPlan
-from chronicals.training import ChronicalsTrainer, decisions, in_backward, session
+from chronicals.training import ChronicalsTrainer, decisions, in_backward, needed_memory, session
 
 TESTS = Path(__file__).parent.parent
 EXACT = 2e-6
@@ -194,7 +194,7 @@ def test_recomputed_as_far_as_memory_needs_it(tmp_path, monkeypatch):
     model, recomputed = tiny.llama(), []
     for name, total in (("first layer", 5), ("nothing", 9)):
         card = Estimate(1, 2, {NOTHING: 3, LAYERS: 0}, total)
-        monkeypatch.setattr(decisions, "estimate", lambda *_, card=card: card)
+        monkeypatch.setattr(needed_memory, "estimate", lambda *_, card=card: card)
         runs.train(tmp_path / name, model=model)
         recomputed.append([layer.gradient_checkpointing for layer in model.get_decoder().layers])
         model.load_state_dict(tiny.llama().state_dict())
