@@ -11,8 +11,9 @@ over 4 with frozen experts, over 4 with adapters on experts, and all layers reco
 
 import argparse
 import dataclasses
+import gc
 import json
-import resource
+import math
 import statistics
 import sys
 import tempfile
@@ -52,14 +53,26 @@ def write(shape: str, layers: int, folder: Path, device: str, quick: bool) -> No
     build_model("written", folder, device)
 
 
+def most_of_host(anew: bool = False) -> float:
+    """Bytes of this process in memory at most, of what is resident; with ``anew`` counted from here on. NaN where the system
+    does not tell."""
+    try:
+        if anew:
+            Path("/proc/self/clear_refs").write_text("5")
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        return math.nan
+    return int(line.split()[1]) * 1024
+
+
 def read(folder: Path, device: str) -> tuple[Any, dict[str, float]]:
     """The model in 4 bits on the card; seconds, and GiB at most."""
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+    before, began = most_of_host(anew=True), time.perf_counter()
     model = load_model(folder, torch.bfloat16, quantization="nf4")
     seconds = time.perf_counter() - began
-    host = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / GIB
+    host = (most_of_host() - before) / GIB
     card = torch.cuda.max_memory_allocated() / GIB if device == "cuda" else 0.0
     packed = sum(m.bytes for m in model.modules() if isinstance(m, Experts4bit))
     packed += sum(m.packed.bytes for m in model.modules() if isinstance(m, Linear4bit))
@@ -153,6 +166,7 @@ def main() -> None:
         model, result["reading"] = read(folder, device)
         result["tensors that differ"] = same_codes(model, folder, device)
         del model
+        given.output.write_text(json.dumps(result, indent=1))
         result["beside dequantised"] = beside_dequantised(folder, device)
         result["trained"] = {}
         for name, fields in ARMS.items():
@@ -160,6 +174,7 @@ def main() -> None:
                 result["trained"][name] = train(folder, Path(made) / name, given.steps, width, fields, device)
             except Exception as error:  # the other arms are measured
                 result["trained"][name] = {"failed": f"{type(error).__name__}: {error}"}
+            gc.collect()  # a model that was trained is in cycles
             if device == "cuda":
                 torch.cuda.empty_cache()
             given.output.write_text(json.dumps(result, indent=1))

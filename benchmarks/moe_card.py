@@ -10,6 +10,7 @@ products beside expanded ones, at several lengths of the cache. One table last.
 """
 
 import argparse
+import gc
 import json
 import statistics
 import tempfile
@@ -134,10 +135,13 @@ def main() -> None:
     for length in given.cached:
         for absorbed in (True, False):
             result["decoding"][f"{length}, {'absorbed' if absorbed else 'expanded'}"] = decoding(model, length, absorbed)
+        small.write(given.output, result)
     del model
     with tempfile.TemporaryDirectory() as name:
         for arm, router in ARMS.items():
             try:
+                fresh = None
+                gc.collect()  # a model that was trained is in cycles
                 fresh = build(tokenizer, given.layers, given.hidden, given.device)
                 if on_card:
                     torch.cuda.reset_peak_memory_stats()
@@ -151,6 +155,8 @@ def main() -> None:
             small.write(given.output, result)
         both = list[list[float]]()
         for graphs in (True, False):
+            fresh = None
+            gc.collect()
             fresh = build(tokenizer, 2, given.hidden, given.device)
             changes: dict[str, Any] = {"use_torch_compile": False, "batch_size": given.packs}
             if on_card:

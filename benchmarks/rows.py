@@ -81,8 +81,8 @@ PREFERENCE = {
     for objective in ("dpo", "orpo")
     for kind, options, peers in (
         ("0.5b-full", SMALL, ("trl", "unsloth", "unsloth-recompute")),
-        ("8b-lora", [*LARGE, *LORA], ("trl", "unsloth")),
-        ("8b-qlora", [*LARGE, *QLORA], ("trl", "unsloth")),
+        ("8b-lora", [*LARGE, *LORA], ("trl", "unsloth", "unsloth-recompute")),
+        ("8b-qlora", [*LARGE, *QLORA], ("trl", "unsloth", "unsloth-recompute")),
     )
 }
 
@@ -109,7 +109,8 @@ ROWS = {
     "row-30b-a3b-lora-fixed": [*MIXTURE, *LORA, *against("trl", "unsloth")],
     "row-30b-a3b-qlora-fixed": [*MIXTURE, *QLORA, *against("trl", "unsloth")],
     "row-olmoe-1b-7b-full-fixed": [
-        "--model", "olmoe-1b-7b", *BF16_STATES, *variants("master_weights=false"), *against("trl", "unsloth"),
+        "--model", "olmoe-1b-7b", *BF16_STATES, *variants("master_weights=false"),
+        *against("trl-recompute", "unsloth-recompute"),  # weights, gradients and states are 52 GiB, activations 20 to 27
     ],
     "row-0.5b-full-distill-fixed": [*SMALL, "--objective", "distill", "--distill.teacher", "qwen3-8b", *against("liger")],
     **PREFERENCE,

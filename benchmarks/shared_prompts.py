@@ -146,8 +146,8 @@ def main() -> None:
             row = measure(heads, groups, width, given.tokens, share, device)
             name = f"{heads}/{groups} heads of {width}, prompts of {share:.0%}"
             results["rows"][name] = row
+            given.output.write_text(json.dumps(results))
             print(name, {arm: round(statistics.median(times), 3) for arm, times in row["milliseconds"].items()}, flush=True)
-    given.output.write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

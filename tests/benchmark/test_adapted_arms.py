@@ -9,8 +9,9 @@ import torch
 
 import families
 import tiny
-from chronicals.benchmark.arms import ours, unsloth
+from chronicals.benchmark.arms import ours, trl, unsloth
 from chronicals.benchmark.arms.weights import load_dequantised, load_for_peers, load_in_4_bits, with_peft
+from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.processes import missing
 from chronicals.benchmark.shapes import byte_tokenizer
 from chronicals.benchmark.work import STEPS, plan_work, prepare, start_of, starting_values
@@ -162,6 +163,7 @@ def asked(monkeypatch):
 
         @staticmethod
         def get_peft_model(model, **given):
+            asked.update(given)
             return model
 
         @staticmethod
@@ -183,7 +185,38 @@ def test_unsloth_is_asked_for_4_bits_where_the_row_has_them(tmp_path, asked, mod
     assert asked["use_gradient_checkpointing"] == ("unsloth" if recompute else False)
 
 
+def test_unsloth_adapts_what_the_row_adapts(tmp_path, asked, monkeypatch):
+    """Of a mixture only attention: were experts named too, it would adapt their stacks."""
+    start = {f"base_model.model.model.layers.0.self_attn.{name}.lora_A.weight": torch.ones(1) for name in ("q_proj", "o_proj")}
+    monkeypatch.setattr(unsloth, "start_of", lambda *given: start)
+    unsloth.load(planned(tmp_path, "lora"), False)
+    assert asked["target_modules"] == ["o_proj", "q_proj"]
+
+
 def test_unsloth_says_which_adapters_it_is_not_measured_with(asked):
     config = SimpleNamespace(use_dora=True, lora_rank_pattern={}, lora_alpha_pattern={}, lora_layers=None)
     with pytest.raises(ValueError, match="use_dora=True: it is measured with plain adapters of one rank"):
         unsloth.load(SimpleNamespace(config=lambda: config), False)
+
+
+def test_a_mixture_of_a_peer_has_no_router_loss(tmp_path):
+    """TRL's trainer asks for one by the coefficient alone."""
+    model = families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512)
+    work = planned(tmp_path, "lora", model, lora_target_modules="q_proj")
+    config = load_for_peers(work, torch.float32).config
+    assert (config.output_router_logits, config.router_aux_loss_coef) == (False, 0.0)
+
+
+@pytest.mark.parametrize(("mode", "mixture"), [("lora", True), ("full", True), ("lora", False)])
+def test_trl_has_grouped_products_of_frozen_experts(tmp_path, monkeypatch, mode, mixture):
+    """Not Liger's, whose backward makes their gradients."""
+    asked = {}
+    model = families.mixture("qwen3_moe", vocab_size=300, max_position_embeddings=512) if mixture else None
+    work = planned(tmp_path, mode, model, **({"lora_target_modules": "q_proj"} if mode == "lora" else {}))
+    monkeypatch.setattr(trl, "device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(trl, "find_spec", lambda name: True)
+    monkeypatch.setattr(trl, "train_with_trainer", lambda *given, **options: asked.update(options, settings=given[4]))
+    trl.trl(work, ArmPlan(1, 0, out=tmp_path, began=0.0))
+    assert asked["use_liger_kernel"]
+    assert asked.get("liger_kernel_config") == ({"swiglu": False} if mode == "lora" and mixture else None)
+    assert ("experts by grouped_mm" in asked["settings"]) == (mode == "lora" and mixture)

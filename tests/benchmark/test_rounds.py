@@ -12,7 +12,7 @@ import pytest
 
 from chronicals.benchmark import processes, rounds
 from chronicals.benchmark.floor import DecoderShape, Job
-from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess
+from chronicals.benchmark.processes import Arm, ArmFailed, ArmProcess, ArmTimedOut
 from chronicals.benchmark.record import draw, to_dict
 from chronicals.benchmark.rounds import Options, measure, order_of
 from chronicals.config import ConfigurationError
@@ -31,7 +31,7 @@ def bench(tmp_path, monkeypatch):
         def __init__(self):
             self.ran, self.started, self.ended, self.crash, self.changes, self.absent = [], [], [], set(), {}, set()
             self.processes, self.too_many = [], 99  # so many that wait make another one crash
-            self.crash_in_round, self.too_many_for = {}, {}
+            self.crash_in_round, self.too_many_for, self.slow = {}, {}, set()
 
         def measure(self, began=None, **options):
             work = made.work(tmp_path)
@@ -56,6 +56,9 @@ def bench(tmp_path, monkeypatch):
             bench.ran.append(self.name)
             waiting = sum(running.waits for running in bench.processes)
             late = bench.crash_in_round.get(self.name) == self.rounds + 1
+            if self.name in bench.slow:
+                bench.ended.append(self.name)
+                raise ArmTimedOut("took longer than 180 s")
             if self.name in bench.crash or waiting >= bench.too_many_for.get(self.name, bench.too_many) or late:
                 bench.ended.append(self.name)
                 raise ArmFailed("OutOfMemoryError: CUDA out of memory")
@@ -191,6 +194,23 @@ def test_an_arm_that_fails_beside_waiting_ones_runs_again_alone(bench):
     row = bench.measure(against=["liger", "transformers"], rounds=1)
     assert not row.failed and [len(runs) for runs in row.runs.values()] == [2, 2, 2]
     assert bench.started.count("transformers") > 1
+
+
+def test_an_arm_that_took_too_long_beside_waiting_ones_does_not_run_again(bench):
+    """Others' memory is not why: its time would be spent twice."""
+    bench.slow = {"liger"}
+    row = bench.measure(against=["liger", "transformers"], rounds=2)
+    assert bench.ran.count("liger") == 1 and row.failed == {"liger": "took longer than 180 s"}
+    assert row.orders == [["ours", "transformers"], ["transformers", "ours"]] and bench.started.count("ours") == 1
+
+
+@pytest.mark.parametrize(("gib", "steps"), [(0.0014, 1), (0.0016, 5)])
+def test_a_reference_whose_states_are_more_than_the_card_has_one_step_at_once(bench, gib, steps):
+    """16 bytes of each of 100,000 weights."""
+    bench.machine["memory_gib"] = gib
+    row = bench.measure(rounds=0)
+    assert [running.steps for running in bench.processes if running.name == "reference"] == [steps]
+    assert any("the reference has one step" in note for note in row.notes) == (steps == 1)
 
 
 def test_only_the_first_steps_of_a_process_have_a_reference(bench):

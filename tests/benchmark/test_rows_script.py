@@ -91,5 +91,5 @@ def test_there_is_a_preference_row_of_every_kind():
     given = dict(zip(options[::2], options[1::2]))
     assert given == {
         "--model": "llama-3.1-8b", "--mode": "qlora", "--objective": "orpo", "--data": "pairs-30",
-        "--against": "trl,unsloth",
+        "--against": "trl,unsloth,unsloth-recompute",
     }  # fmt: skip

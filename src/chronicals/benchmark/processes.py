@@ -53,6 +53,10 @@ class ArmFailed(RuntimeError):
     """The arm's process ended with an error or exceeded its time; the message is the last error in its log."""
 
 
+class ArmTimedOut(ArmFailed):
+    """It exceeded its time."""
+
+
 @dataclass(frozen=True)
 class Arm:
     """An arm by name; ours may have changes to the configuration, which are then part of its name."""
@@ -197,7 +201,7 @@ class ArmProcess:
             self._wait_for(done, time.monotonic() + timeout)
         except TimeoutError:
             self.kill()
-            raise ArmFailed(f"took longer than {timeout:.0f} s") from None
+            raise ArmTimedOut(f"took longer than {timeout:.0f} s") from None
         except BaseException:
             self.kill()
             raise

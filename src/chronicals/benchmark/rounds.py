@@ -21,7 +21,7 @@ from typing import Any
 from chronicals.benchmark.floor import Job
 from chronicals.benchmark.measurement import COMPARED, Measurement
 from chronicals.benchmark.parity import Tolerance, refusal
-from chronicals.benchmark.processes import OURS, REFERENCE, Arm, ArmFailed, RunningArm, missing, run_preparation
+from chronicals.benchmark.processes import OURS, REFERENCE, Arm, ArmFailed, ArmTimedOut, RunningArm, missing, run_preparation
 from chronicals.benchmark.work import Work
 from chronicals.config import ConfigurationError
 
@@ -185,9 +185,17 @@ class _Session:
     def measure_reference(self) -> None:
         self.say("running the fp32 reference")
         try:
-            self.row.reference = self._reference(None, "")
+            steps = 1 if self._weights_fill_card() else COMPARED
+            if steps == 1:
+                self.row.notes.append("the reference has one step: fp32 weights and states are more than the card holds")
+            self.row.reference = self._reference(None, "", steps=steps)
         except ArmFailed as error:
             self.row.notes.append(f"no reference: {error}")
+
+    def _weights_fill_card(self) -> bool:
+        """Whether fp32 weights, gradients and states, where all of them are trained, are more than the card's memory."""
+        gib = self.row.rates.get("machine", {}).get("memory_gib", math.inf)
+        return self.row.work.mode == "full" and 16 * self.row.job.shape.parameters > gib * 2**30
 
     def _reference(
         self, documents: Path | None, label: str, changes: dict[str, Any] | None = None, steps: int = COMPARED
@@ -324,8 +332,8 @@ class _Session:
             self._end_waiting()
         try:
             return self._next_round(arm) if arm.name in self.waiting else self._first_round(arm, label)
-        except ArmFailed:
-            if not self.waiting or self._late(0.0):
+        except ArmFailed as error:
+            if not self.waiting or self._late(0.0) or isinstance(error, ArmTimedOut):
                 raise
             self.say(f"{arm.name}: failed while others waited in the card's memory; these are ended, it is run again")
             self._end_waiting()

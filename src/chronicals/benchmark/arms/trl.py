@@ -9,7 +9,7 @@ from typing import Any
 from chronicals.benchmark.arms.plain import DTYPES
 from chronicals.benchmark.arms.trainer import train_with_trainer, with_flash_lengths
 from chronicals.benchmark.arms.ways import flash_attention
-from chronicals.benchmark.arms.weights import base_of_peers, load_for_peers, with_peft
+from chronicals.benchmark.arms.weights import base_of_peers, has_experts, load_for_peers, with_peft
 from chronicals.benchmark.measurement import ArmPlan, device
 from chronicals.benchmark.work import Work
 from chronicals.models import load_tokenizer
@@ -52,6 +52,9 @@ def _trl(work: Work, plan: ArmPlan, recompute: bool) -> None:
         how = f"padded, {rows}, sdpa: no attention for packed rows runs here"
     settings = f"SFTTrainer, {how}" + (", Liger kernels" if liger else "") + (", gradient checkpointing" if recompute else "")
     settings += f", {base_of_peers(work)}" if work.in_4_bits else ""
+    if liger and work.adapts and has_experts(work):  # Liger's make gradients of frozen experts, and are tuned for minutes
+        options["liger_kernel_config"] = {"swiglu": False}
+        settings += ", experts by grouped_mm"
     if recompute:
         options |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
     train_with_trainer(

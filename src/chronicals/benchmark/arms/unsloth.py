@@ -12,7 +12,6 @@ import torch
 from chronicals.benchmark.arms.loop import train_padded
 from chronicals.benchmark.arms.trainer import train_with_trainer
 from chronicals.benchmark.arms.weights import start_from
-from chronicals.benchmark.floor import PROJECTIONS
 from chronicals.benchmark.measurement import ArmPlan
 from chronicals.benchmark.work import UNEVEN, Work, start_of
 
@@ -101,10 +100,11 @@ def load(work: Work, recompute: bool, compiled: bool = False) -> tuple[Any, Any]
         full_finetuning=not work.adapts, use_gradient_checkpointing=way,
     )  # fmt: skip
     if work.adapts:
+        start = start_of(work, config)
         model = loader.get_peft_model(
             model, r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=0, bias="none", use_rslora=config.use_rslora,
-            target_modules=config.lora_target_modules or list(PROJECTIONS), use_gradient_checkpointing=way,
+            target_modules=sorted({name.split(".")[-3] for name in start}), use_gradient_checkpointing=way,
         )  # fmt: skip
-        start_from(model, start_of(work, config))
+        start_from(model, start)
     loader.for_training(model)
     return model, tokenizer

@@ -51,17 +51,18 @@ def load_for_peers(work: Work, dtype: torch.dtype, **options: Any) -> Any:
     if not work.in_4_bits:
         return load(work.model, dtype, **options)
     model = _settled(load_by_bitsandbytes(AutoModelForCausalLM, work.model, dtype, device(), **options))
-    if _has_experts(work):
+    if has_experts(work):
         _take_experts(model, load_in_4_bits(work.model, dtype))
     return model
 
 
 def base_of_peers(work: Work) -> str:
     """In words what ``load_for_peers`` gives where the row is in 4 bits."""
-    return "base in bitsandbytes' NF4" + (", its experts in 16 bits" if _has_experts(work) else "")
+    return "base in bitsandbytes' NF4" + (", its experts in 16 bits" if has_experts(work) else "")
 
 
-def _has_experts(work: Work) -> bool:
+def has_experts(work: Work) -> bool:
+    """Whether the row's model is a mixture."""
     from transformers import AutoConfig
 
     return DecoderShape.of(AutoConfig.from_pretrained(work.model)).routed
@@ -93,8 +94,8 @@ def _take_experts(model: Any, packed: Any) -> None:
 def _settled(model: Any) -> Any:
     model.config.use_cache = False
     for config in (model.config, model.config.get_text_config()):
-        if getattr(config, "output_router_logits", False):
-            config.output_router_logits = False
+        if hasattr(config, "output_router_logits"):
+            config.output_router_logits, config.router_aux_loss_coef = False, 0.0  # TRL's trainer reads the second
     return model
 
 
