@@ -28,13 +28,13 @@ def of_all(count=COUNT):
     return made
 
 
-def delivering(files, write):
+def delivering(files, write, share=None):
     """Threads of all but the first, and what each raised."""
     raised = {}
 
     def run(own):
         try:
-            own.deliver(lambda folder: write(own.ranks.rank, folder))
+            own.deliver(lambda folder: write(own.ranks.rank, folder), share)
         except Exception as error:
             raised[own.ranks.rank] = error
 
@@ -90,6 +90,65 @@ def test_a_rank_that_cannot_write_is_named_and_nobody_waits(seen, store, tmp_pat
         thread.join(10)
         assert not thread.is_alive()
     assert isinstance(raised[1], OSError) and (seen or "given this folder up" in str(raised[2]))
+
+
+def shared(folder, turn, turns):
+    """Which reads what all wrote."""
+    (folder / f"share-{turn}-of-{turns}").write_bytes(b"".join((folder / f"small-{rank}").read_bytes() for rank in range(COUNT)))
+
+
+@pytest.mark.parametrize("blind", [set(), {1}, {1, 2}], ids=["one disk", "two see it", "the first alone"])
+def test_those_that_see_the_folder_share_what_is_written_of_all_files(blind, store, tmp_path, monkeypatch):
+    files, of_thread = of_all(), threading.local()
+
+    def deliver(own):
+        of_thread.rank = own.ranks.rank
+        own.deliver(lambda folder: written(own.ranks.rank, folder), shared)
+
+    monkeypatch.setattr(rank_files, "is_seen", lambda folder, token: of_thread.rank not in blind)
+    threads = [threading.Thread(target=deliver, args=(own,), daemon=True) for own in files[1:]]
+    for thread in threads:
+        thread.start()
+    with files[0].collecting(tmp_path):
+        written(0, tmp_path)
+    files[0].share(tmp_path, shared)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    turns = COUNT - len(blind)
+    shares = {f"share-{turn}-of-{turns}" for turn in range(turns)}
+    assert {file.name for file in tmp_path.glob("share-*")} == shares
+    assert all((tmp_path / name).read_bytes() == bytes([r for r in range(COUNT) for _ in range(5)]) for name in shares)
+
+
+def test_a_rank_that_cannot_write_its_share_is_named(store, tmp_path):
+    files = of_all()
+
+    def share(folder, turn, turns):
+        if turn == 2:
+            raise OSError(28, "No space left on device")
+
+    threads, raised = delivering(files, written, share)
+    with files[0].collecting(tmp_path):
+        written(0, tmp_path)
+    with pytest.raises(CheckpointError, match="rank 2 could not write its part: OSError: .*No space left"):
+        files[0].share(tmp_path, share)
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert isinstance(raised[2], OSError) and 1 not in raised
+
+
+def test_nobody_waits_for_a_share_of_what_the_first_gave_up(store, tmp_path):
+    files = of_all()
+    threads, raised = delivering(files, written, lambda *_: pytest.fail("was called"))
+    with files[0].collecting(tmp_path):
+        written(0, tmp_path)
+    files[0].give_up()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    assert not raised
 
 
 def test_where_the_first_fails_before_the_others_heard_of_a_folder_they_do_nothing(store):

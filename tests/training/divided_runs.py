@@ -1,7 +1,7 @@
 """One of several processes that make a run with divided weights: the program of ``test_divided_checkpoints.py``.
 
-``python divided_runs.py FOLDER FIELDS``: fields of the configuration in JSON; ``resume``, ``tied`` and ``source`` (a folder
-whose weights are divided while they are read) beside them.
+``python divided_runs.py FOLDER FIELDS``: fields of the configuration in JSON; ``resume``, ``tied``, ``source`` (a folder
+whose weights are divided while they are read) and ``file_bytes`` (of the model's files) beside them.
 """
 
 import json
@@ -16,7 +16,7 @@ import torch.distributed as dist
 import runs
 import tiny
 from chronicals.distributed import Mesh
-from chronicals.saving import SavedModel
+from chronicals.saving import SavedModel, model_parts
 from chronicals.training.loading import load_to_train
 
 SETTINGS = {
@@ -41,6 +41,14 @@ def train(folder: Path, count: int, resume: bool = False, tied: bool = False, so
 
 def main() -> None:
     folder, fields = Path(sys.argv[1]), json.loads(sys.argv[2])
+    model_parts.FILE_BYTES = fields.pop("file_bytes", model_parts.FILE_BYTES)
+    write = model_parts.ModelParts.write
+
+    def told(parts, at, turn, turns, read):
+        write(parts, at, turn, turns, read)
+        (folder / f"wrote-{dist.get_rank()}.json").write_text(json.dumps(list(range(turn, len(parts.files), turns))))
+
+    model_parts.ModelParts.write = told
     torch.set_num_threads(1)
     count = int(os.environ["WORLD_SIZE"])
     result = train(folder, count, **{"sharding": "weights", **fields})

@@ -101,12 +101,16 @@ def test_masters_are_carried_over_exactly(tmp_path):
 
 
 def test_what_is_left_is_a_whole_model_of_the_best_step(tmp_path):
-    by(2, tmp_path / "a", keep="best", learning_rate=3e-2, eval_steps=1, save_steps=None)
+    by(2, tmp_path / "a", keep="best", learning_rate=3e-2, eval_steps=1, save_steps=None, file_bytes=1)
     result = json.loads((tmp_path / "a/result.json").read_text())
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a/run/model")
     assert type(model).__name__ == "LlamaForCausalLM"
-    best = load_file(tmp_path / f"a/run/checkpoints/step-{result['step']:08d}/model/model.safetensors")
+    files = sorted((tmp_path / f"a/run/checkpoints/step-{result['step']:08d}/model").glob("*.safetensors"))
+    best = {name: value for file in files for name, value in load_file(file).items()}
+    assert best.keys() == model.state_dict().keys()
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in best.items())
+    wrote = [json.loads((tmp_path / f"a/wrote-{rank}.json").read_text()) for rank in range(2)]
+    assert wrote == [[0, 2], [1]] and len(files) == 3  # what is in no layer, and two layers
 
 
 LORA = {"use_lora": True, "lora_rank": 4, "lora_dropout": 0.0, "lora_target_modules": "all-linear"}

@@ -2,7 +2,8 @@
 
 The first says where the folder is being written. A rank that sees it (a token lies there) writes its files into it; one on a
 machine with disks of its own writes them aside and sends them, a piece at a time. Each says when it is done, or why it is not.
-The first goes on, to the manifest and the rename, when all are; whatever happens before leaves no folder with a name.
+When all files are there, those ranks that see the folder may write more, out of what all wrote, each a share. The first goes
+on, to the manifest and the rename, when all are done; whatever happens before leaves no folder with a name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -31,6 +33,9 @@ _folders = itertools.count()
 
 Write = Callable[[Path], None]
 
+Share = Callable[[Path, int, int], None]
+"""Writes into a folder what falls to one of several: the folder, which one (from 0), how many."""
+
 
 class RankFiles:
     """Of one folder. Made by all ranks, in their main threads; its methods may be called in others.
@@ -42,6 +47,7 @@ class RankFiles:
     def __init__(self, ranks: Mesh, error: type[Exception]):
         self.ranks, self.error = ranks, error
         self._key, self._token = f"chronicals/files/{next(_folders)}", f".{uuid.uuid4().hex}"
+        self._seeing = [0]
 
     @property
     def _store(self) -> dist.Store:
@@ -62,32 +68,59 @@ class RankFiles:
             self._receive(rank, folder)
         token.unlink()
 
-    def give_up(self) -> None:
-        """On the first rank, where it failed: nobody needs to wait for a place, or until it has heard."""
-        self._store.set(f"{self._key}/place", json.dumps(None))
-        self._store.set(f"{self._key}/over", "yes")
-
-    def deliver(self, write: Write) -> None:
-        """On another rank: write its files, by ``write``, into the folder that the first is writing.
+    def share(self, folder: Path, write: Share) -> None:
+        """On the first rank, after ``collecting``: do one share of what is written, while all others that see the folder do
+        theirs.
 
         Raises:
-            Exception: what ``write`` raised; the first rank was told.
+            Exception: ``error``, with the words of a rank that could not write its own.
+        """
+        self._store.set(f"{self._key}/turns", json.dumps(self._seeing))
+        write(folder, 0, len(self._seeing))
+        for rank in self._seeing[1:]:
+            self._receive(rank, folder)
+
+    def give_up(self) -> None:
+        """On the first rank, where it failed: nobody needs to wait for a place, or until it has heard."""
+        for what in ("place", "turns"):
+            self._store.set(f"{self._key}/{what}", json.dumps(None))
+        self._store.set(f"{self._key}/over", "yes")
+
+    def deliver(self, write: Write, share: Share | None = None) -> None:
+        """On another rank: write its files, by ``write``, into the folder that the first is writing; then, if it sees that
+        folder and the first does so, its share.
+
+        Raises:
+            Exception: what ``write`` or ``share`` raised; the first rank was told.
         """
         place = json.loads(awaited(self._store, f"{self._key}/place"))
         if place is None:
             return
         folder, token = Path(place[0]), place[1]
-        try:
-            if is_seen(folder, token):
+        seen = is_seen(folder, token)
+        with self._saying_failures():
+            if seen:
                 write(folder)
             else:
                 with tempfile.TemporaryDirectory(prefix="chronicals-") as aside:
                     write(Path(aside))
                     self._send(Path(aside))
+        self._say({"done": True, "sees": seen})
+        if seen and share is not None:
+            turns = json.loads(awaited(self._store, f"{self._key}/turns"))
+            if turns is None:
+                return
+            with self._saying_failures():
+                share(folder, turns.index(self.ranks.rank), len(turns))
+            self._say({"done": True})
+
+    @contextmanager
+    def _saying_failures(self) -> Iterator[None]:
+        try:
+            yield
         except Exception as failure:
             self._say({"failed": f"{type(failure).__name__}: {failure}"})
             raise
-        self._say({"done": True})
 
     def _say(self, what: dict[str, object], content: bytes | None = None) -> None:
         """Tell the first rank one thing, and wait until it has heard."""
@@ -108,7 +141,7 @@ class RankFiles:
                     piece = content.read(PIECE)
                     self._say({"file": file.name}, piece)
 
-    def _heard(self, rank: int) -> Iterator[tuple[dict[str, str], bytes]]:
+    def _heard(self, rank: int) -> Iterator[tuple[dict[str, Any], bytes]]:
         """What a rank says, one thing after the other."""
         key = f"{self._key}/{rank}"
         while True:
@@ -125,6 +158,7 @@ class RankFiles:
             if "failed" in said:
                 raise self.error(f"rank {rank} could not write its part: {said['failed']}")
             if "done" in said:
+                self._seeing += [rank] if said.get("sees") else []
                 return
             with (folder / said["file"]).open("ab") as file:
                 file.write(content)

@@ -4,7 +4,7 @@ from chronicals import deferred_imports  # noqa: F401  transformers, without wha
 from chronicals.model_shape import ModelShape
 from chronicals.models.additions import Addition, Computed
 from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
-from chronicals.models.classifier import SCORE, attach_score, load_scored, saved_form, score_of
+from chronicals.models.classifier import SCORE, attach_score, form_without_weights, load_scored, saved_form, score_of
 from chronicals.models.four_bits import (
     QUANTISED_FROM,
     count_values,
@@ -56,6 +56,7 @@ __all__ = [
     "count_values",
     "describe_packed",
     "embedding_table",
+    "form_without_weights",
     "has_4bit_experts",
     "has_4bit_layers",
     "has_packed_layers",

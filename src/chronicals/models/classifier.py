@@ -102,6 +102,11 @@ def saved_form(model: Any, weights: Mapping[str, Tensor] | None = None) -> Any:
     return form
 
 
+def form_without_weights(model: Any) -> Any:
+    """What a model is written as: itself, or with a score the classifier, on the meta device."""
+    return model if score_of(model) is None else _without_weights(*classifier_of(model))
+
+
 def classifier_of(model: Any) -> tuple[Any, Any]:
     """Class and configuration that a model with a score is saved as."""
     score = score_of(model)

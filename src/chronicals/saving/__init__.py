@@ -3,7 +3,16 @@
 from chronicals.saving.background import Background
 from chronicals.saving.errors import CheckpointError
 from chronicals.saving.folders import MANIFEST, check_folder, describe, hash_file, remove, write_folder
-from chronicals.saving.model_files import load_weights, save_model, stored_weights, text_files, trained
+from chronicals.saving.model_files import (
+    load_weights,
+    save_beside,
+    save_model,
+    save_without_weights,
+    stored_weights,
+    text_files,
+    trained,
+)
+from chronicals.saving.model_parts import ModelParts
 from chronicals.saving.optimizer_states import (
     Piece,
     StoredStates,
@@ -19,6 +28,7 @@ __all__ = [
     "MANIFEST",
     "Background",
     "CheckpointError",
+    "ModelParts",
     "Piece",
     "SavedModel",
     "Staging",
@@ -30,7 +40,9 @@ __all__ = [
     "optimizer_files",
     "read_optimizer",
     "remove",
+    "save_beside",
     "save_model",
+    "save_without_weights",
     "stored_weights",
     "text_files",
     "trained",

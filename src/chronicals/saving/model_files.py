@@ -40,10 +40,26 @@ def save_model(
     else:
         describe_packed(within_adapters(model))
         form = saved_form(model, weights)
-        own = None if form is not model or weights is None else dict(weights)
-        form.save_pretrained(folder, state_dict=own)
-        _name_the_class(folder)
-        name_base_by_absolute_path(folder)
+        _save_form(form, folder, None if form is not model or weights is None else dict(weights))
+    save_beside(folder, text_files, about)
+
+
+def save_without_weights(folder: Path, form: Any, text_files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
+    """What ``save_model`` writes beside the weights of a whole model; ``form`` is what ``form_without_weights`` gives."""
+    _save_form(form, folder, {})
+    for file in folder.glob("model*.safetensors"):  # which holds nothing
+        file.unlink()
+    save_beside(folder, text_files, about)
+
+
+def _save_form(form: Any, folder: Path, weights: Mapping[str, Tensor] | None) -> None:
+    form.save_pretrained(folder, state_dict=weights)
+    _name_the_class(folder)
+    name_base_by_absolute_path(folder)
+
+
+def save_beside(folder: Path, text_files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
+    """The tokenizer's files and ``chronicals.json``."""
     for name, content in text_files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)

@@ -128,7 +128,7 @@ def _tensor(state: Tensor | Piece) -> Tensor:
 def save_checkpoint(
     output_dir: Path, step: int, model: Any, text_files: Mapping[str, bytes], state: State, keep: int, best: int | None = None,
     ranks: Mesh | None = None, beside: Callable[[Path], AbstractContextManager[Any]] = nullcontext,
-    weights: Callable[[Path], Mapping[str, Tensor]] | None = None,
+    write_divided: Callable[..., None] | None = None,
 ) -> Path:  # fmt: skip
     """Write the checkpoint of ``step``, and of those before it remove all but ``keep - 1``: that of step ``best`` stays, also
     where ``keep`` is 1, and beside it the newest.
@@ -138,20 +138,21 @@ def save_checkpoint(
     Args:
         text_files: of ``saving.text_files``.
         beside: called with the folder, which is written within; other ranks' files come by it.
-        weights: reads those of the model out of the files of all ranks, where no rank has them whole.
+        write_divided: writes the model, out of the files of all ranks, where no rank has it whole; called with the folder and
+            what was trained.
     """
     folder = output_dir / CHECKPOINTS / name_of(step)
 
     def fill(aside: Path) -> None:
         about = state.facts.get("about", {})
         with beside(aside):
-            if weights is None:
+            if write_divided is None:
                 save_model(aside / MODEL, model, text_files, about, state.weights)
             state.write_optimizer(aside, ranks or Mesh())
             save_file(dict(state.random), aside / RNG)
             (aside / STATE).write_text(to_json(state.facts, indent=1))
-        if weights is not None:
-            save_model(aside / MODEL, model, text_files, about, weights(aside))
+        if write_divided is not None:
+            write_divided(aside, about=about)
 
     write_folder(folder, fill)
     earlier = [other for other in checkpoints(output_dir) if other.name < folder.name]
@@ -204,20 +205,6 @@ def _with_lows(states: dict[str, Tensor]) -> dict[str, Tensor]:
     """States beside which a weight was kept in fp32: with the lower half of it, which is that of a weight's master in bf16."""
     value = states.pop(VALUE, None)
     return states if value is None else {**states, "low": split_master(value)[1]}
-
-
-def whole_weights(folder: Path, names: Mapping[str, str], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights that all ranks wrote their rows of.
-
-    Args:
-        names: by the names of ``model.state_dict()``, under which each is in the files.
-        dtype: of trained ones.
-    """
-    stored, found = StoredStates(folder), dict[str, Tensor]()
-    for name in dict.fromkeys(names.values()):
-        value = stored.read(f"{name}:{VALUE}")
-        found[name] = split_master(value)[0] if value.dtype == torch.float32 and dtype == torch.bfloat16 else value
-    return {key: found[name] for key, name in names.items()}
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from chronicals.data import Tokenizer, TokenStore
 from chronicals.distributed import Mesh
 from chronicals.models import input_device, within_adapters
 from chronicals.models.gguf_loading import GGUF_FILE
-from chronicals.saving import save_model, text_files, write_folder
+from chronicals.saving import text_files, write_folder
 from chronicals.training.callbacks import read_metrics
 from chronicals.training.checkpoint import MODEL
 from chronicals.training.errors import CheckpointError
@@ -67,7 +67,7 @@ def finish(
 
     def write() -> None:
         beside = text_files(model, tokenizer)
-        write_folder(model_dir, lambda aside: save_model(aside, model, beside, about(), saved.whole_weights(model_step)))
+        write_folder(model_dir, lambda aside: saved.write_model(aside, model_step, beside, about()))
         try:
             facts = _facts(run, model, ranks, model_step, evaluation)
             title, metrics = f"chronicals: {run.output_dir.name}", read_metrics(run.output_dir / "metrics.jsonl")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import socket
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -22,8 +23,9 @@ from chronicals.config import ChronicalsConfig
 from chronicals.data.steps import Steps
 from chronicals.distributed import Mesh, RankFiles, ShardedAdamW, is_divided, whole_parts
 from chronicals.optimizers import FusedAdamW
-from chronicals.saving import Background, Staging, text_files
+from chronicals.saving import Background, Staging, save_beside, save_model, text_files
 from chronicals.training import checkpoint
+from chronicals.training.divided_model import DividedModel
 from chronicals.training.errors import CheckpointError
 from chronicals.training.precision import Precision
 from chronicals.training.run import Run
@@ -53,27 +55,22 @@ class RunCheckpoints:
         self._prepared = False
         self._background = Background(self._staging.device)
         self._text_files: dict[str, bytes] = {}
-        self._names = _names_of_divided(model)
+        dtype = torch.bfloat16 if config.mixed_precision == "bf16" else torch.float32
+        self._divided = DividedModel(model, dtype) if any(is_divided(p) for p in model.parameters()) else None
         self._optimizer: FusedAdamW | None = None
         self.written = deque[tuple[int, Path]]()
 
-    @property
-    def _divided(self) -> bool:
-        """Whether no rank has the weights whole, which are then in the files of all ranks."""
-        return bool(self._names)
+    def write_model(self, aside: Path, step: int, text_files: Mapping[str, bytes], about: Mapping[str, Any]) -> None:
+        """On the first rank: the model, which has the weights of that step; where no rank has them whole, the files that all
+        wrote beside its checkpoint."""
+        if self._divided is None:
+            save_model(aside, self.model, text_files, about)
+        else:
+            shutil.copytree(self._folder(step) / checkpoint.MODEL, aside, dirs_exist_ok=True)
+            save_beside(aside, text_files, about)
 
-    @property
-    def _read_whole(self) -> Callable[[Path], Mapping[str, Tensor]] | None:
-        if not self._names:
-            return None
-        dtype = torch.bfloat16 if self.config.mixed_precision == "bf16" else torch.float32
-        others = {name: x for name, x in self.model.state_dict().items() if name not in self._names}
-        return lambda folder: {**others, **checkpoint.whole_weights(folder, self._names, dtype)}
-
-    def whole_weights(self, step: int) -> Mapping[str, Tensor] | None:
-        """Those after a step, from its checkpoint, where no rank has them whole; else None."""
-        read = self._read_whole
-        return None if read is None else read(self.config.output_dir / checkpoint.CHECKPOINTS / checkpoint.name_of(step))
+    def _folder(self, step: int) -> Path:
+        return self.config.output_dir / checkpoint.CHECKPOINTS / checkpoint.name_of(step)
 
     def restore(
         self, folder: Path, run: Run, optimizer: FusedAdamW, precision: Precision, steps: Steps
@@ -86,7 +83,7 @@ class RunCheckpoints:
         of_optimizer: dict[str, dict[str, Tensor]] = {}
         found = self.ranks.writer_does(lambda: self._load(folder, optimizer, steps, of_optimizer), CheckpointError)
         state, random_states = found["state"], found["random_states"]
-        if self._divided:
+        if self._divided is not None:
             assert isinstance(optimizer, ShardedAdamW)
             checkpoint.load_divided(folder, self.model, optimizer, self.ranks)
         else:
@@ -109,7 +106,7 @@ class RunCheckpoints:
         """Weights and optimizer states into this rank's, and the latter into ``states``; the rest is returned as JSON."""
         state = checkpoint.load_state(folder)
         self._check_continuity(folder, state, steps)
-        if not self._divided:
+        if self._divided is None:
             checkpoint.load_weights(folder, self.model)
             states.update(checkpoint.load_optimizer(folder, self.model, optimizer))
         random_states = checkpoint.load_random_states(folder)
@@ -190,7 +187,7 @@ class RunCheckpoints:
 
     def _state(self, optimizer: FusedAdamW, random: Mapping[str, Tensor], facts: Mapping[str, Any]) -> checkpoint.State:
         """What this rank writes, the tensors themselves."""
-        weights = self.model.state_dict(keep_vars=True) if self.ranks.writer and not self._divided else {}
+        weights = self.model.state_dict(keep_vars=True) if self.ranks.writer and self._divided is None else {}
         states = checkpoint.optimizer_states(self.model, optimizer) if self._writes(optimizer) else {}
         return checkpoint.State(weights, states, random, facts)
 
@@ -221,16 +218,14 @@ class RunCheckpoints:
         waits = self._must_wait(state, run)
         files = RankFiles(self.ranks, CheckpointError) if isinstance(optimizer, ShardedAdamW) else None
 
-        read_whole = self._read_whole
-
         def begin() -> None:
             self._text_files = self._text_files or text_files(self.model, self.tokenizer)
             best = run.best_step if self.keeps_best else None
-            self._start(state, waits, partial(self._write, run.step, best, files, read_whole))
+            self._start(state, waits, partial(self._write, run.step, best, files))
 
         self.ranks.writer_does(begin, CheckpointError)
         if files is not None and not self.ranks.writer:
-            self._start(state, waits, lambda state: files.deliver(lambda folder: state.write_optimizer(folder, self.ranks)))
+            self._start(state, waits, partial(self._deliver, files))
         if waits:
             self.finish()
 
@@ -257,21 +252,26 @@ class RunCheckpoints:
         else:
             self._background.start(partial(self._write_staged, write, state.staged(self._staging)))
 
-    def _write(
-        self, step: int, best: int | None, files: RankFiles | None,
-        read_whole: Callable[[Path], Mapping[str, Tensor]] | None, state: checkpoint.State,
-    ) -> None:  # fmt: skip
+    def _write(self, step: int, best: int | None, files: RankFiles | None, state: checkpoint.State) -> None:
         """On the first rank: the checkpoint of a step, with the files of the others."""
+        write_divided = None
+        if self._divided is not None:
+            write_divided = partial(self._divided.write, name=checkpoint.MODEL, files=files, text_files=self._text_files)
         try:
             folder = checkpoint.save_checkpoint(
                 self.config.output_dir, step, self.model, self._text_files, state, self.config.save_total_limit, best,
-                self.ranks, nullcontext if files is None else files.collecting, read_whole,
+                self.ranks, nullcontext if files is None else files.collecting, write_divided,
             )  # fmt: skip
         except BaseException:
             if files is not None:
                 files.give_up()
             raise
         self.written.append((step, folder))
+
+    def _deliver(self, files: RankFiles, state: checkpoint.State) -> None:
+        """On another rank: its part of that checkpoint."""
+        share = None if self._divided is None else partial(self._divided.write_share, checkpoint.MODEL)
+        files.deliver(lambda folder: state.write_optimizer(folder, self.ranks), share)
 
     def _write_staged(self, write: Callable[[checkpoint.State], object], state: checkpoint.State) -> None:
         with self._staging.reading():
@@ -327,7 +327,7 @@ class RunCheckpoints:
 
     def _best(self, run: Run) -> Path:
         assert run.best_step is not None
-        return self.config.output_dir / checkpoint.CHECKPOINTS / checkpoint.name_of(run.best_step)
+        return self._folder(run.best_step)
 
     def restore_best(self, run: Run) -> int:
         """Load the weights of the step with the lowest held-out loss, unless it is the last; the step whose weights the model
@@ -339,7 +339,7 @@ class RunCheckpoints:
             if damage := checkpoint.check_checkpoint(self._best(run)):
                 logger.error("%s: %s; the model of the last step is written instead of the best", self._best(run), damage)
                 return False
-            if self._divided:
+            if self._divided is not None:
                 return True
             try:
                 checkpoint.load_weights(self._best(run), self.model)
@@ -350,16 +350,9 @@ class RunCheckpoints:
 
         if not self.ranks.writer_does(load, CheckpointError):
             return run.step
-        if self._divided:
+        if self._divided is not None:
             assert isinstance(self._optimizer, ShardedAdamW)
             checkpoint.load_divided(self._best(run), self.model, self._optimizer, self.ranks, states=False)
         else:
             self._send_weights()
         return run.best_step
-
-
-def _names_of_divided(model: Any) -> dict[str, str]:
-    """Of weights that are divided among the ranks: by every name in the state dict, the first that the model has for it."""
-    first = {id(p): name for name, p in model.named_parameters() if is_divided(p)}
-    found = model.state_dict(keep_vars=True) if first else {}
-    return {name: first[id(p)] for name, p in found.items() if id(p) in first}
