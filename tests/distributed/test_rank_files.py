@@ -94,7 +94,8 @@ def test_a_rank_that_cannot_write_is_named_and_nobody_waits(seen, store, tmp_pat
 
 def shared(folder, turn, turns):
     """Which reads what all wrote."""
-    (folder / f"share-{turn}-of-{turns}").write_bytes(b"".join((folder / f"small-{rank}").read_bytes() for rank in range(COUNT)))
+    content = b"".join((folder / f"small-{rank}").read_bytes() for rank in range(COUNT))
+    (folder / f"share-{turn}-of-{turns}").write_bytes(content)
 
 
 @pytest.mark.parametrize("blind", [set(), {1}, {1, 2}], ids=["one disk", "two see it", "the first alone"])
