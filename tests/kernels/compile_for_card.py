@@ -1,9 +1,9 @@
 """Compiles every kernel for a card that need not be there.
 
-``python compile_for_card.py CAPABILITY KIB [SHARE SEED]``: the capability as 86 for 8.6, the shared memory that a program may
-have, and of all calls a share, drawn by a seed, if not all. A stand-in for Triton's driver says which card it is, and launches
-compile and do not run. Prints a line of JSON a kernel: its name and the bytes of shared memory that a program of it takes. Exit
-status 1 where one does not compile.
+``python compile_for_card.py CAPABILITY KIB [SHARE SEED | CALLS]``: the capability as 86 for 8.6, the shared memory that a
+program may have, and of all calls a share, drawn by a seed, or those with these names, with commas between, if not all. A
+stand-in for Triton's driver says which card it is, and launches compile and do not run. Prints a line of JSON a kernel: its
+name and the bytes of shared memory that a program of it takes. Exit status 1 where one does not compile.
 """
 
 import json
@@ -128,6 +128,8 @@ def calls() -> dict[str, Callable[[], object]]:
     }  # fmt: skip
     for rank in (0, 8, 64):
         found[f"experts {rank}"] = partial(experts, rank)
+    for rank in (129, 257, 300):
+        found[f"wide adapters {rank}"] = partial(wide_adapters, rank)
     for rank in (8, 16, 64):
         found[f"adapters {rank}"] = partial(adapters, rank)
     if CAPABILITY >= 89:
@@ -156,6 +158,23 @@ def experts(rank: int) -> None:
         fused_experts(x, torch.zeros(tokens, 2, dtype=torch.int64), shares, *made, gate).sum().backward()
     if CAPABILITY >= 90 and not rank:
         by_the_copy_engine(count, width, inner)
+
+
+def wide_adapters(rank: int) -> None:
+    """Beside products of many rows with experts, whose tiles are the largest; in 16 bit, and in FP8 where the card has it."""
+    from chronicals.kernels.expert_dispatch import dispatch_to_experts
+    from chronicals.kernels.fp8 import Scaled
+    from chronicals.kernels.grouped_product import Adapted, grouped_product
+
+    to = dispatch_to_experts(torch.zeros(1024, 2, dtype=torch.int64), 8)
+    thin = Adapted(torch.zeros(2048, rank, dtype=HALF), torch.zeros(8, 512, rank, dtype=HALF))
+    grouped_product(torch.zeros(1024, 256, dtype=HALF), torch.zeros(8, 512, 256, dtype=HALF), to, True, None, thin)
+    if CAPABILITY >= 89:
+        from chronicals.kernels.fp8_grouped_product import fp8_grouped_product
+
+        x8, w8 = (torch.zeros(*shape, dtype=torch.float8_e4m3fn) for shape in ((1024, 256), (8, 512, 256)))
+        x, w = Scaled(x8, torch.ones(1024, 1)), Scaled(w8, torch.ones(8))
+        fp8_grouped_product(x, w, to, True, None, thin, HALF, True)
 
 
 def by_the_copy_engine(count: int, width: int, inner: int) -> None:
@@ -277,7 +296,9 @@ def main() -> None:
     with ThreadPoolExecutor(2) as threads:
         kernels = compiling(threads)
         chosen = calls()
-        if len(sys.argv) > 3:
+        if len(sys.argv) == 4:
+            chosen = {name: chosen[name] for name in sys.argv[3].split(",")}
+        elif len(sys.argv) > 4:
             names = chance.Random(int(sys.argv[4])).sample(sorted(chosen), int(float(sys.argv[3]) * len(chosen)))
             chosen = {name: chosen[name] for name in names}
         for name, call in chosen.items():

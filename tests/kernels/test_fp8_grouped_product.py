@@ -107,7 +107,7 @@ def test_every_launch_gives_the_same(persistent, boxes, device):
 
 
 @pytest.mark.parametrize("kib", [99, 163, 227])
-@pytest.mark.parametrize("rank", [0, 64])
+@pytest.mark.parametrize("rank", [0, 64, 129, 257, 300])
 @pytest.mark.parametrize("fast", [False, True])
 def test_launches_fit_the_card(fast, rank, kib, monkeypatch):
     hopper = kib == 227
@@ -118,6 +118,7 @@ def test_launches_fit_the_card(fast, rank, kib, monkeypatch):
         launch = fp8_product_launch(rows, width, torch.device("cuda", 0), rank, fast)
         assert launch.depth == 128 and launch.stages >= 2
         assert launch.stages * (rows + launch.columns) * launch.depth <= kib << 10
+        assert not rank or (rows + launch.columns) * kernel.held_columns(rank) * 2 <= kib << 10
         assert fast or not hopper or (launch.columns <= 128 and launch.warps == 8)
 
 

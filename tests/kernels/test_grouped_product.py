@@ -14,6 +14,7 @@ from chronicals.kernels.grouped_product import (
     Adapted,
     grouped_product_reference,
     grouped_weight_gradient_reference,
+    held_columns,
     launch_product,
     launch_weight_gradient,
     product_launch,
@@ -69,7 +70,7 @@ def test_rows_times_their_expert(case, of_tokens, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
-@pytest.mark.parametrize("rank", [1, 8, 16, 40])
+@pytest.mark.parametrize("rank", [1, 8, 16, 40, 129, 300])
 def test_what_an_adapter_adds(rank, dtype, device):
     tokens, each, experts, inputs, outputs = CASES[2]
     to = to_low_tiles(tokens, each, experts, device)
@@ -159,6 +160,18 @@ def test_launches_fit_the_card(kib, boxes, monkeypatch):
     for launch, rows in ((product_launch(128, 1536, card), 128), (weight_gradient_launch(1536, 2048, card), 128)):
         held = launch.stages - 2 * (boxes and launch.stages > 3)
         assert held >= 2 and held * (rows + launch.columns) * launch.depth * 2 <= kib << 10 and launch.boxes == boxes
+
+
+@pytest.mark.parametrize("rank", [1, 64, 129, 256, 257, 264, 300, 384, 600])
+@pytest.mark.parametrize("kib", [99, 163, 227])
+def test_the_columns_of_an_adapter_fit_the_card(kib, rank, monkeypatch):
+    """As many as a tile holds, which are a power of 2."""
+    monkeypatch.setattr(module, "shared_memory", lambda _: kib << 10)
+    monkeypatch.setattr(module, "has_boxes", lambda _: kib == 227)
+    for rows, width in ((128, 1536), (64, 1536), (128, 48)):
+        launch = product_launch(rows, width, torch.device("cuda", 0), rank)
+        assert held_columns(rank) >= min(rank, 256) and held_columns(rank).bit_count() == 1
+        assert (rows + launch.columns) * held_columns(rank) * 2 <= kib << 10
 
 
 @pytest.mark.parametrize("of_tokens", [NEITHER, FIRST, SECOND])

@@ -40,6 +40,13 @@ def test_some_kernels_compile_for_some_card(seed):
     assert fits(compiled(capability, 0.2, seed), capability)
 
 
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_adapters_of_experts_fit_whatever_their_rank(capability):
+    """A product holds the next power of 2 of columns."""
+    calls = [f"wide adapters {rank}" for rank in (129, 257, 300)]
+    assert "_product_kernel" in fits(compiled(capability, ",".join(calls)), capability)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("capability", sorted(SHARED_KIB))
 def test_every_kernel_compiles(capability):

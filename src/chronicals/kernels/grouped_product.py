@@ -39,6 +39,9 @@ CLEARED = 4096
 DEPTH = 64
 """Of a step, in elements: rows of 128 bytes."""
 
+MOST_HELD = 256
+"""Columns of an adapter that a tile holds at once, at most: as many as fit beside a tile's narrowest result on any card."""
+
 
 @dataclass(frozen=True)
 class ProductLaunch:
@@ -128,8 +131,8 @@ def _product_kernel(
             total *= factor
             if SCALED:
                 total = total * tl.load(x_scale_ptr + source)[:, None] * tl.load(w_scale_ptr + expert)
-            if RANK:
-                r = tl.arange(0, HELD)
+            for of_rank in tl.static_range(0, RANK, HELD):
+                r = of_rank + tl.arange(0, HELD)
                 u_at = u_ptr + taken.to(tl.int64)[:, None] * u_stride + r[None, :]
                 u = tl.load(u_at, mask=(r < RANK)[None, :], other=0.0)
                 up_at = up_ptr + expert.to(tl.int64) * up_stride_e + column[None, :] * up_stride_n + r[:, None] * up_stride_r
@@ -238,12 +241,18 @@ def product_launch(rows: int, width: int, on: torch.device, rank: int = 0) -> Pr
     of it, half the columns 28%.
     """
     columns = min(256 if rows == TALL else 128, max(16, next_power_of_2(width)))
-    while columns > 16 and not (_fits(rows, columns, 3, on) and _fits(rows, columns, rank / DEPTH, on)):
+    held = held_columns(rank) / DEPTH if rank else 0
+    while columns > 16 and not (_fits(rows, columns, 3, on) and _fits(rows, columns, held, on)):
         columns //= 2
-        if columns <= 128 and _fits(rows, columns, 2, on) and _fits(rows, columns, rank / DEPTH, on):
+        if columns <= 128 and _fits(rows, columns, 2, on) and _fits(rows, columns, held, on):
             break
     boxes = has_boxes(on)
     return _launch(rows, columns, on, boxes, most=3 if boxes else 4)
+
+
+def held_columns(rank: int) -> int:
+    """Of an adapter's operands, in a tile: a power of 2, and zeros beyond the rank."""
+    return min(MOST_HELD, max(16, next_power_of_2(rank)))
 
 
 def weight_gradient_launch(high: int, wide: int, on: torch.device, gathers: bool = True) -> ProductLaunch:
@@ -329,7 +338,7 @@ def launch_product(
         x, x_box, w, w_box, y, bias, u, up, of_x, of_w, to.order_S, to.bounds, to.tiles, most, width, depth, to.each,
         x.stride(0), *w.stride(), y.stride(0), 0 if bias is None else bias.stride(0), 0 if u is None else u.stride(0),
         *((0, 0, 0) if up is None else up.stride()), factor, to.experts, gathers, bias is not None, rank,
-        max(16, next_power_of_2(rank)), to.rows, launch.columns, launch.depth, launch.group, depth % launch.depth == 0,
+        held_columns(rank), to.rows, launch.columns, launch.depth, launch.group, depth % launch.depth == 0,
         width % launch.columns == 0, boxes, multiplied_in(x.dtype), multiplied_in(x.dtype if u is None else u.dtype),
         scales is not None, fast, num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
