@@ -17,7 +17,7 @@ from patching.architectures import ROLES, Line, architectures, cover  # noqa: E4
 
 
 def row(line: Line) -> str:
-    marks = ["yes" if line.roles[role] else "no" for role in ROLES]
+    marks = [{True: "yes", False: "no", None: "-"}[line.roles[role]] for role in ROLES]
     left = "; ".join(f"{part}: {reason}" for part, reason in line.left.items())
     generation = {True: "equal", False: "**differs**", None: "n/a"}[line.generation]
     return f"| {line.name} | {' | '.join(marks)} | {'equal' if line.equal else '**differs**'} | {generation} | {left} |"
@@ -26,6 +26,7 @@ def row(line: Line) -> str:
 def page(lines: list[Line]) -> str:
     built = [line for line in lines if not line.reason]
     whole, failed = sum(line.whole for line in built), sum(not line.equal for line in built)
+    fused = [line.roles["experts"] for line in built if line.roles["experts"] is not None]
     untouched = sum(not any(line.roles.values()) for line in built)
     return "\n".join(
         [
@@ -36,7 +37,8 @@ def page(lines: list[Line]) -> str:
             "the loss and every gradient in fp32 and greedy generation, with and without the patch.",
             "",
             f"- {len(lines)} architectures, {len(built)} built",
-            f"- {whole} with all parts replaced (norms, gated MLP, rotary embedding, attention, loss)",
+            f"- {whole} with all parts replaced (norms, gated MLP or experts, rotary embedding, attention, loss)",
+            f"- {len(fused)} with experts, {sum(fused)} of them replaced; `-` where there are none, or no other MLP",
             f"- {len(built) - whole - untouched} with some parts replaced, {untouched} unchanged",
             f"- {failed} changed by the patch",
             "",

@@ -9,6 +9,7 @@ import torch
 
 from chronicals import PatchReport, patch_model
 from chronicals.models.twin import FIRST_TOKEN, build_twin, plain_surroundings, twin_config
+from chronicals.patching.experts import BY
 from chronicals.patching.patch import EXPERTS
 from chronicals.patching.plan import agree, run
 
@@ -18,11 +19,14 @@ SECONDS = 20
 TOLERANCE = 1e-5
 ROLES = {
     "norm": ("fused_rmsnorm", "fused_layernorm"),
-    "MLP": ("fused_swiglu", "fused_geglu", "fused experts"),
+    "MLP": ("fused_swiglu", "fused_geglu"),
+    "experts": (BY,),
     "rotary": ("fused_qk_rope",),
     "attention": ("document_attention",),
     "loss": ("linear_cross_entropy",),
 }
+UNSET = {"num_experts_per_tok": 2, "n_routed_experts": 4}
+"""Of configurations that have these fields and no number in them."""
 
 
 @dataclass
@@ -38,6 +42,7 @@ class Line:
             gradient in fp32 less that in fp64; the gradient of a key's bias is nothing but rounding.
         exact: the first in fp64, where a rounding that turns a ReLU around is not seen.
         generation: whether greedy generation gave the same tokens; None where the class cannot generate unpatched.
+        roles: whether something is replaced; None where the model has no experts, or has them in place of MLPs.
     """
 
     name: str
@@ -47,7 +52,7 @@ class Line:
     beyond: float = 0.0
     exact: float = 0.0
     generation: bool | None = None
-    roles: dict[str, bool] = field(default_factory=dict)
+    roles: dict[str, bool | None] = field(default_factory=dict)
 
     @property
     def equal(self) -> bool:
@@ -60,10 +65,8 @@ class Line:
 
     @property
     def whole(self) -> bool:
-        """Whether norms, MLP (or experts, which have none), rotary embedding, attention and loss are all replaced."""
-        experts = EXPERTS in self.left.values()
-        roles = all(done or (role == "MLP" and experts) for role, done in self.roles.items())
-        return roles and set(self.left.values()) <= {EXPERTS}
+        """Whether norms, MLP or experts, rotary embedding, attention and loss are all replaced."""
+        return all(done is not False for done in self.roles.values()) and not self.left
 
 
 def architectures() -> dict[str, tuple[type, type]]:
@@ -95,7 +98,11 @@ def built(name: str):
     config, mapping = architectures()[name]
     cls = mapping[config]
     cls = cls[0] if isinstance(cls, tuple) else cls
-    model = build_twin(cls, twin_config(config())).train()
+    given = config()
+    for field_name, value in UNSET.items():
+        if getattr(given, field_name, value) is None:
+            setattr(given, field_name, value)
+    model = build_twin(cls, twin_config(given)).train()
     expected = run(model)
     if not math.isfinite(expected[0]) or not agree(expected, run(model)):
         raise ValueError("its loss is not finite, or not the same twice")
@@ -137,6 +144,9 @@ def cover(name: str) -> Line:
             line.generation = after is not None and torch.equal(before, after)
     by = [entry.by for entry in line.report.replaced]
     line.roles = {role: any(name.startswith(words) for name in by) for role, words in ROLES.items()}
+    has_experts = line.roles["experts"] or EXPERTS in line.left.values()
+    line.roles["experts"] = line.roles["experts"] if has_experts else None
+    line.roles["MLP"] = line.roles["MLP"] or (None if has_experts else False)
     return line
 
 

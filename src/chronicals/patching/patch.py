@@ -10,7 +10,7 @@ from torch import nn
 from chronicals.models.attention_seam import NOT_WHOLE
 from chronicals.patching import attention, decoder_layer, loss
 from chronicals.patching.decoder_layer import ATTENTION, layer_signature
-from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
+from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature, speaks_of_experts
 from chronicals.patching.fused_weights import unfuse_weights
 from chronicals.patching.plan import PatchPlan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced
@@ -64,8 +64,9 @@ def _patch(model: Any, seams: bool, whole_layers: bool = False, outputs_at_paddi
     plan, report = plan_for(target), vars(target).get("_chronicals_report")
     if not isinstance(report, PatchReport):
         report = target._chronicals_report = PatchReport(type(target).__name__)
+        mixture = speaks_of_experts(target.config)
         for path, module in target.named_modules():
-            _replace(path, module.inner if isinstance(module, Experts4bit) else module, plan, report)
+            _replace(path, module.inner if isinstance(module, Experts4bit) else module, plan, report, mixture)
         if "model" in plan.reasons:
             report.left.append(Left("", type(target).__name__, plan.reasons["model"]))
     if whole_layers and not report.whole_layers:
@@ -109,13 +110,13 @@ def _inside(model: Any) -> Any:
     return target
 
 
-def _replace(path: str, module: nn.Module, plan: PatchPlan, report: PatchReport) -> None:
+def _replace(path: str, module: nn.Module, plan: PatchPlan, report: PatchReport, mixture: bool) -> None:
     key, part = signature(module), type(module).__name__
     _, form = plan.forms.get(key, (None, None))
     if form is None:
         if looks_like(module) and "model" not in plan.reasons:
             report.left.append(Left(path, part, plan.seen.get(key, "the twin has no such module")))
-        elif holds_experts(module):
+        elif mixture and holds_experts(module):
             report.left.append(Left(path, part, EXPERTS))
         return
     if "forward" in vars(module):
