@@ -331,8 +331,26 @@ def test_adapted_experts_are_not_said_to_be_frozen(caplog):
     report_frozen_experts(ours())
     assert not caplog.text
     report_frozen_experts(apply_lora(families.mixture("mixtral"), LoRAConfig(2, 2, 0.0, ["q_proj"])))
-    assert "model.layers.0.mlp.experts and 1 others" in caplog.text
-    assert "lora_target_parameters=down_proj,gate_up_proj adapts them" in caplog.text
+    for name in ("down_proj", "gate_up_proj"):
+        assert f"model.layers.0.mlp.experts.{name} (layers 0-1), " in caplog.text
+        assert f"lora_target_parameters={name} adapts them" in caplog.text
+
+
+def test_stacked_weights_that_are_no_experts_are_not_named(caplog):
+    """As of recurrent layers."""
+    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
+
+    sizes = {"attention_window_size": 8, "lru_width": 32, "block_types": ["recurrent", "attention"]}
+    model = RecurrentGemmaForCausalLM(RecurrentGemmaConfig(**{**families.SIZES, **sizes}))
+    assert any(parameter.ndim == 3 and min(parameter.shape) > 1 for parameter in model.parameters())
+    report_frozen_experts(apply_lora(model, LoRAConfig(2, 2, 0.0, ["q_proj"])))
+    assert not caplog.text
+
+
+def test_layers_of_one_weight_are_told_as_ranges():
+    from chronicals.lora.experts import _ranges
+
+    assert _ranges([3, 0, 1, 5, 6, 9]) == "0-1, 3, 5-6, 9"
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

@@ -100,12 +100,32 @@ SIZES = (
 )  # fmt: skip
 
 
-def test_experts_that_stay_frozen_are_named(tmp_path, caplog):
+def share_of(model, end):
+    held = sum(p.numel() for name, p in model.named_parameters() if name.endswith(end))
+    return f"{100 * held / sum(p.numel() for p in model.parameters()):.0f}% of all weights"
+
+
+@pytest.mark.parametrize("adapted", [None, "gate_up_proj"])
+def test_experts_that_stay_frozen_are_named(tmp_path, caplog, adapted):
+    """Each of their weights, of all layers: adapters of one are none of the other."""
     model = mixtral()
-    held = sum(p.numel() for name, p in model.named_parameters() if ".experts." in name)
-    runs.train(tmp_path, model=model, use_lora=True, max_steps=1, trackers=[])
-    share = 100 * held / sum(p.numel() for p in model.parameters())
-    assert f"stay frozen: model.layers.0.mlp.experts and 1 others, {share:.0f}% of all weights" in caplog.text
+    runs.train(
+        tmp_path, model=model, use_lora=True, max_steps=1, trackers=[], lora_dropout=0.0,
+        lora_target_parameters=adapted and f"experts.{adapted}",
+    )  # fmt: skip
+    for name in ("gate_up_proj", "down_proj"):
+        share = share_of(model, f".{name}")  # adapters included
+        told = f"stay frozen: model.layers.0.mlp.experts.{name} (layers 0-1), {share}; lora_target_parameters={name} adapts them"
+        assert (told in caplog.text) == (name != adapted), caplog.text
+
+
+def test_experts_that_a_user_froze_are_named(tmp_path, caplog):
+    model = mixtral()
+    model.model.layers[1].mlp.experts.down_proj.requires_grad_(False)
+    share = share_of(model, "layers.1.mlp.experts.down_proj")
+    runs.train(tmp_path, model=model, max_steps=1, trackers=[])
+    assert f"experts are frozen and not trained: model.layers.1.mlp.experts.down_proj, {share}" in caplog.text
+    assert "gate_up_proj" not in caplog.text
 
 
 @pytest.mark.parametrize("targets", [{"target_modules": ["q_proj"]}, {"target_parameters": ["experts.gate_up_proj"]}], ids=str)
@@ -113,7 +133,9 @@ def test_so_too_where_the_adapters_are_pefts(tmp_path, caplog, targets):
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(mixtral(), peft.LoraConfig(r=2, **{"target_modules": [], **targets}))
     runs.train(tmp_path, model=model, max_steps=1, trackers=[])
-    assert ("experts have no adapters and stay frozen" in caplog.text) == ("target_modules" in targets)
+    told = "experts have no adapters and stay frozen: model.layers.0.mlp.experts"
+    assert f"{told}.down_proj (layers 0-1)" in caplog.text
+    assert (f"{told}.gate_up_proj (layers 0-1)" in caplog.text) == ("target_modules" in targets)
 
 
 @pytest.mark.parametrize("use_lora", [False, True])

@@ -3,7 +3,7 @@
 from chronicals.lora.adapter_layer import AdapterLayer
 from chronicals.lora.apply import adapts, adapts_parameters, apply_lora
 from chronicals.lora.config import LoRAConfig
-from chronicals.lora.experts import report_frozen_experts
+from chronicals.lora.experts import report_frozen_experts, stacked_weights
 from chronicals.lora.layers import LoRALinear, adapters, adapters_are_fresh, has_magnitudes, without_adapters
 from chronicals.lora.loading import load_adapter
 from chronicals.lora.model_methods import merge_and_unload
@@ -30,5 +30,6 @@ __all__ = [
     "report_frozen_experts",
     "save_adapter",
     "set_adapter",
+    "stacked_weights",
     "without_adapters",
 ]

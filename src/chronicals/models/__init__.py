@@ -5,6 +5,7 @@ from chronicals.model_shape import ModelShape
 from chronicals.models.additions import Addition, Computed
 from chronicals.models.bitsandbytes_loading import load_by_bitsandbytes, missing_for_bitsandbytes
 from chronicals.models.classifier import SCORE, attach_score, form_without_weights, load_scored, saved_form, score_of
+from chronicals.models.experts import speaks_of_experts
 from chronicals.models.four_bits import (
     QUANTISED_FROM,
     count_values,
@@ -82,6 +83,7 @@ __all__ = [
     "save_processors",
     "saved_form",
     "score_of",
+    "speaks_of_experts",
     "unfused_kind",
     "why_neighbours_matter",
     "within_adapters",

@@ -67,6 +67,11 @@ def stack_named(name: str) -> tuple[int, str] | None:
     return (int(found[1]), found[2]) if found and not found[3] else None
 
 
+def speaks_of_experts(config: Any) -> bool:
+    """Whether a configuration has a field about experts; recurrent layers have stacked weights without."""
+    return any("expert" in name for name in config.get_text_config().to_dict())
+
+
 def watch_experts(model: nn.Module, through: Through) -> Callable[[], None]:
     """Let what each expert's matrices are multiplied with pass through a function, until what is returned is called.
 

@@ -72,11 +72,6 @@ def holds_experts(module: nn.Module) -> bool:
     return stacked and not isinstance(module, _ConvNd)
 
 
-def speaks_of_experts(config: Any) -> bool:
-    """Whether a configuration has a field about experts; recurrent layers have stacked weights without."""
-    return any("expert" in name for name in config.get_text_config().to_dict())
-
-
 def takes_one_tensor(module: nn.Module) -> bool:
     """Whether the module's forward needs exactly one argument."""
     parameters = list(inspect.signature(type(module).forward).parameters.values())[1:]

@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from chronicals.models import speaks_of_experts
 from chronicals.models.attention_seam import NOT_WHOLE
 from chronicals.patching import attention, decoder_layer, loss
 from chronicals.patching.decoder_layer import ATTENTION, layer_signature
-from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature, speaks_of_experts
+from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
 from chronicals.patching.fused_weights import unfuse_weights
 from chronicals.patching.plan import PatchPlan, plan_for
 from chronicals.patching.report import Left, PatchReport, Replaced

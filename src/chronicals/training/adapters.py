@@ -57,7 +57,8 @@ FEW = 4
 def attach_adapters(
     model: Any, config: ChronicalsConfig, resumed: Path | None = None, heads: Collection[str] = ()
 ) -> None:  # fmt: skip
-    """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze what reads no text.
+    """Attach the adapters that ``config`` asks for, or keep those that the model has; freeze what reads no text; log which
+    experts are not trained.
 
     Args:
         resumed: the folder of the model in a checkpoint, from which the run goes on: of starting values that were taken from
@@ -74,6 +75,7 @@ def attach_adapters(
             module.requires_grad_(name in heads)
     _freeze_what_reads_no_text(model)
     _check_what_is_trained(model)
+    report_frozen_experts(model)
 
 
 def _attach(model: Any, config: ChronicalsConfig, resumed: Path | None, heads: Collection[str]) -> None:
@@ -193,11 +195,7 @@ def _freeze_what_reads_no_text(model: Any) -> None:
 
 
 def _check_what_is_trained(model: Any) -> None:
-    """Log which experts stay frozen beside adapters.
-
-    Raises:
-        ConfigurationError: something is trained beside adapters, which alone are saved, or PEFT's are prompts.
-    """
+    """Raises ConfigurationError: something is trained beside adapters, which alone are saved, or PEFT's are prompts."""
     if hasattr(model, "chronicals_lora"):
         layers = (layer for found in (adapters(model), trained_tokens(model)) for _, layer in found)
         saved = [tensor for layer in layers for tensor in layer.parameters(recurse=False)]
@@ -227,7 +225,6 @@ def _check_what_is_trained(model: Any) -> None:
             f"{', '.join(lost[:FEW])}{others}: would be trained beside adapters, which alone are saved; freeze them, or train "
             "without adapters"
         )
-    report_frozen_experts(model)
 
 
 def _is_quantised(model: Any) -> bool:

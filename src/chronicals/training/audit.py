@@ -1,15 +1,19 @@
-"""The first-step audit: of what was asked to train, how much is attached, got a gradient, and moved."""
+"""The first-step audit: of what was asked to train, how much is attached, got a gradient, and moved, by tensors and, of stacked
+experts, by experts."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from chronicals.distributed import local
+from chronicals.lora import stacked_weights
 from chronicals.models import count_values
 from chronicals.optimizers import FusedAdamW
 from chronicals.training.errors import TrainingError
@@ -22,8 +26,35 @@ SMALL = 1 << 16
 WAITS_FOR = {"lora_A": "lora_B", "lora_embedding_B": "lora_embedding_A", "down": "up"}
 """Matrices of adapters and of heads, and those that begin at zero, without which they have no gradient."""
 
+SOME = 5
+"""Names or numbers that a line tells."""
+
 AT_A_TIME = 1 << 22
 """Elements that are summed at a time: torch makes 8 bytes of each."""
+
+
+@dataclass(frozen=True)
+class ExpertsWithout:
+    """Experts without a gradient.
+
+    Attributes:
+        name: of the trained tensor: a stacked weight, or a matrix of its adapter.
+        numbers: of these experts.
+        count: of all in the tensor.
+        partly: those of them that have a gradient in another weight of the same layer, so that tokens were sent to them.
+    """
+
+    name: str
+    numbers: tuple[int, ...]
+    count: int
+    partly: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}: {len(self.numbers)} of {self.count} ({_some(self.numbers)})"
+
+
+def _some(names: Sequence[object]) -> str:
+    return ", ".join(map(str, names[:SOME])) + (" …" if len(names) > SOME else "")
 
 
 @dataclass(frozen=True)
@@ -39,6 +70,7 @@ class Coverage:
         waiting: of those attached, matrices of adapters, ours or PEFT's, and of heads, whose other one was zero and has a
             gradient: they learn from the second step on.
         idle: names of the other asked-for tensors without a gradient.
+        experts: of tensors that hold something of each expert and have a gradient, the numbers of those experts that have none.
     """
 
     total: int
@@ -48,6 +80,7 @@ class Coverage:
     moved: int
     waiting: int
     idle: tuple[str, ...]
+    experts: tuple[ExpertsWithout, ...] = ()
 
     @property
     def share(self) -> float:
@@ -76,8 +109,18 @@ class Coverage:
             if not getattr(self, name):
                 raise TrainingError(f"nothing is trained: {self}. {remedy[0].upper()}{remedy[1:]}")
         if self.idle:
-            some = ", ".join(self.idle[:5]) + (" …" if len(self.idle) > 5 else "")
-            logger.warning("%d trainable tensors got no gradient in the first step: %s", len(self.idle), some)
+            logger.warning("%d trainable tensors got no gradient in the first step: %s", len(self.idle), _some(self.idle))
+        alike = defaultdict[str, list[str]](list)
+        for found in self.experts:
+            alike[re.sub(r"\.\d+\.", ".*.", found.name, count=1)].append(str(found))
+            if found.partly:
+                logger.warning(PARTLY, found.name, _some(found.partly))
+        for each in alike.values():
+            logger.info("%s %s", WITHOUT, "; ".join(each))
+
+
+WITHOUT = "experts without a gradient in the first step, as is right for those that no token of it was sent to:"
+PARTLY = "%s: of experts %s got no gradient in the first step, though tokens were sent to them: another weight of theirs has one"
 
 
 class FirstStepAudit:
@@ -95,12 +138,47 @@ class FirstStepAudit:
         begins_at_zero = [name for name in self.attached if not set(WAITS_FOR.values()).isdisjoint(name.split("."))]
         self.zero = {name for name in begins_at_zero if not bool(local(self.attached[name]).count_nonzero())}
         self.with_gradient: dict[str, Tensor] = {}
+        names = {id(p): name for name, p in self.attached.items()}
+        self.stacks = {
+            names[id(p)]: (weight, side) for weight in stacked_weights(model) for p, side in weight.trained if id(p) in names
+        }
+        self.learning: dict[str, list[int]] = {}
 
     def see_gradients(self) -> None:
         """Those that are there now; may be called for each."""
-        self.with_gradient |= {
-            name: p for name, p in self.attached.items() if p.grad is not None and bool(local(p.grad).count_nonzero())
-        }
+        for name, p in self.attached.items():
+            if p.grad is not None and any(counts := self._nonzero(name, local(p.grad))):
+                self.with_gradient[name] = p
+                if len(counts) > 1:
+                    self.learning[name] = counts
+
+    def _nonzero(self, name: str, gradient: Tensor) -> list[int]:
+        """How many elements are not zero; of each expert, where the whole tensor is here and has something of each."""
+        weight, side = self.stacks.get(name, (None, ""))
+        if weight is None or gradient.shape != self.attached[name].shape:
+            return [int(gradient.count_nonzero())]
+        if side == "B":  # [N, R, E]
+            counts = gradient.unflatten(1, (-1, weight.experts)).count_nonzero((0, 1))
+        else:  # [E, ·]
+            counts = gradient.reshape(weight.experts, -1).count_nonzero(1)
+        found: list[int] = counts.tolist()
+        return found
+
+    def _experts(self) -> tuple[ExpertsWithout, ...]:
+        """Whether an expert's A has a gradient depends on its B, so A tells nothing of where tokens went."""
+        sent = defaultdict[str, set[int]](set)
+        for name, counts in self.learning.items():
+            weight, side = self.stacks[name]
+            if side != "A":
+                sent[weight.path.rpartition(".")[0]] |= {number for number, count in enumerate(counts) if count}
+        found = []
+        for name, counts in self.learning.items():
+            weight, side = self.stacks[name]
+            numbers = tuple(number for number, count in enumerate(counts) if not count)
+            if numbers:
+                with_tokens = sent[weight.path.rpartition(".")[0]] if side != "A" else set()
+                found.append(ExpertsWithout(name, numbers, len(counts), tuple(sorted(with_tokens.intersection(numbers)))))
+        return tuple(found)
 
     def close(self, applied: bool) -> Coverage | None:
         """The coverage, logged and checked; None where the step was not applied.
@@ -128,6 +206,7 @@ class FirstStepAudit:
             moved=_count(moved),
             waiting=_count(self.asked[name] for name in waiting),
             idle=tuple(sorted(idle - waiting)),
+            experts=self._experts(),
         )
 
     def _mark(self, parameter: Tensor) -> Tensor:
