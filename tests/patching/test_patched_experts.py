@@ -104,6 +104,25 @@ def test_adapters_take_part_in_the_products(name):
     assert_same(expected, got)
 
 
+@pytest.mark.parametrize(("then", "now"), [("grouped_mm", "batched_mm"), ("grouped_mm", "eager"), ("eager", "grouped_mm")])
+def test_an_implementation_that_is_set_later_is_told_once(then, now, caplog):
+    """But for what ``generate`` sets for its steps on a card."""
+    experts._tell.cache_clear()
+    model = build("Qwen3Moe", experts_implementation=then)
+    patch_model(model)
+    model(**batch())
+    assert not caplog.text
+    model.set_experts_implementation(now)
+    for _ in range(2):
+        model(**batch())
+    told = f"experts_implementation='{now}': set after patch_model and without effect on Qwen3MoeExperts"
+    assert caplog.text.count(told) == (now != "batched_mm")
+    unpatch_model(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(experts, "_compute", lambda *given: pytest.fail("they are computed"))
+        model(**batch())
+
+
 def test_undone():
     model = build("Qwen3Moe")
     before = dict(vars(layers_of(model)[0]))

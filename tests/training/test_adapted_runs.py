@@ -115,7 +115,7 @@ def test_experts_that_stay_frozen_are_named(tmp_path, caplog, adapted):
     )  # fmt: skip
     for name in ("gate_up_proj", "down_proj"):
         share = share_of(model, f".{name}")  # adapters included
-        told = f"stay frozen: model.layers.0.mlp.experts.{name} (layers 0-1), {share}; lora_target_parameters={name} adapts them"
+        told = f"frozen: model.layers.0.mlp.experts.{name} (layers 0-1), {share}; lora_target_parameters={name} adapts them"
         assert (told in caplog.text) == (name != adapted), caplog.text
 
 

@@ -9,6 +9,8 @@ forward runs.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -24,6 +26,8 @@ from chronicals.patching.forms import Form, is_proved, random_numbers
 from chronicals.patching.fp8_experts import device_of_waiting, format_of
 from chronicals.patching.gated_mlps import Uncalled
 from chronicals.quantization.experts import TAKES_STACKS, as_class
+
+logger = logging.getLogger(__name__)
 
 BY = "fused experts"
 
@@ -131,6 +135,7 @@ def _forward(
     gate_of: GateOf, uncalled: Uncalled, module: Any, hidden_states: Tensor, *routed: Any,
     factors: Mapping[str, Factors] | None = None, stacks: Mapping[str, Any] | None = None, **named: Any,
 ) -> Tensor | None:  # fmt: skip
+    _tell_another_implementation(module)
     if _runs_otherwise(module, hidden_states) or uncalled.changed(module):
         waits_for = device_of_waiting(module) if stacks is None else None
         if factors is not None:
@@ -157,6 +162,35 @@ def _own_forward(module: Any) -> Iterator[None]:
         yield
     finally:
         module.forward = ours
+
+
+IMPLEMENTATION = "_chronicals_experts_implementation"
+"""Attribute of a patched module: transformers' implementation of its experts when it was patched."""
+
+
+def keep_implementation(module: nn.Module) -> None:
+    """To be called where ``module`` is patched."""
+    vars(module)[IMPLEMENTATION] = _implementation(module)
+
+
+def _implementation(module: Any) -> str | None:
+    return getattr(getattr(module, "config", None), "_experts_implementation", None)
+
+
+def _tell_another_implementation(module: Any) -> None:
+    """Where one was set since, but for the one that ``generate`` sets for itself."""
+    now = _implementation(module)
+    then = vars(module).get(IMPLEMENTATION, now)  # a twin's is not kept
+    if now != then and (then, now) != ("grouped_mm", "batched_mm") and not torch.compiler.is_compiling():
+        _tell(type(module).__name__, now)
+
+
+@functools.cache
+def _tell(name: str, implementation: str | None) -> None:
+    logger.warning(
+        "experts_implementation=%r: set after patch_model and without effect on %s, which runs as %s; call unpatch_model first",
+        implementation, name, BY,
+    )  # fmt: skip
 
 
 def _runs_otherwise(module: Any, x: Tensor) -> bool:

@@ -9,7 +9,7 @@ from torch import nn
 
 from chronicals.models import speaks_of_experts
 from chronicals.models.attention_seam import NOT_WHOLE
-from chronicals.patching import attention, decoder_layer, loss
+from chronicals.patching import attention, decoder_layer, experts, loss
 from chronicals.patching.decoder_layer import ATTENTION, layer_signature
 from chronicals.patching.forms import FORM, drops, holds_experts, looks_like, signature
 from chronicals.patching.fused_weights import unfuse_weights
@@ -95,6 +95,7 @@ def unpatch_model(model: Any) -> None:
     for module in (*target.modules(), *packed):
         if hasattr(getattr(vars(module).get("forward"), "__func__", None), FORM):
             del module.forward
+            vars(module).pop(experts.IMPLEMENTATION, None)
     unfuse_weights(target)
     for name in ("_chronicals_report", "_chronicals_whole"):
         vars(target).pop(name, None)
@@ -127,6 +128,8 @@ def _replace(path: str, module: nn.Module, plan: PatchPlan, report: PatchReport,
     else:
         module.forward = MethodType(form.forward, module)
         report.replaced.append(Replaced(path, part, form.by))
+        if form.by == experts.BY:
+            experts.keep_implementation(module)
 
 
 def _replace_layers(target: Any, plan: PatchPlan, report: PatchReport) -> None:

@@ -12,8 +12,9 @@ from chronicals.kernels.fp8_experts import fp8_experts_transposed, fp8_quantize_
 class FP8Experts:
     """Quantised from a 16-bit weight, which stays where it is; as ``FP8`` of a linear layer.
 
-    A frozen weight is quantised once, in both layouts, and again, into the same memory, which CUDA graphs read, after it was
-    written to (writes through ``.data`` cannot be seen). A trained one is quantised at each use: by rows in the forward pass,
+    A frozen weight is quantised once, in both layouts, and again, into the same memory, by the first call in Python after it
+    was written to (writes through ``.data`` cannot be seen). A CUDA graph that is replayed calls nothing: it reads that memory as
+    it is, so after a write something must call the layer before the graph runs again. A trained one is quantised at each use: by rows in the forward pass,
     and in the backward pass by columns with the scales that were found there.
 
     Args:

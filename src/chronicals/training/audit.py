@@ -120,7 +120,7 @@ class Coverage:
 
 
 WITHOUT = "experts without a gradient in the first step, as is right for those that no token of it was sent to:"
-PARTLY = "%s: of experts %s got no gradient in the first step, though tokens were sent to them: another weight of theirs has one"
+PARTLY = "%s: of experts %s got no gradient in the first step, though tokens were sent to them: another weight has one"
 
 
 class FirstStepAudit:
