@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from chronicals.distributed import DenseRows, PackedRows, frozen_shards
+from chronicals.distributed import DenseRows, Mesh, PackedRows, frozen_shards, shard_frozen
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
-from chronicals.quantization import Packed
+from chronicals.quantization import Linear4bit, Packed
 
 
 def packed_of(rows, width, seed):
@@ -99,6 +99,16 @@ def test_a_second_pass_finds_its_own_weights(gathered):
     for _ in range(2):
         for linear, whole in linears:
             assert torch.equal(linear.packed.dense(), whole)
+
+
+def test_all_that_products_read_is_where_rows_are_gathered():
+    """A model that is loaded elsewhere, as on the CPU, and comes to the card when it is divided."""
+    target, layer = torch.device("meta"), nn.Sequential(Linear4bit.of(nn.Linear(256, 128)))
+    shard_frozen([layer], Mesh(), 1, target, torch.float32)
+    linear = layer[0]
+    scales = linear.form.packed.scales
+    read = {"rows": linear.weight, "bias": linear.bias, "code2": scales.code2, "offset": scales.offset}
+    assert {name: tensor.device.type for name, tensor in read.items()} == dict.fromkeys(read, target.type)
 
 
 def test_nothing_of_the_weight_is_saved_and_casts_leave_it(gathered):

@@ -269,7 +269,7 @@ class LinearInShards(PackedLinear):
         first, (last, size, _, _) = min(begin for begin, *_ in self.places.values()), max(self.places.values(), key=_begins)
         self.weight = nn.Parameter(self.unit.own[first : last + size], requires_grad=False)
         setattr(self.weight, PART, self.unit.gathers.count)
-        self.form = _without_data(self.form)
+        self.form = _without_data(self.form, self.unit.own.device)
 
     @property
     def packed(self) -> FrozenRows:
@@ -309,14 +309,17 @@ def _begins(place: tuple[int, int, torch.dtype, torch.Size]) -> int:
     return place[0]
 
 
-def _without_data(form: Form) -> Form:
-    """The same without tensors that are gathered."""
+def _without_data(form: Form, device: torch.device) -> Form:
+    """The same without tensors that are gathered; those that every rank has whole on the device where rows are gathered."""
     if isinstance(form, DenseRows):
         return replace(form, rows=form.rows.to("meta"))
     assert isinstance(form, PackedRows)
     packed, scales = form.packed, form.packed.scales
-    beside = None if scales.absmax2 is None else scales.absmax2.to("meta")
-    empty = replace(scales, absmax=scales.absmax.to("meta"), absmax2=beside)
+    absmax2, code2, offset = (
+        None if tensor is None else tensor.to(place)
+        for tensor, place in ((scales.absmax2, "meta"), (scales.code2, device), (scales.offset, device))
+    )
+    empty = replace(scales, absmax=scales.absmax.to("meta"), absmax2=absmax2, code2=code2, offset=offset)
     return PackedRows(replace(packed, codes=packed.codes.to("meta"), scales=empty))
 
 
