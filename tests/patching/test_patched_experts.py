@@ -14,7 +14,7 @@ from chronicals.lora import LoRAConfig, apply_lora
 from chronicals.models.twin import build_twin, plain_surroundings, twin_config
 from chronicals.patching import experts, patch_parts
 from chronicals.patching.experts import BY, recognise_experts
-from chronicals.patching.patch import EXPERTS
+from chronicals.patching.patch import EXPERTS, ON_RANKS
 from interpreted import kernels_run
 
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "experts_implementation": "eager"}
@@ -181,16 +181,29 @@ def test_numbers_of_a_unit_are_read_from_the_instance():
     assert (gate_of(layer).limit, gate_of(layer).alpha, gate_of(layer).interleaved) == (0.2, 1.1, True)
 
 
-def test_experts_of_a_rank_are_left_to_the_class(monkeypatch):
-    """Of which fewer are there than the configuration says, as transformers has them with experts on several ranks."""
-    model = build("Qwen3Moe", num_experts=8)
+@pytest.mark.parametrize("says_so", [True, False], ids=["newer", "older"])
+def test_experts_of_a_rank_are_left_to_the_class(says_so, monkeypatch):
+    """Newer versions of transformers say so; in older ones fewer are there than the configuration says."""
+
+    def divided(model):
+        layer = layers_of(model)[0]
+        for name in ("gate_up_proj", "down_proj"):
+            setattr(layer, name, nn.Parameter(getattr(layer, name)[:4].detach()))
+        layer.num_experts = 4
+        if says_so:
+            layer._is_expert_parallel = True
+        else:
+            vars(layer).pop("_is_expert_parallel", None)
+        return layer
+
+    model, other = build("Qwen3Moe", num_experts=8), build("Qwen3Moe", num_experts=8)
     patch_model(model)
     monkeypatch.setattr(experts, "_compute", lambda *given: pytest.fail("they are computed"))
-    layer = layers_of(model)[0]
-    for name in ("gate_up_proj", "down_proj"):
-        setattr(layer, name, nn.Parameter(getattr(layer, name)[:4].detach()))
-    layer.num_experts = 4
-    layer(torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+    divided(model)(torch.randn(3, 32), torch.zeros(3, 2, dtype=torch.int64), torch.ones(3, 2))
+    divided(other)
+    report = patch_model(other)
+    assert report.counts()[BY] == 1
+    assert [entry.path for entry in report.left if entry.reason == ON_RANKS] == ["model.layers.0.mlp.experts"]
 
 
 def test_older_versions_describe_experts_with_fewer_words():

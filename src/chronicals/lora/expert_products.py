@@ -76,10 +76,13 @@ def has_hooks(layer: nn.Module) -> bool:
 
 
 def is_parallel(layer: Any) -> bool:
-    """Whether its experts are on several ranks: fewer are here than its configuration has. Newer versions say so."""
+    """Whether its experts are on several ranks. Newer versions say so; in older ones fewer are here than its configuration has,
+    as they also are where some of a layer were pruned."""
+    if hasattr(layer, "_is_expert_parallel"):
+        return bool(layer._is_expert_parallel)
     numbers = (getattr(getattr(layer, "config", None), name, None) for name in EXPERTS)
     configured = next((number for number in numbers if isinstance(number, int)), len(layer.down_proj))
-    return getattr(layer, "_is_expert_parallel", False) or len(layer.down_proj) != configured
+    return len(layer.down_proj) != configured
 
 
 def takes_factors(layer: Any) -> bool:
@@ -114,7 +117,7 @@ def adapted_experts(
             return computed
     tokens, each = experts_Tk.shape
     experts_S, order_S = experts_Tk.reshape(-1).sort(stable=True)
-    numbers_E = torch.arange(layer.num_experts, device=experts_S.device)
+    numbers_E = torch.arange(len(layer.down_proj), device=experts_S.device)
     groups = _Groups(experts_S, torch.searchsorted(experts_S, numbers_E, right=True))
     rows_SN = _adapted_product(layer, _first(layer), weights, factors, hidden_TK[order_S // each], groups)
     rows_SN = layer._apply_gate(rows_SN) if layer.has_gate else layer.act_fn(rows_SN)

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from chronicals.lora.expert_products import is_parallel
 from chronicals.models import speaks_of_experts
 from chronicals.models.attention_seam import NOT_WHOLE
 from chronicals.patching import attention, decoder_layer, experts, loss
@@ -19,6 +20,7 @@ from chronicals.patching.tiled_mlps import forget_policies
 from chronicals.quantization import Experts4bit
 
 EXPERTS = "experts keep their own products"
+ON_RANKS = "its experts are on several ranks, or fewer than its configuration says"
 UNKNOWN_HALF = "of no known form: it runs as its class does"
 
 
@@ -125,6 +127,8 @@ def _replace(path: str, module: nn.Module, plan: PatchPlan, report: PatchReport,
         report.left.append(Left(path, part, "its forward was replaced by something else (hooks, offload, quantisation)"))
     elif any(drops(child) for child in module.children()):
         report.left.append(Left(path, part, "has dropout"))
+    elif form.by == experts.BY and is_parallel(module):
+        report.left.append(Left(path, part, ON_RANKS))
     else:
         module.forward = MethodType(form.forward, module)
         report.replaced.append(Replaced(path, part, form.by))
