@@ -6,7 +6,16 @@ from chronicals.distributed.embedding_shards import (
     shard_embedding,
     why_embedding_stays_whole,
 )
-from chronicals.distributed.frozen_shards import DenseRows, LinearInShards, PackedRows, RowsRead, put_whole, shard_frozen
+from chronicals.distributed.frozen_shards import (
+    DenseRows,
+    LinearInShards,
+    PackedRows,
+    RowsRead,
+    can_be_cut,
+    frozen_linears,
+    put_whole,
+    shard_frozen,
+)
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
 from chronicals.distributed.mesh import Mesh
 from chronicals.distributed.rank_files import RankFiles
@@ -41,8 +50,10 @@ __all__ = [
     "ShardedAdamW",
     "Shards",
     "WeightShards",
+    "can_be_cut",
     "copies_of",
     "divided_among",
+    "frozen_linears",
     "is_divided",
     "last_micro_batch",
     "local",

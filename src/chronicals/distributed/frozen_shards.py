@@ -12,7 +12,7 @@ what cannot be cut so stays whole on every rank.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -66,10 +66,15 @@ class DenseRows:
     def write(self, parts: Mapping[str, Tensor], out: Tensor) -> None:
         out.copy_(parts["rows"])
 
+    @staticmethod
+    def divides(weight: Tensor, count: int) -> bool:
+        """Whether so many ranks can have as many rows each."""
+        return len(weight) % count == 0
+
     @classmethod
     def of(cls, weight: Tensor, rank: int, count: int) -> Self | None:
         """A rank's rows; None where they cannot be divided evenly."""
-        return None if len(weight) % count else cls(weight.chunk(count)[rank].contiguous())
+        return cls(weight.chunk(count)[rank].contiguous()) if cls.divides(weight, count) else None
 
 
 @dataclass(frozen=True)
@@ -91,13 +96,19 @@ class PackedRows:
         scales = replace(self.packed.scales, absmax=parts["absmax"], absmax2=parts.get("absmax2"))
         replace(self.packed, codes=parts["codes"], scales=scales, dtype=out.dtype).into(out)
 
+    @staticmethod
+    def divides(packed: Packed, count: int) -> bool:
+        """Whether so many ranks can have as many rows each, which begin at a block of scales."""
+        (rows, width), scales = packed.shape, packed.scales
+        whole = packed.block * (scales.block2 if scales.nested else 1)
+        return rows % count == 0 and rows // count * width % whole == 0
+
     @classmethod
     def of(cls, packed: Packed, rank: int, count: int) -> Self | None:
         """A rank's rows; None where they would not begin at a block of scales."""
-        rows, width = packed.shape
-        scales, values = packed.scales, rows // count * width
-        if rows % count or values % (packed.block * (scales.block2 if scales.nested else 1)):
+        if not cls.divides(packed, count):
             return None
+        (rows, width), scales = packed.shape, packed.scales
         own = replace(
             scales, absmax=scales.absmax.view(-1).chunk(count)[rank].clone(),
             absmax2=None if scales.absmax2 is None else scales.absmax2.view(-1).chunk(count)[rank].clone(),
@@ -387,6 +398,26 @@ def rows_of_layer(layer: nn.Module, rank: int, count: int, dtype: torch.dtype) -
     return None
 
 
+def can_be_cut(layer: nn.Module, count: int) -> bool:
+    """Whether ``rows_of_layer`` finds rows for each of so many ranks; True where they have them already."""
+    if isinstance(layer, RowsRead):
+        return layer.form is not None
+    if isinstance(layer, Linear4bit):
+        return PackedRows.divides(layer.packed, count)
+    if type(layer) is nn.Linear:
+        return DenseRows.divides(layer.weight, count)
+    return isinstance(layer, LinearInShards)
+
+
+def frozen_linears(layers: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The linear layers, by their paths in the decoder layer that they are in, of which nothing is trained."""
+    for layer in layers:
+        for path, child in list(layer.named_modules()):
+            linear = isinstance(child, (nn.Linear, PackedLinear, RowsRead))
+            if linear and not any(p.requires_grad for p in child.parameters()):
+                yield path, child
+
+
 @torch.no_grad()
 def shard_frozen(
     layers: Sequence[nn.Module], ranks: Mesh, sharing: int, device: torch.device, dtype: torch.dtype,
@@ -408,9 +439,7 @@ def shard_frozen(
     gathers, whole, cut = Gathers(ranks.rank % sharing, sharing, group), list[str](), 0
     for layer in layers:
         unit, replaced = gathers.unit(), list[LinearInShards]()
-        for path, child in list(layer.named_modules()):
-            if not isinstance(child, (nn.Linear, PackedLinear, RowsRead)) or any(p.requires_grad for p in child.parameters()):
-                continue
+        for path, child in frozen_linears([layer]):
             form = form_of(child, gathers.rank, sharing, dtype)
             if form is None:
                 whole.append(path)

@@ -73,6 +73,11 @@ def exchanging(machines: Sequence[str], number: int, heads: int, key_heads: int)
     return 1
 
 
+def skips_layers(model: Any) -> bool:
+    """Whether a training pass leaves layers out at random."""
+    return any(getattr(model.config, field, 0) for field in SKIPPING)
+
+
 def check_dealt(store: TokenStore, objective: Objective, config: ChronicalsConfig) -> None:
     """Raises ConfigurationError where an objective compares whole documents and those of an item do not fit in a part of a
     pack; says otherwise how many are split."""
@@ -107,7 +112,7 @@ def _why_not(presented: PresentedModel, width: int, context: Context) -> str | N
     name, shape = type(presented.model).__name__, ModelShape.of(presented.model.config)
     if not presented.packed:
         return f"{name} takes documents as padded rows"
-    if any(getattr(presented.model.config, field, 0) for field in SKIPPING):
+    if skips_layers(presented.model):
         return f"{name} skips layers at random, each process others"
     if presented.records_routers:
         return f"the router loss of {name} is one of whole packs"

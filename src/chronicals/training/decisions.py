@@ -32,7 +32,14 @@ from chronicals.patching.forms import signature
 from chronicals.patching.fp8_layers import is_large
 from chronicals.patching.plan import plan_for
 from chronicals.quantization import Experts4bit, PackedLinear
-from chronicals.training.needed_memory import expected_memory, has_tiles, leaves_the_card, sharing_of, state_bytes
+from chronicals.training.needed_memory import (
+    expected_memory,
+    has_tiles,
+    leaves_the_card,
+    sharing_of,
+    state_bytes,
+    why_not_divided,
+)
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible, trains_layers
 
 PLAIN = {
@@ -111,6 +118,7 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     sharding = _sharding(config, model, ranks)
     divided = sharding.how == WEIGHTS
     frees, needed = expected_memory(config, model, ranks, context, whole, in_fp8)
+    sharding = _kept_whole(config, model, ranks, sharding, needed)
     graphs, why_not_graphs = _graphs(config, presented, backend, context, frees, divided)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
@@ -333,6 +341,17 @@ def _sharding(config: ChronicalsConfig, model: Any, ranks: int) -> Decision:
     return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
 
 
+def _kept_whole(
+    config: ChronicalsConfig, model: Any, ranks: int, sharding: Decision, needed: Estimate
+) -> Decision:  # fmt: skip
+    """What was decided, with what keeps weights that do not fit from being divided, which nobody asked for."""
+    if not sharding.runs or sharding.how == WEIGHTS or "sharding" in config.explicit or needed.fits:
+        return sharding
+    why = why_not_divided(config, model, ranks)
+    said = f"; weights are not divided though they do not fit a card whole: {why}"
+    return replace(sharding, reason=sharding.reason + said) if why else sharding
+
+
 def _reduce_in_backward(
     config: ChronicalsConfig, sharding: Decision, graphs: bool, frees: bool, context: int
 ) -> Decision:  # fmt: skip
@@ -345,8 +364,6 @@ def _reduce_in_backward(
             )
         return Decision(field, False, SHARED)
     if sharding.how == WEIGHTS:
-        if asked:
-            raise ConfigurationError(f"memory=['{field}']: sharding='weights' sums gradients by itself; leave one out")
         return Decision(field, False, "weights are divided, and sums with them")
     if not sharding.runs:
         if asked and config.sharding == "none":

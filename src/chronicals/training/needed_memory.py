@@ -14,10 +14,17 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import Mesh, divided_among, why_embedding_stays_whole
 from chronicals.lora import has_magnitudes
 from chronicals.memory import Estimate, decoder_layers, estimate, makes_tiles
-from chronicals.models import embedding_table, has_4bit_experts, input_device
+from chronicals.models import embedding_table, input_device
 from chronicals.optimizers import buffer_bytes, moment_bytes, states_in_host_memory
 from chronicals.quantization import FP8, Dense, FP8InHost
-from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible, trains_layers
+from chronicals.training.weight_sharding import (
+    PRODUCTS,
+    WEIGHTS,
+    check_divisible,
+    trains_layers,
+    why_not_cut,
+    why_not_divisible,
+)
 
 
 def expected_memory(
@@ -131,19 +138,30 @@ def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int
     Args:
         model: as it was loaded; adapters that the run attaches may be there or not.
     """
-    whole = not decoder_layers(model) or has_4bit_experts(model)
-    if ranks == 1 or "sharding" in config.explicit or not total or whole:
+    if ranks == 1 or "sharding" in config.explicit or not total or not decoder_layers(model):
         return config.sharding
     kept = [(p, p.requires_grad) for p in model.parameters()]
     frozen = config.use_lora and not hasattr(model, "chronicals_lora")
     try:
         for p, trained in kept:
             p.requires_grad_(trained and not frozen)
-        _, needed = expected_memory(config, model, ranks, config.context_parallel, True, None, total)
+        fits = expected_memory(config, model, ranks, config.context_parallel, True, None, total)[1].fits
+        return config.sharding if fits or why_not_divided(config, model, ranks, total) else WEIGHTS
     finally:
         for p, trained in kept:
             p.requires_grad_(trained)
-    return config.sharding if needed.fits else WEIGHTS
+
+
+def why_not_divided(config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None) -> str | None:
+    """Why the weights of a model cannot be divided among processes where nobody asks for it; None where they can.
+
+    Args:
+        total: bytes of a card; by default those of the model's device.
+    """
+    for field in ("use_cuda_graphs", "use_torch_compile"):
+        if getattr(config, field) and field in config.explicit:
+            return f"{field}=True cannot be honoured where weights are gathered for each layer"
+    return why_not_divisible(model, config) or why_not_cut(model, config, sharing_of(config, model, ranks, total))
 
 
 def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> ChronicalsConfig:

@@ -14,6 +14,8 @@ from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.distributed import (
     LinearInShards,
     Mesh,
+    can_be_cut,
+    frozen_linears,
     is_divided,
     last_micro_batch,
     shard_embedding,
@@ -28,7 +30,9 @@ from chronicals.models.rows import STORED, StoredRows
 from chronicals.objectives import Count
 from chronicals.optimizers import moments_in_8_bits
 from chronicals.patching.decoder_layer import names_of_products
+from chronicals.quantization import LinearGGUF
 from chronicals.training.alike import fingerprint, prove_alike
+from chronicals.training.context import skips_layers
 from chronicals.training.precision import kept_in_fp32
 from chronicals.training.step import EagerStep
 
@@ -54,29 +58,56 @@ def trains_layers(model: Any) -> bool:
 
 
 def check_divisible(model: Any, config: ChronicalsConfig, sharing: int) -> None:
-    """Raises ConfigurationError where this model cannot be trained with its weights divided."""
-    name = type(model).__name__
-    reason = None
-    if not decoder_layers(model):
-        reason = f"{name} has no list of decoder layers"
-    elif config.use_fp8:
-        reason = "use_fp8=True quantises weights that are whole"
-    elif has_4bit_experts(model):
-        reason = f"{name} has its experts in 4 bits, which stay whole: leave quantization out"
-    elif "offload_frozen_weights" in config.memory_policies:
-        reason = "memory=['offload_frozen_weights'] moves weights that are whole"
-    elif trains_layers(model):
-        fp32 = sorted(kept_in_fp32(model, DTYPES[config.mixed_precision]))
-        if fp32:
-            reason = f"{name} keeps {', '.join(fp32)} in fp32, and FSDP gathers the weights of a layer in one dtype"
-        elif "offload_activations" in config.memory_policies:
-            reason = "memory=['offload_activations'] tells activations from weights by where these lie, and gathered ones move"
-        elif any(not p.is_floating_point() for p in model.parameters()):
-            reason = f"weights of {name} are packed, and others of its layers are trained"
-        elif config.use_8bit_optimizer and (cut := _cut_blocks(model, sharing)):
-            reason = f"rows of {cut} divided by {sharing} would cut blocks of 8-bit states; leave use_8bit_optimizer out"
-    if reason:
+    """Raises ConfigurationError where this model cannot be trained with its weights divided among so many."""
+    if reason := why_not_divisible(model, config) or why_not_cut(model, config, sharing):
         raise ConfigurationError(f"sharding='weights': {reason}; or take sharding='optimizer'")
+
+
+def why_not_divisible(model: Any, config: ChronicalsConfig) -> str | None:
+    """Why this model cannot be trained with its weights divided, among however many; else None."""
+    name, asked = type(model).__name__, config.memory_policies
+    if not decoder_layers(model):
+        return f"{name} has no list of decoder layers"
+    if skips_layers(model):
+        return f"{name} skips layers at random, each process others, while all gather the same: set its layerdrop to 0"
+    if has_4bit_experts(model):
+        return f"{name} has its experts in 4 bits, which stay whole: leave quantization out"
+    if config.use_fp8:
+        return "use_fp8=True quantises weights that are whole"
+    if "offload_frozen_weights" in asked:
+        return "memory=['offload_frozen_weights'] moves weights that are whole"
+    if "reduce_in_backward" in asked:
+        return "it sums gradients by itself: leave memory=['reduce_in_backward'] out"
+    return _why_not_by_fsdp(model, config) if trains_layers(model) else _why_not_as_bytes(model)
+
+
+def _why_not_by_fsdp(model: Any, config: ChronicalsConfig) -> str | None:
+    name = type(model).__name__
+    if fp32 := sorted(kept_in_fp32(model, DTYPES[config.mixed_precision])):
+        return f"{name} keeps {', '.join(fp32)} in fp32, and FSDP gathers the weights of a layer in one dtype"
+    if "offload_activations" in config.memory_policies:
+        return "memory=['offload_activations'] tells activations from weights by where these lie, and gathered ones move"
+    if any(not p.is_floating_point() for p in model.parameters()):
+        return f"weights of {name} are packed, and others of its layers are trained"
+    if scalar := next((path for path, p in model.named_parameters() if not p.ndim), None):
+        return f"{scalar} has no rows"
+    return None
+
+
+def _why_not_as_bytes(model: Any) -> str | None:
+    kept = {m.format for layer in decoder_layers(model) for m in layer.modules() if isinstance(m, LinearGGUF)}
+    return f"weights in {', '.join(sorted(kept))} stay as they are in their file, whole" if kept else None
+
+
+def why_not_cut(model: Any, config: ChronicalsConfig, sharing: int) -> str | None:
+    """Why rows of this model's weights cannot be divided among so many; else None."""
+    if not trains_layers(model):
+        if any(can_be_cut(linear, sharing) for _, linear in frozen_linears(decoder_layers(model))):
+            return None
+        return f"no frozen linear layer of its decoder layers has rows that can be divided by {sharing}"
+    if config.use_8bit_optimizer and (cut := _cut_blocks(model, sharing)):
+        return f"rows of {cut} divided by {sharing} would cut blocks of 8-bit states; leave use_8bit_optimizer out"
+    return None
 
 
 def check_whole(model: Any, config: ChronicalsConfig) -> None:

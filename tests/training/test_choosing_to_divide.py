@@ -1,0 +1,109 @@
+"""Weights are divided unasked where they do not fit a card, if they can be; else the run stays as it is, and says why."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import OPTConfig, OPTForCausalLM
+
+import gguf_files
+import runs
+import tiny
+from chronicals.config import ConfigurationError
+from chronicals.models import present, quantise_layers
+from chronicals.models.loading import load_model
+from chronicals.training import decisions
+from chronicals.training.needed_memory import choose_sharding, why_not_divided
+from chronicals.training.weight_sharding import check_divisible
+
+LORA = {"use_lora": True, "lora_rank": 4}
+SMALL = 1 << 20
+"""Bytes of a card that nothing fits."""
+
+
+def opt(layerdrop):
+    return OPTForCausalLM(
+        OPTConfig(
+            vocab_size=300, hidden_size=64, num_hidden_layers=2, ffn_dim=96, num_attention_heads=4, word_embed_proj_dim=64,
+            max_position_embeddings=128, layerdrop=layerdrop,
+        )  # fmt: skip
+    )
+
+
+REFUSING = [
+    ({"memory": ["offload_activations"]}, "tells activations from weights"),
+    ({"memory": ["reduce_in_backward"]}, "sums gradients by itself"),
+    ({"use_fp8": True}, "quantises weights that are whole"),
+    ({**LORA, "use_fp8": True, "memory": ["offload_frozen_weights"]}, "quantises weights that are whole"),
+    ({"use_8bit_optimizer": True}, "would cut blocks of 8-bit states"),
+    ({"use_cuda_graphs": True}, "weights are gathered for each layer"),
+    ({"use_torch_compile": True}, "weights are gathered for each layer"),
+]
+
+
+@pytest.mark.parametrize(("fields", "words"), REFUSING, ids=[words for _, words in REFUSING])
+def test_what_the_user_set_keeps_weights_whole(tmp_path, fields, words):
+    model, config = tiny.llama(hidden_size=72, intermediate_size=88), runs.config(tmp_path, **fields)
+    assert choose_sharding(config, model, 4, SMALL) == "optimizer"
+    assert words in why_not_divided(config, model, 4, SMALL)
+    assert choose_sharding(runs.config(tmp_path), model, 4, SMALL) == "weights"
+
+
+def test_weights_that_their_class_keeps_in_fp32_stay_whole(tmp_path):
+    model = tiny.llama()
+    model._keep_in_fp32_modules_strict = ["norm"]
+    assert choose_sharding(runs.config(tmp_path, mixed_precision="bf16"), model, 4, SMALL) == "optimizer"
+
+
+def test_a_decision_says_why_weights_stay_whole(tmp_path, monkeypatch):
+    estimated = decisions.expected_memory
+
+    def on_a_small_card(*given):
+        frees, needed = estimated(*given)
+        return frees, replace(needed, total=SMALL)
+
+    monkeypatch.setattr(decisions, "expected_memory", on_a_small_card)
+    config = runs.config(tmp_path, memory=["reduce_in_backward"])
+    made = decisions.decide(config, present(tiny.llama()), ranks=4)["sharding"]
+    assert made.how != "weights" and "not divided though they do not fit a card whole: it sums gradients" in made.reason
+    asked = decisions.decide(config.replace(sharding="optimizer"), present(tiny.llama()), ranks=4)["sharding"]
+    assert "not divided" not in asked.reason
+    free = decisions.decide(runs.config(tmp_path), present(tiny.llama()), ranks=4)["sharding"]
+    assert "not divided" not in free.reason
+
+
+def divisible(model, config, ranks):
+    """Whether weights are divided unasked, which is refused by name where it is asked for."""
+    chosen = choose_sharding(config, model, ranks, SMALL)
+    try:
+        check_divisible(model.requires_grad_(not config.use_lora), config, ranks)
+    except ConfigurationError as error:
+        return chosen, str(error)
+    return chosen, None
+
+
+@pytest.mark.parametrize("fields", [{}, LORA], ids=["full", "LoRA"])
+def test_layers_that_each_process_skips_at_random_are_not_divided(tmp_path, fields):
+    """Ranks would gather different layers at a time, of one size: wrong weights, or no end."""
+    config = runs.config(tmp_path, **fields)
+    assert divisible(opt(0.0), config, 2) == ("weights", None)
+    chosen, words = divisible(opt(0.5), config, 2)
+    assert chosen == "optimizer" and "OPTForCausalLM skips layers at random" in words
+
+
+def test_weights_of_a_gguf_file_are_not_divided(tmp_path):
+    pytest.importorskip("gguf")
+    model = load_model(gguf_files.write(tmp_path, tiny.llama(), "q8_0"), torch.float32)
+    chosen, words = divisible(model, runs.config(tmp_path, **LORA), 2)
+    assert chosen == "optimizer"
+    assert words.startswith("sharding='weights': weights in Q8_0 of GGUF stay") and "sharding='optimizer'" in words
+
+
+@pytest.mark.parametrize("nf4", [False, True], ids=["16 bit", "NF4"])
+def test_a_number_that_divides_no_layer_divides_nothing(tmp_path, nf4):
+    model, config = tiny.llama(hidden_size=256, intermediate_size=512), runs.config(tmp_path, **LORA)
+    if nf4:
+        quantise_layers(model)
+    assert divisible(model, config, 2) == ("weights", None)
+    chosen, words = divisible(model, config, 3)
+    assert chosen == "optimizer" and "no frozen linear layer of its decoder layers has rows that can be divided by 3" in words
