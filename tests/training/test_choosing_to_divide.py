@@ -22,12 +22,8 @@ SMALL = 1 << 20
 
 
 def opt(layerdrop):
-    return OPTForCausalLM(
-        OPTConfig(
-            vocab_size=300, hidden_size=64, num_hidden_layers=2, ffn_dim=96, num_attention_heads=4, word_embed_proj_dim=64,
-            max_position_embeddings=128, layerdrop=layerdrop,
-        )  # fmt: skip
-    )
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return OPTForCausalLM(OPTConfig(vocab_size=300, max_position_embeddings=128, layerdrop=layerdrop, **sizes))
 
 
 REFUSING = [

@@ -131,25 +131,36 @@ def test_adapters_beside_a_divided_base_go_on(tmp_path):
     assert names == runs.weights(tmp_path / "alone").keys() and all("lora_" in name for name in names)
 
 
+def read_by_two_and_by_one(folder, **fields):
+    """Both train the same, over a model in files; that, and the bytes of weights that each of the two held when it was read."""
+    source, model = folder / "source", tiny.llama(hidden_size=256, intermediate_size=512)
+    model.save_pretrained(source)
+    tiny.tokenizer().save_pretrained(source)
+    fields = {**fields, "source": str(source), "max_steps": 2, "validation_split": 0.1, "learning_rate": 1e-3}
+    by(2, folder / "two", **fields)
+    (folder / "one").mkdir()
+    with patch.object(divided_runs.Mesh, "current", return_value=divided_runs.Mesh()):
+        divided_runs.train(folder / "one", 1, **fields)
+    torch.testing.assert_close(steps(folder / "two"), steps(folder / "one"), rtol=1e-4, atol=0.0)
+    return model, [json.loads((folder / f"two/held-{rank}.json").read_text()) for rank in range(2)]
+
+
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("kind", READ)
 def test_weights_are_divided_while_they_are_read(tmp_path, kind):
     """No process has them whole; what it trains is what one process trains that has."""
-    source = tmp_path / "source"
-    model = tiny.llama(hidden_size=256, intermediate_size=512)
-    model.save_pretrained(source)
-    tiny.tokenizer().save_pretrained(source)
-    fields = {**READ[kind], "source": str(source), "max_steps": 2, "validation_split": 0.1, "learning_rate": 1e-3}
-    by(2, tmp_path / "two", **fields)
-    (tmp_path / "one").mkdir()
-    with patch.object(divided_runs.Mesh, "current", return_value=divided_runs.Mesh()):
-        divided_runs.train(tmp_path / "one", 1, **fields)
-    torch.testing.assert_close(steps(tmp_path / "two"), steps(tmp_path / "one"), rtol=1e-4, atol=0.0)
-    held = [json.loads((tmp_path / f"two/held-{rank}.json").read_text()) for rank in range(2)]
+    model, held = read_by_two_and_by_one(tmp_path, **READ[kind])
     layers = sum(p.numel() for p in model.get_decoder().layers.parameters())
     others = sum(p.numel() for p in model.parameters()) - layers
     at_most = 0 if kind == "full" else others + 0.6 * layers * (4 if kind == "LoRA" else 0.52)  # bytes, of rows
     assert max(held) <= at_most
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("init", ["pissa", "olora"])
+def test_adapters_that_begin_with_weights_are_divided_after_they_began(tmp_path, init):
+    model, held = read_by_two_and_by_one(tmp_path, **LORA, lora_init=init)
+    assert held == [sum(p.numel() for p in model.parameters())] * 2
 
 
 def test_weights_that_cannot_be_read_by_rows_are_named(tmp_path):

@@ -114,6 +114,11 @@ def watcher(config: ChronicalsConfig) -> LoftQ | None:
     return LoftQ(shape_of(config)) if config.use_lora and config.lora_init == "loftq" else None
 
 
+def begins_with_weights(config: ChronicalsConfig) -> bool:
+    """Whether adapters begin with what is computed of the base's whole weights."""
+    return config.use_lora and (watcher(config) is not None or shape_of(config).takes_from_weights)
+
+
 def quantise_as_asked(model: Any, config: ChronicalsConfig) -> None:
     """A model that was loaded in 16 or 32 bits, where ``config`` asks for 4.
 

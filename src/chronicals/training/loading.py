@@ -16,7 +16,7 @@ from chronicals.models.gguf_reader import gguf_of
 from chronicals.models.loading import DTYPES, is_packed, load_for_rows, load_replacing, load_without_weights
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.saving import SavedModel
-from chronicals.training.adapters import watcher
+from chronicals.training.adapters import begins_with_weights, watcher
 from chronicals.training.needed_memory import choose_sharding, sharing_of
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
 
@@ -29,14 +29,15 @@ def load_to_train(
     """The model, and the configuration with the ``sharding`` that memory asks for where none is set.
 
     Where weights are divided no process ever has all of them: each reads its rows, or quantises a weight after the other and
-    keeps its own.
+    keeps its own. A base is loaded whole, and divided later, where it has adapters, is packed in its files, or adapters begin
+    with its weights.
 
     Raises:
         ValueError: it cannot be loaded, with the reason.
     """
     kind, place = OBJECTIVES[config.objective], saved.place
     plain = not saved.adapted and gguf_of(place) is None and kind.load.__func__ is Objective.load.__func__  # type: ignore[attr-defined]
-    if ranks.count > 1 and plain and watcher(config) is None and not is_packed(saved.config(trust_remote_code)):
+    if ranks.count > 1 and plain and not begins_with_weights(config) and not is_packed(saved.config(trust_remote_code)):
         config = _with_sharding(place, config, ranks, trust_remote_code)
         if config.sharding == WEIGHTS:
             return _divided(place, config, ranks, trust_remote_code), config
