@@ -1,7 +1,9 @@
 """Frozen weights whose rows are on several ranks: where they are cut, and when they are gathered."""
 
+import copy
 import random
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import nn
 from chronicals.distributed import DenseRows, Mesh, PackedRows, frozen_shards, shard_frozen
 from chronicals.distributed.frozen_shards import Gathers, LinearInShards
 from chronicals.quantization import Linear4bit, Packed
+from chronicals.training.alike import fingerprint
 
 
 def packed_of(rows, width, seed):
@@ -109,6 +112,30 @@ def test_all_that_products_read_is_where_rows_are_gathered():
     scales = linear.form.packed.scales
     read = {"rows": linear.weight, "bias": linear.bias, "code2": scales.code2, "offset": scales.offset}
     assert {name: tensor.device.type for name, tensor in read.items()} == dict.fromkeys(read, target.type)
+
+
+@pytest.mark.parametrize("nf4", [False, True], ids=["dense", "NF4"])
+def test_the_fingerprint_of_divided_weights_is_that_of_whole_ones(nf4):
+    """By which a run that goes on knows the model that it began with."""
+
+    class Told(Mesh):
+        patterns: ClassVar[list[torch.Tensor]] = []
+
+        def gather(self, tensor):
+            self.patterns.append(tensor)
+            return self.patterns
+
+    def layer():
+        linear = nn.Linear(256, 128, bias=False)
+        return nn.Sequential(Linear4bit.of(linear) if nf4 else linear).requires_grad_(False)
+
+    whole = layer()
+    expected = fingerprint(whole.parameters())
+    for rank in range(2):
+        ranks, divided = Told(rank, 2), copy.deepcopy(whole)
+        shard_frozen([divided], ranks, 2, torch.device("cpu"), torch.float32)
+        found = fingerprint(divided.parameters(), ranks)
+    assert found == expected != fingerprint(layer().parameters())
 
 
 def test_nothing_of_the_weight_is_saved_and_casts_leave_it(gathered):

@@ -42,6 +42,7 @@ def check(case, found):
     for name, expected in alone["weights"].items():  # one whose gradient is almost zero may take a step to the other side
         error = (together["weights"][name] - expected).norm() / expected.norm()
         assert error < (2e-2 if case in CLOSE else 1e-3), f"{case}, {name}: {error}"
+    assert together["frozen"] == alone["frozen"], case
     expected = together["fused"] == 0 if "padded" in case else together["fused"] >= divided_ranks.STEPS * 2
     assert expected, f"{case}: {together['fused']} layers ran fused"
 

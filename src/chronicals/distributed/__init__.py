@@ -25,6 +25,7 @@ from chronicals.distributed.watch import RankWatch
 from chronicals.distributed.weight_shards import (
     VALUE,
     WeightShards,
+    codes_here,
     copies_of,
     divided_among,
     is_divided,
@@ -51,6 +52,7 @@ __all__ = [
     "Shards",
     "WeightShards",
     "can_be_cut",
+    "codes_here",
     "copies_of",
     "divided_among",
     "frozen_linears",

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from chronicals.distributed.mesh import Mesh
-from chronicals.distributed.weight_shards import PART
+from chronicals.distributed.weight_shards import CODES, PART
 from chronicals.quantization import Linear4bit, Packed, PackedBase, PackedLinear
 
 logger = logging.getLogger(__name__)
@@ -280,6 +280,7 @@ class LinearInShards(PackedLinear):
         first, (last, size, _, _) = min(begin for begin, *_ in self.places.values()), max(self.places.values(), key=_begins)
         self.weight = nn.Parameter(self.unit.own[first : last + size], requires_grad=False)
         setattr(self.weight, PART, self.unit.gathers.count)
+        setattr(self.weight, CODES, next(iter(self.places.values()))[1])
         self.form = _without_data(self.form, self.unit.own.device)
 
     @property

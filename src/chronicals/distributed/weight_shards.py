@@ -223,6 +223,16 @@ PART = "_chronicals_part"
 """Attribute of parameters that are one rank's part of a frozen weight: among how many ranks it is divided."""
 
 
+CODES = "_chronicals_codes"
+"""Attribute of such parameters in which scales follow the codes: how many bytes these take."""
+
+
+def codes_here(weight: Tensor) -> Tensor:
+    """What this rank has of a weight, as whole weights hold it: of packed ones the codes, without their scales."""
+    here = local(weight.detach())
+    return here if (codes := getattr(weight, CODES, None)) is None else here[:codes]
+
+
 def divided_among(module: Any) -> int:
     """How many ranks have a part of the frozen weight of a layer; 1 where each has all."""
     among: int = getattr(getattr(module, "weight", None), PART, 1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Mesh, copies_of, local
+from chronicals.distributed import Mesh, codes_here, copies_of
 
 OF_A_MACHINE = frozenset({"output_dir", "cache_dir", "dataset_num_proc", "trackers", "project", "run_name"})
 """Fields of the configuration that may differ from rank to rank."""
@@ -52,7 +52,7 @@ def fingerprint(tensors: Iterable[Tensor], ranks: Mesh | None = None) -> str:
     given = list(tensors)
     if not given:
         return hashlib.sha256().hexdigest()[:16]
-    patterns = torch.stack([_sum_of_bits(local(tensor.detach())) for tensor in given]).cpu()
+    patterns = torch.stack([_sum_of_bits(codes_here(tensor)) for tensor in given]).cpu()
     if ranks is not None and ranks.count > 1:
         divided = torch.tensor([copies_of(tensor, ranks.count) for tensor in given])
         told = torch.stack(ranks.gather(patterns)).sum(0)
