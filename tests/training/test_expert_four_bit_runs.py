@@ -332,6 +332,7 @@ def test_divided_weights_are_refused_before_anything_is_read(tmp_path, monkeypat
 
     saved = SavedModel.find(base(tmp_path))
     monkeypatch.setattr(loading, "load_replacing", None)
+    monkeypatch.setattr(Mesh, "gather_values", lambda self, value: [value] * self.count)
     said = r"sharding='weights': .*experts in 4 bits.*quantization.*sharding='optimizer'"
     with pytest.raises(ConfigurationError, match=said):
         load_to_train(saved, runs.config(tmp_path, quantization="nf4", sharding="weights"), Mesh(count=2))

@@ -17,6 +17,7 @@ from chronicals.distributed.frozen_shards import (
     shard_frozen,
 )
 from chronicals.distributed.launch import Launch, require_one_process, warn_of_other_processes
+from chronicals.distributed.machines import on_each_machine
 from chronicals.distributed.mesh import Mesh
 from chronicals.distributed.rank_files import RankFiles
 from chronicals.distributed.sharded_adamw import ShardedAdam8bit, ShardedAdamW
@@ -60,6 +61,7 @@ __all__ = [
     "last_micro_batch",
     "local",
     "looking_up_as_many",
+    "on_each_machine",
     "put_whole",
     "require_one_process",
     "shard_embedding",

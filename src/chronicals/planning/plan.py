@@ -127,7 +127,7 @@ def plan(model: Any, config: ChronicalsConfig, gpus: int, machines: Machines) ->
 
 def _with_sharding(config: ChronicalsConfig, model: Any, gpus: int, machines: Machines) -> ChronicalsConfig:
     """As the trainer chooses where nothing is asked: whether weights are divided, and among how many cards."""
-    chosen = config.fitted(sharding=choose_sharding(config, model, gpus, machines.memory))
+    chosen = config.fitted(sharding=choose_sharding(config, model, gpus, machines.memory, machines.cards))
     if chosen.sharding != WEIGHTS or gpus == 1:
         return chosen
     return chosen.fitted(sharding_ranks=sharing_of(chosen, model, gpus, machines.memory, machines.cards))

@@ -94,12 +94,15 @@ def summary(decisions: Iterable[Decision]) -> list[str]:
     return lines + [f"without {PLAIN[d.field]}: {d.reason}" for d in decisions if not d.runs and d.matters]
 
 
-def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, context: int = 1) -> dict[str, Decision]:
+def decide(
+    config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, context: int = 1, here: int | None = None
+) -> dict[str, Decision]:  # fmt: skip
     """For every ``use_*`` switch and memory policy whether it runs.
 
     Args:
         ranks: how many processes train together.
         context: how many of them share each pack.
+        here: how many of them are on each machine; by default as torchrun says.
 
     Raises:
         ConfigurationError: a switch that was set cannot be honoured.
@@ -115,10 +118,11 @@ def decide(config: ChronicalsConfig, presented: PresentedModel, ranks: int = 1, 
     fused = why_not is None
     in_fp8 = is_large if config.use_fp8 and all(p.requires_grad for p in model.get_decoder().parameters()) else None
     whole = fused and plan_for(model).fuses_whole_layers  # beside a half that its class computes, nothing is counted as saved
-    sharding = _sharding(config, model, ranks)
-    divided = sharding.how == WEIGHTS
+    sharding = _sharding(config, model, ranks, here)
+    if divided := sharding.how == WEIGHTS:
+        config = config.fitted(sharding_ranks=sharding.among)
     frees, needed = expected_memory(config, model, ranks, context, whole, in_fp8)
-    sharding = _kept_whole(config, model, ranks, sharding, needed)
+    sharding = _kept_whole(config, model, ranks, here, sharding, needed)
     graphs, why_not_graphs = _graphs(config, presented, backend, context, frees, divided)
     possible: dict[str, tuple[bool, str]] = {
         "use_flash_attention": (flash, backend if flash else "needs a card, bf16 or fp16, and packs"),
@@ -327,27 +331,30 @@ def _8bit_optimizer(config: ChronicalsConfig, model: Any) -> Decision:
     return Decision(field, True, f"as asked, the moments of {share:.1%} of the trained weights; {others}")
 
 
-def _sharding(config: ChronicalsConfig, model: Any, ranks: int) -> Decision:
+def _sharding(config: ChronicalsConfig, model: Any, ranks: int, here: int | None) -> Decision:
     if ranks == 1:
         return Decision("sharding", False, "one process")
     if config.sharding == "none":
         return Decision("sharding", False, "as asked, every process has all optimizer states", matters=True)
     if config.sharding == WEIGHTS:
-        among = sharing_of(config, model, ranks)
+        among = sharing_of(config, model, ranks, here=here)
         check_divisible(model, config, among)
         copies = f", {ranks // among} copies" if among < ranks else ""
+        if here is not None and here < among:
+            asked = "" if config.sharding_ranks else ", for the cards of one hold no copy"
+            copies += f", each over {-(-among // here)} machines{asked}"
         what = "weights, gradients' sums and optimizer states" if trains_layers(model) else "frozen weights"
         return Decision("sharding", True, f"{what}, a share of 1/{among} in each process{copies}", WEIGHTS, among=among)
     return Decision("sharding", True, f"gradients' sums and optimizer states, a share of 1/{ranks} in each process")
 
 
 def _kept_whole(
-    config: ChronicalsConfig, model: Any, ranks: int, sharding: Decision, needed: Estimate
+    config: ChronicalsConfig, model: Any, ranks: int, here: int | None, sharding: Decision, needed: Estimate
 ) -> Decision:  # fmt: skip
     """What was decided, with what keeps weights that do not fit from being divided, which nobody asked for."""
     if not sharding.runs or sharding.how == WEIGHTS or "sharding" in config.explicit or needed.fits:
         return sharding
-    why = why_not_divided(config, model, ranks)
+    why = why_not_divided(config, model, ranks, here=here)
     said = f"; weights are not divided though they do not fit a card whole: {why}"
     return replace(sharding, reason=sharding.reason + said) if why else sharding
 

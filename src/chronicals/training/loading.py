@@ -6,10 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from chronicals.config import ChronicalsConfig
-from chronicals.distributed import Mesh, RowsRead, put_whole, shard_frozen
+from chronicals.distributed import Mesh, RowsRead, on_each_machine, put_whole, shard_frozen
 from chronicals.memory import decoder_layers
 from chronicals.models import quantise_layers
 from chronicals.models.gguf_reader import gguf_of
@@ -17,7 +15,7 @@ from chronicals.models.loading import DTYPES, is_packed, load_for_rows, load_rep
 from chronicals.objectives import OBJECTIVES, Objective
 from chronicals.saving import SavedModel
 from chronicals.training.adapters import begins_with_weights, watcher
-from chronicals.training.needed_memory import choose_sharding, sharing_of
+from chronicals.training.needed_memory import choose_sharding, sharing_of, smallest_card
 from chronicals.training.weight_sharding import PRODUCTS, WEIGHTS, check_divisible
 
 logger = logging.getLogger(__name__)
@@ -54,15 +52,14 @@ def _with_sharding(
     model = load_without_weights(place, trust_remote_code)
     if config.quantization == "nf4":
         quantise_layers(model)
-    on_card = ranks.device.type == "cuda"
-    total = torch.cuda.get_device_properties(ranks.device).total_memory if on_card else 0
-    chosen = choose_sharding(config, model, ranks.count, total)
+    total, here = smallest_card(ranks), on_each_machine(ranks)
+    chosen = choose_sharding(config, model, ranks.count, total, here)
     if chosen != WEIGHTS:
         return config
     if ranks.writer and "sharding" not in config.explicit:
         logger.info("sharding: weights, for they do not fit a card of %.0f GiB whole beside the rest", total / 2**30)
     model.requires_grad_(not config.use_lora)
-    sharing = sharing_of(config, model, ranks.count, total)
+    sharing = sharing_of(config, model, ranks.count, total, here)
     check_divisible(model, config, sharing)
     return config.fitted(sharding=WEIGHTS, sharding_ranks=sharing)
 

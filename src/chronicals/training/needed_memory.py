@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
-from chronicals.distributed import Mesh, divided_among, why_embedding_stays_whole
+from chronicals.distributed import Mesh, divided_among, on_each_machine, why_embedding_stays_whole
 from chronicals.lora import has_magnitudes
 from chronicals.memory import Estimate, decoder_layers, estimate, makes_tiles
 from chronicals.models import embedding_table, input_device
@@ -131,12 +131,13 @@ def frozen_bytes(module: Any, product: int) -> int:
     return held * divided_among(module) + sum(buffer.nbytes for buffer in module.buffers(recurse=False))
 
 
-def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int) -> str:
+def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int, here: int | None = None) -> str:
     """``sharding`` as asked; where nothing is asked, the weights are divided if they can be, and do not fit a card of so many
     bytes whole.
 
     Args:
         model: as it was loaded; adapters that the run attaches may be there or not.
+        here: processes of a machine; by default as torchrun says.
     """
     if ranks == 1 or "sharding" in config.explicit or not total or not decoder_layers(model):
         return config.sharding
@@ -146,30 +147,42 @@ def choose_sharding(config: ChronicalsConfig, model: Any, ranks: int, total: int
         for p, trained in kept:
             p.requires_grad_(trained and not frozen)
         fits = expected_memory(config, model, ranks, config.context_parallel, True, None, total)[1].fits
-        return config.sharding if fits or why_not_divided(config, model, ranks, total) else WEIGHTS
+        return config.sharding if fits or why_not_divided(config, model, ranks, total, here) else WEIGHTS
     finally:
         for p, trained in kept:
             p.requires_grad_(trained)
 
 
-def why_not_divided(config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None) -> str | None:
+def why_not_divided(
+    config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None, here: int | None = None
+) -> str | None:  # fmt: skip
     """Why the weights of a model cannot be divided among processes where nobody asks for it; None where they can.
 
     Args:
-        total: bytes of a card; by default those of the model's device.
+        total, here: as for ``sharing_of``.
     """
     for field in ("use_cuda_graphs", "use_torch_compile"):
         if getattr(config, field) and field in config.explicit:
             return f"{field}=True cannot be honoured where weights are gathered for each layer"
-    return why_not_divisible(model, config) or why_not_cut(model, config, sharing_of(config, model, ranks, total))
+    return why_not_divisible(model, config) or why_not_cut(
+        model, config, sharing_of(config, model, ranks, total, here)
+    )
 
 
 def with_sharding(config: ChronicalsConfig, model: Any, ranks: Mesh) -> ChronicalsConfig:
-    """The configuration with what ``choose_sharding`` says for the card of this process."""
-    device = ranks.device
-    total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
-    chosen = choose_sharding(config, model, ranks.count, total)
+    """The configuration with what ``choose_sharding`` says for the cards of all processes, which must all ask."""
+    if ranks.count == 1 or "sharding" in config.explicit or not (total := smallest_card(ranks)):
+        return config
+    chosen = choose_sharding(config, model, ranks.count, total, on_each_machine(ranks))
     return config if chosen == config.sharding else config.fitted(sharding=chosen)
+
+
+def smallest_card(ranks: Mesh) -> int:
+    """Bytes of the smallest card of all processes, which must all ask; 0 without cards."""
+    device = ranks.device
+    if device.type != "cuda":
+        return 0
+    return min(ranks.gather_values(torch.cuda.get_device_properties(device).total_memory))
 
 
 def sharing_of(config: ChronicalsConfig, model: Any, ranks: int, total: int | None = None, here: int | None = None) -> int:

@@ -18,7 +18,16 @@ from torch import Tensor
 
 from chronicals.config import ChronicalsConfig, ConfigurationError
 from chronicals.data.steps import Step
-from chronicals.distributed import Mesh, ShardedAdam8bit, ShardedAdamW, Shards, WeightShards, is_divided, looking_up_as_many
+from chronicals.distributed import (
+    Mesh,
+    ShardedAdam8bit,
+    ShardedAdamW,
+    Shards,
+    WeightShards,
+    is_divided,
+    looking_up_as_many,
+    on_each_machine,
+)
 from chronicals.lora import has_magnitudes
 from chronicals.memory import (
     CHEAP,
@@ -280,8 +289,10 @@ def _decide(presented: PresentedModel, config: ChronicalsConfig, ranks: Mesh) ->
     forget_policies(model)
     if vars(model.get_decoder()).pop(CHECKPOINTED, False):
         disable_gradient_checkpointing(model)
-    decisions = decide(config, presented, ranks.count, ranks.count // ranks.data_count)
-    prove_alike(ranks, {field: [made.runs, made.how, made.layers] for field, made in decisions.items()})  # as collectives are
+    here = on_each_machine(ranks) if config.sharding == WEIGHTS else None
+    decisions = decide(config, presented, ranks.count, ranks.count // ranks.data_count, here)
+    as_collectives_are = {field: [made.runs, made.how, made.layers, made.among] for field, made in decisions.items()}
+    prove_alike(ranks, as_collectives_are)
     for decision in decisions.values():
         logger.debug("%s", decision)
     for line in summary(decisions.values()):

@@ -1,0 +1,99 @@
+"""Which processes are on one machine, and so share a copy of divided weights, whatever started them."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+import runs
+import tiny
+from chronicals.config import ConfigurationError
+from chronicals.distributed import Mesh, on_each_machine
+from chronicals.models import present
+from chronicals.training import needed_memory, session
+from chronicals.training.needed_memory import sharing_of, with_sharding
+
+
+@dataclass(frozen=True)
+class Told(Mesh):
+    """One of several processes, of which this is what each tells."""
+
+    told: list[Any] = field(default_factory=list)
+
+    def gather_values(self, value):
+        return self.told
+
+
+def started(*machines, told_by_torchrun=None):
+    said = told_by_torchrun or [None] * len(machines)
+    return Told(0, len(machines), told=[list(pair) for pair in zip(said, machines)])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"),
+    [
+        (started(*"aaaabbbb"), 4),  # as srun and mpirun start them
+        (started(*"aabbccdd"), 2),
+        (started(*"abababab"), 8),  # in turns: neighbours are on other machines
+        (started(*"aaaaaaaabbbb"), 12),
+        (started(*"aaaaaaaabbbb", told_by_torchrun=["8"] * 8 + ["4"] * 4), 12),
+        (started(*"aaaaaaaa", told_by_torchrun=["4"] * 8), 4),  # machines of one name
+        (started("a"), 1),
+    ],
+)
+def test_neighbours_on_a_machine(ranks, expected):
+    assert on_each_machine(ranks) == expected
+
+
+def test_machines_hold_copies_whatever_started_the_processes(tmp_path, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = runs.config(tmp_path, sharding="weights")
+    assert sharing_of(config, tiny.llama(), 8, here=on_each_machine(started(*"aaaabbbb"))) == 4
+
+
+def decided(monkeypatch, ranks, here, **fields):
+    monkeypatch.setattr(session, "on_each_machine", lambda _: here)
+    return session._decide(present(tiny.llama()), runs.config(ranks.told[0], sharding="weights", **fields), ranks)["sharding"]
+
+
+class Alike(Told):
+    """Of which all tell the same."""
+
+    def gather_values(self, value):
+        return [value] * self.count
+
+
+def test_a_decision_says_what_machines_share(tmp_path, monkeypatch):
+    ranks = Alike(0, 8, told=[tmp_path])
+    assert decided(monkeypatch, ranks, 4).reason.endswith("1/4 in each process, 2 copies")
+    assert decided(monkeypatch, ranks, 8).reason.endswith("1/8 in each process")
+    spread = decided(monkeypatch, ranks, 4, sharding_ranks=8).reason
+    assert spread.endswith("1/8 in each process, each over 2 machines")
+    monkeypatch.setattr(needed_memory, "_memory_of", lambda _: 1)
+    assert "each over 2 machines, for the cards of one hold no copy" in decided(monkeypatch, ranks, 4).reason
+
+
+def test_processes_that_would_share_with_others_are_refused(tmp_path, monkeypatch):
+    """They would make other groups, and wait for each other for ever."""
+
+    class Recorded(Told):
+        def gather_values(self, value):
+            self.told.append(value)
+            return [*self.told[1:], *[value] * (self.count - len(self.told) + 1)]
+
+    ranks = Recorded(0, 8, told=[tmp_path])
+    decided(monkeypatch, ranks, 4)
+    with pytest.raises(ConfigurationError, match=r"do not train the same: sharding is .*4\] on rank 0 and .*2\] on rank 1"):
+        decided(monkeypatch, ranks, 2)
+
+
+def test_the_smallest_card_decides(tmp_path, monkeypatch):
+    """Each would decide for itself, and wait for others that decided otherwise."""
+    ranks, free = Told(0, 2, told=[1 << 40, 1 << 20]), runs.config(tmp_path)
+    monkeypatch.setattr(Mesh, "device", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Card", (), {"total_memory": 1 << 40}))
+    monkeypatch.setattr(needed_memory, "on_each_machine", lambda _: 2)
+    assert with_sharding(free, tiny.llama(), ranks).sharding == "weights"
+    ranks.told[1] = 1 << 40
+    assert with_sharding(free, tiny.llama(), ranks).sharding == "optimizer"
