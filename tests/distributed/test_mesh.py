@@ -1,11 +1,16 @@
 """The first rank does something while the others wait at the store, not in a collective."""
 
 import itertools
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from chronicals.config import LONGEST_TIMEOUT, ChronicalsConfig, ConfigurationError
 from chronicals.distributed import Mesh, mesh
 
 
@@ -53,3 +58,48 @@ def test_long_texts_pass_through_torchs_own_store():
     mesh._say(store, "long", text)
     mesh._say(store, "empty", "")
     assert mesh._heard(store, "long") == text and mesh._heard(store, "empty") == ""
+
+
+JOINING = """
+import os, socket, torch
+from chronicals.distributed import mesh
+from chronicals.distributed.launch import Launch
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+mesh.MEETING = mesh.timedelta(seconds=2)
+mesh._join(Launch(0, COUNT, 0, "WORLD_SIZE=COUNT"))
+for group in (mesh.dist.group.WORLD, mesh.group_of([0])):
+    print(group._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+print(mesh.dist.distributed_c10d._get_default_store().timeout.total_seconds())
+"""
+
+
+def joining(count):
+    program = JOINING.replace("COUNT", str(count))
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nccl is asked otherwise for its timeout")
+def test_torch_waits_longer_than_any_rank_timeout():
+    """Who hangs is found by the watch, which names it; torch would end the processes after minutes, whatever was set."""
+    done = joining(1)
+    assert done.stdout.split() == 3 * [str(LONGEST_TIMEOUT)], done.stderr[-2000:]
+    with pytest.raises(ConfigurationError, match="rank_timeout"):
+        ChronicalsConfig(rank_timeout=LONGEST_TIMEOUT + 1)
+
+
+def test_every_group_waits_as_long():
+    """Groups that are made without a timeout have torch's."""
+    makers = [
+        path.name for path in Path(mesh.__file__).parents[1].rglob("*.py")
+        if "dist.new_group(" in path.read_text() and path.parent.name != "planning"
+    ]  # fmt: skip
+    assert makers == ["mesh.py"] and Path(mesh.__file__).read_text().count("dist.new_group(") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="as on the CPU")
+def test_processes_that_do_not_come_are_named():
+    done = joining(2)
+    assert done.returncode and "WORLD_SIZE=2: not all of the 2 processes that train together came" in done.stderr
+    assert "within 2 seconds" in done.stderr and "1/2 clients joined" in done.stderr

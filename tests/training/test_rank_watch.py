@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import two_processes
-from chronicals.distributed import RankWatch, watch
+from chronicals.distributed import RankWatch, mesh, watch
 from chronicals.training import TrainingError
 from chronicals.training.callbacks import read_metrics
 
@@ -42,7 +42,6 @@ def test_all_end_with_the_first(how, code, said, tmp_path):
     assert said in words[0], words[0][-2000:]
     if how == "hangs":
         assert all("rank_timeout=4: a step took longer" in said for said in words), words
-
 
 
 @pytest.fixture
@@ -112,6 +111,68 @@ def test_only_a_step_is_limited(watched, monkeypatch):
             until(lambda: left)
     assert "rank_timeout=0.3: a step took longer: rank 0 has been in step 2 for" in left[0]
     assert "rank 1 has not begun" in left[0]
+
+
+def post(store, rank=1, place="after step 6", waits=None, beat=0):
+    about = {"beat": beat, "place": place, "for": 500.0, "waits": waits, "host": "b", "pid": 12}
+    store.set(f"chronicals/watch/0/{rank}", json.dumps(about))
+
+
+def test_one_that_is_alive_outside_a_step_is_waited_for(watched):
+    """A callback may generate for longer than a step may take; what counts is how long all have waited for each other."""
+    make, store, left = watched
+    with make(patience=0.3) as made:
+        post(store, place="after step 6")
+        with made.step(7):
+            time.sleep(1.0)
+            assert not left, left
+            post(store, place="in step 7", waits=0.0)
+            time.sleep(0.2)
+            assert not left, "it has just begun"
+            post(store, place="in step 7", waits=0.4)
+            until(lambda: left)
+    assert "rank_timeout=0.3: a step took longer: rank 0 has been in step 7 for" in left[0]
+    assert "rank 1 has been in step 7 for 500 s (b, process 12)" in left[0]
+
+
+def test_who_evaluates_is_limited_by_that_name(watched):
+    make, store, left = watched
+    with make(patience=0.3) as made:
+        post(store, place="evaluating after step 6", waits=5.0)
+        with made.step(6):
+            pass
+        with made.limited("evaluating after step 6"):
+            until(lambda: left)
+        assert made._place[0] == "after step 6"
+    assert "rank_timeout=0.3: evaluating after step 6 took longer: rank 0 has been evaluating after step 6 for" in left[0]
+
+
+@pytest.mark.parametrize("waits", [None, 5.0], ids=["for one that works", "for one that waits, too"])
+def test_all_that_wait_outside_a_step_are_limited(watched, waits):
+    """In a call of the mesh, for one that waits elsewhere; one that loads or writes is waited for."""
+    make, store, left = watched
+    with make(patience=0.3):
+        post(store, place="before the first step", waits=waits)
+        with mesh.WAITING.within():
+            if waits is None:
+                time.sleep(1.0)
+            else:
+                until(lambda: left)
+    assert [said.partition(": rank 0")[0] for said in left] == (
+        [] if waits is None else ["rank_timeout=0.3: waiting for each other took longer"]
+    )
+
+
+def test_one_that_ends_before_it_trains_is_told(watched, monkeypatch):
+    """While the model is loaded, for example; it never posts."""
+    make, store, left = watched
+    monkeypatch.setattr(watch, "GRACE", 0.1)
+    with make():
+        time.sleep(0.3)
+        assert not left, "it may still load"
+        mesh._tell_of_end(1, store)
+        until(lambda: left)
+    assert left == ["rank 1 ended before it began to train; look at what it wrote"]
 
 
 def test_the_first_error_is_the_one_that_is_told(watched):

@@ -72,6 +72,9 @@ def configuration(cls: T) -> T:
     return cls
 
 
+LONGEST_TIMEOUT = 604_800.0
+"""Seconds: a week, which torch is told to wait for a collective."""
+
 AUTO = "auto"
 """Value of a field that the run decides, as if it had been left out."""
 
@@ -408,8 +411,10 @@ class ChronicalsConfig:
         description="Parts of a pack; a document that fits in one stays in one (default: context_parallel). Runs with the same "
         "number take the same documents in each step, however many processes share packs",
     )
-    rank_timeout: Annotated[float, Field(gt=0)] = Field(
-        default=300.0, description="Of several processes: seconds a step may take before all end and say which one is behind"
+    rank_timeout: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT)] = Field(
+        default=300.0,
+        description="Of several processes: seconds that all may wait for each other, in a step or while evaluating, before all end "
+        "and say where each is; at most a week",
     )
 
     explicit = frozenset[str]()

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from chronicals.distributed.mesh import Mesh
+from chronicals.distributed.mesh import Mesh, group_of
 from chronicals.distributed.weight_shards import CODES, PART
 from chronicals.quantization import Linear4bit, Packed, PackedBase, PackedLinear
 
@@ -470,5 +470,5 @@ def _group_of(ranks: Mesh, sharing: int) -> Any:
     """The process group of this rank's copy; all ranks call it alike."""
     if sharing == ranks.count:
         return None
-    groups = [dist.new_group(list(range(first, first + sharing))) for first in range(0, ranks.count, sharing)]
+    groups = [group_of(range(first, first + sharing)) for first in range(0, ranks.count, sharing)]
     return groups[ranks.rank // sharing]

@@ -6,13 +6,16 @@ on the context axis have parts of the same packs; along the data axis packs diff
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from chronicals.batch import Context
-from chronicals.config import ConfigurationError
+from chronicals.config import LONGEST_TIMEOUT, ConfigurationError
 from chronicals.distributed.buckets import sum_over_ranks
 from chronicals.distributed.launch import Launch
 from chronicals.kernels.gradient_norm import gradient_norm
@@ -32,8 +35,36 @@ Result = TypeVar("Result")
 PART = 1 << 22
 """Characters, of one byte each in JSON, that are sent at a time."""
 
+MEETING = timedelta(minutes=30)
+"""How long processes wait until all that were started are there."""
+
+PATIENCE = timedelta(seconds=LONGEST_TIMEOUT)
+"""What torch waits for a collective: longer than ``rank_timeout``, after which the watch ends all processes with their names."""
+
 _announcements = itertools.count()
 """Numbers of what the first rank has done, the same on all ranks, which take part in the same order."""
+
+
+class Waiting:
+    """Whether this process waits for others in a call of ``Mesh``.
+
+    Attributes:
+        since: when it began to (``time.monotonic``); None where it does not.
+    """
+
+    since: float | None = None
+
+    @contextmanager
+    def within(self) -> Iterator[None]:
+        """Of the main thread, which takes part in collectives."""
+        before, self.since = self.since, time.monotonic()
+        try:
+            yield
+        finally:
+            self.since = before
+
+
+WAITING = Waiting()
 
 
 @dataclass(frozen=True)
@@ -73,8 +104,7 @@ class Mesh:
                 "%s: waiting at %s:%s for the %d processes that train together",
                 launch.told_by, os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"], launch.count,
             )  # fmt: skip
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, rank=launch.rank, world_size=launch.count)
+            _join(launch)
         return cls(dist.get_rank(), dist.get_world_size(), local_rank)
 
     def sharing_packs(self, number: int, inner: int | None = None) -> Mesh:
@@ -104,10 +134,10 @@ class Mesh:
         inner_group = outer_group = None  # every rank takes part in making every group
         for first in range(0, self.count, number):
             for begin in range(first, first + number, inner) if inner > 1 else ():
-                group = dist.new_group(ranks := list(range(begin, begin + inner)))
+                group = group_of(ranks := list(range(begin, begin + inner)))
                 inner_group = group if self.rank in ranks else inner_group
             for begin in range(first, first + inner) if inner < number else ():
-                group = dist.new_group(ranks := list(range(begin, first + number, inner)))
+                group = group_of(ranks := list(range(begin, first + number, inner)))
                 outer_group = group if self.rank in ranks else outer_group
         return replace(self, context=Context(self.rank % number, number, inner, inner_group, outer_group))
 
@@ -139,7 +169,8 @@ class Mesh:
         if self.count > 1:
             for tensor in tensors:
                 sent = tensor.data.contiguous()
-                dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)  # not every type can be sent as it is
+                with WAITING.within():
+                    dist.broadcast(sent.reshape(-1).view(torch.uint8), src=0)  # not every type can be sent as it is
                 if sent.data_ptr() != tensor.data_ptr():
                     tensor.data.copy_(sent)
 
@@ -182,7 +213,8 @@ class Mesh:
     def sum(self, tensor: Tensor) -> Tensor:
         """The tensor summed over the ranks, in place."""
         if self.count > 1:
-            dist.all_reduce(tensor)
+            with WAITING.within():
+                dist.all_reduce(tensor)
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -191,8 +223,9 @@ class Mesh:
             return [tensor]
         sent = tensor.to(self._device_sent_from)
         found = [torch.empty_like(sent) for _ in range(self.count)]
-        dist.all_gather(found, sent)
-        return [other.to(tensor.device) for other in found]
+        with WAITING.within():
+            dist.all_gather(found, sent)
+            return [other.to(tensor.device) for other in found]
 
     def gather_values(self, value: Any) -> list[Any]:
         """The values (plain JSON) of all ranks, in their order."""
@@ -218,7 +251,8 @@ class Mesh:
         key = f"chronicals/{next(_announcements)}"
         store = dist.distributed_c10d._get_default_store()
         if not self.writer:
-            result, words = json.loads(_heard(store, key))
+            with WAITING.within():
+                result, words = json.loads(_heard(store, key))
             if words is not None:
                 raise error(f"rank 0 stopped: {words}")
             return result
@@ -234,6 +268,45 @@ class Mesh:
     def _device_sent_from(self) -> torch.device:
         """Where tensors must be to be sent; gloo sends from host memory, also where there are cards."""
         return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _join(launch: Launch) -> None:
+    """Make the process group of all that were started (nccl with cards, else gloo).
+
+    Raises:
+        ConfigurationError: not all come.
+    """
+    keys = [f"chronicals/here/{rank}" for rank in range(launch.count)]
+    try:
+        store, *_ = next(dist.rendezvous("env://", launch.rank, launch.count, timeout=MEETING))
+        store.set(keys[launch.rank], "")
+        store.wait(keys, MEETING)
+    except dist.DistError as error:
+        raise ConfigurationError(
+            f"{launch.told_by}: not all of the {launch.count} processes that train together came to "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {MEETING.total_seconds():g} seconds ({error}); "
+            "look at what each of them wrote"
+        ) from error
+    store.set_timeout(PATIENCE)
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=launch.rank, world_size=launch.count, timeout=PATIENCE)
+    atexit.register(_tell_of_end, launch.rank, dist.distributed_c10d._get_default_store())
+
+
+def _tell_of_end(rank: int, store: dist.Store) -> None:
+    """To those that wait for this process to begin to train."""
+    with suppress(RuntimeError):
+        store.set(ended(rank), "yes")
+
+
+def ended(rank: int) -> str:
+    """Key of the store that there is once the interpreter of a process ends."""
+    return f"chronicals/ended/{rank}"
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """A process group of some ranks; all ranks make every group, in the same order."""
+    return dist.new_group(list(ranks), timeout=PATIENCE)
 
 
 def _say(store: dist.Store, key: str, text: str) -> None:

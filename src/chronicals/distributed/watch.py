@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from chronicals.distributed.mesh import Mesh
+from chronicals.distributed.mesh import WAITING, Mesh, ended
 
 logger = logging.getLogger(__name__)
 
@@ -42,14 +42,15 @@ class RankWatch:
     """Within ``with``: this process ends with the others.
 
     Args:
-        patience: seconds that a single ``step`` may take.
+        patience: seconds that a single ``step`` may take, from where the last process began it.
         error: what is raised where another process raised an error first.
     """
 
     def __init__(self, ranks: Mesh, patience: float, error: type[Exception]):
         self.ranks, self.patience, self.error = ranks, patience, error
         self._place: tuple[str, float] = "before the first step", time.monotonic()
-        self._in_step = False
+        self._limited: str | None = None
+        self._all_waiting_since = 0.0
         self._over = threading.Event()
 
     def __enter__(self) -> RankWatch:
@@ -96,11 +97,24 @@ class RankWatch:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Within: the optimizer step ``number``, which waits for the other processes."""
-        self._place, self._in_step = (f"in step {number}", time.monotonic()), True
+        with self.limited(f"in step {number}", "a step"):
+            yield
+        self._place = f"after step {number}", time.monotonic()
+
+    @contextmanager
+    def limited(self, doing: str, called: str | None = None) -> Iterator[None]:
+        """Within: work that all processes do, and in which they wait for each other.
+
+        Args:
+            doing: what this process is said to be doing.
+            called: the work, where it took too long; ``doing`` by default.
+        """
+        before, _ = self._place
+        self._place, self._limited = (doing, time.monotonic()), called or doing
         try:
             yield
         finally:
-            self._place, self._in_step = (f"after step {number}", time.monotonic()), False
+            self._place, self._limited = (before, time.monotonic()), None
 
     # --- the thread ------------------------------------------------------------------------------------------------------
 
@@ -109,51 +123,87 @@ class RankWatch:
         for beat in itertools.count():
             if self._over.wait(PAUSE):
                 return
+            hung = None
             try:
                 self._post(beat)
                 found = self._first_error() or self._lost()
+                hung = self._hung()
             except RuntimeError as failure:
                 found = reason or f"the store of the processes is gone, and so is rank 0: {failure}"
             if found is None or reason is None:
                 reason, since = found, time.monotonic()
             elif time.monotonic() - since > GRACE:
                 self._leave(reason)
-            if self._in_step and time.monotonic() - self._place[1] > self.patience:
-                reason = f"rank_timeout={self.patience:g}: a step took longer: {self._table()}"
-                self._announce(reason)
+            if hung is not None:
+                self._announce(hung)
                 self._over.wait(2 * PAUSE)  # the store may be this process's, and the others are to read it
-                self._leave(reason)
+                self._leave(hung)
 
     def _post(self, beat: int) -> None:
         place, began = self._place
-        seconds = time.monotonic() - began
-        about = {"beat": beat, "place": place, "for": seconds, "host": socket.gethostname(), "pid": os.getpid()}
+        now, waiting = time.monotonic(), self._waiting_since()
+        about = {
+            "beat": beat, "place": place, "for": now - began, "waits": None if waiting is None else now - waiting,
+            "host": socket.gethostname(), "pid": os.getpid(),
+        }  # fmt: skip
         self._store.set(f"{self._key}/{self.ranks.rank}", json.dumps(about))
 
     def _posted(self, rank: int) -> dict[str, Any] | None:
         key = f"{self._key}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
+    def _waiting_since(self) -> float | None:
+        """Since when the main thread has waited for other processes, as it does within a step; None where it does not."""
+        return WAITING.since if self._limited is None else self._place[1]
+
+    def _hung(self) -> str | None:
+        """Where all stand, if all have waited for each other for too long.
+
+        One that is alive elsewhere, in a callback or writing a file, is waited for, however long it takes. The others are asked
+        only when this process has waited for too long, and again when that may have come true of all.
+        """
+        since = self._waiting_since()
+        if since is None or time.monotonic() - max(since, self._all_waiting_since) <= self.patience:
+            return None
+        table, now = self._posts(), time.monotonic()
+        for rank, about in table.items():
+            if about is not None and about["waits"] is None:
+                if self._all_waiting_since < since:  # for the first time
+                    logger.info("rank_timeout=%g: waiting on: rank %d %s", self.patience, rank, _described(about))
+                self._all_waiting_since = now
+                return None
+        self._all_waiting_since = now - min((about["waits"] for about in table.values() if about is not None), default=0.0)
+        if now - self._all_waiting_since <= self.patience:
+            return None
+        return f"rank_timeout={self.patience:g}: {self._limited or 'waiting for each other'} took longer: {_told(table)}"
+
     def _lost(self) -> str | None:
         """Which process has not posted for too long; told to all. The first looks at every other, the others at the first, so
         that the store is asked a few times a process and second."""
         for rank in range(1, self.ranks.count) if self.ranks.rank == 0 else [0]:
             (beat, at), found = self._heard[rank], self._posted(rank)
-            if found is not None and found["beat"] != beat:
+            reason = None
+            if found is None:
+                if self._store.check([ended(rank)]):
+                    reason = f"rank {rank} ended before it began to train; look at what it wrote"
+            elif found["beat"] != beat:
                 self._heard[rank] = found["beat"], time.monotonic()
-            elif found is not None and time.monotonic() - at > LOST:
+            elif time.monotonic() - at > LOST:
                 reason = f"rank {rank} is gone: it {_described(found)}, and was not heard of for {LOST:g} seconds"
+            if reason is not None:
                 self._announce(reason)
                 return reason
         return None
 
+    def _posts(self) -> dict[int, dict[str, Any] | None]:
+        return {rank: self._posted(rank) for rank in range(self.ranks.count)}
+
     def _table(self) -> str:
         """Where every process stands."""
         try:
-            found = {rank: self._posted(rank) for rank in range(self.ranks.count)}
+            return _told(self._posts())
         except RuntimeError:
             return "the other processes cannot be asked where they stand"
-        return "; ".join(f"rank {rank} {_described(about) if about else 'has not begun'}" for rank, about in found.items())
 
     def _leave(self, reason: str) -> None:
         """End this process, whose main thread waits for others."""
@@ -186,6 +236,10 @@ class RankWatch:
             if time.monotonic() >= ends:
                 return None
             time.sleep(0.1)
+
+
+def _told(table: dict[int, dict[str, Any] | None]) -> str:
+    return "; ".join(f"rank {rank} {_described(about) if about else 'has not begun'}" for rank, about in table.items())
 
 
 def _described(about: dict[str, Any]) -> str:

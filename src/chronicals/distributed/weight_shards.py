@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from chronicals.distributed.mesh import Mesh
+from chronicals.distributed.mesh import Mesh, group_of
 from chronicals.distributed.side_by_side import lay_side_by_side
 from chronicals.kernels.gradient_norm import gradient_norm
 from chronicals.models.presentation import AS_FORWARD
@@ -55,7 +55,11 @@ def weight_mesh(ranks: Mesh, sharing: int) -> DeviceMesh:
     kind = ranks.device.type
     if sharing == ranks.count:
         return init_device_mesh(kind, (ranks.count,), mesh_dim_names=("shard",))
-    return init_device_mesh(kind, (ranks.count // sharing, sharing), mesh_dim_names=("replicate", "shard"))
+    places = torch.arange(ranks.count).view(-1, sharing)
+    copies = [group_of(column) for column in places.T.tolist()]
+    sharers = [group_of(row) for row in places.tolist()]
+    own = [copies[ranks.rank % sharing], sharers[ranks.rank // sharing]]
+    return DeviceMesh.from_group(own, kind, places, mesh_dim_names=("replicate", "shard"))
 
 
 def shard_weights(

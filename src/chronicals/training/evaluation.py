@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -19,6 +20,7 @@ from chronicals.distributed import Mesh
 from chronicals.models import PresentedModel, check_positions, embedding_table, in_evaluation, input_device, present
 from chronicals.objectives import Objective, Term, build_objective, shown
 from chronicals.training.frozen import bring_frozen, check_frozen_positions, frozen_attending
+from chronicals.training.metrics import Moment
 from chronicals.training.precision import Precision
 from chronicals.training.step import counts_of, known_before
 from chronicals.training.stored_predictions import with_predictions
@@ -66,23 +68,34 @@ class Evaluation:
 
 @torch.no_grad()
 def evaluate(
-    model: PresentedModel, objective: Objective, steps: Steps, precision: Precision, ranks: Mesh | None = None
-) -> Evaluation:
-    """Score every document of ``steps``, which end, without dropout; the model's modules return to the modes they were in."""
+    model: PresentedModel, objective: Objective, steps: Steps, precision: Precision, ranks: Mesh | None = None,
+    limited: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Evaluation:  # fmt: skip
+    """Score every document of ``steps``, which end, without dropout; the model's modules return to the modes they were in.
+
+    Args:
+        limited: entered for each step and for the sums at the end, where processes wait for each other; the step before is done
+            when one is left.
+    """
     ranks = ranks or Mesh()
     counts = Counter[str]()  # of sums of weights, too
     sums, terms = dict[str, Tensor](), dict[str, Term]()
     with in_evaluation(model.model):
+        before = Moment(precision.device)
         for step in steps.steps(count=steps.left(None)):
             of_step = counts_of(step, ranks)
             counts.update(of_step)
-            for batch in known_before(step, of_step, model, objective, ranks, precision).batches:
-                with precision.autocast():
-                    moved = batch.to(precision.device, non_blocking=True)
-                    terms = dict(model.as_forward(partial(objective.score, model, moved)))
-                for name, term in terms.items():
-                    sums[name] = sums.get(name, 0.0) + term.sum.double()
-    totals = ranks.sum(torch.stack(list(sums.values()))).tolist()
+            with limited():
+                for batch in known_before(step, of_step, model, objective, ranks, precision).batches:
+                    with precision.autocast():
+                        moved = batch.to(precision.device, non_blocking=True)
+                        terms = dict(model.as_forward(partial(objective.score, model, moved)))
+                    for name, term in terms.items():
+                        sums[name] = sums.get(name, 0.0) + term.sum.double()
+                before.wait()
+            before = Moment(precision.device)
+    with limited():
+        totals = ranks.sum(torch.stack(list(sums.values()))).tolist()
     values = {name: total / (counts[terms[name].per] or 1.0) for name, total in zip(sums, totals)}
     loss = sum(terms[name].coefficient * value for name, value in values.items())
     perplexity = math.exp(min(values["cross_entropy"], 700.0)) if "cross_entropy" in values else None

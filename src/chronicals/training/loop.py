@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,10 @@ class Loop:
         """Whether it is the best so far."""
         assert self.held_out is not None
         run, session = self.run, self.session
-        evaluation = evaluate(session.presented, session.objective, self.held_out, session.precision, session.ranks)
+        limited = partial(self.watch.limited, f"evaluating after step {run.step}")
+        evaluation = evaluate(
+            session.presented, session.objective, self.held_out, session.precision, session.ranks, limited
+        )  # fmt: skip
         if not math.isfinite(evaluation.loss):
             raise TrainingError(
                 f"held-out loss after step {run.step}: {evaluation.loss}, not a number: the weights were damaged by training, "

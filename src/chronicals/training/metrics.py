@@ -64,6 +64,11 @@ class Moment:
             self.event.record(torch.cuda.current_stream(device))
         self.clock = time.perf_counter()
 
+    def wait(self) -> None:
+        """Until it is reached."""
+        if self.event is not None:
+            self.event.synchronize()
+
     def seconds_since(self, earlier: Moment) -> float:
         """Both must have been reached."""
         if self.event is None or earlier.event is None:
@@ -91,8 +96,8 @@ class PendingMetrics:
     def arrive(self) -> StepMetrics:
         """Wait until the step is done."""
         memory = 0.0
-        if self.moment.event is not None:
-            self.moment.event.synchronize()
+        self.moment.wait()
+        if self.device.type == "cuda":
             memory = torch.cuda.max_memory_allocated(self.device) / 2**30
         got = dict(zip(self.names, self.values.tolist()))
         self.told = got.pop("told", 0.0) > 0

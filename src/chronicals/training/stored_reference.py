@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from chronicals.objectives.log_probabilities import document_sums, score_tokens
 from chronicals.objectives.reference import REFERENCE, WithReference
 from chronicals.training.alike import fingerprint
 from chronicals.training.errors import CheckpointError
+from chronicals.training.metrics import Moment
 from chronicals.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -44,10 +46,14 @@ class StoredReference:
     Args:
         session: as the run begins: before a checkpoint's weights are loaded.
         stream: makes the Batches of a store, each document once, this rank's part.
+        limited: entered where processes wait for each other.
     """
 
-    def __init__(self, session: Session, stream: Callable[[TokenStore], BatchStream]):
-        self.session, self.stream = session, stream
+    def __init__(
+        self, session: Session, stream: Callable[[TokenStore], BatchStream],
+        limited: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ):  # fmt: skip
+        self.session, self.stream, self.limited = session, stream, limited
         objective = session.objective
         self.wanted = isinstance(objective, WithReference) and objective.stores_reference(session.model)
         if self.wanted:
@@ -105,13 +111,18 @@ class StoredReference:
         sums = torch.zeros(len(store) + 1, device=device)
         logger.info("reference: computing the log-probabilities of %d documents", len(store))
         with session.presented.attending_documents(), in_evaluation(session.model), session.precision.autocast():
+            before = Moment(device)
             for batch in stream:
-                moved = batch.to(device, non_blocking=True)
-                score = partial(_log_probabilities, session.presented, moved, session.objective.chunk_size)
-                found = document_sums(session.presented.as_forward(score), moved)
-                number = moved.segments[NUMBER]
-                sums.index_copy_(0, torch.where(number < 0, len(store), number), found.float())
-        values = ranks.sum(sums[:-1]).cpu().numpy()
+                with self.limited():
+                    moved = batch.to(device, non_blocking=True)
+                    score = partial(_log_probabilities, session.presented, moved, session.objective.chunk_size)
+                    found = document_sums(session.presented.as_forward(score), moved)
+                    number = moved.segments[NUMBER]
+                    sums.index_copy_(0, torch.where(number < 0, len(store), number), found.float())
+                    before.wait()
+                before = Moment(device)
+        with self.limited():
+            values = ranks.sum(sums[:-1]).cpu().numpy()
         ranks.writer_does(lambda: self._write(store, values), OSError)
         return values
 

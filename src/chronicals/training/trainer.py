@@ -118,12 +118,13 @@ class ChronicalsTrainer:
             Interrupted: stopped by a signal or ``stop``, after a checkpoint.
         """
         self._stop = Stop()
-        prove_alike(self.ranks, shared_settings(self.config))
-        self.ranks = sharing_packs(self.ranks, self.config, self.model)
         try:
             watched = RankWatch(self.ranks, self.config.rank_timeout, TrainingError)
-            with heard(self.ranks.writer), claimed(self.output_dir, self.ranks), watched as self._watch:
-                return self._train(train_dataset, eval_dataset, checkpoint_to_resume(self.output_dir, resume, self.ranks))
+            with heard(self.ranks.writer), watched as self._watch:
+                prove_alike(self.ranks, shared_settings(self.config))
+                self.ranks = sharing_packs(self.ranks, self.config, self.model)
+                with claimed(self.output_dir, self.ranks):
+                    return self._train(train_dataset, eval_dataset, checkpoint_to_resume(self.output_dir, resume, self.ranks))
         finally:
             self._session = None
 
@@ -178,7 +179,8 @@ class ChronicalsTrainer:
         samples: Samples,
     ) -> TrainingResult:  # fmt: skip
         config, model = self.config, self.model
-        reference = StoredReference(session, partial(self._stream, epochs=1, shuffle=False))
+        limited = partial(self._watch.limited, "computing the reference, before the first step")
+        reference = StoredReference(session, partial(self._stream, epochs=1, shuffle=False), limited)
         reference.keep(self.output_dir, resumed is not None)
         train_store = reference.beside(train_store)
         eval_store = None if eval_store is None else reference.beside(eval_store)
