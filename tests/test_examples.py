@@ -1,6 +1,9 @@
 """Every recipe of examples/ trains as it stands, two steps of a tiny model; each objective has one."""
 
+import dataclasses
 import math
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import yaml
 
 import tiny
 from chronicals.cli import main
-from chronicals.config import Recipe
+from chronicals.config import ChronicalsConfig, Recipe
 from chronicals.objectives import OBJECTIVES
 from chronicals.training.callbacks import read_metrics
 from mixtures import mixture
@@ -71,3 +74,31 @@ def test_its_paths_exist_and_its_comment_names_it(name):
 def test_every_objective_has_a_recipe():
     ours = {name for name, cls in OBJECTIVES.items() if cls.__module__.startswith("chronicals.")}
     assert ours <= {yaml.safe_load((FOLDER / name).read_text())["objective"] for name in RECIPES}
+
+
+def test_the_job_starts_one_torchrun_on_each_machine(tmp_path):
+    """With commands in the place of Slurm's and torchrun that write what they are given."""
+    commands = {"scontrol": "printf 'node7\\nnode9\\n'", "srun": 'printf "%s\\n" "$@"'}
+    for name, text in commands.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").write_text("")
+    slurm = {
+        "SLURM_JOB_NODELIST": "node[7,9]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "123456", "SLURM_CPUS_PER_TASK": "64",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }  # fmt: skip
+    job = FOLDER / "two-machines.sbatch"
+    done = subprocess.run(
+        ["bash", str(job), "--output-dir", "out"], env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.split()
+    assert said[:2] == ["--kill-on-bad-exit=1", "torchrun"] and said[-2:] == ["--output-dir", "out"]
+    assert {"--nnodes=2", "--nproc-per-node=8", "--rdzv-endpoint=node7:23456", "--rdzv-id=123456"} <= set(said)
+    asked = {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=1", "#SBATCH --gpus-per-node=8"}
+    assert asked <= set(job.read_text().splitlines())
+    command = said[said.index("chronicals.cli") + 1 :]
+    assert command[0] == "train" and command[1] in RECIPES and "--resume" in command
+    known = {f"--{field.name.replace('_', '-')}" for field in dataclasses.fields(ChronicalsConfig)}
+    assert {word for word in command if word.startswith("--")} <= known | {"--resume"}
