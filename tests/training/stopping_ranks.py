@@ -1,8 +1,10 @@
-"""One of two processes that train together, of which the second raises an error, hangs or is killed in its second step.
+"""One of two processes that train together, of which one raises an error, hangs, is killed, keeps the other waiting or has a
+full disk.
 
-The program of ``test_rank_watch.py``: ``python stopping_ranks.py FOLDER raises|hangs|killed``.
+The program of ``test_rank_watch.py``: ``python stopping_ranks.py FOLDER HOW``. When it happened is in ``FOLDER/happened``.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -15,36 +17,115 @@ from two_ranks import own_folder, trainer
 import tiny
 from chronicals.distributed import Mesh, watch
 from chronicals.objectives import NextToken
+from chronicals.training import Callback, checkpoint
 
 CALLS = 3
 """Forward passes until the second step, of two micro-batches each."""
 
+PATIENCE, LONGER = 4.0, 9.0
+"""Seconds that a step may take, and that a callback takes."""
+
+SHORT = {
+    "hangs": {"rank_timeout": PATIENCE},
+    "raises while evaluating": {"validation_split": 0.1, "eval_steps": 1},
+    "hangs while evaluating": {"validation_split": 0.1, "eval_steps": 1, "rank_timeout": PATIENCE},
+    "is told for long": {"rank_timeout": PATIENCE, "max_steps": 3},
+    "has a full disk": {"save_steps": 1},
+    "calls a divided model": {"sharding": "weights", "use_lora": True},
+    "reads a divided weight": {"sharding": "weights"},
+}
+"""Fields of the configuration, by what happens."""
+
 
 class Ends(NextToken):
-    calls, how = 0, ""
+    """Of the second rank."""
+
+    calls, how, folder = 0, "", Path()
+
+    def end(self) -> None:
+        happens(self.folder)
+        if self.how.startswith("raises"):
+            raise ValueError("boom")
+        if self.how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(300)
 
     def __call__(self, model, batch):
         self.calls += 1
-        if self.calls == CALLS:
-            if self.how == "raises":
-                raise ValueError("boom")
-            if self.how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(300)
+        if self.calls == CALLS and self.how in ("raises", "hangs", "killed"):
+            self.end()
         return super().__call__(model, batch)
+
+    def score(self, model, batch):
+        if self.how.endswith("while evaluating"):
+            self.end()
+        return super().score(model, batch)
+
+
+class Slow(Callback):
+    """Keeps the first rank between two steps, with a model of which it has all weights."""
+
+    def __init__(self, model):
+        self.model = model
+
+    def step_done(self, metrics):
+        if metrics.step == 1:
+            assert torch.isfinite(self.model(torch.tensor([[3, 1, 4]])).logits).all()
+            time.sleep(LONGER)
+
+
+class NeedsAll(Callback):
+    """Asks for what the other rank does not take part in."""
+
+    def __init__(self, model, how, folder):
+        self.model, self.how, self.folder = model, how, folder
+
+    def step_done(self, metrics):
+        happens(self.folder)
+        if self.how.startswith("calls"):
+            self.model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=2)
+        else:
+            self.model.get_decoder().layers[0].mlp.up_proj.weight.full_tensor()
+
+
+def happens(folder: Path) -> None:
+    (folder / "happened").write_text(str(time.time()))
+
+
+def fill_disk(folder: Path) -> None:
+    """The states of the second step do not fit; the file is there in part, as after a write that failed."""
+    write, written = checkpoint.write_pieces, []
+
+    def write_until_full(pieces, place, rank, count):
+        written.append(rank)
+        if len(written) == 1:
+            return write(pieces, place, rank, count)
+        happens(folder)
+        file = place / "optimizer-rank-00002-of-00002.safetensors"
+        file.write_bytes(b"torn")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(file))
+
+    checkpoint.write_pieces = write_until_full
 
 
 def main(folder: Path, how: str) -> None:
     torch.set_num_threads(1)
     watch.PAUSE, watch.GRACE = 0.2, 3.0
     rank = Mesh.current().rank
-    patience = 4.0 if how == "hangs" else 100.0
-    made = trainer(own_folder(folder, rank), rank_timeout=patience, validation_split=0.0, eval_steps=None)
+    usual = {"rank_timeout": 100.0, "validation_split": 0.0, "eval_steps": None}
+    place = folder / "one" if how == "has a full disk" else own_folder(folder, rank)
+    made = trainer(place, **{**usual, **SHORT.get(how, {})})
     if rank == 1:
         made.objective = Ends()
-        made.objective.how = how
+        made.objective.how, made.objective.folder = how, folder
+        if how == "has a full disk":
+            fill_disk(folder)
+    elif how in ("is told for long", "calls a divided model", "reads a divided weight"):
+        made.callbacks.append(Slow(made.model) if how == "is told for long" else NeedsAll(made.model, how, folder))
+        made._users_callbacks = True
     made.train(tiny.chat_rows())
 
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
+    os._exit(0)

@@ -14,19 +14,29 @@ import two_processes
 from chronicals.distributed import RankWatch, mesh, watch
 from chronicals.training import TrainingError
 from chronicals.training.callbacks import read_metrics
+from chronicals.training.checkpoint import check_checkpoint, checkpoints
 
 HERE = Path(__file__).parent
 
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="both would compute on one card")
+
+
+SOON = 60.0
+"""Seconds in which both have ended; on a loaded machine, where the first alone takes a few to write what it ends with."""
+
 
 def ended(folder, how):
-    """Exit codes and last words of two processes."""
+    """Exit codes and last words of two processes, which end soon after what happened."""
     codes, words = two_processes.run(str(HERE / "stopping_ranks.py"), folder, how, seconds=200)
-    steps = [line for line in read_metrics(folder / "machine0" / "run" / "metrics.jsonl") if "loss" in line]
-    assert [line["step"] for line in steps] in ([], [1])
+    assert time.time() - float((folder / "happened").read_text()) < SOON
     return codes, words
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="both would compute on one card")
+def steps_of(folder):
+    return [line["step"] for line in read_metrics(folder / "run" / "metrics.jsonl") if "loss" in line]
+
+
+@on_cpu
 @pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("how", "code", "said"),
@@ -34,14 +44,60 @@ def ended(folder, how):
         ("raises", 1, "rank 1 stopped: ValueError: boom"),
         ("hangs", 1, "rank 1 has been in step 2 for "),
         ("killed", -9, "another process is gone: "),
+        ("raises while evaluating", 1, "rank 1 stopped: ValueError: boom"),
+        ("hangs while evaluating", 1, "rank 1 has been evaluating after step 1 for "),
     ],
 )
 def test_all_end_with_the_first(how, code, said, tmp_path):
     codes, words = ended(tmp_path, how)
     assert codes == [1, code]
     assert said in words[0], words[0][-2000:]
-    if how == "hangs":
-        assert all("rank_timeout=4: a step took longer" in said for said in words), words
+    if how.startswith("hangs"):
+        late = "evaluating after step 1" if how.endswith("evaluating") else "a step"
+        assert all(f"rank_timeout=4: {late} took longer" in said for said in words), words
+    assert steps_of(tmp_path / "machine0") in ([], [1])
+
+
+@on_cpu
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("how", ["has a full disk"])
+def test_a_full_disk_of_one_ends_all(how, tmp_path):
+    """The checkpoint before stays as it was, and nothing is left of the one that did not fit."""
+    codes, words = ended(tmp_path, how)
+    assert codes == [1, 1], words
+    assert "No space left on device" in words[1], words[1][-2000:]
+    assert "rank 1 could not write its part: OSError: [Errno 28] No space left on device" in words[0], words[0][-2000:]
+    (left,) = checkpoints(tmp_path / "one" / "run")
+    assert left.name == "step-00000001" and check_checkpoint(left) is None
+    assert [path.name for path in left.parent.iterdir()] == [left.name]
+    assert not (tmp_path / "one" / "run" / "model").exists()
+
+
+@on_cpu
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("how", ["is told for long"])
+def test_a_callback_may_take_longer_than_a_step(how, tmp_path):
+    codes, words = two_processes.run(str(HERE / "stopping_ranks.py"), tmp_path, how, seconds=200)
+    assert codes == [0, 0], words
+    assert "rank_timeout=4: waiting on: rank 0 has been after step 2 for" in words[1], words[1][-2000:]
+    assert steps_of(tmp_path / "machine0") == [1, 2, 3]
+
+
+@on_cpu
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("calls a divided model", "called LlamaForCausalLM"),
+        ("reads a divided weight", "asked all processes for something (all_gather_into_tensor)"),
+    ],
+)
+def test_a_callback_that_needs_all_ranks_is_refused(how, said, tmp_path):
+    """They do not take part, and their next collective would be taken for its own."""
+    codes, words = ended(tmp_path, how)
+    assert codes == [1, 1]
+    refusal = f"sharding='weights': a callback {said}, which needs every process"
+    assert refusal in words[0] and f"rank 0 stopped: ConfigurationError: {refusal}" in words[1], words
 
 
 @pytest.fixture

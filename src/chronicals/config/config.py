@@ -413,8 +413,8 @@ class ChronicalsConfig:
     )
     rank_timeout: Annotated[float, Field(gt=0, le=LONGEST_TIMEOUT)] = Field(
         default=300.0,
-        description="Of several processes: seconds that all may wait for each other, in a step or while evaluating, before all end "
-        "and say where each is; at most a week",
+        description="Of several processes: seconds that all may wait for each other, in a step or while evaluating, before "
+        "all end and say where each is; at most a week",
     )
 
     explicit = frozenset[str]()

@@ -1,5 +1,6 @@
 """Processes that train together."""
 
+from chronicals.distributed.alone import alone
 from chronicals.distributed.embedding_shards import (
     EmbeddingInShards,
     looking_up_as_many,
@@ -52,6 +53,7 @@ __all__ = [
     "ShardedAdamW",
     "Shards",
     "WeightShards",
+    "alone",
     "can_be_cut",
     "codes_here",
     "copies_of",

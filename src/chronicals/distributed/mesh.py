@@ -39,7 +39,7 @@ MEETING = timedelta(minutes=30)
 """How long processes wait until all that were started are there."""
 
 PATIENCE = timedelta(seconds=LONGEST_TIMEOUT)
-"""What torch waits for a collective: longer than ``rank_timeout``, after which the watch ends all processes with their names."""
+"""What torch waits for a collective: longer than ``rank_timeout``, after which ``RankWatch`` ends all and names them."""
 
 _announcements = itertools.count()
 """Numbers of what the first rank has done, the same on all ranks, which take part in the same order."""

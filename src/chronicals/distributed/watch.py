@@ -169,7 +169,7 @@ class RankWatch:
         for rank, about in table.items():
             if about is not None and about["waits"] is None:
                 if self._all_waiting_since < since:  # for the first time
-                    logger.info("rank_timeout=%g: waiting on: rank %d %s", self.patience, rank, _described(about))
+                    logger.warning("rank_timeout=%g: waiting on: rank %d %s", self.patience, rank, _described(about))
                 self._all_waiting_since = now
                 return None
         self._all_waiting_since = now - min((about["waits"] for about in table.values() if about is not None), default=0.0)

@@ -9,12 +9,15 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chronicals.distributed import Mesh
+from torch import nn
+
+from chronicals.config import ConfigurationError
+from chronicals.distributed import Mesh, alone
 from chronicals.standard_json import to_json
 from chronicals.training.errors import Interrupted, TrainingError
 from chronicals.training.evaluation import Evaluation
@@ -28,8 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 class Callback:
-    """Override the events you need. All are called on the first rank only, between steps, and may call the model, for example
-    to generate. An error that one raises ends the run on all ranks; to end it on purpose call ``ChronicalsTrainer.stop``.
+    """Override the events you need. All are called on the first rank only, between steps, while the others wait however long,
+    and may call the model, for example to generate; not where its weights are divided among the ranks. An error that one raises
+    ends the run on all ranks; to end it on purpose call ``ChronicalsTrainer.stop``.
     """
 
     def run_began(self, run: Run) -> None:
@@ -65,13 +69,17 @@ class Callbacks:
     Args:
         callbacks: in the order in which they are told; on the first rank.
         may_call_the_model: whether one of them may.
+        divided: the model, where its weights are divided among the ranks; calling it raises.
 
     Attributes:
         error: what a callback raised, and not yet all ranks.
     """
 
-    def __init__(self, callbacks: Sequence[Callback], may_call_the_model: bool, ranks: Mesh):
+    def __init__(
+        self, callbacks: Sequence[Callback], may_call_the_model: bool, ranks: Mesh, divided: nn.Module | None = None
+    ):  # fmt: skip
         self.callbacks, self.may_call_the_model, self.ranks = callbacks, may_call_the_model, ranks
+        self._divided = frozenset(divided.modules()) if divided is not None and may_call_the_model else None
         self.error: BaseException | None = None
 
     def tell(self, event: Callable[[Callback], None]) -> None:
@@ -79,12 +87,17 @@ class Callbacks:
         if self.error is not None:
             return
         try:
-            for callback in self.callbacks:
-                event(callback)
+            with self._alone():
+                for callback in self.callbacks:
+                    event(callback)
         except BaseException as error:
             if self.ranks.count == 1:
                 raise
             self.error = error
+
+    def _alone(self) -> AbstractContextManager[None]:
+        """Within: what would wait for the other ranks raises, where that is a danger."""
+        return nullcontext() if self._divided is None else alone(self._divided, _needs_all)
 
     def raise_anywhere(self) -> None:
         """Raise what a callback raised, on the first rank, and TrainingError with its words on the others; all must ask."""
@@ -117,8 +130,16 @@ class Callbacks:
             raise
         finally:
             with ExitStack() as ending:
+                ending.enter_context(self._alone())
                 for callback in reversed(began):
                     ending.callback(callback.run_ended, run)
+
+
+def _needs_all(done: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"sharding='weights': a callback {done}, which needs every process, and callbacks are called in the first alone; score "
+        "held-out data with eval_steps, load the checkpoint that `saved` is told of, or set sharding='optimizer'"
+    )
 
 
 class MetricsFile(Callback):

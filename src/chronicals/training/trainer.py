@@ -200,7 +200,8 @@ class ChronicalsTrainer:
             self.ranks.writer_does(samples.keep, OSError)
         run.trainable_share = self._trainable_share()
         held_out = None if eval_store is None else self._stream(eval_store, epochs=1, shuffle=False)
-        callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks)
+        divided = model if session.decisions["sharding"].how == WEIGHTS else None
+        callbacks = Callbacks(self.callbacks, self._users_callbacks, self.ranks, divided)
         about = functools.cache(lambda: about_data(train_store, model, self.tokenizer, config))
         session.before_update = saved.hold_update
         session.told = lambda: saved.failed or self._stop.reason is not None or callbacks.error is not None
