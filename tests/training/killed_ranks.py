@@ -1,7 +1,8 @@
-"""One of two processes that train together with sharded states; one kills itself with SIGKILL at its k-th event.
+"""One of two processes that train together with sharded states or weights; one kills itself with SIGKILL at its k-th event.
 
-The program of ``test_sharded_checkpoints.py``: ``python killed_ranks.py FOLDER RESUME RANK K``. With K 0 nobody is killed, and
-each writes how many events it had: micro-batches, what is written, synced, renamed, and what the ranks tell each other.
+The program of ``test_sharded_checkpoints.py``: ``python killed_ranks.py FOLDER RESUME RANK K SHARDING``. With K 0 nobody
+is killed, and each writes how many events it had: micro-batches, what is written, synced, renamed, and what the ranks tell each
+other.
 """
 
 import os
@@ -23,7 +24,7 @@ SETTINGS = {
 }  # fmt: skip
 
 
-def main(folder: Path, resume: bool, killed: int, kill_at: int) -> None:
+def main(folder: Path, resume: bool, killed: int, kill_at: int, sharding: str) -> None:
     torch.set_num_threads(1)
     watch.PAUSE, watch.GRACE, watch.LOST = 0.2, 3.0, 10.0
     rank, events = Mesh.current().rank, 0
@@ -43,10 +44,10 @@ def main(folder: Path, resume: bool, killed: int, kill_at: int) -> None:
     checkpoint.write_pieces = counted(checkpoint.write_pieces)
     RankFiles.collecting, RankFiles.deliver = counted(RankFiles.collecting), counted(RankFiles.deliver)
     RankFiles._say = counted(RankFiles._say)
-    runs.train(folder, rows=tiny.chat_rows(40), resume=resume, **SETTINGS)
+    runs.train(folder, rows=tiny.chat_rows(40), resume=resume, sharding=sharding, **SETTINGS)
     (folder / f"events.{rank}").write_text(str(events))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3]), int(sys.argv[4]))
+    main(Path(sys.argv[1]), sys.argv[2] == "True", int(sys.argv[3]), int(sys.argv[4]), sys.argv[5])
     os._exit(0)

@@ -63,6 +63,17 @@ def test_another_number_goes_on(tmp_path, whole, way):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
+def test_another_number_goes_on_where_each_has_all_weights(tmp_path, whole, way):
+    """And a share of the optimizer states."""
+    for number, count in enumerate(WAYS[way]):
+        by(count, tmp_path / "a", max_steps=2 * (number + 1), resume=number > 0, sharding="optimizer")
+    torch.testing.assert_close(steps(tmp_path / "a"), steps(whole), rtol=1e-4, atol=0.0)
+    ours, theirs = runs.weights(tmp_path / "a"), runs.weights(whole)
+    assert all(torch.allclose(ours[name], theirs[name], atol=1e-3) for name in theirs)
+
+
+@pytest.mark.long
 def test_copies_go_on_from_divided_weights(tmp_path, whole):
     by(2, tmp_path / "a", max_steps=2)
     by(4, tmp_path / "a", max_steps=4, resume=True, sharding_ranks=2)

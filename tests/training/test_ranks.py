@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -121,6 +122,43 @@ def test_all_begin_with_the_weights_of_the_first(seen, tmp_path):
     assert first == second
     result = train(tmp_path, 4, max_steps=2)
     assert first["held out"] == pytest.approx(result.evaluation.to_dict(), rel=1e-4)
+
+
+def test_all_stop_early_after_the_same_step(seen, tmp_path):
+    """And leave the same best, as one process does: each has scored other rows of the held-out data."""
+    first, second = seen("stopped_early")
+    assert first == second
+    assert first["best"] + two_ranks.EARLY["early_stopping_patience"] == first["steps"] < two_ranks.EARLY["max_steps"]
+    alone = train(tmp_path, 4, **two_ranks.EARLY)
+    assert (alone.steps, alone.model_step) == (first["steps"], first["best"])
+    assert first["held out"] == pytest.approx(alone.evaluation.loss, rel=1e-3)
+
+
+MICRO_BATCHES = two_ranks.SETTINGS["gradient_accumulation_steps"]
+ASKED = {  # in each bucket's place 1
+    "sums within the backward pass": {"reduce_scatter_tensor": MICRO_BATCHES, "all_gather_into_tensor": 1},
+    "sums after the backward pass": {"reduce_scatter_tensor": 1, "all_gather_into_tensor": 1},
+}
+"""Collectives of a step for each bucket of gradients, beside the small all-reduce."""
+
+READ_ON_THE_CPU = {"attention/backends/per_document.py tolist", "kernels/logit_rows.py __int__"}
+"""Documents one after the other, and rows of logits in pieces: what stands in for kernels."""
+
+
+@pytest.mark.parametrize("case", two_ranks.COUNTED)
+def test_a_step_asks_for_one_small_sum_and_waits_for_no_device(seen, case):
+    """Loss, norm and who wants to stop travel together; counted from where a step begins to where the next does."""
+    for found in seen("counted"):
+        _, *steps, _ = found[case]["steps"]  # around them the audit, and the checkpoint at the end
+        assert len(steps) == 2
+        for step in steps:
+            small = [size for name, size in step if name == "all_reduce" and size < 100]
+            assert len(small) == 1, step
+            if case in ASKED:
+                counts = {name: found[case]["buckets"] * count for name, count in ASKED[case].items()}
+                assert Counter(name for name, _ in step) == {**counts, "all_reduce": 1}
+            assert {name for name, _ in step}.isdisjoint({"all_gather", "broadcast", "barrier", "gather", "scatter"})
+        assert found[case]["reads"].keys() <= READ_ON_THE_CPU
 
 
 def test_two_distil_as_one_does(seen, tmp_path):

@@ -64,18 +64,27 @@ def test_torchs_distributed_checkpoints_read_them(tmp_path):
     assert all(torch.equal(found[name], whole[name].reshape(-1)) for name in whole)
 
 
-def by_two(folder, resume=False, rank=0, kill_at=0):
+def by_two(folder, resume=False, rank=0, kill_at=0, sharding="optimizer"):
     """Exit codes and words of two processes."""
     folder.mkdir(exist_ok=True)
-    return two_processes.run(killed_ranks.__file__, folder, str(resume), str(rank), str(kill_at), seconds=150)
+    return two_processes.run(killed_ranks.__file__, folder, str(resume), str(rank), str(kill_at), sharding, seconds=150)
+
+
+def whole_run(folder, sharding):
+    """Its folder, and how many events each rank had."""
+    codes, words = by_two(folder, sharding=sharding)
+    assert codes == [0, 0], words
+    return folder, [int((folder / f"events.{rank}").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("ranks") / "run"
-    codes, words = by_two(folder)
-    assert codes == [0, 0], words
-    return folder, [int((folder / f"events.{rank}").read_text()) for rank in (0, 1)]
+    return whole_run(tmp_path_factory.mktemp("ranks") / "run", "optimizer")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_divided(tmp_path_factory):
+    return whole_run(tmp_path_factory.mktemp("divided") / "run", "weights")
 
 
 def same(folder, whole):
@@ -116,14 +125,14 @@ def test_two_go_on_to_the_bit_and_one_within_the_order_of_sums(alone, uninterrup
         assert same(folder, whole)
 
 
-def kill_and_resume(folder, rank, kill_at, uninterrupted):
+def kill_and_resume(folder, rank, kill_at, uninterrupted, sharding="optimizer"):
     whole, events = uninterrupted
     what = f"rank {rank} killed at event {kill_at} of {events[rank]}"
-    codes, words = by_two(folder, rank=rank, kill_at=kill_at)
+    codes, words = by_two(folder, rank=rank, kill_at=kill_at, sharding=sharding)
     assert codes[rank] == -9 and codes[1 - rank] != 0, (what, words)
     for left in checkpoints(folder / "run"):
         assert check_checkpoint(left) is None, what
-    codes, words = by_two(folder, resume=True)
+    codes, words = by_two(folder, resume=True, sharding=sharding)
     assert codes == [0, 0], (what, words)
     assert same(folder, whole), what
     assert not [path.name for path in (folder / "run").rglob(".*")], what
@@ -144,3 +153,13 @@ def test_ranks_are_killed_at_many_random_moments(number, tmp_path, seed, uninter
     kill_and_resume(
         tmp_path / "run", rank, random.Random(seed + number).randrange(1, uninterrupted[1][rank] + 1), uninterrupted
     )
+
+
+@on_cpu
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(6))
+def test_ranks_that_divide_the_weights_are_killed_at_random_moments(number, tmp_path, seed, uninterrupted_divided):
+    """What neither has whole is in the files of both, or in those of the checkpoint before."""
+    rank = number % 2
+    moment = random.Random(seed + number).randrange(1, uninterrupted_divided[1][rank] + 1)
+    kill_and_resume(tmp_path / "run", rank, moment, uninterrupted_divided, "weights")

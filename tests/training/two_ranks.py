@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from counted_step import Counted
 from emulated_graphs import EmulatedStep
 
 import runs
@@ -182,6 +183,38 @@ def resumed(rank: int, folder: Path):
     return {"steps": result.steps, "weights": fingerprint(made.model.parameters()), "model": result.model_step}
 
 
+EARLY = {
+    "max_steps": 30, "eval_steps": 1, "early_stopping_patience": 2, "learning_rate": 0.1, "validation_split": 0.2,
+    "save_steps": None,
+}  # fmt: skip
+
+
+def stopped_early(rank: int, folder: Path):
+    """Where held-out data gains no more; each has other rows of it."""
+    result = trainer(own_folder(folder / "early", rank), **EARLY).train(tiny.chat_rows())
+    return {"steps": result.steps, "best": result.model_step, "held out": result.evaluation.loss}
+
+
+COUNTED = {
+    "sums within the backward pass": {"memory": ["reduce_in_backward"]},
+    "sums after the backward pass": {"memory": []},
+    "all states on both": {"sharding": "none"},
+    "divided weights": {"sharding": "weights"},
+    "adapters over divided weights": {"sharding": "weights", "use_lora": True, "lora_dropout": 0.0},
+}
+
+
+def counted(rank: int, folder: Path):
+    """What a step asks of the other and what it reads from the device."""
+    quiet = {"max_steps": 4, "validation_split": 0.0, "eval_steps": None, "save_steps": None}
+    found = {}
+    for name, fields in COUNTED.items():
+        with Counted().counting() as seen:
+            trainer(folder / f"counted {name} {rank}", **quiet, **fields).train(tiny.chat_rows())
+        found[name] = {"steps": seen.collectives, "reads": dict(seen.reads), "buckets": seen.buckets}
+    return found
+
+
 def audited(rank: int, folder: Path):
     """Where the first has a gradient of zeros of a weight of which the other has not."""
     made = trainer(folder / f"audited{rank}", max_steps=1)
@@ -255,8 +288,8 @@ class Deaf(Mesh):
 
 
 PROMISES = (
-    gradients, replayed, weights, distilled, random_numbers, audited, callbacks_fail, stop, resumed, refused, other_settings,
-    other_data, other_weights,
+    gradients, replayed, weights, distilled, random_numbers, stopped_early, counted, audited, callbacks_fail, stop, resumed,
+    refused, other_settings, other_data, other_weights,
 )  # fmt: skip
 
 
