@@ -4,7 +4,7 @@
 
 Text is the documentation of Python's standard library, every tenth entry held out. The native model (16 experts, 2 of them
 for a token, 8 layers) is trained on it with the losses of its heads (``router: {layer_ahead, token_ahead}``), then its heads
-alone. A Qwen3-MoE of the same sizes is trained without any, then frozen, and heads are distilled from what its routers do.
+alone. A Qwen3-MoE of the same sizes is trained without any, then frozen and traced once; heads learn from the trace.
 
 Recall: of the experts that a token's router chose, the share among as many that were predicted, on held-out text. Beside it
 is gate reuse: a later layer's router, applied to the input of an earlier one.
@@ -18,16 +18,20 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import moe_small as small
 import torch
 
 from chronicals import ChronicalsTrainer
-from chronicals.moe.distil_heads import Distillation, checksum, train_predictor
+from chronicals.moe.distil_heads import Distillation
+from chronicals.moe.identity import checksum
 from chronicals.moe.predictor import ExpertPredictor, HeadSizes
 from chronicals.moe.recall import measure
 from chronicals.moe.recording import record_data
+from chronicals.moe.trace import record_trace
+from chronicals.moe.train_predictor import train_from_trace
 
 ROUTER = {"balance": 0.01, "layer_ahead": 1.0, "token_ahead": 0.3, "lookahead_temperature": 0.2}
 HEADS = HeadSizes(furthest=3, tokens=2, rank=256)
@@ -86,11 +90,16 @@ def frozen(folder: Path, seed: int, base_steps: int, passes: int) -> dict:
     texts, unseen = small.as_texts(rows), small.as_texts(held)
     ChronicalsTrainer(model, tokenizer, config).train(texts)
     before, began = checksum(model), time.perf_counter()
-    found = train_predictor(model, tokenizer, texts * passes, unseen, config, HEADS, HOW, 10**9, 10**9)
+    for name, source in (("trace", texts), ("held-out", unseen)):
+        record_trace(model, tokenizer, source, config, folder / name, features=True)
+    recorded = time.perf_counter() - began
+    how = replace(HOW, passes=passes, seed=seed)
+    found = train_from_trace(model, folder / "trace", folder / "held-out", HEADS, how, 10**9, 10**9)
     recalls = found.recalls
     d0, d1, d1_2k = recalls.mean(0), recalls.mean(1), recalls.mean(1, "layer_ahead_2k")
     return {
-        "seed": seed, "recalls": recalls.to_dict(), "tokens": found.tokens, "seconds": time.perf_counter() - began,
+        "seed": seed, "recalls": recalls.to_dict(), "tokens": found.tokens, "seconds_of_recording": recorded,
+        "seconds": time.perf_counter() - began,
         "losses": found.losses, "d0": d0, "d1": d1, "d1_among_2k": d1_2k, "d1_gate_reuse": recalls.mean(1, "gate_reuse"),
         "checksum_before": before, "checksum_after": checksum(model),
         "passed": d0 >= 0.90 and d1 >= 0.80 and d1_2k >= 0.95 and checksum(model) == before,

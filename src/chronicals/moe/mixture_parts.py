@@ -15,6 +15,9 @@ from torch import Tensor, nn
 from chronicals.memory import decoder_layers
 from chronicals.quantization import Experts4bit
 
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+"""What classes call the correction of scores, in a router or beside it."""
+
 
 @dataclass(frozen=True)
 class MixtureLayer:
@@ -24,6 +27,7 @@ class MixtureLayer:
         number: among all layers of the decoder.
         attention, experts, router: modules.
         num_experts: E.
+        correction: ``[E]``, where one is added to scores before experts are chosen, and not to their weights.
     """
 
     number: int
@@ -31,6 +35,7 @@ class MixtureLayer:
     experts: nn.Module
     router: nn.Module
     num_experts: int
+    correction: Tensor | None = None
 
     @property
     def gate(self) -> Tensor:
@@ -69,11 +74,12 @@ def mixture_layers(model: Any) -> list[MixtureLayer]:
             continue
         count = _shapes(experts)["down_proj"][0]
         block = path.partition(".base_layer")[0].rpartition(".")[0]
-        router = next(_routers(layer.get_submodule(block), count, width), None)
+        around = layer.get_submodule(block)
+        router = next(_routers(around, count, width), None)
         attention = next((module for module in layer.modules() if "Attention" in type(module).__name__), None)
         if router is None or attention is None:
             raise ValueError(f"layer {number} of {name}: its {'router' if router is None else 'attention'} is not found")
-        found.append(MixtureLayer(number, attention, experts, router, count))
+        found.append(MixtureLayer(number, attention, experts, router, count, _correction(around, count)))
     if not found:
         raise ValueError(f"{name} has no layer with routed experts; give a mixture-of-experts model")
     return found
@@ -84,6 +90,12 @@ def _routers(block: nn.Module, experts: int, width: int) -> Iterator[nn.Module]:
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.shape == (experts, width):
             yield module
+
+
+def _correction(block: nn.Module, experts: int) -> Tensor | None:
+    named = (*block.named_parameters(), *block.named_buffers())
+    found = next((x for name, x in named if name.rpartition(".")[2] in CORRECTIONS and x.numel() == experts), None)
+    return None if found is None else found.detach().flatten()
 
 
 def chosen_experts(args: tuple, named: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -15,11 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from chronicals.moe.choosing import Choice
 from chronicals.moe.lookahead import LayerAhead, TokenAhead
 from chronicals.moe.mixture_parts import mixture_layers
 from chronicals.standard_json import to_json
 
 WEIGHTS, SAID = "predictor.safetensors", "predictor.json"
+VERSION = 2
+PLAIN = Choice()
 
 
 @dataclass(frozen=True)
@@ -46,26 +49,38 @@ class ExpertPredictor(nn.Module):
     Args:
         gates: ``[E, D]`` of each layer's router, which are copied and not trained.
         biases: ``[E]`` of each, where routers have some.
+        choice: how the routers choose from their logits.
+        corrections: ``[E]`` of each, where they correct their scores.
     """
 
     gates: Tensor
     biases: Tensor
+    corrections: Tensor
 
-    def __init__(self, gates: Sequence[Tensor], biases: Sequence[Tensor | None], sizes: HeadSizes):
+    def __init__(
+        self, gates: Sequence[Tensor], biases: Sequence[Tensor | None], sizes: HeadSizes, choice: Choice = PLAIN,
+        corrections: Sequence[Tensor | None] = (),
+    ):  # fmt: skip
         super().__init__()
-        self.sizes = sizes
+        self.sizes, self.choice = sizes, choice
         self.register_buffer("gates", torch.stack([gate.detach().float() for gate in gates]))
-        offsets = [gates[0].new_zeros(len(gates[0])) if bias is None else bias.detach() for bias in biases]
-        self.register_buffer("biases", torch.stack([bias.float() for bias in offsets]))
+        for name, given in (("biases", biases), ("corrections", corrections or [None] * len(gates))):
+            found = [gates[0].new_zeros(len(gates[0])) if values is None else values.detach() for values in given]
+            self.register_buffer(name, torch.stack([values.float() for values in found]))
         layers, experts, width = self.gates.shape
         self.layer_ahead = LayerAhead(layers, width, experts, sizes.furthest, sizes.rank)
         self.token_ahead = TokenAhead(layers, width, experts, sizes.tokens, sizes.rank) if sizes.tokens else None
 
     @classmethod
-    def beside(cls, model: Any, sizes: HeadSizes) -> Self:
-        """New heads for a model, on its device: their first prediction is gate reuse."""
+    def beside(cls, model: Any, sizes: HeadSizes, choice: Choice = PLAIN) -> Self:
+        """New heads for a model, on its device: their first prediction is gate reuse.
+
+        Args:
+            choice: how its routers choose, as ``Choice.found`` says.
+        """
         layers = mixture_layers(model)
-        made = cls([layer.gate for layer in layers], [layer.bias for layer in layers], sizes)
+        corrections = [layer.correction if choice.corrected else None for layer in layers]
+        made = cls([layer.gate for layer in layers], [layer.bias for layer in layers], sizes, choice, corrections)
         return made.to(layers[0].gate.device)
 
     @classmethod
@@ -88,6 +103,10 @@ class ExpertPredictor(nn.Module):
         x = features.to(self.gates.dtype)
         return torch.einsum("...d,ned->...ne", x, self.gates[layer : layer + n]) + self.biases[layer : layer + n]
 
+    def order(self, layer: int, logits: Tensor) -> Tensor:
+        """``[..., E]``: the larger, the sooner layer ``layer`` chooses an expert that has these logits, ``[..., E]``."""
+        return self.choice.order(logits, self.corrections[layer])
+
     def tokens(self, hidden: Tensor, next_embedding: Tensor) -> Tensor:
         """``[..., K, L, E]``: logits of all layers for the tokens after one, from its last hidden state and the embedding of
         the next token."""
@@ -103,16 +122,19 @@ class ExpertPredictor(nn.Module):
         save_file({name: value.cpu().contiguous() for name, value in self.state_dict().items()}, folder / WEIGHTS)
         sizes: dict[str, int] = {name: getattr(self.sizes, name) for name in ("furthest", "tokens", "rank")}
         shape = dict(zip(("layers", "num_experts", "hidden_size"), self.gates.shape))
-        (folder / SAID).write_text(to_json({"version": 1, **shape, **sizes, **about}, indent=1))
+        said = {"version": VERSION, **shape, **sizes, "choice": self.choice.to_dict(), **about}
+        (folder / SAID).write_text(to_json(said, indent=1))
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Raises ValueError where there is none."""
+        """Raises ValueError where there is none, or one of another version."""
         try:
             said, weights = json.loads((folder / SAID).read_text()), load_file(folder / WEIGHTS)
         except (OSError, json.JSONDecodeError) as error:
             raise ValueError(f"{folder}: no predictor is there ({error}); make one with chronicals moe predict-train") from None
+        if said.get("version") != VERSION:
+            raise ValueError(f"{folder / SAID}: version {said.get('version')}, known is {VERSION}; train the heads again")
         sizes = HeadSizes(said["furthest"], said["tokens"], said["rank"])
-        made = cls(weights["gates"].unbind(), [None] * said["layers"], sizes)
+        made = cls(weights["gates"].unbind(), [None] * said["layers"], sizes, Choice(**said["choice"]))
         made.load_state_dict(weights)
         return made

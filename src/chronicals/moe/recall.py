@@ -61,14 +61,16 @@ def measure(predictor: ExpertPredictor, recordings: Iterable[Recorded], k: int) 
 
     for recorded in recordings:
         tokens += len(recorded)
+        recorded = recorded.to(predictor.gates.device)
         assert recorded.features is not None
         for layer, features in enumerate(recorded.features):
             heads, early = predictor.layers(layer, features), predictor.reuse(layer, features)
             for d in range(heads.shape[1]):
                 aim = recorded.experts[layer + d]
-                add(("layer_ahead", layer, d), hits(heads[:, d], aim, k))
-                add(("layer_ahead_2k", layer, d), hits(heads[:, d], aim, min(2 * k, heads.shape[-1])))
-                add(("gate_reuse", layer, d), hits(early[:, d], aim, k))
+                ours, theirs = (predictor.order(layer + d, logits[:, d]) for logits in (heads, early))
+                add(("layer_ahead", layer, d), hits(ours, aim, k))
+                add(("layer_ahead_2k", layer, d), hits(ours, aim, min(2 * k, heads.shape[-1])))
+                add(("gate_reuse", layer, d), hits(theirs, aim, k))
         if predictor.token_ahead is not None:
             _of_tokens(predictor, recorded, k, add)
     if not tokens:
@@ -83,7 +85,7 @@ def _of_tokens(predictor: ExpertPredictor, recorded: Recorded, k: int, add: Call
     for distance in range(1, ahead.shape[1] + 1):
         there = recorded.follows(distance)
         for layer in range(ahead.shape[2]):
-            found = ahead[: len(recorded) - distance, distance - 1, layer]
+            found = predictor.order(layer, ahead[: len(recorded) - distance, distance - 1, layer])
             add(("token_ahead", distance - 1, layer), hits(found, recorded.experts[layer, distance:], k)[there])
 
 

@@ -24,7 +24,7 @@ from chronicals.moe.router_losses import Tokens
 
 @dataclass(frozen=True)
 class Recorded:
-    """Documents end to end, on the model's device; filler and documents without a target are left out.
+    """Documents end to end; filler and documents without a target are left out.
 
     Attributes:
         token_ids: int64 ``[T]``.
@@ -46,6 +46,24 @@ class Recorded:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    def to(self, device: torch.device) -> Recorded:
+        """Itself where it is there already; from host memory to a card by way of pinned memory."""
+        if self.token_ids.device == device:
+            return self
+        pins = device.type == "cuda" and self.token_ids.device.type == "cpu"
+        named = {name: value for name, value in vars(self).items() if value is not None}
+        moved = {n: (x.pin_memory() if pins else x).to(device, non_blocking=pins) for n, x in named.items()}
+        return replace(self, **moved)
+
+    def part(self, first: int, most: int) -> Recorded:
+        """``most`` tokens from ``first`` on, or as many as there are."""
+        rows, there = slice(first, first + most), min(most, len(self) - first)
+        bounds = (self.documents - first).clamp(0, there).unique()
+        token, beside = ("token_ids", "hidden", "embeddings"), ("experts", "weights", "logits", "features")
+        values = {name: getattr(self, name) for name in (*token, *beside)}
+        found = {name: x if x is None else x[rows] if name in token else x[:, rows] for name, x in values.items()}
+        return Recorded(documents=bounds, **found)
 
     def follows(self, distance: int) -> Tensor:
         """bool ``[T - distance]``: whether token t + distance is of the document of token t."""

@@ -126,14 +126,35 @@ def lookahead_losses(
         ranking, of_set, margin: a, b and m.
     """
     predicted, target = wide(predicted), wide(target.detach())
-    aim, log_q, those = (target / temperature).log_softmax(-1), (predicted / temperature).log_softmax(-1), chosen(target, k)
-    losses = (aim.exp() * (aim - log_q)).sum(-1)
-    if ranking and k < target.shape[-1]:
+    losses = divergences(predicted, target, temperature)
+    return losses + set_losses(predicted, chosen(target, k), temperature, ranking, of_set, margin)
+
+
+def divergences(predicted: Tensor, target: Tensor, temperature: float) -> Tensor:
+    """``[...]``: KL(softmax(z/T) ‖ softmax(z′/T)) of ``target`` z and ``predicted`` z′, ``[..., E]``."""
+    aim, log_q = (target / temperature).log_softmax(-1), (predicted / temperature).log_softmax(-1)
+    return (aim.exp() * (aim - log_q)).sum(-1)
+
+
+def set_losses(
+    predicted: Tensor, those: Tensor, temperature: float, ranking: float, of_set: float, margin: float,
+    among: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """``[...]``: the ranking and the set term of ``predicted`` z′.
+
+    Args:
+        those: bool ``[..., E]``, S.
+        among: bool ``[..., E]``, which are compared; by default all.
+    """
+    if among is not None:
+        predicted = predicted.masked_fill(~(among | those), float("-inf"))
+    log_q, losses = (predicted / temperature).log_softmax(-1), torch.zeros_like(predicted[..., 0])
+    if ranking:
         least = predicted.masked_fill(~those, float("inf")).amin(-1)
         most = predicted.masked_fill(those, float("-inf")).amax(-1)
         losses = losses + ranking * (margin - least + most).relu()
     if of_set:
-        losses = losses - of_set / k * log_q.masked_fill(~those, float("-inf")).logsumexp(-1)
+        losses = losses - of_set * log_q.masked_fill(~those, float("-inf")).logsumexp(-1) / those.sum(-1)
     return losses
 
 

@@ -2,10 +2,12 @@
 
 ``trace.json``:
 
-    version 1    model, model_type   layers: numbers of the decoder layers with routed experts   num_experts, k, hidden_size
-    features     whether the files have them       files: [{"name", "tokens", "documents"}]      tokens: of all
+    version 2    model, model_type   layers: numbers of the decoder layers with routed experts   num_experts, k, hidden_size
+    config_sha256, model_sha256      digests of the configuration and the weights (``identity.py``)
+    choice       how experts follow from logits (``choosing.py``), and features: whether the files have them
+    files        [{"name", "tokens", "documents"}]        tokens: of all
 
-Each file, NumPy arrays by name, little endian, of T tokens in N documents:
+``docs/traces.md`` is for who reads them. Each file, NumPy arrays by name, little endian, of T tokens in N documents:
 
     token_ids   int32   [T]             documents  int64    [N + 1], bounds of the documents
     experts     uint8   [L, T, k]       uint16 where there are more than 256 experts
@@ -19,8 +21,8 @@ Each file, NumPy arrays by name, little endian, of T tokens in N documents:
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 from zipfile import BadZipFile
@@ -29,11 +31,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chronicals.config import ChronicalsConfig
+from chronicals.moe.choosing import Choice
+from chronicals.moe.identity import checksum, config_digest
 from chronicals.moe.mixture_parts import mixture_layers
-from chronicals.moe.recording import Recorded
+from chronicals.moe.recording import Recorded, record_data
+from chronicals.moe.routers import experts_per_token
 from chronicals.standard_json import to_json
 
-VERSION = 1
+VERSION = 2
 INDEX = "trace.json"
 ALWAYS = ("token_ids", "documents", "experts", "weights", "logits")
 OPTIONAL = ("features", "hidden", "embeddings")
@@ -50,6 +56,9 @@ class TraceInfo:
     k: int
     hidden_size: int
     features: bool
+    config_sha256: str
+    model_sha256: str
+    choice: dict[str, Any] | None = None
     files: list[dict[str, Any]] = field(default_factory=list)
     tokens: int = 0
     version: int = VERSION
@@ -63,7 +72,10 @@ class TraceInfo:
         config = model.config.get_text_config()
         numbers = [layer.number for layer in layers]
         width = model.get_input_embeddings().weight.shape[1]
-        return cls(name or model.config._name_or_path, config.model_type, numbers, layers[0].num_experts, k, width, features)
+        return cls(
+            name or model.config._name_or_path, config.model_type, numbers, layers[0].num_experts, k, width, features,
+            config_digest(model.config), checksum(model),
+        )  # fmt: skip
 
 
 class TraceWriter:
@@ -105,20 +117,105 @@ def _arrays(recorded: Recorded, info: TraceInfo) -> dict[str, np.ndarray]:
     return {name: value.cpu().numpy().astype(kinds.get(name, np.float16)) for name, value in wide.items()}
 
 
+def record_trace(
+    model: Any, tokenizer: Any, source: Any, config: ChronicalsConfig, folder: Path, features: bool = False,
+    tokens: int | None = None, name: str = "",
+) -> TraceInfo:  # fmt: skip
+    """Run a mixture over data, and write what its routers do.
+
+    Args:
+        source, config, features, tokens: of ``record_data``.
+        name: of the model, as ``TraceInfo.of`` takes it.
+
+    Raises:
+        DataError: the data cannot be read.
+        ValueError: the model is no mixture that is known here, or the folder holds a trace already.
+    """
+    writer = TraceWriter(folder, TraceInfo.of(model, experts_per_token(model), features, name))
+    for recorded in record_data(model, tokenizer, source, config, features, tokens):
+        if writer.info.choice is None:
+            writer.info.choice = Choice.found(model, recorded).to_dict()
+        writer.add(recorded)
+    return writer.close()
+
+
+class Trace:
+    """A trace on disk, which is read a part, a file, at a time.
+
+    Raises:
+        ValueError: there is no whole trace, or one of another version.
+    """
+
+    def __init__(self, folder: Path):
+        try:
+            said = json.loads((folder / INDEX).read_text())
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"{folder}: no trace is there ({INDEX}: {error}); make one with chronicals moe trace") from None
+        if said.get("version") != VERSION:
+            raise ValueError(f"{folder / INDEX}: version {said.get('version')}, known is {VERSION}; record it again")
+        self.folder, self.info = folder, TraceInfo(**said)
+
+    def part(self, number: int) -> Recorded:
+        """Part ``number`` in host memory; floats are in 16 bits, as they are stored.
+
+        Raises:
+            ValueError: it is not what the index says.
+        """
+        file = self.info.files[number]
+        return _read(self.folder / file["name"], file["tokens"], self.info)
+
+    def first(self, parts: Iterable[int], tokens: int) -> list[int]:
+        """As many of ``parts`` as have ``tokens`` in all; all where they have not."""
+        found, seen = [], 0
+        for number in parts:
+            if seen >= tokens:
+                break
+            found.append(number)
+            seen += self.info.files[number]["tokens"]
+        return found
+
+    def check(self, model: Any, weights: str | None = None) -> str:
+        """Whether heads of ``model`` can be trained from it.
+
+        Args:
+            weights: the checksum of the model, where it is known.
+
+        Returns:
+            That checksum.
+
+        Raises:
+            ValueError: it is of another model, or has no features.
+        """
+        name, theirs = model.config._name_or_path or type(model).__name__, self.info.model or self.info.model_type
+        if config_digest(model.config) != self.info.config_sha256:
+            raise ValueError(
+                f"{self.folder}: is a trace of {theirs} ({self.info.model_type}), whose configuration is not that of {name} "
+                f"({model.config.get_text_config().model_type}); name the model that was traced, or trace this one"
+            )
+        weights = weights or checksum(model)
+        if weights != self.info.model_sha256:
+            raise ValueError(
+                f"{self.folder}: is a trace of {theirs} with weights {self.info.model_sha256[:8]}, and {name} has "
+                f"{weights[:8]}; give the adapter, the quantization and the dtype that were traced, or trace this model"
+            )
+        if not self.info.features or self.info.choice is None:
+            raise ValueError(f"{self.folder}: the trace has no features, from which heads predict; record it with --features")
+        return weights
+
+
 def read_trace(folder: Path) -> tuple[TraceInfo, Iterator[Recorded]]:
     """What a folder holds; the second part reads a file at a time, in fp32 on the CPU.
 
     Raises:
         ValueError: there is no whole trace, or one of another version.
     """
-    try:
-        said = json.loads((folder / INDEX).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ValueError(f"{folder}: no trace is there ({INDEX}: {error}); make one with chronicals moe trace") from None
-    if said.get("version") != VERSION:
-        raise ValueError(f"{folder / INDEX}: version {said.get('version')}, known is {VERSION}")
-    info = TraceInfo(**said)
-    return info, (_read(folder / file["name"], file["tokens"], info) for file in info.files)
+    trace = Trace(folder)
+    return trace.info, (_wide(trace.part(number)) for number in range(len(trace.info.files)))
+
+
+def _wide(recorded: Recorded) -> Recorded:
+    named = {name: value for name, value in vars(recorded).items() if value is not None and value.is_floating_point()}
+    return replace(recorded, **{name: value.float() for name, value in named.items()})
 
 
 def _read(path: Path, tokens: int, info: TraceInfo) -> Recorded:
@@ -134,5 +231,5 @@ def _read(path: Path, tokens: int, info: TraceInfo) -> Recorded:
 
 
 def _tensor(array: np.ndarray) -> Tensor:
-    """In a type that torch computes with."""
-    return torch.from_numpy(array.astype(np.float32 if array.dtype.kind == "f" else np.int64))
+    """Integers in the type by which torch indexes."""
+    return torch.from_numpy(array if array.dtype.kind == "f" else array.astype(np.int64))

@@ -1,0 +1,152 @@
+"""From a mixture and data, or a trace, to heads that predict its experts, and how well they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chronicals.config import ChronicalsConfig
+from chronicals.moe.choosing import Choice
+from chronicals.moe.distil_heads import Distillation, distil
+from chronicals.moe.identity import checksum
+from chronicals.moe.predictor import ExpertPredictor, HeadSizes
+from chronicals.moe.recall import Recalls, measure
+from chronicals.moe.recording import Recorded, record_data
+from chronicals.moe.routers import experts_per_token
+from chronicals.moe.trace import Trace
+
+
+@dataclass(frozen=True)
+class TrainedPredictor:
+    """Attributes:
+    losses: of the steps.
+    recalls: on held-out tokens.
+    tokens: that were trained on, each as often as it was gone over.
+    unchanged: the checksum of the model.
+    """
+
+    predictor: ExpertPredictor
+    losses: list[float]
+    recalls: Recalls
+    tokens: int
+    model: str
+    unchanged: str
+
+    def about(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        return {
+            "model": self.model, "model_sha256": self.unchanged, "trained_on_tokens": self.tokens,
+            "first_loss": self.losses[0], "last_loss": sum(self.losses[-10:]) / len(self.losses[-10:]),
+            "recalls": self.recalls.to_dict(),
+        }  # fmt: skip
+
+
+def train_predictor(
+    model: Any, tokenizer: Any, data: Any, held_out: Any, config: ChronicalsConfig, sizes: HeadSizes, how: Distillation,
+    tokens: int, held_out_tokens: int,
+) -> TrainedPredictor:  # fmt: skip
+    """Heads for ``model``, trained as it runs over ``data`` once, and measured as it runs over what is held out; of neither is
+    more kept than of one forward pass.
+
+    Args:
+        held_out: data; None keeps the first ``held_out_tokens`` of ``data`` for that.
+        tokens: to train on, at most.
+
+    Raises:
+        ValueError: the model is no mixture that is known here, there is too little data, or the model was changed.
+    """
+    if how.passes != 1:
+        raise ValueError(
+            f"passes={how.passes}: the model runs once over data; record a trace (chronicals moe trace --features) and train "
+            "from it"
+        )
+
+    def recorded(source: Any, most: int) -> Iterator[Recorded]:
+        return record_data(model, tokenizer, source, config, True, most)
+
+    before, k = checksum(model), experts_per_token(model)
+    kept = held_out_tokens if held_out is None else 0
+    recordings = recorded(data, tokens + kept)
+    if (first := next(recordings, None)) is None:
+        raise ValueError("there is no token to train heads on; give more data")
+    predictor = _new_heads(model, sizes, Choice.found(model, first), how.seed)
+    counted = _Counted(_after(chain([first], recordings), kept))
+    steps = max(1, tokens // min(how.rows, config.batch_size * config.max_seq_length))
+    found = distil(predictor, counted, steps, how)
+    recalls = measure(predictor, recorded(data if held_out is None else held_out, held_out_tokens), k)
+    if (after := checksum(model)) != before:
+        raise ValueError(f"{type(model).__name__}: its weights changed from {before[:8]} to {after[:8]}, and they must not")
+    return TrainedPredictor(predictor, found, recalls, counted.tokens, str(model.config._name_or_path), before)
+
+
+def train_from_trace(
+    model: Any, trace: Path, held_out: Path | None, sizes: HeadSizes, how: Distillation, tokens: int, held_out_tokens: int
+) -> TrainedPredictor:  # fmt: skip
+    """Heads for ``model`` from a trace of it with features, which is read a part at a time. The model does not run.
+
+    Args:
+        held_out: the folder of another trace of it; None keeps the first parts of ``trace``, with ``held_out_tokens`` in all.
+        tokens: of the trace to train on, at most, by whole parts.
+
+    Raises:
+        ValueError: a trace is not whole, is of another model or has no features; or there are too few tokens.
+    """
+    there = Trace(trace)
+    weights = there.check(model)
+    parts = list(range(len(there.info.files)))
+    if held_out is None:
+        measured, kept = there, there.first(parts, held_out_tokens)
+    else:
+        measured = Trace(held_out)
+        measured.check(model, weights)
+        kept = measured.first(range(len(measured.info.files)), held_out_tokens)
+    rest = there.first(parts[len(kept) if held_out is None else 0 :], tokens)
+    if not rest:
+        raise ValueError(f"{trace}: its {there.info.tokens:,} tokens are all held out; record more, or hold out fewer")
+    assert there.info.choice is not None
+    predictor = _new_heads(model, sizes, Choice(**there.info.choice), how.seed)
+    steps = how.passes * sum(how.steps_of(there.info.files[n]["tokens"]) for n in rest)
+    counted = _Counted(_passes(there, rest, how))
+    found = distil(predictor, counted, steps, how)
+    recalls = measure(predictor, (measured.part(n) for n in kept), there.info.k)
+    return TrainedPredictor(predictor, found, recalls, counted.tokens, there.info.model, weights)
+
+
+def _new_heads(model: Any, sizes: HeadSizes, choice: Choice, seed: int) -> ExpertPredictor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return ExpertPredictor.beside(model, sizes, choice)
+
+
+def _passes(trace: Trace, parts: Sequence[int], how: Distillation) -> Iterator[Recorded]:
+    """``parts`` in an order that is another in each pass."""
+    generator = torch.Generator().manual_seed(how.seed)
+    for _ in range(how.passes):
+        for n in torch.randperm(len(parts), generator=generator).tolist():
+            yield trace.part(parts[n])
+
+
+class _Counted:
+    """Recordings, whose tokens are counted as they go by."""
+
+    def __init__(self, recordings: Iterable[Recorded]):
+        self.recordings, self.tokens = recordings, 0
+
+    def __iter__(self) -> Iterator[Recorded]:
+        for recorded in self.recordings:
+            self.tokens += len(recorded)
+            yield recorded
+
+
+def _after(recordings: Iterable[Recorded], tokens: int) -> Iterator[Recorded]:
+    """Those after the first that have so many tokens in all."""
+    seen = 0
+    for recorded in recordings:
+        if seen >= tokens:
+            yield recorded
+        seen += len(recorded)
