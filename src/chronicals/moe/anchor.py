@@ -2,12 +2,14 @@
 
 Some tokens of the training data are replayed beside every forward pass, and the KL of the routers' distributions on them from
 those that they had as the run began is a term of the loss. Where the run began it is 0, for both are the same function of the
-same tokens; it has a gradient in the model of today, none in the reference.
+same tokens; it has a gradient in the model of today, none in the reference. Neither has dropout or a router's jitter in it: a
+model whose forward pass draws random numbers in training is replayed in evaluation mode.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from chronicals.batch import IGNORED, Batch
+from chronicals.memory import draws_numbers
 from chronicals.models import Computed, PresentedModel, Term, Terms, in_evaluation
 from chronicals.moe import router_losses as losses
 from chronicals.moe.router_losses import Tokens
@@ -34,15 +37,18 @@ class Anchor:
         coefficient: of the KL in the loss.
         batch: what is replayed, on the device.
         reference: ``[T, E]`` fp32 of each layer, on the device.
+        draws: whether a forward pass of the model in training may draw random numbers.
     """
 
     coefficient: float
     batch: Batch
     reference: Sequence[Tensor]
+    draws: bool = False
     lookahead = False
 
     def terms(self, model: PresentedModel, computed: Computed, batch: Batch) -> Terms:
-        now = model.router_logits(self.batch)
+        with in_evaluation(model.model) if self.draws else nullcontext():
+            now = model.router_logits(self.batch)
         drift = losses.mean([losses.anchor_losses(logits, began).mean() for logits, began in zip(now, self.reference)])
         packs = Tokens.of(batch, model.pack_width).packs  # every pack has the same replay: the mean over a step's is the drift
         return {"router/anchor": Term(drift * packs, self.coefficient, "packs")}
@@ -51,7 +57,8 @@ class Anchor:
     def of(cls, coefficient: float, model: PresentedModel, batch: Batch) -> Self:
         """With the model of now as the reference; to be called where it attends to documents."""
         with torch.no_grad(), in_evaluation(model.model):
-            return cls(coefficient, batch, [logits.float() for logits in model.router_logits(batch)])
+            reference = [logits.float() for logits in model.router_logits(batch)]
+        return cls(coefficient, batch, reference, draws_numbers(model.model))
 
     def write(self, folder: Path) -> None:
         tensors = {"input_ids": self.batch.input_ids, "cu_seqlens": self.batch.cu_seqlens}
@@ -62,8 +69,8 @@ class Anchor:
         aside.replace(folder / FILE)
 
     @classmethod
-    def read(cls, coefficient: float, folder: Path, device: torch.device) -> Self:
-        """What a run that goes on wrote when it began.
+    def read(cls, coefficient: float, model: PresentedModel, folder: Path, device: torch.device) -> Self:
+        """What a run of this model that goes on wrote when it began.
 
         Raises:
             ValueError: it is not there, or not whole.
@@ -71,12 +78,13 @@ class Anchor:
         try:
             found = load_file(folder / FILE)
             batch = replayed(found["input_ids"], found["cu_seqlens"]).to(device)
-            return cls(coefficient, batch, list(found["router_logits"].to(device).unbind()))
+            reference = list(found["router_logits"].to(device).unbind())
         except (OSError, SafetensorError, KeyError) as error:
             raise ValueError(
                 f"router.anchor={coefficient}: {folder / FILE} cannot be read ({error}), and says where the routers of this "
                 "run began; restore it, or begin anew"
             ) from error
+        return cls(coefficient, batch, reference, draws_numbers(model.model))
 
 
 def replayed(input_ids: Tensor, cu_seqlens: Tensor) -> Batch:

@@ -70,7 +70,7 @@ def keep_anchor(session: Session, store: TokenStore, output_dir: Path, resumed: 
     there = next((folder for folder in folders if (folder / FILE).exists()), None)
     if there is not None:
         try:
-            anchor = Anchor.read(settings.anchor, there, device)
+            anchor = Anchor.read(settings.anchor, presented, there, device)
         except ValueError as error:
             raise ConfigurationError(str(error)) from None
     else:
