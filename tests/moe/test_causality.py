@@ -1,9 +1,11 @@
 """What a token sees: earlier tokens of its document alone, within the window, the same with a cache and without."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import StaticCache
+from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
 from chronicals.moe.latent_attention import LatentAttention
 from mixtures import WINDOW, in_fp64, mixture, token_ids
@@ -104,6 +106,51 @@ def test_a_padded_batch_generates_what_each_does_alone(seed):
     for row, start in ((0, pad), (1, 0)):
         alone = model.generate(long[:, start:], **options)
         assert torch.equal(both[row, start:], alone[0])
+
+
+def flash_like(module, query, key, value, attention_mask, scaling=None, sliding_window=None, **_):
+    """What FlashAttention computes of a mask [B, n] of the first n keys, or of none: causal, from the last query and key on."""
+    if attention_mask is not None:
+        key, value = (x[:, :, : attention_mask.shape[1]] for x in (key, value))
+    queries, keys, groups = query.shape[2], key.shape[2], module.num_key_value_groups
+    at, of = torch.arange(keys - queries, keys)[:, None], torch.arange(keys)
+    seen = (of <= at) & (of > at - (sliding_window or keys + 1))
+    if attention_mask is not None:
+        seen = seen & attention_mask.bool()[:, None, None]
+    key, value = (x.repeat_interleave(groups, 1) for x in (key, value))
+    scores = (query @ key.mT * scaling).masked_fill(~seen, float("-inf"))
+    return (scores.softmax(-1).nan_to_num(0.0) @ value).transpose(1, 2), None
+
+
+@pytest.fixture
+def flash():
+    """The name of an attention that gets FlashAttention's masks, whose kernels are not for the CPU."""
+    name, masks = "by_lengths", AttentionMaskInterface._global_mapping
+    AttentionInterface.register(name, flash_like)
+    AttentionMaskInterface.register(name, masks["flash_attention_2"])
+    yield name
+    AttentionInterface._global_mapping.pop(name)
+    masks.pop(name)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash"])
+@pytest.mark.parametrize("cache", [None, "static"])
+def test_decoding_padded_texts_makes_no_keys_of_earlier_tokens(implementation, cache, seed, flash, monkeypatch):
+    model, pad = mixture(seed), 5
+    model.set_attn_implementation(flash if implementation == "flash" else implementation)
+    long = token_ids(1, LENGTH)
+    ids = torch.cat((torch.nn.functional.pad(long[:, pad:], (pad, 0)), long))
+    mask = (torch.arange(LENGTH) >= torch.tensor([pad, 0])[:, None]).long()
+    options = {"max_new_tokens": WINDOW, "do_sample": False, "eos_token_id": None, "disable_compile": True}
+    expected = [model.generate(long[:, start:], **options, use_cache=False)[0] for start in (pad, 0)]
+    project, made = type(model.model.layers[0].self_attn.kv_b_proj).forward, []
+    for layer in model.model.layers:
+        if (own := getattr(layer.self_attn, "kv_b_proj", None)) is not None:
+            own.forward = partial(lambda own, x: made.append(x.shape[1]) or project(own, x), own)
+    both = model.generate(ids, attention_mask=mask, cache_implementation=cache, **options)
+    assert set(made) == {LENGTH if cache is None else LENGTH + WINDOW - 1} and len(made) == 2  # layers; the prompt alone
+    for row, start in ((0, pad), (1, 0)):
+        assert torch.equal(both[row, start:], expected[row])
 
 
 def test_generated_text_is_that_without_a_cache(seed):

@@ -76,8 +76,10 @@ class LatentAttention(nn.Module):
         q_BHQP, k_B1TP = apply_rotary_pos_emb(q_BHQP, k_B1TP, *position_embeddings)
         if cache is not None:
             c_B1TR, k_B1TP = cache.update(c_B1TR, k_B1TP, self.layer_idx)
-        if cache is not None and self._absorbs(q_BHQN.shape[2], c_B1TR.shape[2], attention_mask):
-            out_BQHV, weights = self._attend_latents(q_BHQN, q_BHQP, c_B1TR, k_B1TP, attention_mask)
+        queries, keys = shape[1], c_B1TR.shape[2]
+        mask = _as_matrix(attention_mask, keys) if queries == 1 else attention_mask
+        if cache is not None and self._absorbs(queries, keys, mask):
+            out_BQHV, weights = self._attend_latents(q_BHQN, q_BHQP, c_B1TR, k_B1TP, mask)
         else:
             kv_BHTX = self.kv_b_proj(c_B1TR[:, 0]).unflatten(-1, (self.heads, -1)).transpose(1, 2)
             k_BHTN, v_BHTV = kv_BHTX.split([self.plain, self.value], dim=-1)
@@ -139,3 +141,11 @@ class LatentAttention(nn.Module):
             like = self.kv_a_layernorm.weight
             weight = layer(torch.eye(self.rank, dtype=like.dtype, device=like.device)).mT
         return weight.unflatten(0, (self.heads, -1))
+
+
+def _as_matrix(mask: Any, keys: int) -> Any:
+    """The mask of one query as ``[B, 1, 1, T]``, where it is FlashAttention's ``[B, n]``, which says of the first n of T keys
+    whether they are tokens: one query sees all that are. Other masks are as they were."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return mask
+    return nn.functional.pad(mask.bool(), (0, keys - mask.shape[1]))[:, None, None]

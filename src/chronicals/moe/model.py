@@ -25,7 +25,7 @@ from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from chronicals import deferred_imports  # noqa: F401  transformers, without what other tasks need
 from chronicals.moe.cache import CACHE, seen_tokens, the_cache
-from chronicals.moe.configuration import FULL, ChronicalsMoeConfig
+from chronicals.moe.configuration import FULL, SLIDING, ChronicalsMoeConfig
 from chronicals.moe.experts import MixtureOfExperts, RoutedExperts, TopKRouter
 from chronicals.moe.latent_attention import LatentAttention
 from chronicals.moe.lookahead import LayerAhead, TokenAhead
@@ -157,7 +157,7 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
@@ -169,6 +169,7 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
         """As of transformers' decoders.
 
         Args:
+            attention_mask: ``[B, T]``, or a dictionary of masks by the kind of layer.
             position_ids: ``[B, S]``; of packed documents they begin anew with each. Where they are left out, ``cu_seq_lens_q``
                 tells where documents begin.
             output_lookahead: whether to predict experts, too.
@@ -189,8 +190,11 @@ class ChronicalsMoeModel(ChronicalsMoePreTrainedModel):
             "position_ids": position_ids,
         }
         kinds = set(self.config.kinds)
-        full = create_causal_mask(**given) if FULL in kinds else None
-        sliding = create_sliding_window_causal_mask(**given) if kinds != {FULL} else None
+        if isinstance(attention_mask, dict):  # as generation makes them for caches of a fixed size
+            full, sliding = attention_mask.get(FULL), attention_mask.get(SLIDING)
+        else:
+            full = create_causal_mask(**given) if FULL in kinds else None
+            sliding = create_sliding_window_causal_mask(**given) if kinds != {FULL} else None
         latent_tables, tables = (rope(inputs_embeds, position_ids) for rope in (self.latent_rotary_emb, self.rotary_emb))
 
         hidden_states = inputs_embeds
@@ -264,7 +268,7 @@ class ChronicalsMoeForCausalLM(ChronicalsMoePreTrainedModel, GenerationMixin):
     def forward(
         self,
         input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | dict[str, Any] | None = None,
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
